@@ -1,0 +1,38 @@
+"""One exception class for each thing the caller can do about it."""
+
+from __future__ import annotations
+
+
+class BanaServeError(Exception):
+    """Base of every error that banaserve raises on purpose."""
+
+
+class UserError(BanaServeError):
+    """The user can mend this: one line says what is wrong and what to do.
+
+    The command line prints the message without a traceback and exits with 2.
+    """
+
+
+class StoreUnavailableError(BanaServeError):
+    """The KV cache store cannot be reached: go on without it and recompute."""
+
+
+class FingerprintError(UserError):
+    """A client and the store disagree about what a KV block is: refuse to share blocks."""
+
+
+class ProtocolError(BanaServeError):
+    """A peer sent bytes that break the protocol: close its connection."""
+
+
+class InstanceDeadError(BanaServeError):
+    """An instance died while it held a request: try another or give up."""
+
+
+class NoInstanceError(BanaServeError):
+    """No instance of the asked role serves at present: answer 503 and try later."""
+
+
+class DeadlineExceededError(BanaServeError):
+    """The request ran out of its time budget."""
