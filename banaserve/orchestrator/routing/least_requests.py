@@ -1,0 +1,57 @@
+"""Least requests: each leg takes the instance with the fewest requests on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from banaserve.errors import UserError
+from banaserve.orchestrator.routing.leg_by_leg import LegByLeg
+from banaserve.orchestrator.routing.legs import LegOptions
+from banaserve.orchestrator.routing.load import STALE_AFTER_S, LoadModel
+from banaserve.orchestrator.routing.registry import register
+from banaserve.types import InstanceView, RequestView
+
+
+@dataclass(frozen=True, slots=True)
+class LeastRequestsOptions:
+    """Options of ``least_requests``.
+
+    Attributes:
+        stale_after_s: An older report is not read.
+    """
+
+    stale_after_s: float = STALE_AFTER_S
+
+    def __post_init__(self) -> None:
+        if self.stale_after_s <= 0:
+            raise UserError(f"stale_after_s is {self.stale_after_s}: give more than 0")
+
+
+@register("least_requests")
+class LeastRequests(LegByLeg):
+    """Counts requests, a long one like a short one; the usual baseline of load balancers.
+
+    The count is the router's own, or what a fresh report says where that is more. Among equals
+    an instance with a fresh report goes first, then the one chosen longest ago.
+    """
+
+    Options: ClassVar = LeastRequestsOptions
+
+    def __init__(self, options: LeastRequestsOptions, legs: LegOptions, start: int = 0) -> None:
+        super().__init__(legs, start)
+        self._options = options
+
+    def choose_prefill(
+        self, request: RequestView, views: Sequence[InstanceView], now_s: float
+    ) -> InstanceView:
+        return self.choose_decode(views, now_s)
+
+    def choose_decode(self, views: Sequence[InstanceView], now_s: float) -> InstanceView:
+        model = LoadModel.of(views, now_s, stale_after_s=self._options.stale_after_s)
+
+        def rank(view: InstanceView) -> tuple[int, bool]:
+            return model.present_requests(view), model.report(view) is None
+
+        return min(views, key=rank)

@@ -1,0 +1,92 @@
+"""Which legs a request has and which instances may serve each; the same for every policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from banaserve.errors import NoInstanceError, UserError
+from banaserve.types import ClusterView, InstanceView, RequestView, Role
+
+
+class LegReason(StrEnum):
+    """Why a request has the legs it has: the ``reason`` of a route, and a metric's label."""
+
+    TWO_LEGS = "two_legs"
+    COLOCATED = "colocated"
+    SHORT_PROMPT = "short_prompt"
+    NO_PREFILL_INSTANCE = "fallback_no_prefill_instance"
+    NO_DECODE_INSTANCE = "fallback_no_decode_instance"
+
+
+@dataclass(frozen=True, slots=True)
+class LegOptions:
+    """How a request is split.
+
+    Attributes:
+        skip_prefill_below_tokens: A prompt with at most this many uncached tokens has no prefill
+            leg: the decode instance computes them. At 0 only a wholly cached prompt skips it.
+        fallback: Where one role has no ready instance, let the other role serve both legs.
+            Engines know no role, so that is slower and never wrong; off, the request fails.
+    """
+
+    skip_prefill_below_tokens: int = 0
+    fallback: bool = True
+
+    def __post_init__(self) -> None:
+        if self.skip_prefill_below_tokens < 0:
+            raise UserError(
+                f"skip_prefill_below_tokens is {self.skip_prefill_below_tokens}: give 0 or more"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Legs:
+    """The candidates of each leg, in the order of their ids.
+
+    Attributes:
+        prefill: Empty where one instance serves both legs.
+        decode: Never empty; candidates for both legs where ``prefill`` is empty.
+    """
+
+    prefill: tuple[InstanceView, ...]
+    decode: tuple[InstanceView, ...]
+    reason: LegReason
+
+
+def plan_legs(request: RequestView, cluster: ClusterView, options: LegOptions) -> Legs:
+    """Returns the legs of ``request`` and who may serve them.
+
+    Colocated instances may serve either leg. Beside prefill or decode instances they compete in
+    both; alone they leave nothing to hand over.
+
+    Raises:
+        NoInstanceError: A leg has no candidate and no fallback; names the missing role.
+    """
+    colocated = cluster.serving(Role.COLOCATED)
+    dedicated_prefill = cluster.serving(Role.PREFILL)
+    prefill = _by_id(dedicated_prefill + colocated)
+    decode = _by_id(cluster.serving(Role.DECODE) + colocated)
+    if not prefill and not decode:
+        raise NoInstanceError("no prefill, decode or colocated instance is ready")
+    if not decode:
+        return _fallback(Role.DECODE, prefill, LegReason.NO_DECODE_INSTANCE, options)
+    if len(colocated) == len(decode) and not dedicated_prefill:
+        return Legs((), decode, LegReason.COLOCATED)
+    if request.uncached_tokens <= options.skip_prefill_below_tokens:
+        return Legs((), decode, LegReason.SHORT_PROMPT)
+    if not prefill:
+        return _fallback(Role.PREFILL, decode, LegReason.NO_PREFILL_INSTANCE, options)
+    return Legs(prefill, decode, LegReason.TWO_LEGS)
+
+
+def _by_id(views: tuple[InstanceView, ...]) -> tuple[InstanceView, ...]:
+    return tuple(sorted(views, key=lambda view: view.id))
+
+
+def _fallback(
+    missing: Role, others: tuple[InstanceView, ...], reason: LegReason, options: LegOptions
+) -> Legs:
+    if not options.fallback:
+        raise NoInstanceError(f"no {missing.value} instance is ready and the fallback is off")
+    return Legs((), others, reason)

@@ -1,0 +1,151 @@
+"""How loaded an instance is: a few numbers from its report and the router's own counts.
+
+Staleness. A report older than ``stale_after_s``, like one that never came, is not read at all.
+What is left are the router's own counts of that instance, which are live: they stay high while
+an instance hangs, so it is sent no more than its share and nothing once its share is unanswered.
+A stale instance is therefore not pushed behind the fresh ones in general. That would starve a
+healthy instance in one long forward pass, which is when reports come late. It ranks behind a
+fresh one only where all estimates are equal: then the fresh one is as good and known to be alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from banaserve.types import InstanceReport, InstanceView
+
+STALE_AFTER_S = 2.0
+"""A few report periods: one lost report is not yet a silent instance."""
+
+MAX_RUNNING_REQUESTS = 128
+"""vLLM's default ``max_num_seqs``: where its batch is full and further requests wait."""
+
+FULL_LOAD_S = 1.0
+"""Prefill work ahead that counts as a load of 1; a choice of ours, about the time to first
+token that people put up with."""
+
+
+def fresh_report(view: InstanceView, now_s: float, stale_after_s: float) -> InstanceReport | None:
+    """Returns the report of ``view``, or None where there is none or it is too old to read."""
+    report = view.report
+    if report is None or now_s - report.at_s > stale_after_s:
+        return None
+    return report
+
+
+def published_load(report: InstanceReport) -> float:
+    """BanaServe Eq. 37, in [0, 2]: U_p = C_p / C_p^max + M_p / M_p^max.
+
+    C is compute (the share of wall time in forward passes), M memory (the share of KV blocks).
+    """
+    return report.busy_fraction + report.kv_used_fraction
+
+
+@dataclass(frozen=True, slots=True)
+class LoadModel:
+    """Load estimates over one set of candidates at one moment.
+
+    What an instance has not told is assumed from its peers: a prefill speed not measured yet is
+    the mean of the measured ones (1 token/s where none is, so that tokens are compared), and the
+    KV share of a request is the mean of the fresh reports.
+
+    Attributes:
+        assumed_tokens_per_s: Prefill speed of an instance that has none measured.
+        assumed_kv_fraction: KV share of one request on an instance that reports no running one.
+    """
+
+    now_s: float
+    stale_after_s: float
+    max_running_requests: int
+    full_load_s: float
+    assumed_tokens_per_s: float
+    assumed_kv_fraction: float
+
+    @classmethod
+    def of(
+        cls,
+        views: Sequence[InstanceView],
+        now_s: float,
+        *,
+        stale_after_s: float = STALE_AFTER_S,
+        max_running_requests: int = MAX_RUNNING_REQUESTS,
+        full_load_s: float = FULL_LOAD_S,
+    ) -> LoadModel:
+        """Returns the model of ``views``, its assumptions taken from all of them."""
+        speeds = [view.prefill_tokens_per_s for view in views if view.prefill_tokens_per_s > 0]
+        reports = [fresh_report(view, now_s, stale_after_s) for view in views]
+        shares = [_kv_fraction_a_request(report) for report in reports if report is not None]
+        known_shares = [share for share in shares if share > 0]
+        return cls(
+            now_s,
+            stale_after_s,
+            max_running_requests,
+            full_load_s,
+            assumed_tokens_per_s=fmean(speeds) if speeds else 1.0,
+            assumed_kv_fraction=fmean(known_shares) if known_shares else 0.0,
+        )
+
+    def report(self, view: InstanceView) -> InstanceReport | None:
+        """Returns the report of ``view`` where it is fresh."""
+        return fresh_report(view, self.now_s, self.stale_after_s)
+
+    def tokens_per_s(self, view: InstanceView) -> float:
+        """Returns the measured prefill speed of ``view``, or the assumed one; above 0."""
+        speed = view.prefill_tokens_per_s
+        return speed if speed > 0 else self.assumed_tokens_per_s
+
+    def queue_requests(self, view: InstanceView) -> int:
+        """Requests ahead on a prefill instance.
+
+        The router's own, or the reported waiting ones where those are more: then others send
+        there too. The two are not added, because the reported ones contain the router's own.
+        """
+        report = self.report(view)
+        return max(view.inflight_requests, report.num_waiting if report else 0)
+
+    def present_requests(self, view: InstanceView) -> int:
+        """Requests that a decode instance runs or will run: the router's own, or all reported."""
+        report = self.report(view)
+        reported = report.num_running + report.num_waiting if report else 0
+        return max(view.inflight_requests, reported)
+
+    def prefill_ahead_s(self, view: InstanceView, tokens_a_request: float = 0.0) -> float:
+        """Predicted seconds of prefill work ahead: missed tokens over measured speed.
+
+        Only tokens that must be computed count (Eq. 12 with 1 - r for r), and the memory of a
+        prefill instance does not: its KV leaves with the hand-over.
+
+        Args:
+            tokens_a_request: What a reported waiting request of somebody else is charged, since
+                its size is not known here.
+        """
+        foreign_requests = self.queue_requests(view) - view.inflight_requests
+        tokens = view.inflight_prefill_tokens + foreign_requests * tokens_a_request
+        return tokens / self.tokens_per_s(view)
+
+    def decode_load(self, view: InstanceView) -> float:
+        """The greatest of three shares: KV memory, places in the batch, prefill work ahead.
+
+        A vector judged by its maximum, not Eq. 37's sum: a sum calls an instance with full
+        memory and idle compute half loaded. The third share is zero on an instance that is
+        handed its prompts ready, and counts where one instance serves both legs.
+
+        Requests that the report does not show as running yet are charged the mean KV share of
+        the running ones.
+        """
+        report = self.report(view)
+        own_share = _kv_fraction_a_request(report) if report else 0.0
+        running = report.num_running if report else 0
+        coming = self.present_requests(view) - running
+        kv_now = report.kv_used_fraction if report else 0.0
+        return max(
+            kv_now + coming * (own_share or self.assumed_kv_fraction),
+            self.present_requests(view) / self.max_running_requests,
+            self.prefill_ahead_s(view) / self.full_load_s,
+        )
+
+
+def _kv_fraction_a_request(report: InstanceReport) -> float:
+    return report.kv_used_fraction / report.num_running if report.num_running else 0.0

@@ -1,0 +1,222 @@
+"""Load-aware routing: BanaServe Algorithm 2, as published and repaired.
+
+With a global KV cache store every prefix can be read from every instance, so the choice looks
+at load alone. Symbols of the paper: Q the requests, P the prefill instances, load[p] their load
+U (Eq. 37), q_len[p] their queue length, delta_L the load threshold.
+
+Repaired, and why:
+  - Line 9 sorts once while line 15 changes the loads, so line 12 goes on selecting the same
+    instance until it passes delta_L. A heap selects the least loaded one at each request.
+  - q_len is never updated, so past delta_L the rest of the batch joins one queue. It grows with
+    each assignment here; with that, the order (load, queue length) needs no threshold.
+  - Load is compute plus memory, but the KV of a prefill instance leaves at once, and the measured
+    load and EstimateLoad have no common unit. Both are seconds of work on missed tokens here.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import ClassVar
+
+from banaserve.errors import UserError
+from banaserve.orchestrator.routing.leg_by_leg import LegByLeg
+from banaserve.orchestrator.routing.legs import LegOptions
+from banaserve.orchestrator.routing.load import (
+    FULL_LOAD_S,
+    MAX_RUNNING_REQUESTS,
+    STALE_AFTER_S,
+    LoadModel,
+    published_load,
+)
+from banaserve.orchestrator.routing.registry import register
+from banaserve.types import InstanceId, InstanceView, RequestId, RequestView
+
+PUBLISHED = "published"
+REPAIRED = "repaired"
+
+PUBLISHED_DELTA_L = 1.3
+"""The paper gives no delta_L. This is the only load of a busy prefill instance that it does give:
+95% compute and 35% memory (Fig. 2b), added up as in Eq. 37."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAwareOptions:
+    """Options of ``load_aware``.
+
+    Attributes:
+        preset: ``repaired``, or ``published`` for Algorithm 2 to the letter.
+        delta_l: The published load threshold, in (0, 2]; the repaired form has none.
+        stale_after_s: An older report is not read.
+        max_running_requests: Places in an instance's batch, vLLM's ``max_num_seqs``.
+        full_load_s: Seconds of prefill work that count as a load of 1.
+    """
+
+    preset: str = REPAIRED
+    delta_l: float | None = None
+    stale_after_s: float = STALE_AFTER_S
+    max_running_requests: int = MAX_RUNNING_REQUESTS
+    full_load_s: float = FULL_LOAD_S
+
+    def __post_init__(self) -> None:
+        if self.preset not in (PUBLISHED, REPAIRED):
+            raise UserError(f"preset {self.preset!r}: give {PUBLISHED} or {REPAIRED}")
+        if self.delta_l is not None and self.preset != PUBLISHED:
+            raise UserError(f"delta_l belongs to the preset {PUBLISHED}: leave it out")
+        if self.delta_l is not None and not 0 < self.delta_l <= 2:
+            raise UserError(f"delta_l is {self.delta_l}: give a load above 0 and at most 2")
+        for name in ("stale_after_s", "max_running_requests", "full_load_s"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"{name} is {getattr(self, name)}: give more than 0")
+
+    def model(self, views: Sequence[InstanceView], now_s: float) -> LoadModel:
+        """Returns the load estimates over ``views`` under these options."""
+        return LoadModel.of(
+            views,
+            now_s,
+            stale_after_s=self.stale_after_s,
+            max_running_requests=self.max_running_requests,
+            full_load_s=self.full_load_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A request and the instance that computes its prompt."""
+
+    request: RequestId
+    instance: InstanceId
+
+
+def dispatch(
+    requests: Sequence[RequestView],
+    views: Sequence[InstanceView],
+    now_s: float,
+    options: LoadAwareOptions,
+) -> list[Assignment]:
+    """Places a batch of requests; BanaServe Alg. 2 in the preset of ``options``.
+
+    Pure. Among equals the earlier of ``views``, which must not be empty, is taken.
+    """
+    place = _dispatch_published if options.preset == PUBLISHED else _dispatch_repaired
+    return place(requests, views, options.model(views, now_s), options)
+
+
+def _dispatch_published(
+    requests: Sequence[RequestView],
+    views: Sequence[InstanceView],
+    model: LoadModel,
+    options: LoadAwareOptions,
+) -> list[Assignment]:
+    """BanaServe Alg. 2, lines 3 to 23, its defects kept.
+
+    Select(least-loaded) is the head of the list sorted once: the stated cost O(|P| log |P| + |Q|)
+    leaves no room for a search. EstimateLoad, not defined there, is the share of ``full_load_s``
+    that the whole prompt takes. An instance without a fresh report cannot be measured; it is a
+    candidate only where none can be, with load 0 and the router's own count as its queue.
+    """
+    delta_l = PUBLISHED_DELTA_L if options.delta_l is None else options.delta_l
+    measured = [(view, report) for view in views if (report := model.report(view)) is not None]
+    if measured:
+        load = {view.id: published_load(report) for view, report in measured}
+        q_len = {view.id: report.num_waiting for view, report in measured}
+    else:
+        load = dict.fromkeys((view.id for view in views), 0.0)
+        q_len = {view.id: view.inflight_requests for view in views}
+    by_id = {view.id: view for view in views}
+    candidates = sorted(load, key=lambda p: (load[p], q_len[p]))
+    assignments = []
+    for request in requests:
+        target = candidates[0]
+        if load[target] < delta_l:
+            prefill_s = request.prompt_tokens / model.tokens_per_s(by_id[target])
+            load[target] += prefill_s / options.full_load_s
+        else:
+            target = min(candidates, key=lambda p: q_len[p])
+        assignments.append(Assignment(request.id, target))
+    return assignments
+
+
+def _dispatch_repaired(
+    requests: Sequence[RequestView],
+    views: Sequence[InstanceView],
+    model: LoadModel,
+    options: LoadAwareOptions,
+) -> list[Assignment]:
+    """BanaServe Alg. 2 with a heap over (load, queue length, outstanding prefill tokens).
+
+    All three grow with each assignment: O((|P| + |Q|) log |P|). A waiting request of somebody
+    else is charged the mean of the batch.
+    """
+    if not requests:
+        return []
+    mean_tokens = fmean(request.uncached_tokens for request in requests)
+    missed_tokens = [0] * len(views)
+    num_assigned = [0] * len(views)
+
+    def rank(place: int) -> tuple[float, int, int, bool, int]:
+        view = views[place]
+        added_s = missed_tokens[place] / model.tokens_per_s(view)
+        return (
+            model.prefill_ahead_s(view, mean_tokens) + added_s,
+            model.queue_requests(view) + num_assigned[place],
+            view.inflight_prefill_tokens + missed_tokens[place],
+            model.report(view) is None,
+            place,
+        )
+
+    heap = [rank(place) for place in range(len(views))]
+    heapq.heapify(heap)
+    assignments = []
+    for request in requests:
+        place = heap[0][-1]
+        assignments.append(Assignment(request.id, views[place].id))
+        missed_tokens[place] += request.uncached_tokens
+        num_assigned[place] += 1
+        heapq.heapreplace(heap, rank(place))
+    return assignments
+
+
+def least_loaded(views: Sequence[InstanceView], model: LoadModel) -> InstanceView:
+    """Returns the instance that has most room to decode; among equals the earlier of ``views``."""
+
+    def rank(view: InstanceView) -> tuple[float, int, bool]:
+        requests = model.present_requests(view)
+        return model.decode_load(view), requests, model.report(view) is None
+
+    return min(views, key=rank)
+
+
+@register("load_aware")
+class LoadAware(LegByLeg):
+    """Sends each request where the least work lies ahead; BanaServe Alg. 2, a batch of one.
+
+    The router's counts rise with each request that it sends, so from one request to the next the
+    repaired form sees what it has just assigned; the published form sees reports only. The paper
+    leaves the decode leg open: both presets take the instance of least ``decode_load``. Where one
+    instance serves both legs, the published form applies Alg. 2 to it all the same.
+    """
+
+    Options: ClassVar = LoadAwareOptions
+
+    def __init__(self, options: LoadAwareOptions, legs: LegOptions, start: int = 0) -> None:
+        super().__init__(legs, start)
+        self._options = options
+
+    def choose_prefill(
+        self, request: RequestView, views: Sequence[InstanceView], now_s: float
+    ) -> InstanceView:
+        [assignment] = dispatch([request], views, now_s, self._options)
+        return next(view for view in views if view.id == assignment.instance)
+
+    def choose_decode(self, views: Sequence[InstanceView], now_s: float) -> InstanceView:
+        return least_loaded(views, self._options.model(views, now_s))
+
+    def choose_both(
+        self, request: RequestView, views: Sequence[InstanceView], now_s: float
+    ) -> InstanceView:
+        if self._options.preset == PUBLISHED:
+            return self.choose_prefill(request, views, now_s)
+        return self.choose_decode(views, now_s)

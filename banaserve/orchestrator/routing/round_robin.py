@@ -1,0 +1,35 @@
+"""Round robin: each leg takes the instance that was chosen longest ago."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from banaserve.orchestrator.routing.leg_by_leg import LegByLeg
+from banaserve.orchestrator.routing.legs import LegOptions
+from banaserve.orchestrator.routing.registry import register
+from banaserve.types import InstanceView, RequestView
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRobinOptions:
+    """``round_robin`` has no options."""
+
+
+@register("round_robin")
+class RoundRobin(LegByLeg):
+    """Takes the instances in turn and looks at no load; the plainest baseline."""
+
+    Options: ClassVar = RoundRobinOptions
+
+    def __init__(self, options: RoundRobinOptions, legs: LegOptions, start: int = 0) -> None:
+        super().__init__(legs, start)
+
+    def choose_prefill(
+        self, request: RequestView, views: Sequence[InstanceView], now_s: float
+    ) -> InstanceView:
+        return views[0]
+
+    def choose_decode(self, views: Sequence[InstanceView], now_s: float) -> InstanceView:
+        return views[0]
