@@ -1,0 +1,178 @@
+"""One connection to the store, seen from a client: a request out, its reply in."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from banaserve.errors import FingerprintError, ProtocolError, StoreUnavailableError
+from banaserve.kvstore import wire
+from banaserve.kvstore.fingerprint import Fingerprint
+
+_RECEIVE_BYTES = 256 * 1024
+R = TypeVar("R", bound=wire.Reply)
+
+
+class Channel:
+    """A greeted connection. Not thread-safe.
+
+    A reply that comes after its request has timed out is not lost: it is handed to ``on_late``
+    when it arrives, so that what it grants can be given back.
+
+    Attributes:
+        welcome: The store's answer to Hello.
+        pool_fd: Of the pool, the caller's to close; None without a fingerprint.
+    """
+
+    def __init__(
+        self,
+        socket_path: Path,
+        client_name: str,
+        fingerprint: Fingerprint | None,
+        timeout_s: float,
+        on_late: Callable[[wire.Reply], None],
+    ) -> None:
+        """Connect and greet.
+
+        Raises:
+            StoreUnavailableError: Nobody listens, or nobody answers in time.
+            FingerprintError: The store refuses to share blocks with this client.
+        """
+        self.pool_fd: int | None = None
+        self._timeout_s = timeout_s
+        self._on_late = on_late
+        self._late_seqs: deque[int] = deque()
+        self._last_seq = 0
+        self._reader: wire.FrameReader[wire.Reply] = wire.FrameReader(wire.Reply)
+        self._arrived: deque[wire.Reply] = deque()
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._sock.settimeout(timeout_s)
+            self._sock.connect(str(socket_path))
+            hello = wire.Hello(self.next_seq(), wire.PROTOCOL_VERSION, client_name, fingerprint)
+            self.welcome = self._greet(hello)
+        except (OSError, ProtocolError) as error:
+            self.close()
+            raise StoreUnavailableError(f"no KV cache store on {socket_path}: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_lagging(self) -> bool:
+        """Whether a request that has timed out is still unanswered."""
+        return bool(self._late_seqs)
+
+    def next_seq(self) -> int:
+        """A number for the next request."""
+        self._last_seq += 1
+        return self._last_seq
+
+    def send(self, message: wire.Request) -> None:
+        """Send a message without waiting for a reply.
+
+        Raises:
+            OSError: The connection is of no use any more.
+        """
+        self._sock.settimeout(self._timeout_s)
+        try:
+            self._sock.sendall(wire.encode(message))
+        except TimeoutError as error:
+            # Half a message may be on its way, so nothing can follow it.
+            raise ConnectionAbortedError("the store does not read") from error
+
+    def call(self, seq: int, request: wire.Request, reply_type: type[R]) -> R:
+        """Send a request and wait for its reply.
+
+        Raises:
+            TimeoutError: No reply in time; the channel stays usable.
+            OSError: The connection is of no use any more.
+            ProtocolError: The reply is not what was asked for; the same.
+        """
+        deadline_s = time.monotonic() + self._timeout_s
+        self.send(request)
+        try:
+            while True:
+                reply = self._receive(deadline_s)
+                if reply.seq == seq:
+                    break
+                self._take_late(reply)
+        except TimeoutError:
+            self._late_seqs.append(seq)
+            raise
+        if not isinstance(reply, reply_type):
+            raise ProtocolError(f"{type(reply).__name__} instead of {reply_type.__name__}")
+        return reply
+
+    def catch_up(self) -> None:
+        """Take late replies that have arrived by now, without waiting.
+
+        Raises:
+            OSError: The connection is of no use any more.
+            ProtocolError: The same.
+        """
+        try:
+            while self._late_seqs:
+                self._take_late(self._receive(time.monotonic()))
+        except TimeoutError:
+            return
+
+    def is_open(self) -> bool:
+        """Whether the store still holds its end open, as far as known without waiting."""
+        try:
+            return bool(self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._sock.close()
+        self.close_pool_fd()
+
+    def close_pool_fd(self) -> None:
+        """Close the pool's file descriptor, for instance once the pool is mapped."""
+        if self.pool_fd is not None:
+            os.close(self.pool_fd)
+            self.pool_fd = None
+
+    def _take_late(self, reply: wire.Reply) -> None:
+        if not self._late_seqs or self._late_seqs.popleft() != reply.seq:
+            raise ProtocolError(f"a reply to request {reply.seq}, which was not asked")
+        self._on_late(reply)
+
+    def _receive(self, deadline_s: float) -> wire.Reply:
+        while not self._arrived:
+            # A timeout of zero would make the socket non-blocking, with another exception.
+            self._sock.settimeout(max(1e-6, deadline_s - time.monotonic()))
+            data = self._sock.recv(_RECEIVE_BYTES)
+            if not data:
+                raise ConnectionResetError("the store closed the connection")
+            self._arrived.extend(self._reader.feed(data))
+        return self._arrived.popleft()
+
+    def _greet(self, hello: wire.Hello) -> wire.Welcome:
+        self._sock.sendall(wire.encode(hello))
+        fds: list[int] = []
+        while not self._arrived:
+            data, received_fds, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, 1)
+            fds += received_fds
+            if not data:
+                raise ConnectionResetError("the store closed the connection")
+            self._arrived.extend(self._reader.feed(data))
+        self.pool_fd = fds.pop() if fds else None
+        reply = self._arrived.popleft()
+        match reply:
+            case wire.Welcome() if (self.pool_fd is None) is (hello.fingerprint is None):
+                return reply
+            case wire.Refused(because_of_fingerprint=True):
+                raise FingerprintError(reply.message)
+            case wire.Refused():
+                raise StoreUnavailableError(reply.message)
+        raise ProtocolError(f"{type(reply).__name__} instead of Welcome")

@@ -1,0 +1,216 @@
+"""The store as an instance sees it: one object, safe to call from any thread, never in the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from banaserve.errors import StoreUnavailableError
+from banaserve.kvstore import wire
+from banaserve.kvstore.fingerprint import Fingerprint
+from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot, StoreStats
+from banaserve.kvstore.link import Link
+from banaserve.kvstore.pool import PoolView
+
+_LOOKUPS = tuple(sorted(Lookup, key=lambda state: state.value))
+
+
+class StoreClient:
+    """Looks up, reads and writes blocks of one fingerprint.
+
+    Calls take one round trip at most. While the store is away they answer at once that it holds
+    nothing, and it is tried again with growing pauses (0.1 to 5 s); the log says so once when it
+    goes and once when it is back. Every method may be called from any thread.
+
+    A client has a name: connections with the same name, from any process, are one client, and
+    what one of them reserved is not given to others before all their processes are dead.
+
+    Args:
+        socket_path: Where the store listens.
+        fingerprint: What a block of this client means.
+        client_name: Names the instance in messages and the store's log.
+        timeout_s: Longest wait for an answer.
+        reconnect: Whether to try again once the store has gone.
+        populate: Whether to fill the page tables of the pool in a background thread.
+    """
+
+    def __init__(
+        self,
+        socket_path: str | Path,
+        fingerprint: Fingerprint,
+        *,
+        client_name: str,
+        timeout_s: float = 1.0,
+        reconnect: bool = True,
+        populate: bool = True,
+    ) -> None:
+        self._fingerprint = fingerprint
+        self._populate = populate
+        self._lock = threading.Lock()
+        self._view: PoolView | None = None
+        self._link = Link(
+            Path(socket_path),
+            fingerprint,
+            client_name,
+            timeout_s=timeout_s,
+            reconnect=reconnect,
+            on_open=self._map,
+        )
+
+    def connect(self) -> None:
+        """Connect now, if not connected.
+
+        Raises:
+            StoreUnavailableError: Nobody answers.
+            FingerprintError: The store refuses to share blocks with this client.
+        """
+        with self._lock:
+            self._link.open()
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
+        """What the store knows of each key; leases nothing. All MISS while the store is away.
+
+        Raises:
+            ValueError: A key is not of 16 to 64 bytes, or there are more than 65536.
+            FingerprintError: At the first connection only.
+        """
+        _check_keys(keys)
+        with self._lock:
+            reply = self._link.call(lambda seq: wire.LookupKeys(seq, list(keys)), wire.Looked)
+        if reply is None:
+            return [Lookup.MISS] * len(keys)
+        return [_LOOKUPS[state] for state in reply.states]
+
+    def exchange(
+        self,
+        *,
+        acquire: Sequence[bytes] = (),
+        reserve: Sequence[tuple[bytes, bytes | None]] = (),
+    ) -> Exchanged:
+        """Lease the longest readable prefix of ``acquire``, and reserve slots for new blocks.
+
+        Args:
+            acquire: Keys in the order of their chain.
+            reserve: (key, its parent's key or None) of blocks to write, parents first. Each slot
+                granted must later be committed or abandoned.
+
+        Raises:
+            ValueError: A key is not of 16 to 64 bytes, or there are more than 65536.
+            FingerprintError: At the first connection only.
+        """
+        _check_keys(acquire)
+        _check_keys([key for pair in reserve for key in pair if key is not None])
+        with self._lock:
+            reply = self._link.call(
+                lambda seq: wire.Exchange(seq, list(acquire), list(reserve)), wire.Granted
+            )
+            generation = self._link.generation
+        if reply is None:
+            return Exchanged(None, (), (None,) * len(reserve))
+        slots = [Slot(index, generation, serial) for index, serial in reply.slots]
+        reserved = [pair and Slot(pair[0], generation, pair[1]) for pair in reply.reserved]
+        lease = None
+        if reply.lease_id is not None:
+            lease = Lease(reply.lease_id, generation, len(slots))
+        return Exchanged(lease, slots, reserved)
+
+    def commit(self, slots: Sequence[Slot], part: int = 0) -> bool:
+        """Say that ``part`` of reserved slots is written, and wait until the store knows.
+
+        A slot becomes readable when all parts are committed. Where the answer does not come, this
+        part of the slots is abandoned.
+
+        Returns:
+            Whether the store accepted every slot. Either way this part of them is ended: the
+            caller must not write there any more.
+        """
+        if not slots:
+            return True
+        serials = [slot.serial for slot in slots]
+        generation = slots[0].generation
+        if any(slot.generation != generation for slot in slots):
+            raise ValueError("slots of several generations in one commit")
+        with self._lock:
+            reply = self._link.call(
+                lambda seq: wire.Commit(seq, generation, serials, part), wire.Committed
+            )
+            if reply is None:
+                self._link.tell(wire.Abandon(generation, serials, part))
+                return False
+            return reply.all_accepted
+
+    def abandon(self, slots: Sequence[Slot], part: int | None = None) -> None:
+        """Give reserved slots back without commit; the store is told without waiting for it.
+
+        Args:
+            slots: Reserved, and not written to any more.
+            part: Whose writing has ended; None where no part is written any more. A slot becomes
+                free when all parts have ended.
+        """
+        serials: dict[int, list[int]] = {}
+        for slot in slots:
+            serials.setdefault(slot.generation, []).append(slot.serial)
+        with self._lock:
+            for generation, group in serials.items():
+                self._link.tell(wire.Abandon(generation, group, part))
+
+    def release(self, lease: Lease) -> None:
+        """End a lease; the store is told without waiting for it."""
+        with self._lock:
+            self._link.tell(wire.Release(lease.generation, lease.id))
+
+    def view(self, generation: int | None = None) -> PoolView:
+        """The mapped pool. Keep the view while copies to or from it are in flight.
+
+        Args:
+            generation: Of the slots at hand. Where the pool known here is another, the store has
+                been restarted, so the connection is made anew first.
+
+        Raises:
+            StoreUnavailableError: The store is away, or its pool is of another generation.
+            FingerprintError: At the first connection only.
+        """
+        with self._lock:
+            if self._view is None or generation not in (None, self._view.generation):
+                self._link.refresh()
+            view = self._view
+        if view is None or generation not in (None, view.generation):
+            raise StoreUnavailableError("the pool that these slots lie in is gone")
+        return view
+
+    def stats(self) -> StoreStats | None:
+        """The store's counters and gauges; None while it is away."""
+        with self._lock:
+            reply = self._link.call(wire.GetStats, wire.Stats)
+        return None if reply is None else reply.stats
+
+    def clear(self) -> int | None:
+        """Drop every block of every client that is not in use; how many, None while away."""
+        with self._lock:
+            reply = self._link.call(wire.Clear, wire.Cleared)
+        return None if reply is None else reply.num_dropped
+
+    def close(self) -> None:
+        """Give everything back and disconnect for good. No copy may be in flight."""
+        with self._lock:
+            self._link.close()
+            self._view = None
+
+    def _map(self, welcome: wire.Welcome, pool_fd: int) -> None:
+        if self._view is not None and self._view.generation == welcome.generation:
+            return
+        view = PoolView(pool_fd, welcome.pool_bytes, welcome.generation, self._fingerprint)
+        if self._populate:
+            view.populate_in_background()
+        self._view = view
+
+
+def _check_keys(keys: Sequence[bytes]) -> None:
+    if len(keys) > wire.MAX_KEYS:
+        raise ValueError(f"{len(keys)} keys in one call, at most {wire.MAX_KEYS} are possible")
+    for key in keys:
+        if not wire.MIN_KEY_BYTES <= len(key) <= wire.MAX_KEY_BYTES:
+            raise ValueError(
+                f"a key has {len(key)} bytes, not {wire.MIN_KEY_BYTES} to {wire.MAX_KEY_BYTES}"
+            )

@@ -1,0 +1,82 @@
+"""The store as a process: ``python -m banaserve.kvstore.daemon --socket PATH --size 2GiB``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from banaserve.errors import UserError
+from banaserve.kvstore.server import DaemonConfig, StoreServer
+from banaserve.kvstore.sizes import parse_size
+
+USER_ERROR_EXIT_CODE = 2
+
+
+def serve(config: DaemonConfig, on_ready: Callable[[], None] | None = None) -> None:
+    """Run the store in this process until SIGTERM or SIGINT. Call it from the main thread.
+
+    Args:
+        config: How to run it.
+        on_ready: Called once clients can connect and the memory is filled.
+
+    Raises:
+        UserError: The socket or the memory cannot be had; one line says why.
+    """
+    server = StoreServer(config)
+    signal.set_wakeup_fd(server.wake_fd)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    try:
+        if on_ready is not None:
+            on_ready()
+        server.run()
+    finally:
+        server.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The process's command line; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="banaserve-kvstore", description=__doc__)
+    parser.add_argument("--socket", type=Path, required=True, help="where clients connect")
+    parser.add_argument("--size", required=True, help="memory for blocks, such as 2GiB")
+    parser.add_argument("--ready-fd", type=int, help="gets one line when clients can connect")
+    parser.add_argument("--die-with-parent", action="store_true", help="stop with the starter")
+    parser.add_argument("--poison-free-slots", action="store_true", help="for debugging; slow")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s kvstore %(levelname)s %(message)s")
+    try:
+        config = DaemonConfig(
+            socket_path=options.socket,
+            pool_bytes=parse_size(options.size),
+            poison_free_slots=options.poison_free_slots,
+            die_with_parent=options.die_with_parent,
+        )
+        serve(config, lambda: announce_ready(options.ready_fd))
+    except UserError as error:
+        print(f"kvstore: {error}", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    return 0
+
+
+def announce_ready(ready_fd: int | None) -> None:
+    """Write one line to ``ready_fd`` and close it; does nothing without one.
+
+    Raises:
+        UserError: Nobody can read it.
+    """
+    if ready_fd is None:
+        return
+    try:
+        os.write(ready_fd, b"ready\n")
+        os.close(ready_fd)
+    except OSError as error:
+        raise UserError(f"cannot write to --ready-fd {ready_fd}: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""What two instances must agree on before they may read each other's KV blocks."""
+
+from __future__ import annotations
+
+import msgspec
+import xxhash
+
+PAGE_BYTES = 4096
+_MAX_SLOT_BYTES = 2**40
+MAX_PARTS = 4096
+_MAX_TEXT = 1024
+
+_IDENTITY_FIELDS = ("model", "revision", "salt")
+
+
+class Fingerprint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Everything that decides what the bytes of a KV block mean.
+
+    Attributes:
+        model: Name or path that the model was loaded from.
+        revision: Of the weights; empty where there is none.
+        dtype: Of the model, such as ``bfloat16``.
+        kv_cache_dtype: Of the KV cache, such as ``auto`` or ``fp8``.
+        block_size_tokens: Tokens in one block.
+        num_layers: Layers that have a KV cache.
+        num_kv_heads: KV heads of the whole model, over all parts.
+        head_size: Elements of one head.
+        layout: Name of the memory layout of one layer's block.
+        isa: Instruction set that the layout is packed for; empty where it does not matter.
+        page_bytes: Bytes of one layer's block in one part.
+        num_parts: Tensor-parallel ranks that each write their part of a block.
+        salt: Keeps tenants apart: other salt, other blocks.
+        probe: Hex of vLLM's hash of a known token list, which shows that block hashes agree.
+
+    Raises:
+        ValueError: A field is out of range.
+    """
+
+    model: str
+    revision: str = ""
+    dtype: str
+    kv_cache_dtype: str = "auto"
+    block_size_tokens: int
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    layout: str
+    isa: str = ""
+    page_bytes: int
+    num_parts: int = 1
+    salt: str = ""
+    probe: str = ""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, str):
+                if len(value) > _MAX_TEXT:
+                    raise ValueError(f"{name} is longer than {_MAX_TEXT} characters")
+            elif not 1 <= value <= _MAX_SLOT_BYTES:
+                raise ValueError(f"{name} is {value}, not in 1..{_MAX_SLOT_BYTES}")
+        if self.num_parts > MAX_PARTS:
+            raise ValueError(f"num_parts is {self.num_parts}, not in 1..{MAX_PARTS}")
+        if self.page_bytes * self.num_layers * self.num_parts > _MAX_SLOT_BYTES:
+            raise ValueError(f"one block is larger than {_MAX_SLOT_BYTES} bytes")
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one block of all layers and parts, in whole memory pages."""
+        block_bytes = self.page_bytes * self.num_layers * self.num_parts
+        return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    def offset_bytes(self, layer: int, part: int = 0) -> int:
+        """Where in a slot the run of ``page_bytes`` of ``layer`` and ``part`` begins."""
+        return (layer * self.num_parts + part) * self.page_bytes
+
+    def namespace(self) -> bytes:
+        """16 bytes that stand before every key of clients with this fingerprint."""
+        return xxhash.xxh3_128_digest(msgspec.msgpack.encode(self))
+
+    def differing_fields(self, other: Fingerprint) -> tuple[str, ...]:
+        """Names of the fields in which the two differ, in declared order."""
+        names = self.__struct_fields__
+        return tuple(name for name in names if getattr(self, name) != getattr(other, name))
+
+    def same_identity(self, other: Fingerprint) -> bool:
+        """Whether model, revision and salt agree, so that sharing would be expected."""
+        return all(getattr(self, name) == getattr(other, name) for name in _IDENTITY_FIELDS)

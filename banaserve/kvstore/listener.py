@@ -1,0 +1,99 @@
+"""The daemon's listening Unix socket: private, and taken over from a dead daemon only."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from banaserve.errors import UserError
+
+MAX_SOCKET_PATH_BYTES = 107
+_BACKLOG = 128
+
+
+class Listener:
+    """Listens on ``path`` with mode 0600 until ``close``, which removes the socket file.
+
+    Raises:
+        UserError: The path cannot be used; one line says why.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        check_socket_path(path)
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with _locked_folder(path.parent):
+                _remove_if_stale(path)
+                # The file takes its mode from the socket: there is no moment at which others
+                # could connect.
+                os.fchmod(self.sock.fileno(), 0o600)
+                self.sock.bind(str(path))
+                self.sock.listen(_BACKLOG)
+                self._inode = path.stat().st_ino
+        except OSError as error:
+            self.sock.close()
+            raise UserError(f"cannot listen on {path}: {error.strerror}") from error
+        except UserError:
+            self.sock.close()
+            raise
+        self.sock.setblocking(False)
+
+    def close(self) -> None:
+        """Stop listening and remove the socket file if it is still this listener's."""
+        self.sock.close()
+        with suppress(OSError):
+            if self.path.stat().st_ino == self._inode:
+                self.path.unlink()
+
+
+def check_socket_path(path: Path) -> None:
+    """Raise where ``path`` can never be a Unix socket.
+
+    Raises:
+        UserError: It is longer than the kernel allows.
+    """
+    num_bytes = len(os.fsencode(path))
+    if num_bytes > MAX_SOCKET_PATH_BYTES:
+        raise UserError(
+            f"socket path {path} has {num_bytes} bytes and at most {MAX_SOCKET_PATH_BYTES} are "
+            "possible: choose a shorter one"
+        )
+
+
+@contextmanager
+def _locked_folder(folder: Path) -> Iterator[None]:
+    """Keep two daemons that start at once from each removing the other's socket as stale."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        raise UserError(f"folder {folder} of the store's socket does not exist") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _remove_if_stale(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise UserError(f"{path} exists and is not a socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except TimeoutError:
+            pass
+    raise UserError(f"another process listens on {path}: stop it or choose another socket")

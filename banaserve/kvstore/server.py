@@ -1,0 +1,205 @@
+"""The store's loop: one thread over sockets and the processes behind them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from banaserve.errors import ProtocolError
+from banaserve.kvstore import wire
+from banaserve.kvstore.connection import Connection
+from banaserve.kvstore.listener import Listener
+from banaserve.kvstore.pool import Pool
+from banaserve.kvstore.quarantine import Quarantine
+from banaserve.kvstore.service import StoreService
+from banaserve.kvstore.sizes import format_size
+from banaserve.kvstore.system import open_peer_pidfd, peer_of
+
+log = logging.getLogger(__name__)
+
+READ = selectors.EVENT_READ
+WRITE = selectors.EVENT_WRITE
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonConfig:
+    """How to run the store.
+
+    Attributes:
+        socket_path: Where clients connect; its folder must exist.
+        pool_bytes: Memory for blocks, taken at start.
+        max_connections: More are turned away.
+        poison_free_slots: Overwrite freed slots, to find reads of freed memory. Slow.
+        die_with_parent: Stop when the process that started this one is gone.
+    """
+
+    socket_path: Path
+    pool_bytes: int
+    max_connections: int = 1024
+    poison_free_slots: bool = False
+    die_with_parent: bool = False
+
+
+class StoreServer:
+    """Serves one pool on one socket. ``run`` blocks; ``stop`` may come from any thread."""
+
+    def __init__(self, config: DaemonConfig) -> None:
+        """Take the memory and listen; clients that connect are served once ``run`` runs.
+
+        Raises:
+            UserError: The socket or the memory cannot be had; one line says why.
+        """
+        self._config = config
+        self._listener = Listener(config.socket_path)
+        try:
+            self._pool = Pool(config.pool_bytes)
+        except BaseException:
+            self._listener.close()
+            raise
+        on_free = self._pool.poison if config.poison_free_slots else None
+        self._service = StoreService(self._pool.num_bytes, on_free)
+        self._selector = selectors.DefaultSelector()
+        self._quarantine = Quarantine(self._selector, self._service.drop)
+        self._connections: dict[int, Connection] = {}
+        self._last_connection_id = 0
+        self._stopping = False
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_writer.setblocking(False)
+        self._selector.register(self._wake_reader, READ, self._on_wake)
+        self._selector.register(self._listener.sock, READ, self._on_accept)
+        # A pidfd rather than PR_SET_PDEATHSIG, which fires when the parent's thread ends.
+        self._parent_pidfd = os.pidfd_open(os.getppid()) if config.die_with_parent else None
+        if self._parent_pidfd is not None:
+            self._selector.register(self._parent_pidfd, READ, self._on_parent_death)
+
+    @property
+    def wake_fd(self) -> int:
+        """For ``signal.set_wakeup_fd``: a signal must end the wait for events."""
+        return self._wake_writer.fileno()
+
+    def run(self) -> None:
+        """Serve until ``stop``."""
+        size = format_size(self._pool.num_bytes)
+        log.info("store of %s on %s", size, self._config.socket_path)
+        while not self._stopping:
+            for key, events in self._selector.select():
+                key.data(events)
+
+    def stop(self) -> None:
+        """Make ``run`` return soon. Safe from any thread and from signal handlers."""
+        self._stopping = True
+        with suppress(OSError):
+            self._wake_writer.send(b"\0")
+
+    def close(self) -> None:
+        """Close every connection, remove the socket file and let go of the memory."""
+        self._listener.close()
+        self._quarantine.close()
+        for connection in self._connections.values():
+            connection.close()
+            os.close(connection.pidfd)
+        if self._parent_pidfd is not None:
+            os.close(self._parent_pidfd)
+        self._selector.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
+        self._pool.close()
+
+    def _on_wake(self, _events: int) -> None:
+        self._wake_reader.recv(4096)
+
+    def _on_parent_death(self, _events: int) -> None:
+        log.info("stopping: the process that started the store is gone")
+        self._stopping = True
+
+    def _on_accept(self, _events: int) -> None:
+        try:
+            sock, _ = self._listener.sock.accept()
+        except OSError as error:
+            log.error("cannot accept a connection: %s", error.strerror)
+            return
+        reason, pidfd = self._examine(sock)
+        if pidfd is None:
+            log.error("turned away process %d: %s", peer_of(sock).pid, reason)
+            sock.close()
+            return
+        self._last_connection_id += 1
+        connection = Connection(self._last_connection_id, sock, pidfd)
+        self._connections[connection.id] = connection
+        self._selector.register(sock, READ, lambda events: self._on_ready(connection, events))
+        # A socket that a forked child inherited stays open when its process dies.
+        self._selector.register(pidfd, READ, lambda _: self._on_death(connection))
+
+    def _examine(self, sock: socket.socket) -> tuple[str, int | None]:
+        """A pidfd of the peer, or the reason why the peer is not served."""
+        uid = peer_of(sock).uid
+        if uid not in (os.geteuid(), 0):
+            return f"it belongs to user {uid}", None
+        # What is in quarantine counts too: it holds file descriptors like a connection.
+        if len(self._connections) + len(self._quarantine) >= self._config.max_connections:
+            return f"{self._config.max_connections} connections are open", None
+        try:
+            return "", open_peer_pidfd(sock)
+        except OSError as error:
+            return f"its process cannot be watched ({error.strerror})", None
+
+    def _on_ready(self, connection: Connection, events: int) -> None:
+        if connection.closed:
+            return
+        try:
+            if events & WRITE:
+                connection.flush()
+            if events & READ:
+                self._on_readable(connection)
+        except (EOFError, OSError):
+            self._disconnect(connection)
+        except ProtocolError as error:
+            self._service.num_protocol_errors += 1
+            log.error("closed connection %d: %s", connection.id, error)
+            self._disconnect(connection)
+        if not connection.closed and connection.wanted_events != connection.awaited_events:
+            connection.awaited_events = connection.wanted_events
+            callback = self._selector.get_key(connection.sock).data
+            self._selector.modify(connection.sock, connection.awaited_events, callback)
+
+    def _on_readable(self, connection: Connection) -> None:
+        for request in connection.receive():
+            match request:
+                case wire.Hello():
+                    self._greet(connection, request)
+                case wire.Goodbye():
+                    self._service.drop(connection.id)
+                    raise EOFError
+                case _:
+                    reply = self._service.answer(connection.id, request)
+                    if reply is not None:
+                        connection.send(reply)
+
+    def _greet(self, connection: Connection, hello: wire.Hello) -> None:
+        reply = self._service.greet(connection.id, hello)
+        if isinstance(reply, wire.Refused):
+            connection.send(reply)
+            raise EOFError
+        connection.send(reply, None if hello.fingerprint is None else self._pool.fd)
+
+    def _on_death(self, connection: Connection) -> None:
+        if not connection.closed:
+            self._disconnect(connection)
+
+    def _disconnect(self, connection: Connection) -> None:
+        del self._connections[connection.id]
+        self._selector.unregister(connection.sock)
+        self._selector.unregister(connection.pidfd)
+        connection.close()
+        client_name = self._service.leave(connection.id)
+        if client_name is None:
+            os.close(connection.pidfd)
+            return
+        others = self._service.sessions_named(client_name)
+        pidfds = [os.dup(self._connections[session_id].pidfd) for session_id in others]
+        self._quarantine.hold(connection.id, [connection.pidfd, *pidfds])

@@ -1,0 +1,237 @@
+"""What the daemon answers to each message, apart from sockets and processes."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from banaserve.errors import ProtocolError
+from banaserve.kvstore import wire
+from banaserve.kvstore.fingerprint import Fingerprint
+from banaserve.kvstore.index import BlockIndex
+from banaserve.kvstore.interface import StoreStats
+from banaserve.kvstore.sizes import format_size
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A connection that has said Hello. Its id owns leases and reservations in the index."""
+
+    id: int
+    client_name: str
+    fingerprint: Fingerprint | None
+    namespace: bytes
+
+
+class StoreService:
+    """The index of the present pool and the clients that share it.
+
+    Args:
+        pool_bytes: Size of the pool.
+        on_free: Called with (first byte, number of bytes) of each range that becomes free.
+    """
+
+    def __init__(self, pool_bytes: int, on_free: Callable[[int, int], None] | None = None) -> None:
+        self.pool_bytes = pool_bytes
+        self.num_protocol_errors = 0
+        self._on_free = on_free
+        self._sessions: dict[int, Session] = {}
+        self._quarantined_ids: set[int] = set()
+        self._index = BlockIndex(0)
+        self._slot_bytes = 0
+        self._generation = 0
+        self._num_refused = 0
+        self._num_layout_mismatches = 0
+
+    def greet(self, session_id: int, hello: wire.Hello) -> wire.Welcome | wire.Refused:
+        """Accept or refuse a connection; accepted ones have a session until ``leave``.
+
+        Raises:
+            ProtocolError: The connection has a session already.
+        """
+        if session_id in self._sessions:
+            raise ProtocolError("a second Hello")
+        if hello.version != wire.PROTOCOL_VERSION:
+            message = (
+                f"the store speaks protocol version {wire.PROTOCOL_VERSION}, "
+                f"{hello.client_name} speaks {hello.version}: install the same banaserve for both"
+            )
+            return wire.Refused(hello.seq, False, message)
+        namespace = b""
+        if hello.fingerprint is not None:
+            refusal = self._refusal(hello.client_name, hello.fingerprint)
+            if refusal is not None:
+                self._num_refused += 1
+                log.error("refused: %s", refusal)
+                return wire.Refused(hello.seq, True, refusal)
+            self._note_layout_mismatch(hello.client_name, hello.fingerprint)
+            self._carve(hello.fingerprint.slot_bytes)
+            namespace = hello.fingerprint.namespace()
+        session = Session(session_id, hello.client_name, hello.fingerprint, namespace)
+        self._sessions[session_id] = session
+        return wire.Welcome(hello.seq, self._generation, self.pool_bytes, self._slot_bytes)
+
+    def answer(self, session_id: int, request: wire.Request) -> wire.Reply | None:
+        """Carry a request out; None where it has no answer.
+
+        Raises:
+            ProtocolError: The session may not ask this.
+        """
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise ProtocolError("a request before Hello")
+        match request:
+            case wire.GetStats():
+                return wire.Stats(request.seq, self.stats())
+            case wire.Clear():
+                return wire.Cleared(request.seq, self._index.clear())
+        if session.fingerprint is None:
+            raise ProtocolError("a request for blocks without a fingerprint")
+        match request:
+            case wire.LookupKeys():
+                keys = [session.namespace + key for key in request.keys]
+                states = bytes(state.value for state in self._index.lookup(keys))
+                return wire.Looked(request.seq, states)
+            case wire.Exchange():
+                return self._exchange(session, session.fingerprint, request)
+            case wire.Commit():
+                return wire.Committed(request.seq, self._commit(request))
+            case wire.Abandon() if request.generation == self._generation:
+                for serial in request.serials:
+                    self._index.abandon(serial, request.part)
+            case wire.Release() if request.generation == self._generation:
+                self._index.release(request.lease_id)
+        return None
+
+    def leave(self, session_id: int) -> str | None:
+        """The connection is gone. What it holds stays until ``drop``.
+
+        Returns:
+            The client's name where it still holds a lease or a reservation.
+        """
+        session = self._sessions.pop(session_id, None)
+        if session is None or not self._index.owns_any(session_id):
+            return None
+        self._quarantined_ids.add(session_id)
+        return session.client_name
+
+    def drop(self, session_id: int) -> None:
+        """Take back what a session held: nothing of it reads or writes slots any more."""
+        self._quarantined_ids.discard(session_id)
+        self._index.drop_owner(session_id)
+
+    def sessions_named(self, client_name: str) -> list[int]:
+        """Ids of the connected sessions of one client."""
+        sessions = self._sessions.values()
+        return [session.id for session in sessions if session.client_name == client_name]
+
+    def stats(self) -> StoreStats:
+        """Counters and gauges of this moment."""
+        index = self._index
+        quarantined = sum(index.num_writing_of(owner) for owner in self._quarantined_ids)
+        return StoreStats(
+            generation=self._generation,
+            capacity_bytes=self.pool_bytes,
+            used_bytes=index.num_used * self._slot_bytes,
+            slot_bytes=self._slot_bytes,
+            num_slots=index.num_slots,
+            used_slots=index.num_used,
+            writing_slots=index.num_writing,
+            leased_slots=index.num_leased,
+            num_leases=index.num_leases,
+            quarantined_slots=quarantined,
+            hits=index.counters.hits,
+            misses=index.counters.misses,
+            evictions=index.counters.evictions,
+            commits=index.counters.commits,
+            clients=len(self._peers()),
+            refused_clients=self._num_refused,
+            layout_mismatches=self._num_layout_mismatches,
+            protocol_errors=self.num_protocol_errors,
+            tiers=("memory",),
+        )
+
+    def _peers(self) -> list[tuple[str, Fingerprint]]:
+        return [
+            (session.client_name, session.fingerprint)
+            for session in self._sessions.values()
+            if session.fingerprint is not None
+        ]
+
+    def _refusal(self, client_name: str, fingerprint: Fingerprint) -> str | None:
+        if fingerprint.slot_bytes > self.pool_bytes:
+            return (
+                f"one block of {client_name} takes {format_size(fingerprint.slot_bytes)} and the "
+                f"pool has {format_size(self.pool_bytes)}: start the store with a larger size"
+            )
+        for other_name, other in self._peers():
+            if fingerprint.differing_fields(other) == ("probe",):
+                return (
+                    f"{client_name} and {other_name} agree in everything but probe: they hash the "
+                    "same tokens differently and would never find each other's blocks. Start both "
+                    "with the same PYTHONHASHSEED and prefix caching hash algorithm"
+                )
+        in_use = bool(self._peers()) or self._index.has_owners
+        if in_use and fingerprint.slot_bytes != self._slot_bytes:
+            return (
+                f"{client_name} has blocks of {fingerprint.slot_bytes} bytes and the clients of "
+                f"this store have blocks of {self._slot_bytes}: give it a store of its own"
+            )
+        return None
+
+    def _note_layout_mismatch(self, client_name: str, fingerprint: Fingerprint) -> None:
+        for other_name, other in self._peers():
+            if fingerprint != other and fingerprint.same_identity(other):
+                self._num_layout_mismatches += 1
+                fields = ", ".join(fingerprint.differing_fields(other))
+                log.warning(
+                    "%s and %s serve the same model but differ in %s: neither sees the other's "
+                    "blocks", client_name, other_name, fields,
+                )  # fmt: skip
+                return
+
+    def _carve(self, slot_bytes: int) -> None:
+        if slot_bytes == self._slot_bytes:
+            return
+        num_slots = self.pool_bytes // slot_bytes
+        self._slot_bytes = slot_bytes
+        # 63 bits: a msgpack integer that every language reads; never 0, which means "no pool".
+        self._generation = secrets.randbelow(2**63 - 1) + 1
+        on_free = self._slot_freed if self._on_free else None
+        self._index = BlockIndex(num_slots, on_free, self._index.counters)
+        if self._on_free is not None:
+            self._on_free(0, self.pool_bytes)
+        log.info("%d slots of %s", num_slots, format_size(slot_bytes))
+
+    def _slot_freed(self, slot: int) -> None:
+        assert self._on_free is not None
+        self._on_free(slot * self._slot_bytes, self._slot_bytes)
+
+    def _exchange(
+        self, session: Session, fingerprint: Fingerprint, request: wire.Exchange
+    ) -> wire.Granted:
+        namespace = session.namespace
+        grant = self._index.acquire([namespace + key for key in request.acquire], session.id)
+        num_parts = fingerprint.num_parts
+        reserved = [
+            self._index.reserve(
+                namespace + key,
+                None if parent is None else namespace + parent,
+                session.id,
+                num_parts,
+            )
+            for key, parent in request.reserve
+        ]
+        if grant is None:
+            return wire.Granted(request.seq, None, [], reserved)
+        return wire.Granted(request.seq, grant.lease_id, grant.slots, reserved)
+
+    def _commit(self, request: wire.Commit) -> bool:
+        if request.generation != self._generation:
+            return False
+        accepted = [self._index.commit(serial, request.part) for serial in request.serials]
+        return all(accepted)

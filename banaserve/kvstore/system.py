@@ -1,0 +1,81 @@
+"""Linux calls that the standard library does not wrap, or wraps without letting go of the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+MADV_POPULATE_WRITE = 23
+_SO_PEERPIDFD = 77
+_CREDENTIALS = struct.Struct("3i")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def madvise(address: int, num_bytes: int, advice: int) -> None:
+    """``madvise(2)``, without the GIL.
+
+    Raises:
+        OSError: The kernel refused.
+    """
+    if _libc.madvise(address, num_bytes, advice):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+class Peer(NamedTuple):
+    """The process at the other end of a Unix socket when it connected."""
+
+    pid: int
+    uid: int
+
+
+def peer_of(sock: socket.socket) -> Peer:
+    """Who connected; the kernel vouches for it."""
+    size = _CREDENTIALS.size
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return Peer(pid, uid)
+
+
+def open_peer_pidfd(sock: socket.socket) -> int:
+    """A pidfd of the peer's process, which becomes readable when that process is dead.
+
+    ``SO_PEERPIDFD`` (Linux 6.5) also works for a process of another PID namespace, and cannot meet
+    a reused pid; older kernels get ``pidfd_open``.
+
+    Raises:
+        OSError: The process is dead already or cannot be named from here.
+    """
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        return os.pidfd_open(peer_of(sock).pid)
+
+
+def available_memory_bytes() -> int:
+    """Memory that can be taken without swapping, within this control group's limit."""
+    available_bytes = _meminfo_bytes("MemAvailable")
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used_bytes = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return available_bytes
+    if limit == "max":
+        return available_bytes
+    reclaimable_bytes = int(stat.get("inactive_file", 0))
+    return min(available_bytes, int(limit) - used_bytes + reclaimable_bytes)
+
+
+def _meminfo_bytes(name: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        field, _, value = line.partition(":")
+        if field == name:
+            return int(value.split()[0]) * 1024
+    raise OSError(f"/proc/meminfo does not name {name}")

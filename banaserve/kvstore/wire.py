@@ -1,0 +1,196 @@
+"""What goes over the store's socket: length-prefixed msgpack, checked on arrival.
+
+A frame is a 4-byte little-endian length and that many bytes. Either side closes a connection on
+which anything else arrives. Requests that have a ``seq`` are answered in order, with that ``seq``;
+the others are not answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+
+from banaserve.errors import ProtocolError
+from banaserve.kvstore.fingerprint import MAX_PARTS, Fingerprint
+from banaserve.kvstore.interface import StoreStats
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 16 * 2**20
+MAX_KEYS = 65536
+MIN_KEY_BYTES = 16
+MAX_KEY_BYTES = 64
+_LENGTH_BYTES = 4
+_MAX_INT = 2**63 - 1
+
+Key = Annotated[bytes, msgspec.Meta(min_length=MIN_KEY_BYTES, max_length=MAX_KEY_BYTES)]
+Keys = Annotated[list[Key], msgspec.Meta(max_length=MAX_KEYS)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT)]
+Serials = Annotated[list[Number], msgspec.Meta(max_length=MAX_KEYS)]
+Part = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Hello(_Message, frozen=True, tag="hello"):
+    """First message of a connection. Without a fingerprint it may only ask for stats and clear."""
+
+    seq: Number
+    version: Number
+    client_name: Name
+    fingerprint: Fingerprint | None
+
+
+class LookupKeys(_Message, frozen=True, tag="lookup"):
+    seq: Number
+    keys: Keys
+
+
+class Exchange(_Message, frozen=True, tag="exchange"):
+    """``reserve`` is a list of (key, its parent's key)."""
+
+    seq: Number
+    acquire: Keys
+    reserve: Annotated[list[tuple[Key, Key | None]], msgspec.Meta(max_length=MAX_KEYS)]
+
+
+class Commit(_Message, frozen=True, tag="commit"):
+    seq: Number
+    generation: Number
+    serials: Serials
+    part: Part
+
+
+class Abandon(_Message, frozen=True, tag="abandon"):
+    generation: Number
+    serials: Serials
+    part: Part | None
+
+
+class Release(_Message, frozen=True, tag="release"):
+    generation: Number
+    lease_id: Number
+
+
+class GetStats(_Message, frozen=True, tag="stats"):
+    seq: Number
+
+
+class Clear(_Message, frozen=True, tag="clear"):
+    seq: Number
+
+
+class Goodbye(_Message, frozen=True, tag="goodbye"):
+    """The client reads and writes no slot any more: whatever it holds may be taken back."""
+
+
+class Welcome(_Message, frozen=True, tag="welcome"):
+    """Comes with the pool's file descriptor where the client has a fingerprint."""
+
+    seq: Number
+    generation: Number
+    pool_bytes: Number
+    slot_bytes: Number
+
+
+class Refused(_Message, frozen=True, tag="refused"):
+    """The answer to a Hello that the store does not accept; the connection ends with it."""
+
+    seq: Number
+    because_of_fingerprint: bool
+    message: str
+
+
+class Looked(_Message, frozen=True, tag="looked"):
+    """``states`` has the value of a ``Lookup`` in each byte."""
+
+    seq: Number
+    states: bytes
+
+
+class Granted(_Message, frozen=True, tag="granted"):
+    """``slots`` and ``reserved`` hold (index, serial)."""
+
+    seq: Number
+    lease_id: Number | None
+    slots: list[tuple[Number, Number]]
+    reserved: list[tuple[Number, Number] | None]
+
+
+class Committed(_Message, frozen=True, tag="committed"):
+    """Whether every slot of the request was accepted."""
+
+    seq: Number
+    all_accepted: bool
+
+
+class Stats(_Message, frozen=True, tag="stats"):
+    seq: Number
+    stats: StoreStats
+
+
+class Cleared(_Message, frozen=True, tag="cleared"):
+    seq: Number
+    num_dropped: Number
+
+
+Request = (
+    Hello | LookupKeys | Exchange | Commit | Abandon | Release | GetStats | Clear | Goodbye
+)  # fmt: skip
+Reply = Welcome | Refused | Looked | Granted | Committed | Stats | Cleared
+
+_encoder = msgspec.msgpack.Encoder()
+T = TypeVar("T")
+
+
+def encode(message: Request | Reply) -> bytes:
+    """The frame that carries ``message``.
+
+    Raises:
+        ProtocolError: It would be longer than a peer accepts.
+    """
+    payload = _encoder.encode(message)
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message of {len(payload)} bytes is over {MAX_MESSAGE_BYTES}")
+    return len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
+
+
+class FrameReader(Generic[T]):
+    """Turns received bytes into messages of one kind; keeps what is incomplete."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[T]:
+        """Yield each message that ``data`` completes.
+
+        Raises:
+            ProtocolError: The bytes are no such message. The reader is of no use after that.
+        """
+        self._buffer += data
+        while (payload := self._next_payload()) is not None:
+            yield self._decode(payload)
+
+    def _next_payload(self) -> bytes | None:
+        buffer = self._buffer
+        if len(buffer) < _LENGTH_BYTES:
+            return None
+        end = _LENGTH_BYTES + int.from_bytes(buffer[:_LENGTH_BYTES], "little")
+        if end > _LENGTH_BYTES + MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"a message announces {end - _LENGTH_BYTES} bytes")
+        if len(buffer) < end:
+            return None
+        payload = bytes(buffer[_LENGTH_BYTES:end])
+        del buffer[:end]
+        return payload
+
+    def _decode(self, payload: bytes) -> T:
+        try:
+            return self._decoder.decode(payload)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise ProtocolError(f"not a message: {error}") from error

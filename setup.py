@@ -1,0 +1,28 @@
+"""Builds csrc/ into ``banaserve._native``; everything else is in pyproject.toml."""
+
+from pathlib import Path
+
+import nanobind
+from setuptools import Extension, setup
+
+NANOBIND = Path(nanobind.source_dir()).parent
+
+native = Extension(
+    "banaserve._native",
+    sources=[
+        "csrc/block_copy.cpp",
+        "csrc/bindings.cpp",
+        str(NANOBIND / "src" / "nb_combined.cpp"),
+    ],
+    depends=["csrc/block_copy.h"],
+    include_dirs=[
+        "csrc",
+        str(NANOBIND / "include"),
+        str(NANOBIND / "ext" / "robin_map" / "include"),
+    ],
+    define_macros=[("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)],
+    extra_compile_args=["-std=c++20", "-O3", "-fvisibility=hidden", "-fno-strict-aliasing"],
+    language="c++",
+)
+
+setup(ext_modules=[native])
