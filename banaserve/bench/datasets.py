@@ -1,0 +1,154 @@
+"""Reads prompts from data files that the user has; none of them comes with the code.
+
+A file holds one JSON object a line (``.jsonl``, or ``.jsonl.zst`` with the zstandard package).
+The fields of an object say what it is:
+
+    instruction, input (may be empty)   Alpaca and its like: the two parts, a blank line between
+    prompt, question or text            a finished prompt, as in prepared LongBench files
+    context, input                      LongBench as published: needs ``dataset2prompt.json``
+                                        beside the file or in ``config/`` beside it
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from banaserve.errors import UserError
+
+DATA_VARIABLE = "BANASERVE_DATA"
+
+_PATTERNS = {
+    "alpaca": ("instruct/alpaca*.jsonl*", "alpaca*.jsonl*"),
+    "longbench": ("longbench/*.jsonl*",),
+}
+
+
+class Text(NamedTuple):
+    """A prompt as found: where (file and line) and what."""
+
+    source: str
+    text: str
+
+
+def data_folder(given: Path | None) -> Path | None:
+    """Returns the folder of data files: ``given``, else that of BANASERVE_DATA, else None."""
+    named = os.environ.get(DATA_VARIABLE)
+    return given if given is not None else Path(named) if named else None
+
+
+def dataset_files(kind: str, folder: Path | None) -> list[Path]:
+    """Returns the files of the dataset ``kind`` (alpaca or longbench) under ``folder``.
+
+    ``folder`` may also be one file, which is then taken for the dataset.
+
+    Raises:
+        UserError: No folder, or nothing of that kind in it.
+    """
+    if folder is None:
+        raise UserError(
+            f"the {kind} prompts are not part of banaserve: give their folder with --data "
+            f"or in {DATA_VARIABLE}, or use the prompts named synthetic"
+        )
+    if folder.is_file():
+        return [folder]
+    for pattern in _PATTERNS[kind]:
+        if found := sorted(folder.glob(pattern)):
+            return found
+    raise UserError(f"no {kind} file in {folder} (looked for {', '.join(_PATTERNS[kind])})")
+
+
+def read_texts(path: Path) -> Iterator[Text]:
+    """Yields the prompts of ``path`` in their order.
+
+    Raises:
+        UserError: The file is missing, not JSON lines, or an object has none of the known fields.
+    """
+    templates = _templates(path)
+    for number, record in read_records(path):
+        try:
+            yield Text(f"{path.name}:{number}", _prompt(record, path, templates))
+        except KeyError as error:
+            raise UserError(f"{path}, line {number}: {error.args[0]}") from error
+
+
+def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the objects of a file with their line numbers, from 1.
+
+    Raises:
+        UserError: The file cannot be read, or a line is not a JSON object.
+    """
+    decoder = msgspec.json.Decoder(dict[str, Any])
+    for number, line in enumerate(_unpacked(path).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise UserError(f"{path}, line {number}: not a JSON object: {error}") from error
+        yield number, record
+
+
+def trace_times_s(path: Path) -> list[float]:
+    """Reads arrival times: the field ``t`` in seconds, or ``timestamp`` in milliseconds.
+
+    Raises:
+        UserError: A line has neither, or no number there.
+    """
+    times_s = []
+    for number, record in read_records(path):
+        value = record.get("t", record.get("timestamp"))
+        if not isinstance(value, int | float):
+            raise UserError(f"{path}, line {number}: no arrival time in t (s) or timestamp (ms)")
+        times_s.append(value if "t" in record else value / 1000)
+    return times_s
+
+
+def _unpacked(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    if path.suffix != ".zst":
+        return data
+    try:
+        import zstandard
+    except ImportError as error:
+        raise UserError(
+            f"{path} is compressed: install the package zstandard, or unpack the file"
+        ) from error
+    try:
+        return zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
+    except zstandard.ZstdError as error:
+        raise UserError(f"{path} is not a zstd file: {error}") from error
+
+
+def _templates(path: Path) -> Mapping[str, str]:
+    for folder in (path.parent, path.parent / "config"):
+        file = folder / "dataset2prompt.json"
+        if file.is_file():
+            try:
+                return msgspec.json.decode(file.read_bytes(), type=dict[str, str])
+            except msgspec.DecodeError as error:
+                raise UserError(f"{file} is not a table of prompt templates: {error}") from error
+    return {}
+
+
+def _prompt(record: Mapping[str, Any], path: Path, templates: Mapping[str, str]) -> str:
+    """Returns the text of one object; KeyError with what is missing where it has none."""
+    if isinstance(instruction := record.get("instruction"), str):
+        return "\n\n".join(part for part in (instruction, record.get("input")) if part)
+    for field in ("prompt", "question", "text"):
+        if isinstance(text := record.get(field), str):
+            return text
+    if isinstance(record.get("context"), str):
+        name = record.get("dataset") or path.name.partition(".")[0]
+        if name not in templates:
+            raise KeyError(f"no template for {name}: put dataset2prompt.json beside the file")
+        parts = {"context": record["context"], "input": record.get("input", "")}
+        return templates[name].format(**parts)
+    raise KeyError("none of the fields instruction, prompt, question, text or context")

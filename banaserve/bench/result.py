@@ -1,0 +1,171 @@
+"""The one format of benchmark results: who measured what, on which machine, with which code.
+
+``python -m banaserve.bench.result`` prints its JSON schema (checked in as
+``benchmarks/schema.json``).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from rich.table import Table
+
+from banaserve.bench.provenance import Machine, Versions, commit, machine, versions
+from banaserve.bench.statistics import median, spread_fraction
+from banaserve.errors import UserError
+
+SCHEMA_VERSION: Literal[1] = 1
+
+
+class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One measured quantity: a sample a run, in the order of the runs."""
+
+    unit: str
+    median: float
+    min: float
+    max: float
+    samples: list[float]
+
+    def __post_init__(self) -> None:
+        if not self.samples:
+            raise ValueError("a figure needs at least one sample")
+        told = (self.median, self.min, self.max)
+        if told != (median(self.samples), min(self.samples), max(self.samples)):
+            raise ValueError("median, min and max are not those of the samples")
+
+
+class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A benchmark's outcome.
+
+    Attributes:
+        name: The benchmark, as typed after ``banaserve bench``.
+        commit: Of the code that ran, or null outside a checkout.
+        dirty: Whether that code differed from the commit; null with it.
+        options: What the benchmark was asked, by name.
+        figures: What it found, by name.
+        notes: What a reader must know to judge the figures.
+        raw: Whatever else was recorded; its form is the benchmark's own.
+    """
+
+    schema_version: Literal[1]
+    name: str
+    commit: str | None
+    dirty: bool | None
+    machine: Machine
+    versions: Versions
+    seed: int
+    options: dict[str, Any]
+    started_at: Annotated[datetime, msgspec.Meta(tz=True)]
+    figures: dict[str, Figure]
+    notes: list[str]
+    raw: dict[str, Any]
+
+
+def figure(samples: Sequence[float], unit: str) -> Figure:
+    """Returns the figure of ``samples``.
+
+    Raises:
+        ValueError: No samples, or one that is not a finite number.
+    """
+    values = [float(sample) for sample in samples]
+    middle = median(values)
+    return Figure(unit, middle, min(values), max(values), values)
+
+
+def result(
+    name: str,
+    *,
+    seed: int,
+    options: Mapping[str, Any],
+    started_at: datetime,
+    figures: Mapping[str, Figure],
+    notes: Sequence[str] = (),
+    raw: Mapping[str, Any] | None = None,
+) -> Result:
+    """Returns the record of a run that has just ended, with this machine and this code on it."""
+    commit_id, dirty = commit()
+    return Result(
+        SCHEMA_VERSION,
+        name,
+        commit_id,
+        dirty,
+        machine(),
+        versions(),
+        seed,
+        dict(options),
+        started_at,
+        dict(figures),
+        list(notes),
+        dict(raw or {}),
+    )
+
+
+def write(record: Result, path: Path) -> None:
+    """Writes ``record`` as JSON; a reader sees the old file or the whole new one.
+
+    Raises:
+        UserError: The file cannot be written.
+        msgspec.ValidationError: ``read`` would refuse the record.
+    """
+    data = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+    msgspec.json.decode(data, type=Result)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".result-", delete=False) as file:
+            scratch = Path(file.name)
+            try:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                scratch.chmod(0o644)
+                scratch.replace(path)
+            except BaseException:
+                scratch.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read(path: Path) -> Result:
+    """Reads and validates a result file.
+
+    Raises:
+        UserError: The file is missing or not a result of this schema; says where it differs.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Result)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path} is not a benchmark result: {error}") from error
+
+
+def schema() -> bytes:
+    """Returns the JSON schema of a result file."""
+    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(Result)), indent=2) + b"\n"
+
+
+def table(record: Result) -> Table:
+    """Returns the figures as a table for a terminal."""
+    state = "" if record.commit is None else f", commit {record.commit[:9]}"
+    state += " with changes" if record.dirty else ""
+    shown = Table(title=f"{record.name}: seed {record.seed}{state}")
+    shown.add_column("figure")
+    for heading in ("median", "min", "max", "spread", "runs"):
+        shown.add_column(heading, justify="right")
+    shown.add_column("unit")
+    for name, one in record.figures.items():
+        numbers = [f"{value:.4g}" for value in (one.median, one.min, one.max)]
+        spread = f"{spread_fraction(one.samples):.1%}"
+        shown.add_row(name, *numbers, spread, str(len(one.samples)), one.unit)
+    return shown
+
+
+if __name__ == "__main__":
+    print(schema().decode(), end="")

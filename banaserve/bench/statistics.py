@@ -1,0 +1,104 @@
+"""The few statistics that a benchmark reports. Pure; every random draw is seeded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Two-sided 95% critical values of Student's t by degrees of freedom.
+_T_95 = {
+    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262,
+    10: 2.228, 11: 2.201, 12: 2.179, 13: 2.160, 14: 2.145, 15: 2.131, 16: 2.120, 17: 2.110,
+    18: 2.101, 19: 2.093, 20: 2.086, 25: 2.060, 30: 2.042, 40: 2.021, 60: 2.000, 120: 1.980,
+}  # fmt: skip
+
+
+class Interval(NamedTuple):
+    """A 95% confidence interval around an estimate."""
+
+    low: float
+    estimate: float
+    high: float
+
+
+def median(samples: Sequence[float]) -> float:
+    """Returns the median; the mean of the middle two where their number is even."""
+    return float(np.median(_checked(samples)))
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """Returns the value below which ``percent`` of the samples lie, linear between two samples."""
+    if not 0 <= percent <= 100:
+        raise ValueError(f"percentile {percent}: give 0 to 100")
+    return float(np.percentile(_checked(samples), percent))
+
+
+def spread_fraction(samples: Sequence[float]) -> float:
+    """Returns (maximum - minimum) / median: 0 where all runs agree, infinite at a zero median."""
+    values = _checked(samples)
+    width = float(values.max() - values.min())
+    middle = abs(median(samples))
+    if width == 0:
+        return 0.0
+    return width / middle if middle else float("inf")
+
+
+def mean_interval(samples: Sequence[float]) -> Interval:
+    """Returns the mean with its 95% interval by Student's t: for a few independent runs.
+
+    Raises:
+        ValueError: Fewer than two samples: one run tells nothing of the spread.
+    """
+    values = _checked(samples)
+    if len(values) < 2:
+        raise ValueError("an interval needs at least two samples")
+    # Between two tabulated values the smaller number of degrees of freedom errs on the wide side.
+    freedom = max(f for f in _T_95 if f < len(values))
+    mean = float(values.mean())
+    half = _T_95[freedom] * float(values.std(ddof=1)) / len(values) ** 0.5
+    return Interval(mean - half, mean, mean + half)
+
+
+def bootstrap_interval(
+    samples: Sequence[float],
+    statistic: Callable[[Sequence[float]], float],
+    seed: int,
+    num_resamples: int = 2000,
+) -> Interval:
+    """Returns ``statistic`` with its 95% percentile-bootstrap interval.
+
+    For statistics of many samples, such as a p99 over requests; a handful of runs is too few for
+    it (use ``mean_interval``).
+    """
+    values = _checked(samples)
+    draws = np.random.default_rng(seed)
+    found = [
+        statistic(draws.choice(values, size=len(values)).tolist()) for _ in range(num_resamples)
+    ]
+    low, high = np.percentile(found, [2.5, 97.5])
+    return Interval(float(low), statistic(samples), float(high))
+
+
+def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Returns ours / theirs pair by pair, so that what both runs of a pair suffered cancels out.
+
+    Raises:
+        ValueError: The lengths differ or a divisor is not above 0.
+    """
+    if len(ours) != len(theirs):
+        raise ValueError(f"{len(ours)} samples cannot be paired with {len(theirs)}")
+    if not all(value > 0 for value in theirs):
+        raise ValueError("a ratio needs divisors above 0")
+    return [a / b for a, b in zip(_checked(ours).tolist(), theirs, strict=True)]
+
+
+def _checked(samples: Sequence[float]) -> NDArray[np.float64]:
+    values = np.asarray(samples, dtype=np.float64)
+    if values.size == 0:
+        raise ValueError("no samples")
+    if not np.isfinite(values).all():
+        raise ValueError("a sample is not a finite number")
+    return values

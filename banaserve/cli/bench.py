@@ -1,0 +1,56 @@
+"""``banaserve bench NAME ...``: one sub-command for each question that a benchmark answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from banaserve.bench.names import check_known
+
+
+class Benchmark(NamedTuple):
+    """An entry of the list.
+
+    Attributes:
+        module: Has ``main(argv) -> int``; imported only when it runs, since some import much.
+    """
+
+    module: str
+    question: str
+
+
+BENCHMARKS = {
+    "handover": Benchmark(
+        "banaserve.bench.handover", "What does a request cost that is handed over?"
+    ),
+}
+
+
+def bench_command(argv: Sequence[str]) -> int:
+    """Runs the benchmark that ``argv`` begins with on the rest of it; returns its exit code.
+
+    Without a name, or with ``--help`` for one, lists the benchmarks.
+
+    Raises:
+        UserError: An unknown name.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        Console().print(_listing())
+        return 0
+    name, *rest = argv
+    check_known("benchmark", name, BENCHMARKS)
+    exit_code: int = import_module(BENCHMARKS[name].module).main(rest)
+    return exit_code
+
+
+def _listing() -> Table:
+    shown = Table(title="banaserve bench NAME [--help]", box=None, title_justify="left")
+    shown.add_column("name")
+    shown.add_column("question it answers")
+    for name, benchmark in sorted(BENCHMARKS.items()):
+        shown.add_row(name, benchmark.question)
+    return shown

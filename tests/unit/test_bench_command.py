@@ -1,0 +1,37 @@
+"""`banaserve bench NAME`: which benchmark runs, and what is said where none does."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from banaserve.cli.bench import BENCHMARKS, Benchmark, bench_command
+from banaserve.errors import UserError
+
+
+def test_the_rest_goes_to_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("banaserve_made_up_benchmark")
+    module.main = lambda argv: len(argv)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(BENCHMARKS, "made-up", Benchmark(module.__name__, "None?"))
+    assert bench_command(["made-up", "--json", "out.json"]) == 2
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+def test_listing(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_command(argv) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in BENCHMARKS)
+
+
+def test_unknown_benchmark() -> None:
+    with pytest.raises(UserError, match=r"unknown benchmark: handoff .*did you mean handover\?"):
+        bench_command(["handoff"])
+
+
+def test_benchmarks_are_imported_only_when_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "banaserve.bench.handover", raising=False)
+    bench_command([])
+    assert "banaserve.bench.handover" not in sys.modules
