@@ -13,6 +13,7 @@ from typing import TypeVar
 from banaserve.errors import FingerprintError, ProtocolError, StoreUnavailableError
 from banaserve.kvstore import wire
 from banaserve.kvstore.fingerprint import Fingerprint
+from banaserve.kvstore.system import peer_of
 
 _RECEIVE_BYTES = 256 * 1024
 R = TypeVar("R", bound=wire.Reply)
@@ -54,6 +55,7 @@ class Channel:
         try:
             self._sock.settimeout(timeout_s)
             self._sock.connect(str(socket_path))
+            _check_owner(self._sock)
             hello = wire.Hello(self.next_seq(), wire.PROTOCOL_VERSION, client_name, fingerprint)
             self.welcome = self._greet(hello)
         except (OSError, ProtocolError) as error:
@@ -176,3 +178,10 @@ class Channel:
             case wire.Refused():
                 raise StoreUnavailableError(reply.message)
         raise ProtocolError(f"{type(reply).__name__} instead of Welcome")
+
+
+def _check_owner(sock: socket.socket) -> None:
+    # In a folder that all users can write to, anybody may have put a socket of this name.
+    uid = peer_of(sock).uid
+    if uid not in (os.geteuid(), 0):
+        raise PermissionError(f"it is run by user {uid}")

@@ -8,11 +8,16 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from banaserve.errors import UserError
 from banaserve.kvstore.server import DaemonConfig, StoreServer
 from banaserve.kvstore.sizes import parse_size
+
+if TYPE_CHECKING:
+    from banaserve.kvstore.metrics import MetricsServer
 
 USER_ERROR_EXIT_CODE = 2
 
@@ -27,16 +32,24 @@ def serve(config: DaemonConfig, on_ready: Callable[[], None] | None = None) -> N
     Raises:
         UserError: The socket or the memory cannot be had; one line says why.
     """
-    server = StoreServer(config)
-    signal.set_wakeup_fd(server.wake_fd)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: server.stop())
-    try:
+    with ExitStack() as stack:
+        if config.metrics_port:
+            stack.callback(_serve_metrics(config).close)
+        server = StoreServer(config)
+        stack.callback(server.close)
+        signal.set_wakeup_fd(server.wake_fd)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: server.stop())
         if on_ready is not None:
             on_ready()
         server.run()
-    finally:
-        server.close()
+
+
+def _serve_metrics(config: DaemonConfig) -> MetricsServer:
+    # The HTTP server's import would make every other start slower.
+    from banaserve.kvstore.metrics import MetricsServer
+
+    return MetricsServer(config.socket_path, config.metrics_port)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="banaserve-kvstore", description=__doc__)
     parser.add_argument("--socket", type=Path, required=True, help="where clients connect")
     parser.add_argument("--size", required=True, help="memory for blocks, such as 2GiB")
+    parser.add_argument("--metrics-port", type=int, default=0, help="of localhost; 0 for none")
     parser.add_argument("--ready-fd", type=int, help="gets one line when clients can connect")
     parser.add_argument("--die-with-parent", action="store_true", help="stop with the starter")
     parser.add_argument("--poison-free-slots", action="store_true", help="for debugging; slow")
@@ -54,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             socket_path=options.socket,
             pool_bytes=parse_size(options.size),
             poison_free_slots=options.poison_free_slots,
+            metrics_port=options.metrics_port,
             die_with_parent=options.die_with_parent,
         )
         serve(config, lambda: announce_ready(options.ready_fd))

@@ -36,6 +36,7 @@ class DaemonConfig:
         max_connections: More are turned away.
         poison_free_slots: Overwrite freed slots, to find reads of freed memory. Slow.
         die_with_parent: Stop when the process that started this one is gone.
+        metrics_port: Of localhost, for Prometheus; 0 serves none.
     """
 
     socket_path: Path
@@ -43,6 +44,7 @@ class DaemonConfig:
     max_connections: int = 1024
     poison_free_slots: bool = False
     die_with_parent: bool = False
+    metrics_port: int = 0
 
 
 class StoreServer:

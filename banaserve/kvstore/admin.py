@@ -1,0 +1,46 @@
+"""What an operator asks of a running store: needs no fingerprint and shares no blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from banaserve.errors import ProtocolError, StoreUnavailableError
+from banaserve.kvstore import wire
+from banaserve.kvstore.channel import Channel
+from banaserve.kvstore.interface import StoreStats
+
+
+def fetch_stats(socket_path: Path, timeout_s: float = 5.0) -> StoreStats:
+    """The counters and gauges of the store on ``socket_path``.
+
+    Raises:
+        StoreUnavailableError: Nobody answers there.
+    """
+    with _operator_channel(socket_path, timeout_s) as channel:
+        seq = channel.next_seq()
+        return channel.call(seq, wire.GetStats(seq), wire.Stats).stats
+
+
+def clear_store(socket_path: Path, timeout_s: float = 5.0) -> int:
+    """Drop every block that is not in use; how many were dropped.
+
+    Raises:
+        StoreUnavailableError: Nobody answers there.
+    """
+    with _operator_channel(socket_path, timeout_s) as channel:
+        seq = channel.next_seq()
+        return channel.call(seq, wire.Clear(seq), wire.Cleared).num_dropped
+
+
+@contextmanager
+def _operator_channel(socket_path: Path, timeout_s: float) -> Iterator[Channel]:
+    channel = Channel(socket_path, "operator", None, timeout_s, on_late=lambda _: None)
+    try:
+        yield channel
+    except (OSError, ProtocolError) as error:
+        message = f"the KV cache store on {socket_path} does not answer: {error}"
+        raise StoreUnavailableError(message) from error
+    finally:
+        channel.close()

@@ -1,0 +1,93 @@
+"""The store's numbers for Prometheus."""
+
+from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from banaserve.errors import StoreUnavailableError, UserError
+from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.interface import StoreStats
+
+_PREFIX = "banaserve_kvstore_"
+_COUNTERS = {
+    "hits": "Keys asked for by acquire that were readable.",
+    "misses": "Keys asked for by acquire that were not readable.",
+    "evictions": "Blocks dropped to make room.",
+    "commits": "Blocks that became readable.",
+    "refused_clients": "Connections refused because of their fingerprint.",
+    "layout_mismatches": "Connections whose layout differs from another of the same model.",
+    "protocol_errors": "Connections closed because of what they sent.",
+}
+_GAUGES = {
+    "capacity_bytes": "Size of the pool.",
+    "used_bytes": "Bytes of slots in use.",
+    "num_slots": "Slots in the pool.",
+    "used_slots": "Slots that hold a block or are being written.",
+    "writing_slots": "Slots that are being written.",
+    "leased_slots": "Slots that at least one lease covers.",
+    "num_leases": "Leases held.",
+    "quarantined_slots": "Slots being written whose client is gone while its process lives.",
+    "clients": "Connections that share blocks.",
+}
+
+
+def prometheus_text(stats: StoreStats) -> str:
+    """``stats`` in Prometheus' text format."""
+    lines = []
+    for name, meaning in _COUNTERS.items():
+        lines += _series(f"{_PREFIX}{name}_total", "counter", meaning, getattr(stats, name))
+    for name, meaning in _GAUGES.items():
+        lines += _series(_PREFIX + name, "gauge", meaning, getattr(stats, name))
+    return "\n".join(lines) + "\n"
+
+
+class MetricsServer:
+    """Answers ``GET /metrics`` on localhost with the numbers of the store on a socket.
+
+    It asks over the socket like any operator, so that the store's own loop has one kind of peer.
+
+    Raises:
+        UserError: The port cannot be had.
+    """
+
+    def __init__(self, socket_path: Path, port: int) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                _answer(self, socket_path)
+
+            def log_message(self, *_: object) -> None:
+                """Scrapes are not worth a line each."""
+
+        try:
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        except (OSError, OverflowError) as error:
+            raise UserError(f"cannot serve metrics on port {port}: {error}") from error
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _answer(handler: BaseHTTPRequestHandler, socket_path: Path) -> None:
+    if handler.path != "/metrics":
+        handler.send_error(404)
+        return
+    try:
+        body = prometheus_text(fetch_stats(socket_path)).encode()
+    except StoreUnavailableError as error:
+        handler.send_error(503, explain=str(error))
+        return
+    handler.send_response(200)
+    handler.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+def _series(name: str, kind: str, meaning: str, value: int) -> list[str]:
+    return [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}", f"{name} {value}"]

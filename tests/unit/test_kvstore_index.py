@@ -1,0 +1,204 @@
+"""The index by tables of cases; tests/property/ compares it with a plain model."""
+
+from __future__ import annotations
+
+import pytest
+
+from banaserve.kvstore.index import BlockIndex
+from banaserve.kvstore.interface import Lookup
+
+ALICE, BOB = 1, 2
+
+
+def store(index: BlockIndex, *chain: bytes, owner: int = ALICE) -> None:
+    """Write a chain of blocks, each the parent of the next."""
+    parent = None
+    for key in chain:
+        reserved = index.reserve(key, parent, owner)
+        assert reserved is not None
+        assert index.commit(reserved[1], 0)
+        parent = key
+    index.check()
+
+
+def present(index: BlockIndex, keys: bytes) -> str:
+    """The keys, each a letter, that are READY."""
+    found = index.lookup([bytes([key]) for key in keys])
+    return "".join(
+        chr(key) for key, state in zip(keys, found, strict=True) if state is Lookup.HIT
+    )
+
+
+def test_a_block_is_pending_between_reserve_and_commit() -> None:
+    index = BlockIndex(2)
+    assert index.lookup([b"a"]) == [Lookup.MISS]
+    reserved = index.reserve(b"a", None, ALICE)
+    assert reserved is not None
+    assert index.lookup([b"a"]) == [Lookup.PENDING]
+    assert index.acquire([b"a"], BOB) is None
+    assert index.commit(reserved[1], 0)
+    assert index.lookup([b"a"]) == [Lookup.HIT]
+    index.check()
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_granted"), [(b"abc", 3), (b"abx", 2), (b"axc", 1), (b"xbc", 0), (b"", 0)]
+)
+def test_acquire_leases_the_longest_readable_prefix(asked: bytes, num_granted: int) -> None:
+    index = BlockIndex(4)
+    store(index, b"a", b"b", b"c")
+    grant = index.acquire([bytes([key]) for key in asked], ALICE)
+    assert (0 if grant is None else len(grant.slots)) == num_granted
+    assert index.num_leased == num_granted
+    assert index.counters.hits == num_granted
+    assert index.counters.misses == len(asked) - num_granted
+    index.check()
+
+
+def test_a_key_is_reserved_once() -> None:
+    index = BlockIndex(4)
+    assert index.reserve(b"a", None, ALICE) is not None
+    assert index.reserve(b"a", None, BOB) is None
+    store(index, b"b")
+    assert index.reserve(b"b", None, BOB) is None
+
+
+def test_the_least_recently_used_block_goes_first() -> None:
+    index = BlockIndex(3)
+    for key in (b"a", b"b", b"c"):
+        store(index, key)
+    grant = index.acquire([b"a"], ALICE)
+    assert grant is not None
+    index.release(grant.lease_id)
+    store(index, b"d")
+    assert present(index, b"abcd") == "acd"
+    assert index.counters.evictions == 1
+
+
+def test_a_leased_block_is_never_evicted() -> None:
+    index = BlockIndex(2)
+    store(index, b"a")
+    store(index, b"b")
+    grant = index.acquire([b"a", b"b"], ALICE)
+    assert grant is not None
+    assert index.reserve(b"c", None, BOB) is None
+    index.release(grant.lease_id)
+    assert index.reserve(b"c", None, BOB) is not None
+    index.check()
+
+
+def test_a_block_is_evicted_only_after_its_descendants() -> None:
+    index = BlockIndex(3)
+    store(index, b"a", b"b", b"c")
+    for new, expected in ((b"x", "abx"), (b"y", "axy"), (b"z", "xyz")):
+        store(index, new)
+        assert present(index, b"abcxyz") == expected
+
+
+def test_a_new_block_never_takes_its_parents_slot() -> None:
+    index = BlockIndex(1)
+    store(index, b"a")
+    assert index.reserve(b"b", b"a", ALICE) is None
+    assert present(index, b"a") == "a"
+    index.check()
+
+
+def test_a_parent_that_comes_back_is_kept_for_its_child() -> None:
+    index = BlockIndex(2)
+    reserved = index.reserve(b"child", b"p", ALICE)
+    assert reserved is not None
+    index.commit(reserved[1], 0)
+    store(index, b"p")
+    store(index, b"x")
+    assert index.lookup([b"p", b"child"]) == [Lookup.HIT, Lookup.MISS]
+
+
+@pytest.mark.parametrize("links", [[(b"a", b"a")], [(b"a", b"b"), (b"b", b"a")]])
+def test_cyclic_parents_can_still_be_evicted(links: list[tuple[bytes, bytes]]) -> None:
+    index = BlockIndex(len(links))
+    for key, parent in links:
+        reserved = index.reserve(key, parent, ALICE)
+        assert reserved is not None
+        index.commit(reserved[1], 0)
+    assert index.clear() == len(links)
+    index.check()
+
+
+@pytest.mark.parametrize(
+    ("ends", "results", "state"),
+    [
+        ("c0 c1", [True, True], Lookup.HIT),
+        ("c1 c0", [True, True], Lookup.HIT),
+        ("c0", [True], Lookup.PENDING),
+        ("c0 c0", [True, False], Lookup.PENDING),
+        ("c2", [False], Lookup.PENDING),
+        ("c0 a1", [True, True], Lookup.MISS),
+        ("a0", [True], Lookup.PENDING),
+        ("a0 c1", [True, True], Lookup.MISS),
+        ("c0 c1 c1", [True, True, False], Lookup.HIT),
+    ],
+)
+def test_a_block_of_two_parts(ends: str, results: list[bool], state: Lookup) -> None:
+    index = BlockIndex(1)
+    reserved = index.reserve(b"k", None, ALICE, num_parts=2)
+    assert reserved is not None
+    serial = reserved[1]
+    acts = {"c": index.commit, "a": index.abandon}
+    assert [acts[what](serial, int(part)) for what, part in ends.split()] == results
+    assert index.lookup([b"k"]) == [state]
+    index.check()
+
+
+def test_a_late_commit_cannot_publish_the_next_use_of_the_slot() -> None:
+    index = BlockIndex(1)
+    first = index.reserve(b"a", None, ALICE)
+    assert first is not None
+    assert index.abandon(first[1])
+    second = index.reserve(b"b", None, BOB)
+    assert second is not None
+    assert second[0] == first[0]
+    assert not index.commit(first[1], 0)
+    assert not index.abandon(first[1])
+    assert index.lookup([b"b"]) == [Lookup.PENDING]
+
+
+def test_everything_ends_with_its_owner_and_nothing_else() -> None:
+    index = BlockIndex(4)
+    store(index, b"a")
+    alices, bobs = index.acquire([b"a"], ALICE), index.acquire([b"a"], BOB)
+    assert alices is not None
+    assert bobs is not None
+    index.reserve(b"b", b"a", ALICE)
+    index.reserve(b"c", b"a", BOB)
+    index.drop_owner(ALICE)
+    index.check()
+    assert not index.owns_any(ALICE)
+    assert not index.release(alices.lease_id)
+    assert index.num_leased == 1
+    assert index.lookup([b"b", b"c"]) == [Lookup.MISS, Lookup.PENDING]
+    index.drop_owner(BOB)
+    assert (index.num_leased, index.num_writing, index.has_owners) == (0, 0, False)
+
+
+def test_clear_keeps_what_is_in_use_and_its_ancestors() -> None:
+    index = BlockIndex(8)
+    store(index, b"a", b"b", b"c")
+    store(index, b"x", b"y")
+    grant = index.acquire([b"x"], ALICE)
+    assert grant is not None
+    index.reserve(b"n", b"a", ALICE)
+    assert index.clear() == 3
+    assert present(index, b"abcxy") == "ax"
+    assert index.counters.evictions == 0
+    index.check()
+
+
+def test_freed_slots_are_reported_once() -> None:
+    freed: list[int] = []
+    index = BlockIndex(2, freed.append)
+    store(index, b"a")
+    store(index, b"b")
+    store(index, b"c")
+    assert freed == [0]
+    index.clear()
+    assert sorted(freed) == [0, 0, 1]
