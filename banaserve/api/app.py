@@ -1,0 +1,116 @@
+"""The front door: vLLM's API server over our engine client, with our limits and probes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from banaserve import __version__
+from banaserve.api.auth import KeyMiddleware
+from banaserve.api.limits import BodyLimit, ConcurrencyLimit
+from banaserve.api.metrics import MetricsPage
+from banaserve.engine.vllm import compat
+from banaserve.engine.vllm.client import DisaggregatedClient
+from banaserve.engine.vllm.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class DoorOptions:
+    """What the front door lets in."""
+
+    api_keys: Sequence[str]
+    max_concurrent_requests: int
+    max_body_bytes: int
+    vllm_version: str
+
+
+async def make_app(
+    args: Namespace,
+    client: DisaggregatedClient,
+    cluster: Cluster,
+    metrics: MetricsPage,
+    options: DoorOptions,
+) -> ASGIApp:
+    """vLLM's application with every endpoint it offers, ours before them."""
+    args.api_key = None  # ours guards more paths and knows tenants
+    tasks = await client.get_supported_tasks()
+    app = compat.build_app(args, tasks, client.model_config)
+    await compat.init_app_state(client, app.state, args, tasks)
+    app.router.routes[:0] = [
+        Route("/ready", _ready(cluster)),
+        Route("/version", _version(options.vllm_version)),
+        Route("/metrics", metrics.answer),
+    ]
+    # Around the whole application: vLLM has sealed its own list of middleware by now.
+    limited = BodyLimit(app, options.max_body_bytes)
+    counted = ConcurrencyLimit(limited, options.max_concurrent_requests)
+    return KeyMiddleware(counted, options.api_keys)
+
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def _ready(cluster: Cluster) -> Endpoint:
+    async def ready(_: Request) -> Response:
+        states = {i.id: i.state.value for i in cluster.instances.values()}
+        status = 200 if cluster.is_ready else 503
+        return JSONResponse({"ready": cluster.is_ready, "instances": states}, status)
+
+    return ready
+
+
+def _version(vllm_version: str) -> Endpoint:
+    async def version(_: Request) -> Response:
+        return JSONResponse({"version": __version__, "vllm": vllm_version})
+
+    return version
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the caller."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Door:
+    """Listens until told to stop."""
+
+    def __init__(self, app: ASGIApp, sock: socket.socket, args: Namespace) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            timeout_keep_alive=compat.vllm_envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            timeout_graceful_shutdown=2,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=args.ssl_cert_reqs,
+            ssl_ciphers=args.ssl_ciphers or "TLSv1",
+        )
+        self._server = _Server(config)
+        self._sock = sock
+
+    async def open(self) -> asyncio.Task[None]:
+        """Start listening; the returned task ends when the door has closed."""
+        task = asyncio.create_task(self._server.serve(sockets=[self._sock]))
+        while not self._server.started and not task.done():
+            await asyncio.sleep(0.01)
+        return task
+
+    def close(self) -> None:
+        """Take no more requests; those under way have two seconds to end."""
+        self._server.should_exit = True

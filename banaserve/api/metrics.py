@@ -1,0 +1,72 @@
+"""``/metrics``: vLLM's per instance, banaserve's own, and the store's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import REGISTRY, Collector
+from starlette.requests import Request
+from starlette.responses import Response
+
+from banaserve.errors import StoreUnavailableError
+from banaserve.kvstore.interface import StoreStats
+from banaserve.kvstore.metrics import prometheus_text
+from banaserve.types import InstanceId
+
+
+class _Labelled(Collector):
+    """The default registry, with the instance's id beside vLLM's engine index."""
+
+    def __init__(self, instance_ids: Sequence[InstanceId]) -> None:
+        self._names = {str(i): name for i, name in enumerate(instance_ids)}
+
+    def collect(self) -> Iterator[Metric]:
+        for family in REGISTRY.collect():
+            if family.name.startswith("vllm:"):
+                family.samples = [self._with_id(sample) for sample in family.samples]
+            yield family
+
+    def _with_id(self, sample: Any) -> Any:
+        name = self._names.get(sample.labels.get("engine", ""))
+        if name is None:
+            return sample
+        return sample._replace(labels={**sample.labels, "instance_id": name})
+
+
+class MetricsPage:
+    """The endpoint; asks the store at each scrape, off the event loop.
+
+    Args:
+        instance_ids: In the order of vLLM's engine indexes.
+        store_stats: Asks the store, None where there is none; may block, may raise
+            StoreUnavailableError.
+    """
+
+    def __init__(
+        self, instance_ids: Sequence[InstanceId], store_stats: Callable[[], StoreStats] | None
+    ) -> None:
+        self._store_stats = store_stats
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_Labelled(instance_ids))
+
+    async def answer(self, request: Request) -> Response:
+        page = await asyncio.to_thread(self._page)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+    def _page(self) -> bytes:
+        return generate_latest(self._registry) + self._store_page().encode()
+
+    def _store_page(self) -> str:
+        if self._store_stats is None:
+            return ""
+        try:
+            stats = self._store_stats()
+        except StoreUnavailableError:
+            return "# TYPE banaserve_kvstore_up gauge\nbanaserve_kvstore_up 0\n"
+        return "# TYPE banaserve_kvstore_up gauge\nbanaserve_kvstore_up 1\n" + prometheus_text(
+            stats
+        )

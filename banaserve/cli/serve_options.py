@@ -1,0 +1,179 @@
+"""``banaserve serve``'s command line as a ``ServeConfig``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from banaserve.config import ServeConfig, options_from_file, parse_pd, split_argv
+from banaserve.errors import UserError
+
+_DEFAULTS = ServeConfig()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"serve: {message} (see banaserve serve --help)")
+
+
+def parse_serve_argv(argv: Sequence[str]) -> ServeConfig:
+    """Parse the words after ``banaserve serve``.
+
+    Options that are not banaserve's own are taken to be vLLM's, which checks them.
+
+    Raises:
+        UserError: A word or a value that makes no sense.
+    """
+    ours, for_vllm = split_argv(argv)
+    parser = _make_parser()
+    # vLLM's positional form. Only the first word can be it: a later one may be the value of an
+    # option that only vLLM knows.
+    positional = ours.pop(0) if ours and not ours[0].startswith("-") else None
+    known, unknown = parser.parse_known_args(ours)
+    if known.config is not None:
+        ours = [*options_from_file(known.config), *ours]
+        known, unknown = parser.parse_known_args(ours)
+    if known.model and positional and known.model != positional:
+        raise UserError(f"two models: {positional} and --model {known.model}")
+    known.model = known.model or positional
+    if known.pd and known.colocated:
+        raise UserError("--pd and --colocated exclude each other")
+    _catch_misspelt(parser, unknown)
+    return _config(known, (*unknown, *for_vllm))
+
+
+def _catch_misspelt(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
+    """A near miss of our own option is no vLLM option."""
+    own = [name for action in parser._actions for name in action.option_strings]
+    for word in unknown:
+        if word.startswith("--") and (near := difflib.get_close_matches(word, own, 1, 0.87)):
+            raise UserError(f"unknown option {word}; did you mean {near[0]}?")
+
+
+def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfig:
+    prefill, decode = parse_pd(known.pd or "1:1")
+    if known.colocated:
+        prefill = decode = 0
+    keys = known.api_key or [key for key in [os.environ.get("BANASERVE_API_KEY", "")] if key]
+    return ServeConfig(
+        model=known.model or _DEFAULTS.model,
+        prefill=prefill,
+        decode=decode,
+        colocated=known.colocated,
+        host=known.host,
+        port=known.port,
+        api_keys=tuple(keys),
+        devices=tuple(known.devices.split(";")) if known.devices else (),
+        engine_start=known.engine_start,
+        kv_store=not known.no_kv_store,
+        kv_store_size=known.kv_store_size,
+        kv_store_salt=known.kv_store_salt,
+        routing_policy=known.routing_policy,
+        routing_options=tuple(_pair(text) for text in known.routing_option),
+        skip_prefill_below_tokens=known.skip_prefill_below_tokens,
+        threads_per_instance=known.threads_per_instance,
+        max_concurrent_requests=known.max_concurrent_requests,
+        max_body_size=known.max_body_size,
+        request_timeout_s=known.request_timeout,
+        start_timeout_s=known.start_timeout,
+        restart_grace_s=known.restart_grace,
+        run_dir=known.run_dir,
+        vllm_argv=vllm_argv,
+    )
+
+
+def _pair(text: str) -> tuple[str, str | int | float]:
+    key, equals, word = text.partition("=")
+    if not equals:
+        raise UserError(f"--routing-option {text}: write KEY=VALUE")
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return key.replace("-", "_"), kind(word)
+    return key.replace("-", "_"), word
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="banaserve serve",
+        usage="banaserve serve [MODEL] [options] [-- vLLM options]",
+        description="Serve a model with prefill and decode apart, over the OpenAI API.",
+        epilog="Every other option, and everything after --, goes to vLLM unchanged: "
+        "banaserve serve --model smollm2-135m --pd 2:2 -- --max-model-len 4096",
+        allow_abbrev=False,
+    )
+    _add_instances(parser)
+    _add_door(parser)
+    _add_store_and_routing(parser)
+    return parser
+
+
+def _add_instances(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", help="smollm2-135m, llama-13b, opt-13b, a Hugging Face id or a folder")
+    add("--pd", metavar="P:D", help="prefill and decode instances (1:1)")
+    add("--colocated", type=int, default=0, metavar="N", help="N instances that do both")
+    add("--devices", default="", help="CUDA devices of each instance, such as '0;1;2,3;4,5'")
+    add("--engine-start", default=_DEFAULTS.engine_start, help="auto, fork (CPU) or spawn (GPU)")
+    add(
+        "--threads-per-instance",
+        type=int,
+        default=_DEFAULTS.threads_per_instance,
+        help="CPU threads of each engine (0: share the cores)",
+    )
+    add("--start-timeout", type=float, default=_DEFAULTS.start_timeout_s, metavar="S")
+    add(
+        "--restart-grace",
+        type=float,
+        default=_DEFAULTS.restart_grace_s,
+        metavar="S",
+        help="how long a request waits for a restart where nobody serves",
+    )
+    add("--run-dir", type=Path, help="where logs go (a fresh folder under the state directory)")
+    add("--config", type=Path, help="TOML file with these options; the command line wins")
+
+
+def _add_door(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--host", default=_DEFAULTS.host)
+    add("--port", type=int, default=_DEFAULTS.port)
+    add("--api-key", action="append", help="needed by clients; repeat for several tenants")
+    add(
+        "--max-concurrent-requests",
+        type=int,
+        default=_DEFAULTS.max_concurrent_requests,
+        help="more are answered 429",
+    )
+    add("--max-body-size", default=_DEFAULTS.max_body_size)
+    add(
+        "--request-timeout",
+        type=float,
+        default=_DEFAULTS.request_timeout_s,
+        metavar="S",
+        help="one time budget for both legs",
+    )
+
+
+def _add_store_and_routing(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--kv-store-size", default=_DEFAULTS.kv_store_size, help="memory for KV blocks")
+    add("--kv-store-salt", default="", help="deployments with other salts share no blocks")
+    add("--no-kv-store", action="store_true", help="with --colocated: serve without the store")
+    add("--routing-policy", default=_DEFAULTS.routing_policy)
+    add(
+        "--routing-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the routing policy, such as preset=published",
+    )
+    add(
+        "--skip-prefill-below-tokens",
+        type=int,
+        default=_DEFAULTS.skip_prefill_below_tokens,
+        help="prompts with at most so many uncached tokens have no prefill leg",
+    )

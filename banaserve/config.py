@@ -1,0 +1,146 @@
+"""The options of ``banaserve serve``: one frozen schema for the command line and the file."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from banaserve.errors import UserError
+from banaserve.types import InstanceId, Role
+
+DEFAULT_SKIP_PREFILL_BELOW_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """What ``banaserve serve`` was asked for; vLLM's own options are in ``vllm_argv``.
+
+    Attributes:
+        prefill: Number of prefill instances; 0 with ``colocated``.
+        decode: Number of decode instances; 0 with ``colocated``.
+        colocated: Number of instances that do both legs; 0 with ``--pd``.
+        devices: CUDA_VISIBLE_DEVICES of each instance in the order of their ids, or empty.
+        kv_store: False serves without a store; only possible with ``colocated``.
+        kv_store_size: Memory for KV blocks, in human units.
+        threads_per_instance: OMP threads of each engine; 0 shares the cores among them.
+        restart_grace_s: How long a request waits for a restart where nobody serves its role.
+    """
+
+    model: str = "smollm2-135m"
+    prefill: int = 1
+    decode: int = 1
+    colocated: int = 0
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    engine_start: str = "auto"
+    kv_store: bool = True
+    kv_store_size: str = "1GiB"
+    kv_store_salt: str = ""
+    routing_policy: str = "load_aware"
+    routing_options: tuple[tuple[str, str | int | float], ...] = ()
+    skip_prefill_below_tokens: int = DEFAULT_SKIP_PREFILL_BELOW_TOKENS
+    threads_per_instance: int = 0
+    max_concurrent_requests: int = 512
+    max_body_size: str = "32MiB"
+    request_timeout_s: float = 600.0
+    start_timeout_s: float = 600.0
+    restart_grace_s: float = 60.0
+    run_dir: Path | None = None
+    vllm_argv: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def num_instances(self) -> int:
+        return self.prefill + self.decode + self.colocated
+
+    def instances(self) -> list[tuple[InstanceId, Role]]:
+        """Ids and roles, prefill first: p0, p1, d0, ... or c0, c1, ..."""
+        made = [(InstanceId(f"p{i}"), Role.PREFILL) for i in range(self.prefill)]
+        made += [(InstanceId(f"d{i}"), Role.DECODE) for i in range(self.decode)]
+        made += [(InstanceId(f"c{i}"), Role.COLOCATED) for i in range(self.colocated)]
+        return made
+
+
+def parse_pd(text: str) -> tuple[int, int]:
+    """``P:D``, both at least 1.
+
+    Raises:
+        UserError: Anything else.
+    """
+    match = re.fullmatch(r"(\d{1,3}):(\d{1,3})", text.strip())
+    if match is None or 0 in (prefill := int(match[1]), decode := int(match[2])):
+        raise UserError(
+            f"--pd {text}: write the number of prefill and of decode instances, such as 1:1 or "
+            "2:2 (for engines that do both, use --colocated N)"
+        )
+    return prefill, decode
+
+
+def options_from_file(path: Path) -> list[str]:
+    """A TOML file as command-line options: its keys are the options' names.
+
+    Raises:
+        UserError: The file cannot be read or holds something that is no option's value.
+    """
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"--config {path}: {error}") from error
+    argv: list[str] = []
+    for key, value in table.items():
+        option = f"--{key.replace('_', '-')}"
+        if value is True:
+            argv.append(option)
+        elif isinstance(value, (str, int, float)) and value is not False:
+            argv += [option, str(value)]
+        elif isinstance(value, list):
+            argv += [word for item in value for word in (option, str(item))]
+        elif value is not False:
+            raise UserError(f"--config {path}: {key} is neither a value nor a list")
+    return argv
+
+
+def _check(config: ServeConfig) -> None:
+    positive = {
+        "--max-concurrent-requests": config.max_concurrent_requests,
+        "--request-timeout": config.request_timeout_s,
+        "--start-timeout": config.start_timeout_s,
+    }
+    for option, value in positive.items():
+        if value <= 0:
+            raise UserError(f"{option} {value}: must be more than 0")
+    if not 0 < config.port < 65536:
+        raise UserError(f"--port {config.port}: must be between 1 and 65535")
+    if config.engine_start not in ("auto", "fork", "spawn"):
+        raise UserError(f"--engine-start {config.engine_start}: one of auto, fork, spawn")
+    if not config.kv_store and not config.colocated:
+        raise UserError("--no-kv-store needs --colocated N: the store is how KV is handed over")
+    if config.devices and len(config.devices) != config.num_instances:
+        raise UserError(
+            f"--devices names {len(config.devices)} sets for {config.num_instances} instances"
+        )
+    if not _is_loopback(config.host) and not config.api_keys:
+        raise UserError(
+            f"--host {config.host} lets other machines in: set --api-key KEY (or "
+            "BANASERVE_API_KEY), or stay on 127.0.0.1"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def split_argv(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The part before ``--`` and the part after it, which goes to vLLM unchanged."""
+    words = list(argv)
+    if "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]

@@ -1,0 +1,192 @@
+"""The instances of one front door, who is sent what, and who is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+
+from vllm.exceptions import GracefulHTTPError
+
+from banaserve.clock import Clock
+from banaserve.engine.vllm import compat, metrics
+from banaserve.engine.vllm.instance import Instance, State
+from banaserve.engine.vllm.lookup import PrefixLookup
+from banaserve.errors import InstanceDeadError, NoInstanceError
+from banaserve.orchestrator.routing.interface import RoutingPolicy
+from banaserve.types import ClusterView, InstanceId, RequestId, RequestView, Route
+
+logger = logging.getLogger(__name__)
+
+_PROBE_INTERVAL_S = 0.5
+_PROBE_TIMEOUT_S = 5.0
+
+
+class RestartPolicy:
+    """How often and how soon a dead instance is started again.
+
+    Args:
+        limit: Restarts within ``window_s`` after which it is given up.
+        first_s: Delay of the first restart; each further one waits twice as long.
+    """
+
+    def __init__(self, limit: int = 5, window_s: float = 300.0, first_s: float = 0.5) -> None:
+        self._limit = limit
+        self._window_s = window_s
+        self._first_s = first_s
+        self._at_s: list[float] = []
+
+    def next_delay_s(self, now_s: float) -> float | None:
+        """Seconds to wait before the next restart; None when it is to be given up."""
+        self._at_s = [at for at in self._at_s if now_s - at < self._window_s]
+        if len(self._at_s) >= self._limit:
+            return None
+        self._at_s.append(now_s)
+        return self._first_s * 2.0 ** (len(self._at_s) - 1)
+
+
+class Cluster:
+    """Starts, watches and stops the instances; routes requests over those that serve."""
+
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        policy: RoutingPolicy,
+        clock: Clock,
+        start_timeout_s: float,
+        no_instance_grace_s: float = 60.0,
+    ) -> None:
+        self.instances = {instance.id: instance for instance in instances}
+        self.lookup: PrefixLookup | None = None
+        self._policy = policy
+        self._clock = clock
+        self._start_timeout_s = start_timeout_s
+        self._grace_s = no_instance_grace_s
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ---- life
+
+    async def start(self, on_ready: Callable[[Instance], None]) -> None:
+        """Start all instances side by side, then keep them alive.
+
+        Raises:
+            InstanceDeadError: One of them could not be started.
+        """
+
+        async def start_one(instance: Instance) -> None:
+            await instance.start(self._start_timeout_s)
+            on_ready(instance)
+
+        async with asyncio.TaskGroup() as group:
+            for instance in self.instances.values():
+                group.create_task(start_one(instance))
+        for instance in self.instances.values():
+            self._tasks.append(asyncio.create_task(self._keep_alive(instance)))
+            self._tasks.append(asyncio.create_task(self._keep_fresh(instance)))
+
+    async def _keep_alive(self, instance: Instance) -> None:
+        restarts = RestartPolicy()
+        while True:
+            await instance.wait_ended()
+            logger.warning("instance %s ended: %s", instance.id, instance.last_words())
+            instance.mark_dead()
+            if not await self._restart(instance, restarts):
+                instance.mark_dead(State.FAILED)
+                return
+
+    async def _restart(self, instance: Instance, restarts: RestartPolicy) -> bool:
+        while (delay_s := restarts.next_delay_s(self._clock.now())) is not None:
+            await asyncio.sleep(delay_s)
+            metrics.RESTARTS.labels(instance.id).inc()
+            try:
+                await instance.start(self._start_timeout_s)
+            except InstanceDeadError as failure:
+                logger.warning("%s", failure)
+            else:
+                logger.info("instance %s serves again", instance.id)
+                return True
+        logger.error("instance %s ends too often: given up", instance.id)
+        return False
+
+    async def _keep_fresh(self, instance: Instance) -> None:
+        """An engine that computes reports by itself; an idle one is asked."""
+        while True:
+            await asyncio.sleep(_PROBE_INTERVAL_S)
+            report = instance.view().report
+            if report is None or self._clock.now() - report.at_s > _PROBE_INTERVAL_S:
+                await instance.probe(_PROBE_TIMEOUT_S)
+
+    def refuse(self) -> None:
+        """Fail the requests under way, so that their connections can close."""
+        for instance in self.instances.values():
+            instance.mark_dead(State.FAILED)
+
+    async def stop(self) -> None:
+        """End all instances; requests under way fail."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for instance in self.instances.values():
+            instance.mark_dead()
+            if instance.pid:
+                instance.kill()
+        if self.lookup is not None:
+            self.lookup.close()
+
+    # ---- routing
+
+    def instance(self, instance_id: InstanceId) -> Instance:
+        return self.instances[instance_id]
+
+    def serving(self) -> list[Instance]:
+        return [i for i in self.instances.values() if i.state is State.READY]
+
+    @property
+    def is_ready(self) -> bool:
+        """Every role has an instance that serves."""
+        roles = {instance.role for instance in self.instances.values()}
+        return roles == {instance.role for instance in self.serving()}
+
+    @property
+    def has_failed(self) -> bool:
+        """No instance serves and none will again."""
+        return all(i.state is State.FAILED for i in self.instances.values())
+
+    def view(self) -> ClusterView:
+        return ClusterView(
+            now_s=self._clock.now(),
+            instances={i.id: i.view() for i in self.instances.values()},
+        )
+
+    async def cached_tokens(self, request: compat.EngineCoreRequest) -> int:
+        """What the store holds of the prompt; 0 without a store."""
+        if self.lookup is None or request.prompt_token_ids is None:
+            return 0
+        return await self.lookup.cached_tokens(request)
+
+    async def route(
+        self,
+        request: compat.EngineCoreRequest,
+        uncached_tokens: int,
+        one_leg_because: str | None = None,
+    ) -> Route:
+        """The policy's choice; waits a while for a restart where nobody serves.
+
+        A request that cannot be split is shown to the policy as wholly cached, so that it gets
+        one leg.
+
+        Raises:
+            GracefulHTTPError: 503 when still nobody serves.
+        """
+        num_tokens = len(request.prompt_token_ids or ())
+        cached = num_tokens if one_leg_because else num_tokens - uncached_tokens
+        view = RequestView(RequestId(request.request_id), num_tokens, cached)
+        until_s = self._clock.now() + self._grace_s
+        while True:
+            try:
+                return self._policy.route(view, self.view())
+            except NoInstanceError as nobody:
+                if self.has_failed or self._clock.now() >= until_s:
+                    raise GracefulHTTPError(str(nobody), HTTPStatus.SERVICE_UNAVAILABLE) from None
+                await asyncio.sleep(0.1)

@@ -1,0 +1,164 @@
+"""Every private vLLM name that banaserve relies on, in one file.
+
+Tried with vLLM 0.32. When a release moves one of these, this file is where it breaks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import vllm.envs as vllm_envs
+from vllm.config import VllmConfig
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.renderers import renderer_from_config
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    get_request_block_hasher,
+    hash_block_tokens,
+    init_none_hash,
+)
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+)
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.engine.utils import EngineHandshakeMetadata, EngineZmqAddresses
+from vllm.v1.executor import Executor
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
+from vllm.v1.metrics.stats import IterationStats, PrefillStats, PromptTokenStats
+from vllm.v1.request import Request
+
+__all__ = [
+    "AsyncLLM",
+    "EngineCoreOutput",
+    "EngineCoreProc",
+    "EngineCoreRequest",
+    "EngineDeadError",
+    "EngineGenerateError",
+    "EngineHandshakeMetadata",
+    "EngineZmqAddresses",
+    "Executor",
+    "FinishReason",
+    "FlexibleArgumentParser",
+    "InputProcessor",
+    "IterationStats",
+    "PrefillStats",
+    "PrometheusStatLogger",
+    "Request",
+    "RequestOutputCollector",
+    "StatLoggerBase",
+    "adopt",
+    "block_hasher",
+    "build_app",
+    "generate_block_hash_extra_keys",
+    "get_hash_fn_by_name",
+    "get_request_block_hasher",
+    "hash_block_tokens",
+    "init_app_state",
+    "init_none_hash",
+    "make_arg_parser",
+    "mark_dead",
+    "put_first_token",
+    "register",
+    "renderer_from_config",
+    "request_state",
+    "start_output_handler",
+    "submit",
+    "validate_parsed_serve_args",
+    "vllm_envs",
+]
+
+TESTED_VLLM = ("0.32",)
+
+
+def mark_dead(llm: AsyncLLM) -> None:
+    """Make every request on this engine fail now with ``EngineDeadError``, and every later one."""
+    llm.engine_core.resources.engine_dead = True
+    llm.output_processor.propagate_error(EngineDeadError())
+
+
+def start_output_handler(llm: AsyncLLM) -> None:
+    """Start reading the engine's outputs on the running event loop."""
+    llm.engine_core._ensure_output_queue_task()
+    llm._run_output_handler()
+
+
+def request_state(llm: AsyncLLM, request_id: str) -> Any | None:
+    """The front-end state (detokenizer, logprobs, queue) of a request, None once it has ended."""
+    return llm.output_processor.request_states.get(request_id)
+
+
+async def submit(
+    llm: AsyncLLM,
+    request: EngineCoreRequest,
+    prompt_text: str | None,
+    queue: RequestOutputCollector,
+) -> None:
+    """Register a prepared request with the front-end state and send it to the engine core."""
+    await llm._add_request(request, prompt_text, None, 0, queue)
+
+
+def register(
+    llm: AsyncLLM,
+    request: EngineCoreRequest,
+    prompt_text: str | None,
+    queue: RequestOutputCollector,
+) -> Any:
+    """Make the front-end state of a request without sending it; returns the state."""
+    llm.output_processor.add_request(request, prompt_text, None, 0, queue)
+    return llm.output_processor.request_states[request.request_id]
+
+
+def adopt(llm: AsyncLLM, state: Any) -> None:
+    """Let another engine's outputs flow into the state of a request that began elsewhere."""
+    processor = llm.output_processor
+    processor.request_states[state.request_id] = state
+    processor.external_req_ids[state.external_req_id].append(state.request_id)
+
+
+def put_first_token(
+    llm: AsyncLLM,
+    request_id: str,
+    token_id: int,
+    finish_reason: FinishReason | None,
+    stop_reason: int | str | None,
+    prefill_stats: PrefillStats,
+) -> bool:
+    """Pass a token sampled elsewhere through detokenizer and stop checks to the client.
+
+    The token counts for latency here; its prompt was counted where it was computed.
+
+    Returns:
+        Whether the request goes on.
+    """
+    iteration = IterationStats()
+    output = EngineCoreOutput(
+        request_id=request_id,
+        new_token_ids=[token_id],
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+        prefill_stats=prefill_stats,
+    )
+    llm.output_processor.process_outputs([output], time.monotonic(), iteration)
+    iteration.prompt_token_stats = PromptTokenStats()
+    if llm.logger_manager is not None:
+        llm.logger_manager.record(scheduler_stats=None, iteration_stats=iteration)
+    return request_state(llm, request_id) is not None
+
+
+def block_hasher(config: VllmConfig, block_size: int) -> Callable[[Request], list[bytes]]:
+    """vLLM's own chained block hasher, initialised for this process."""
+    hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(hash_function)
+    return get_request_block_hasher(block_size, hash_function)

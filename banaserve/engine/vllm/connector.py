@@ -1,0 +1,162 @@
+"""vLLM's KV connector over the global store: role-agnostic, layer-wise in both directions."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.outputs import KVConnectorOutput
+
+from banaserve.engine.vllm.connector_scheduler import SchedulerSide
+from banaserve.engine.vllm.connector_worker import WorkerSide
+from banaserve.engine.vllm.engine_process import INSTANCE_VARIABLE
+from banaserve.engine.vllm.keys import TailHasher, describe_blocks
+from banaserve.engine.vllm.transfer_plan import StepDone, StepPlan, TransferStats, stats_from_wire
+from banaserve.kvstore.client import StoreClient
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+class StoreConnector(KVConnectorBase_V1):
+    """Thin: each hook goes to the scheduler's or the worker's side.
+
+    Options in ``kv_connector_extra_config``: ``socket`` (path of the store's socket, required)
+    and ``salt`` (deployments with different salts never share blocks).
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.fingerprint = describe_blocks(vllm_config, kv_cache_config)
+        socket = vllm_config.kv_transfer_config.get_from_extra_config("socket", None)
+        client = StoreClient(
+            socket,
+            self.fingerprint,
+            client_name=os.environ.get(INSTANCE_VARIABLE, f"engine-{os.getpid()}"),
+        )
+        client.connect()
+        self._client = client
+        block_size = self.fingerprint.block_size_tokens
+        self._scheduler = (
+            SchedulerSide(client, TailHasher(vllm_config, block_size), block_size)
+            if role is KVConnectorRole.SCHEDULER
+            else None
+        )
+        self._worker = (
+            WorkerSide(client, get_tensor_model_parallel_rank())
+            if role is KVConnectorRole.WORKER
+            else None
+        )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a dropped save is a miss later, never a wrong result
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return True  # full CUDA graphs replay without the layer hooks
+
+    # ---- scheduler
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.match(request, num_computed_tokens), False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        assert self._scheduler is not None
+        return self._scheduler.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        done = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(done, StepDone):
+            self._scheduler.step_done(done.step)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        self._scheduler.finished(request.request_id)
+        return False, None
+
+    # ---- worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert self._worker is not None
+        names = self._kv_cache_config.kv_cache_groups[0].layer_names
+        self._worker.register(
+            {name: kv_caches[name] for name in names}, self.fingerprint.page_bytes
+        )
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert self._worker is not None
+        self._worker.begin_step()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        assert self._worker is not None
+        self._worker.start_loads(self._plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        assert self._worker is not None
+        self._worker.wait_for_load(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        assert self._worker is not None
+        if self.has_connector_metadata():
+            self._worker.save_layer(layer_name, self._plan())
+
+    def wait_for_save(self) -> None:
+        assert self._worker is not None
+        self._worker.end_step(self._plan())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert self._worker is not None
+        return self._worker.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        assert self._worker is not None
+        return self._worker.done(self._plan())
+
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        side = self._worker or self._scheduler
+        assert side is not None
+        return side.stats.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats | None:
+        return stats_from_wire(data)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        self._client.close()
+
+    def _plan(self) -> StepPlan:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, StepPlan)
+        return plan

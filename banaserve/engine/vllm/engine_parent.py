@@ -1,0 +1,149 @@
+"""One pre-imported process that forks engine cores: imports are most of their start time."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+
+from vllm.config import VllmConfig
+
+from banaserve.engine.vllm import wire
+from banaserve.engine.vllm.engine_process import (
+    die_with_parent,
+    redirect_output,
+    run_engine_core,
+)
+
+_PRE_IMPORTED = (
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.models.llama",
+    "banaserve.engine.vllm.connector",
+    "banaserve.engine.vllm.worker",
+)
+
+
+def pre_import() -> None:
+    """Import what an engine core on CPU needs, before any thread or fork."""
+    for name in _PRE_IMPORTED:
+        importlib.import_module(name)
+
+
+def fork_engine_parent(config: VllmConfig) -> tuple[int, socket.socket]:
+    """Fork the parent of all engine cores; call before the caller starts any thread.
+
+    Returns:
+        Its process id, and the caller's end of the socket that it takes orders from. When that
+        end closes, the parent kills its engines and exits.
+    """
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return pid, ours
+    ours.close()
+    _in_child(lambda: _EngineParent(config, theirs).run())
+    raise AssertionError("a forked child never returns")
+
+
+def _in_child(body: Callable[[], None]) -> None:
+    """Run ``body`` and end the process: a forked child never goes back to its caller's code."""
+    status = 1
+    try:
+        body()
+        status = 0
+    except SystemExit as ending:
+        status = ending.code if isinstance(ending.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+class _EngineParent:
+    """Takes StartEngine orders, forks, reports starts and exits; single-threaded."""
+
+    def __init__(self, config: VllmConfig, control: socket.socket) -> None:
+        self._config = config
+        self._control = control
+        self._pids: set[int] = set()
+        self._wake_read, self._wake_write = socket.socketpair()
+
+    def run(self) -> None:
+        self._own_signals()
+        selector = selectors.DefaultSelector()
+        selector.register(self._control, selectors.EVENT_READ, self._obey)
+        selector.register(self._wake_read, selectors.EVENT_READ, self._reap)
+        try:
+            while all(key.data() for key, _ in selector.select()):
+                pass
+        finally:
+            self._kill_all()
+
+    def _own_signals(self) -> None:
+        """A terminal's Ctrl-C is the supervisor's business; it tells the engines itself."""
+        die_with_parent()
+        os.setpgid(0, 0)
+        self._wake_write.setblocking(False)
+        signal.set_wakeup_fd(self._wake_write.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _obey(self) -> bool:
+        order = wire.receive(self._control)
+        if order is None:
+            return False
+        if isinstance(order, wire.StartEngine):
+            pid = self._fork(order)
+            self._pids.add(pid)
+            wire.send(self._control, wire.EngineStarted(order.instance_id, pid))
+        return True
+
+    def _fork(self, order: wire.StartEngine) -> int:
+        pid = os.fork()
+        if pid == 0:
+            _in_child(lambda: self._become_engine(order))
+        return pid
+
+    def _become_engine(self, order: wire.StartEngine) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        die_with_parent()
+        for inherited in (self._control, self._wake_read, self._wake_write):
+            inherited.close()
+        redirect_output(order.log_path)
+        run_engine_core(self._config, order.instance_id, order.handshake_address)
+
+    def _reap(self) -> bool:
+        self._wake_read.recv(4096)
+        while self._pids:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return True
+            if pid == 0:
+                return True
+            self._pids.discard(pid)
+            with contextlib.suppress(OSError):
+                wire.send(
+                    self._control, wire.EngineExited(pid, os.waitstatus_to_exitcode(status))
+                )
+        return True
+
+    def _kill_all(self) -> None:
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

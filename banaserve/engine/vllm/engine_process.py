@@ -1,0 +1,41 @@
+"""What runs inside an engine core's process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+from vllm.config import VllmConfig
+
+from banaserve.engine.vllm import compat
+
+_PR_SET_PDEATHSIG = 1
+INSTANCE_VARIABLE = "BANASERVE_INSTANCE"
+"""Names the instance to its workers: all of them are one client of the store."""
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the one that forked it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def redirect_output(log_path: str) -> None:
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str) -> None:
+    """Serve as an engine core until told to end; returns or raises when it has."""
+    os.environ[INSTANCE_VARIABLE] = f"{instance_id}.{os.getpid()}"
+    compat.EngineCoreProc.run_engine_core(
+        vllm_config=config,
+        local_client=True,
+        handshake_address=handshake_address,
+        executor_class=compat.Executor.get_class(config),
+        log_stats=True,
+    )

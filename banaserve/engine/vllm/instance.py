@@ -1,0 +1,259 @@
+"""One instance: an engine core in a process of its own and the client that talks to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import enum
+import logging
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+from vllm.config import VllmConfig
+from vllm.usage.usage_lib import UsageContext
+
+from banaserve.clock import Clock
+from banaserve.engine.vllm import compat, metrics
+from banaserve.engine.vllm.launcher import Launcher
+from banaserve.engine.vllm.reports import ReportBoard, SharedPrometheus
+from banaserve.errors import InstanceDeadError
+from banaserve.types import InstanceId, InstanceView, Role
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
+_SPEED_SMOOTHING = 0.2
+_ERROR = re.compile(r"\b((?:[\w.]*(?:Error|Exception)): .{1,300})")
+
+
+class State(enum.Enum):
+    STARTING = "starting"
+    READY = "ready"
+    DEAD = "dead"
+    FAILED = "failed"
+
+
+class Instance:
+    """Starts, watches and ends one engine core; counts what the router has sent it."""
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        role: Role,
+        config: VllmConfig,
+        launcher: Launcher,
+        prometheus: SharedPrometheus,
+        run_dir: Path,
+        socket_dir: Path,
+        clock: Clock,
+    ) -> None:
+        self.id = instance_id
+        self.role = role
+        self.state = State.STARTING
+        self.incarnation = 0
+        self.pid = 0
+        self.llm: compat.AsyncLLM | None = None
+        self.log_path = run_dir / f"{instance_id}.log"
+        self._config = config
+        self._launcher = launcher
+        self._prometheus = prometheus
+        self._socket_dir = socket_dir
+        self._clock = clock
+        self._board = ReportBoard(instance_id, clock)
+        self._inflight_requests = 0
+        self._inflight_prefill_tokens = 0
+        self._prefill_tokens_per_s = _DEFAULT_PREFILL_TOKENS_PER_S
+
+    # ---- life
+
+    async def start(self, timeout_s: float) -> None:
+        """Start the engine core and connect to it.
+
+        Raises:
+            InstanceDeadError: It ended, or was not ready within ``timeout_s``.
+        """
+        self.state = State.STARTING
+        self.incarnation += 1
+        addresses = self._addresses()
+        context = zmq.asyncio.Context()
+        handshake = context.socket(zmq.ROUTER)
+        handshake.setsockopt(zmq.LINGER, 0)
+        try:
+            handshake.bind(addresses["handshake"])
+            self.pid = await self._launcher.start(
+                self.id, addresses["handshake"], self.log_path
+            )
+            await self._until_ready(handshake, addresses, timeout_s)
+        finally:
+            handshake.close()
+            context.term()
+        self.llm = await asyncio.to_thread(self._connect, addresses)
+        compat.start_output_handler(self.llm)
+        self._board.answered(idle=True)
+        self.state = State.READY
+        metrics.UP.labels(self.id, self.role.value).set(1)
+
+    def _addresses(self) -> dict[str, str]:
+        stem = f"ipc://{self._socket_dir}/{self.id}.{self.incarnation}"
+        return {name: f"{stem}.{name[0]}" for name in ("handshake", "input", "output")}
+
+    async def _until_ready(
+        self, handshake: zmq.asyncio.Socket, addresses: dict[str, str], timeout_s: float
+    ) -> None:
+        ended = asyncio.create_task(self.wait_ended())
+        ready = asyncio.create_task(self._handshake(handshake, addresses))
+        try:
+            await asyncio.wait(
+                {ended, ready}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if ready.done():
+                ready.result()
+                return
+            what = "ended while starting" if ended.done() else f"not ready in {timeout_s:.0f} s"
+            self.kill()
+            raise InstanceDeadError(f"instance {self.id} {what}: {self.last_words()}")
+        finally:
+            for task in (ended, ready):
+                task.cancel()
+            await asyncio.gather(ended, ready, return_exceptions=True)
+
+    async def _handshake(
+        self, socket: zmq.asyncio.Socket, addresses: dict[str, str]
+    ) -> None:
+        """vLLM's start-up handshake: HELLO, our addresses, READY."""
+        metadata = compat.EngineHandshakeMetadata(
+            addresses=compat.EngineZmqAddresses(
+                inputs=[addresses["input"]], outputs=[addresses["output"]]
+            ),
+            parallel_config={},
+        )
+        while True:
+            identity, body = await socket.recv_multipart()
+            status = msgspec.msgpack.decode(body)["status"]
+            if status == "HELLO":
+                await socket.send_multipart((identity, msgspec.msgpack.encode(metadata)))
+            elif status == "READY":
+                return
+
+    def _connect(self, addresses: dict[str, str]) -> compat.AsyncLLM:
+        """Runs in a thread: loading the tokenizer must not stall the streams of others."""
+        logger_class = self._prometheus.logger_class(self.id, self._board.record)
+        return compat.AsyncLLM.from_vllm_config(
+            vllm_config=copy.deepcopy(self._config),
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            stat_loggers=[logger_class],
+            client_addresses={
+                "input_address": addresses["input"],
+                "output_address": addresses["output"],
+            },
+        )
+
+    async def wait_ended(self) -> None:
+        """Return when the engine core's process has ended."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+        loop.add_reader(descriptor, lambda: ended.done() or ended.set_result(None))
+        try:
+            await ended
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+
+    def mark_dead(self, state: State = State.DEAD) -> None:
+        """Fail every request it holds, now, and send it no more."""
+        self.state = state
+        metrics.UP.labels(self.id, self.role.value).set(0)
+        llm, self.llm = self.llm, None
+        self._board = ReportBoard(self.id, self._clock)
+        if llm is not None:
+            compat.mark_dead(llm)
+            llm.shutdown(timeout=0)
+
+    def kill(self, with_signal: int = signal.SIGKILL) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, with_signal)
+
+    def last_words(self) -> str:
+        """The last line of its log that tells of an error, for the user's one line."""
+        with contextlib.suppress(OSError):
+            lines = self.log_path.read_text(errors="replace").splitlines()[-200:]
+            errors = [m[1] for line in lines if (m := _ERROR.search(line))]
+            if errors:
+                return f"{errors[-1].strip()} (log: {self.log_path})"
+        return f"see {self.log_path}"
+
+    # ---- what the router knows
+
+    async def probe(self, timeout_s: float) -> None:
+        """Ask an engine that has said nothing for a while whether it still answers."""
+        llm = self.llm
+        if llm is None:
+            return
+        with contextlib.suppress(TimeoutError, compat.EngineDeadError):
+            async with asyncio.timeout(timeout_s):
+                await llm.is_paused()
+                self._board.answered(idle=llm.get_num_unfinished_requests() == 0)
+
+    @contextlib.contextmanager
+    def holding(self, prefill_tokens: int) -> Iterator[Flight]:
+        """Count a leg as in flight here, with ``prefill_tokens`` still to compute."""
+        flight = Flight(self, prefill_tokens)
+        try:
+            yield flight
+        finally:
+            flight.prefilled()
+            flight.end()
+
+    def view(self) -> InstanceView:
+        return InstanceView(
+            id=self.id,
+            role=self.role,
+            ready=self.state is State.READY,
+            report=self._board.last,
+            inflight_requests=self._inflight_requests,
+            inflight_prefill_tokens=self._inflight_prefill_tokens,
+            prefill_tokens_per_s=self._prefill_tokens_per_s,
+        )
+
+    def add_inflight(self, requests: int, prefill_tokens: int) -> None:
+        self._inflight_requests += requests
+        self._inflight_prefill_tokens += prefill_tokens
+        metrics.IN_FLIGHT.labels(self.id).set(self._inflight_requests)
+
+    def learn_prefill_speed(self, tokens: int, seconds: float) -> None:
+        """Take a prefill that ran alone as a sample of this instance's speed."""
+        if tokens >= 64 and seconds > 0:
+            sample = tokens / seconds
+            self._prefill_tokens_per_s += _SPEED_SMOOTHING * (sample - self._prefill_tokens_per_s)
+
+    @property
+    def is_alone(self) -> bool:
+        return self._inflight_requests == 1
+
+
+class Flight:
+    """One leg's share in its instance's live counts."""
+
+    def __init__(self, instance: Instance, prefill_tokens: int) -> None:
+        self._instance = instance
+        self._prefill_tokens = prefill_tokens
+        instance.add_inflight(1, prefill_tokens)
+
+    def prefilled(self) -> None:
+        """The prompt has been computed."""
+        self._instance.add_inflight(0, -self._prefill_tokens)
+        self._prefill_tokens = 0
+
+    def end(self) -> None:
+        self._instance.add_inflight(-1, 0)

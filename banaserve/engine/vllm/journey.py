@@ -1,0 +1,239 @@
+"""One request's way through the instances: its legs, its failures and its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from vllm.exceptions import GracefulHTTPError
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from banaserve.engine.vllm import compat, metrics
+from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.instance import Flight, Instance
+from banaserve.engine.vllm.requests import decode_leg, prefill_leg
+from banaserve.errors import DeadlineExceededError, InstanceDeadError
+from banaserve.types import Route
+
+MAX_ATTEMPTS = 4
+_DEAD = (compat.EngineDeadError, InstanceDeadError)
+
+
+@dataclass
+class Job:
+    """A request as the front door gave it, and how far it has come.
+
+    Attributes:
+        request: Prepared once: tokenised, validated, with its id.
+        prompt: The rendered prompt, for vLLM's own ``generate`` where it is needed (n > 1).
+        obstacle: Why the prefill leg's token may not be the first one; None where it may.
+        uncached_tokens: The router's estimate of what prefill has to compute.
+        deadline: On the event loop's clock.
+        state: vLLM's front-end state (detokenizer, logprobs) once output has begun.
+        one_leg_because: Why this request cannot be split into legs, None where it can.
+        prefilled: The prompt's KV has been left in the store.
+        first: The prefill leg's token and why it stopped there, until it has been sent.
+        num_sent: Outputs that have gone to the client.
+    """
+
+    request: compat.EngineCoreRequest
+    prompt: Any
+    prompt_text: str | None
+    obstacle: str | None
+    deadline: float
+    generate_options: dict[str, Any] = field(default_factory=dict)
+    uncached_tokens: int = 0
+    one_leg_because: str | None = None
+    state: Any = None
+    prefilled: bool = False
+    first: RequestOutput | None = None
+    num_sent: int = 0
+
+    @property
+    def tokens_so_far(self) -> list[int]:
+        return list(self.state.detokenizer.output_token_ids) if self.state is not None else []
+
+    @property
+    def can_resume(self) -> bool:
+        return self.num_sent == 0 or (self.obstacle is None and self.state is not None)
+
+
+async def prefill(job: Job, instance: Instance) -> None:
+    """Run the prefill leg: afterwards the prompt lies in the store and ``job.first`` is set."""
+    llm = _client(instance)
+    keeps_token = job.obstacle is None
+    leg = prefill_leg(job.request, keeps_token)
+    queue = compat.RequestOutputCollector(RequestOutputKind.FINAL_ONLY, leg.request_id)
+    loop = asyncio.get_running_loop()
+    with instance.holding(job.uncached_tokens), _expiring(queue, job.deadline):
+        alone, started_s = instance.is_alone, loop.time()
+        try:
+            await compat.submit(llm, leg, None, queue)
+            output = await queue.get()
+        except BaseException:
+            await _abort(llm, leg.request_id)
+            raise
+        if alone:
+            instance.learn_prefill_speed(job.uncached_tokens, loop.time() - started_s)
+    if output.outputs[0].finish_reason not in ("length", "stop"):
+        raise InstanceDeadError(f"prefill on {instance.id} ended early")
+    job.prefilled = True
+    if keeps_token:
+        job.first = output
+
+
+async def decode(job: Job, instance: Instance) -> AsyncGenerator[RequestOutput, None]:
+    """Run the decode leg, or the whole request where nothing has been prefilled."""
+    if job.request.sampling_params is None or job.request.sampling_params.n > 1:
+        async with contextlib.aclosing(_whole(job, instance)) as outputs:
+            async for output in outputs:
+                yield output
+        return
+    llm = _client(instance)
+    queue = compat.RequestOutputCollector(
+        job.request.sampling_params.output_kind, job.request.request_id
+    )
+    waiting = 0 if job.prefilled else job.uncached_tokens
+    with instance.holding(waiting) as flight, _expiring(queue, job.deadline):
+        try:
+            if _begin(job, llm, queue):
+                leg = decode_leg(job.request, job.tokens_so_far, job.prefilled)
+                await llm.engine_core.add_request_async(leg)
+            finished = False
+            while not finished:
+                output = queue.get_nowait() or await queue.get()
+                flight.prefilled()
+                assert isinstance(output, RequestOutput)
+                finished = output.finished
+                yield output
+        except BaseException:
+            await _abort(llm, job.request.request_id)
+            raise
+
+
+def _begin(job: Job, llm: compat.AsyncLLM, queue: compat.RequestOutputCollector) -> bool:
+    """Set up the front-end state on this engine's client; False if the request is over."""
+    if job.tokens_so_far:
+        job.state.queue = queue
+        compat.adopt(llm, job.state)
+        metrics.RESUMED.inc()
+        return True
+    job.state = compat.register(llm, job.request, job.prompt_text, queue)
+    if job.first is None:
+        metrics.FIRST_TOKENS.labels("decode").inc()
+        return True
+    metrics.FIRST_TOKENS.labels("prefill").inc()
+    return _put_first_token(job, llm)
+
+
+def _put_first_token(job: Job, llm: compat.AsyncLLM) -> bool:
+    assert job.first is not None
+    params, output = job.request.sampling_params, job.first.outputs[0]
+    assert params is not None
+    finish = None
+    if output.finish_reason == "stop":
+        finish = compat.FinishReason.STOP
+    elif params.max_tokens == 1:
+        finish = compat.FinishReason.LENGTH
+    num_prompt, num_cached = len(job.request.prompt_token_ids or ()), job.first.num_cached_tokens
+    stats = compat.PrefillStats(
+        num_prompt_tokens=num_prompt,
+        num_cached_tokens=num_cached or 0,
+        num_computed_tokens=num_prompt - (num_cached or 0),
+    )
+    token_id = output.token_ids[-1]
+    return compat.put_first_token(
+        llm, job.request.request_id, token_id, finish, output.stop_reason, stats
+    )
+
+
+async def _whole(job: Job, instance: Instance) -> AsyncGenerator[RequestOutput, None]:
+    """vLLM's own path, which fans out n > 1."""
+    llm = _client(instance)
+    waiting = 0 if job.prefilled else job.uncached_tokens
+    loop = asyncio.get_running_loop()
+    with instance.holding(waiting) as flight:
+        stream = llm.generate(
+            job.prompt,
+            job.request.sampling_params,
+            job.request.request_id,
+            **job.generate_options,
+        )
+        try:
+            async with asyncio.timeout_at(job.deadline):
+                async for output in stream:
+                    flight.prefilled()
+                    yield output
+        except TimeoutError:
+            assert loop.time() >= job.deadline
+            raise DeadlineExceededError from None
+        finally:
+            await stream.aclose()
+
+
+def _client(instance: Instance) -> compat.AsyncLLM:
+    if instance.llm is None:
+        raise InstanceDeadError(f"instance {instance.id} is not there")
+    return instance.llm
+
+
+@contextlib.contextmanager
+def _expiring(queue: compat.RequestOutputCollector, deadline: float) -> Iterator[None]:
+    """Wake a reader of ``queue`` with an error when the time budget is spent."""
+    timer = asyncio.get_running_loop().call_at(deadline, queue.put, DeadlineExceededError())
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+async def _abort(llm: compat.AsyncLLM, request_id: str) -> None:
+    with contextlib.suppress(compat.EngineDeadError):
+        await llm.abort(request_id, internal=True)
+
+
+async def travel(job: Job, cluster: Cluster) -> AsyncGenerator[RequestOutput, None]:
+    """Run all legs, elsewhere again after a death; one clear error where that is impossible."""
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        route = await cluster.route(job.request, job.uncached_tokens, job.one_leg_because)
+        leg = "prefill"
+        try:
+            if route.prefill is not None and not job.prefilled:
+                await prefill(job, cluster.instance(route.prefill))
+            leg = "decode"
+            _count_way(job, route, attempt)
+            async with contextlib.aclosing(decode(job, cluster.instance(route.decode))) as outputs:
+                async for output in outputs:
+                    job.num_sent += 1
+                    yield output
+            return
+        except _DEAD as death:
+            if not job.can_resume:
+                metrics.BROKEN.inc()
+                raise compat.EngineGenerateError(
+                    f"instance {route.decode} died in mid-stream; send the request again"
+                ) from death
+            metrics.RETRIES.labels(leg).inc()
+            if job.obstacle is not None:
+                job.state = None  # begins again from the prompt: nothing has been sent
+        except DeadlineExceededError:
+            metrics.DEADLINES.inc()
+            raise GracefulHTTPError(
+                "the request ran out of its time budget (--request-timeout)",
+                HTTPStatus.GATEWAY_TIMEOUT,
+            ) from None
+    raise GracefulHTTPError(
+        f"{MAX_ATTEMPTS} instances died under this request; send it again later",
+        HTTPStatus.SERVICE_UNAVAILABLE,
+    )
+
+
+def _count_way(job: Job, route: Route, attempt: int) -> None:
+    if attempt == 1:
+        way = "one_leg" if route.prefill is None else "two_legs"
+        metrics.REQUESTS.labels(way, job.one_leg_because or str(route.reason)).inc()

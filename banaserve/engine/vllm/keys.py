@@ -1,0 +1,102 @@
+"""What a KV block is called: vLLM's own chained block hashes, behind a fingerprint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+
+from banaserve.engine.vllm import compat
+from banaserve.errors import UserError
+from banaserve.kvstore.fingerprint import Fingerprint
+
+
+def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Fingerprint:
+    """All that two instances must agree on before they read each other's blocks.
+
+    Raises:
+        UserError: The model's KV cache is not one group of plain attention layers.
+    """
+    spec = _plain_attention_spec(kv_cache_config)
+    model, parallel = config.model_config, config.parallel_config
+    return Fingerprint(
+        model=str(model.model),
+        revision=str(model.revision or ""),
+        dtype=str(model.dtype),
+        kv_cache_dtype=str(spec.dtype),
+        block_size_tokens=spec.block_size,
+        num_layers=len(kv_cache_config.kv_cache_groups[0].layer_names),
+        num_kv_heads=spec.num_kv_heads * parallel.tensor_parallel_size,
+        head_size=spec.head_size,
+        layout=str(kv_cache_config.kv_cache_layout or "default"),
+        isa=_instruction_set(spec),
+        page_bytes=spec.page_size_bytes,
+        num_parts=parallel.tensor_parallel_size,
+        salt=str(config.kv_transfer_config.get_from_extra_config("salt", "")),
+        probe=_probe(config, spec.block_size),
+    )
+
+
+def _plain_attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
+    groups = kv_cache_config.kv_cache_groups
+    spec = groups[0].kv_cache_spec if groups else None
+    if len(groups) != 1 or not isinstance(spec, FullAttentionSpec):
+        raise UserError(
+            "this model mixes kinds of attention, which the KV cache store does not share yet; "
+            "serve it without disaggregation: --colocated N"
+        )
+    if isinstance(spec, MLAAttentionSpec):
+        raise UserError(
+            "this model uses MLA, which the KV cache store does not share yet; "
+            "serve it without disaggregation: --colocated N"
+        )
+    return spec
+
+
+def _instruction_set(spec: FullAttentionSpec) -> str:
+    """CPU attention packs K inside a block for the instruction set: part of the layout."""
+    if torch.cuda.is_available():
+        return "cuda"
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return str(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size))
+
+
+def _probe(config: VllmConfig, block_size: int) -> str:
+    """The hash of a known block: differs where seeds or hash algorithms differ."""
+    hash_function = compat.get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    compat.init_none_hash(hash_function)
+    return compat.hash_block_tokens(hash_function, None, range(block_size), None).hex()
+
+
+class TailHasher:
+    """Keys of a partial last block, chained to the full blocks before it.
+
+    A tail's token tuple is shorter than any full block's, so its key is no full block's key.
+    """
+
+    def __init__(self, config: VllmConfig, block_size: int) -> None:
+        self._hash: Callable[[Any], bytes] = compat.get_hash_fn_by_name(
+            config.cache_config.prefix_caching_hash_algo
+        )
+        self._block_size = block_size
+
+    def key(self, request: compat.Request, num_tokens: int) -> bytes | None:
+        """Key of the partial block that ends ``num_tokens`` tokens, None where there is none."""
+        start = num_tokens - num_tokens % self._block_size
+        if start == num_tokens or request.prompt_embeds is not None:
+            return None
+        full = start // self._block_size
+        parent = request.block_hashes[full - 1] if full else None
+        extra, _ = compat.generate_block_hash_extra_keys(request, start, num_tokens, 0)
+        return compat.hash_block_tokens(
+            self._hash, parent, request.all_token_ids[start:num_tokens], extra
+        )
+
+
+def chain(keys: Sequence[bytes]) -> list[tuple[bytes, bytes | None]]:
+    """Each key with its parent: what the store needs to evict children before parents."""
+    return [(key, keys[i - 1] if i else None) for i, key in enumerate(keys)]

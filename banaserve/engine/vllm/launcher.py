@@ -1,0 +1,91 @@
+"""Two ways to start an engine core: fork from a pre-imported parent (CPU), or spawn (GPU)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from banaserve.engine.vllm import wire
+from banaserve.engine.vllm.engine_main import Launch
+from banaserve.errors import InstanceDeadError
+
+
+class Launcher(Protocol):
+    """Starts engine cores; each handshakes with its instance over ``handshake_address``."""
+
+    async def start(self, instance_id: str, handshake_address: str, log_path: Path) -> int:
+        """Start one and return its process id."""
+        ...
+
+    def close(self) -> None:
+        """End every engine core that is still there."""
+        ...
+
+
+class ForkLauncher:
+    """Orders forks from the engine parent."""
+
+    def __init__(self, control: socket.socket, parent_pid: int) -> None:
+        self._control = control
+        self._parent_pid = parent_pid
+        self._lock = asyncio.Lock()
+
+    async def start(self, instance_id: str, handshake_address: str, log_path: Path) -> int:
+        order = wire.StartEngine(instance_id, handshake_address, str(log_path))
+        async with self._lock:
+            return await asyncio.to_thread(self._order, order)
+
+    def _order(self, order: wire.StartEngine) -> int:
+        wire.send(self._control, order)
+        while (answer := wire.receive(self._control)) is not None:
+            if isinstance(answer, wire.EngineStarted) and answer.instance_id == order.instance_id:
+                return answer.pid
+        raise InstanceDeadError("the engine parent has ended: restart banaserve")
+
+    def close(self) -> None:
+        self._control.close()
+        os.waitpid(self._parent_pid, 0)
+
+
+class SpawnLauncher:
+    """Starts a Python process for each engine core.
+
+    Args:
+        vllm_argv: The options of every engine core.
+        devices: Values of CUDA_VISIBLE_DEVICES by instance; empty on CPU.
+    """
+
+    def __init__(self, vllm_argv: list[str], devices: dict[str, str]) -> None:
+        self._vllm_argv = vllm_argv
+        self._devices = devices
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    async def start(self, instance_id: str, handshake_address: str, log_path: Path) -> int:
+        launch = Launch(instance_id, self._vllm_argv, handshake_address, str(log_path))
+        environment = dict(os.environ)
+        if instance_id in self._devices:
+            environment["CUDA_VISIBLE_DEVICES"] = self._devices[instance_id]
+        command = [
+            sys.executable,
+            "-m",
+            "banaserve.engine.vllm.engine_main",
+            msgspec.json.encode(launch).decode(),
+        ]
+        self._processes = [p for p in self._processes if p.poll() is None]
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        self._processes.append(process)
+        return process.pid
+
+    def close(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()

@@ -1,0 +1,56 @@
+"""banaserve's own Prometheus metrics; vLLM's stand beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import Counter, Gauge
+
+REQUESTS = Counter(
+    "banaserve_requests", "Requests by the way they took and why", ["way", "reason"]
+)
+FIRST_TOKENS = Counter(
+    "banaserve_first_tokens", "First tokens by the leg that sampled them", ["leg"]
+)
+RETRIES = Counter(
+    "banaserve_leg_retries", "Legs tried again on another instance after a failure", ["leg"]
+)
+RESUMED = Counter(
+    "banaserve_streams_resumed", "Streams that went on elsewhere after their instance died"
+)
+BROKEN = Counter(
+    "banaserve_streams_broken", "Streams that ended in an error after their instance died"
+)
+DEADLINES = Counter("banaserve_deadlines_exceeded", "Requests that ran out of their time budget")
+IN_FLIGHT = Gauge(
+    "banaserve_requests_in_flight", "Legs that an instance holds now", ["instance_id"]
+)
+UP = Gauge("banaserve_instance_ready", "1 while the instance serves", ["instance_id", "role"])
+RESTARTS = Counter("banaserve_instance_restarts", "Restarts after a death", ["instance_id"])
+STORE_RESTARTS = Counter("banaserve_store_restarts", "Restarts of the store daemon")
+
+_TRANSFERS = {
+    name: Counter(f"banaserve_{name}", help_text, ["instance_id"])
+    for name, help_text in {
+        "scheduled_requests": "Requests that an instance has begun to compute",
+        "prompt_tokens_computed": "Prompt tokens that an instance computed",
+        "prompt_tokens_cached": "Prompt tokens that an instance had cached or fetched",
+        "loaded_blocks": "KV blocks fetched from the store",
+        "loaded_bytes": "Bytes fetched from the store",
+        "saved_blocks": "KV blocks committed to the store",
+        "saved_bytes": "Bytes saved to the store",
+        "lost_blocks": "KV blocks leased and gone before they were fetched",
+        "load_seconds": "Seconds spent fetching, in the background",
+        "save_seconds": "Seconds spent saving, in the background",
+        "load_wait_seconds": "Seconds the forward pass waited for a fetch",
+        "save_wait_seconds": "Seconds the end of a step waited for saves and their commit",
+        "busy_seconds": "Seconds spent in engine steps",
+    }.items()
+}
+
+
+def count_transfers(instance_id: str, amounts: Mapping[str, float]) -> None:
+    """Add what an instance's connector has counted since its last report."""
+    for name, amount in amounts.items():
+        if (counter := _TRANSFERS.get(name)) is not None:
+            counter.labels(instance_id).inc(amount)

@@ -1,0 +1,83 @@
+"""The folder of one run: its logs, and a note of who runs in it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from banaserve.errors import UserError
+
+_NOTE = "run.json"
+_KEPT_RUNS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Attributes:
+    logs: Stays after the run.
+    sockets: Short path, mode 0700, gone after the run.
+    """
+
+    logs: Path
+    sockets: Path
+
+
+@contextlib.contextmanager
+def open_run_dir(chosen: Path | None) -> Iterator[RunDir]:
+    """Make the folders of a run; takes away what must not stay when the run ends.
+
+    Raises:
+        UserError: ``chosen`` is another run's, or cannot be written.
+    """
+    logs = chosen or _fresh()
+    try:
+        logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _refuse_others(logs)
+        note = logs / _NOTE
+        note.write_text(json.dumps({"pid": os.getpid(), "started_at": time.time()}))
+        sockets = Path(tempfile.mkdtemp(prefix="banaserve-"))
+    except OSError as error:
+        raise UserError(f"--run-dir {logs}: {error.strerror}") from error
+    try:
+        yield RunDir(logs, sockets)
+    finally:
+        shutil.rmtree(sockets, ignore_errors=True)
+        note.unlink(missing_ok=True)
+
+
+def _fresh() -> Path:
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    runs = state / "banaserve" / "runs"
+    old = sorted(runs.glob("2*")) if runs.is_dir() else []
+    for folder in old[: -_KEPT_RUNS or None]:
+        if not _is_running(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+    return runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def _refuse_others(folder: Path) -> None:
+    if not (folder / _NOTE).exists():
+        return
+    if _is_running(folder):
+        raise UserError(f"--run-dir {folder} is in use by another banaserve: choose another")
+    raise UserError(
+        f"--run-dir {folder} was left by a run that was killed: remove it (rm -r {folder}) or "
+        "choose another"
+    )
+
+
+def _is_running(folder: Path) -> bool:
+    try:
+        os.kill(json.loads((folder / _NOTE).read_text())["pid"], 0)
+    except PermissionError:
+        return True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return True
