@@ -61,8 +61,9 @@ void copy_regions(std::uintptr_t dst_base, std::uintptr_t src_base, Offsets dst_
 
 NB_MODULE(_native, module) {
   module.doc() = "Native parts of banaserve.";
-  module.def("copy_regions", &copy_regions, "dst_base"_a, "src_base"_a, "dst_offsets"_a,
-             "src_offsets"_a, "num_bytes"_a, "dst_size"_a, "src_size"_a,
+  module.def("copy_regions", &copy_regions, "dst_base"_a, "src_base"_a,
+             "dst_offsets"_a.noconvert(),
+             "src_offsets"_a.noconvert(), "num_bytes"_a, "dst_size"_a, "src_size"_a,
              R"(Copy num_bytes for each pair of offsets, in order, without the GIL.
 
 Args:

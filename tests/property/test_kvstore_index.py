@@ -141,7 +141,7 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.index.check()
-        states = {key: Lookup.MISS for key in KEYS}
+        states = dict.fromkeys(KEYS, Lookup.MISS)
         for key, block in self.blocks.items():
             states[key] = Lookup.HIT if block.ready else Lookup.PENDING
         assert self.index.lookup(KEYS) == list(states.values())

@@ -24,9 +24,7 @@ def store(index: BlockIndex, *chain: bytes, owner: int = ALICE) -> None:
 def present(index: BlockIndex, keys: bytes) -> str:
     """The keys, each a letter, that are READY."""
     found = index.lookup([bytes([key]) for key in keys])
-    return "".join(
-        chr(key) for key, state in zip(keys, found, strict=True) if state is Lookup.HIT
-    )
+    return "".join(chr(key) for key, state in zip(keys, found, strict=True) if state is Lookup.HIT)
 
 
 def test_a_block_is_pending_between_reserve_and_commit() -> None:

@@ -1,0 +1,213 @@
+"""Hostile bytes against a live daemon: that connection ends, everybody else goes on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from banaserve.errors import ProtocolError
+from banaserve.kvstore import wire
+from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.fingerprint import Fingerprint
+from banaserve.kvstore.interface import Lookup
+
+FINGERPRINT = Fingerprint(
+    model="m",
+    dtype="float32",
+    block_size_tokens=16,
+    num_layers=2,
+    num_kv_heads=2,
+    head_size=8,
+    layout="LBHNC",
+    page_bytes=2048,
+)
+KEY = b"k" * 32
+TIMEOUT_S = 20.0
+MUCH_BYTES = 2**28
+
+fuzzed = settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+numbers = st.integers(-1, 2**64 - 1) | st.integers(0, 3)
+keys = st.binary(min_size=16, max_size=64)
+atoms = st.none() | st.booleans() | numbers | st.floats()
+texts = st.text(max_size=8)
+wild = st.recursive(
+    atoms | texts | st.binary(max_size=70),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=12,
+)
+tags = st.sampled_from(
+    ["hello", "lookup", "exchange", "commit", "abandon", "release", "stats", "clear", "nonsense"]
+)
+almost_messages = st.builds(lambda tag, rest: [tag, *rest], tags, st.lists(wild, max_size=5))
+valid_messages = st.one_of(
+    st.builds(wire.LookupKeys, st.integers(0, 9), st.lists(keys, max_size=4)),
+    st.builds(
+        wire.Exchange,
+        st.integers(0, 9),
+        st.lists(keys, max_size=4),
+        st.lists(st.tuples(keys, st.none() | keys), max_size=4),
+    ),
+    st.builds(wire.GetStats, st.integers(0, 9)),
+)
+
+
+class LiveStore:
+    """A daemon, and one client that must never notice what others send."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.witness = StoreClient(path, FINGERPRINT, client_name="witness", timeout_s=TIMEOUT_S)
+        (slot,) = self.witness.exchange(reserve=[(KEY, None)]).reserved
+        assert slot is not None
+        assert self.witness.commit([slot])
+        self.generation = self.witness.view().generation
+
+    def attack(self, data: bytes, *, greets: bool) -> None:
+        """Send bytes and wait until the store has closed the connection."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(TIMEOUT_S)
+            sock.connect(str(self.path))
+            if greets:
+                hello = wire.Hello(1, wire.PROTOCOL_VERSION, "attacker", FINGERPRINT)
+                sock.sendall(wire.encode(hello))
+            with suppress(BrokenPipeError, ConnectionResetError):
+                sock.sendall(data)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(65536):
+                    pass
+        self.check()
+
+    def check(self) -> None:
+        assert self.witness.lookup([KEY]) in ([Lookup.HIT], [Lookup.MISS])
+        assert self.witness.view().generation == self.generation
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[LiveStore]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "store.sock"
+        readable, writable = os.pipe()
+        command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--socket", str(path)]
+        command += ["--size", "256KiB", "--ready-fd", str(writable), "--die-with-parent"]
+        process = subprocess.Popen(command, pass_fds=[writable], stderr=subprocess.DEVNULL)
+        os.close(writable)
+        with os.fdopen(readable) as pipe:
+            assert pipe.read() == "ready\n"
+        live = LiveStore(path)
+        yield live
+        assert process.poll() is None, "the store has crashed"
+        live.witness.close()
+        process.terminate()
+        assert process.wait(TIMEOUT_S) == 0
+
+
+def frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "little") + payload
+
+
+@fuzzed
+@given(data=st.binary(max_size=300), greets=st.booleans())
+def test_random_bytes(store: LiveStore, data: bytes, greets: bool) -> None:
+    store.attack(data, greets=greets)
+
+
+@fuzzed
+@given(message=wild | almost_messages, greets=st.booleans())
+def test_frames_that_are_almost_messages(store: LiveStore, message: Any, greets: bool) -> None:
+    store.attack(frame(msgspec.msgpack.encode(message)), greets=greets)
+
+
+@fuzzed
+@given(
+    messages=st.lists(valid_messages, min_size=1, max_size=3),
+    flips=st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), max_size=3),
+    cut=st.integers(0, 10**6),
+    greets=st.booleans(),
+)
+def test_damaged_messages(
+    store: LiveStore,
+    messages: list[wire.Request],
+    flips: list[tuple[int, int]],
+    cut: int,
+    greets: bool,
+) -> None:
+    data = bytearray(b"".join(wire.encode(message) for message in messages))
+    for position, bits in flips:
+        data[position % len(data)] ^= bits
+    store.attack(bytes(data[: cut % (len(data) + 1)]), greets=greets)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param((2**32 - 1).to_bytes(4, "little"), id="oversized"),
+        pytest.param((wire.MAX_MESSAGE_BYTES + 1).to_bytes(4, "little") + b"x" * 99, id="too-long"),
+        pytest.param(frame(b""), id="empty"),
+        pytest.param(frame(b"\x91" * 5000), id="deep"),
+        pytest.param(frame(b"\xdd\xff\xff\xff\xff"), id="hostile-array-length"),
+        pytest.param(frame(b"\xc6\xff\xff\xff\xff"), id="hostile-bytes-length"),
+        pytest.param(wire.encode(wire.GetStats(1)), id="before-hello"),
+        pytest.param(wire.encode(wire.Hello(1, 99, "x", None)), id="other-version"),
+    ],
+)
+def test_hostile_frames_end_the_connection(store: LiveStore, data: bytes) -> None:
+    before = fetch_stats(store.path, TIMEOUT_S)
+    store.attack(data, greets=False)
+    after = fetch_stats(store.path, TIMEOUT_S)
+    if b"hello" not in data:
+        assert after.protocol_errors == before.protocol_errors + 1
+    assert after.clients == 1
+
+
+def test_a_client_that_does_not_read_its_replies_is_stopped(store: LiveStore) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.connect(str(store.path))
+        sock.sendall(wire.encode(wire.Hello(1, wire.PROTOCOL_VERSION, "deaf", FINGERPRINT)))
+        sock.setblocking(False)
+        request = wire.encode(wire.GetStats(2)) * 1000
+        num_bytes = 0
+        with suppress(BlockingIOError):
+            while num_bytes < MUCH_BYTES:
+                num_bytes += sock.send(request)
+                store.check()
+    assert num_bytes < MUCH_BYTES, "the store takes requests without end"
+    store.check()
+
+
+@given(data=st.binary(max_size=64), step=st.integers(1, 7))
+@settings(deadline=None, derandomize=True)
+def test_the_reader_yields_messages_or_raises(data: bytes, step: int) -> None:
+    reader: wire.FrameReader[wire.Request] = wire.FrameReader(wire.Request)
+    good = wire.GetStats(7)
+    stream = wire.encode(good) + data
+    messages: list[wire.Request] = []
+    try:
+        for first in range(0, len(stream), step):
+            messages += reader.feed(stream[first : first + step])
+    except ProtocolError:
+        pass
+    assert messages[0] == good
+
+
+def test_a_message_that_no_peer_would_accept_is_not_sent() -> None:
+    with pytest.raises(ProtocolError, match="over"):
+        wire.encode(wire.LookupKeys(1, [b"x" * 2**20] * 17))

@@ -1,0 +1,96 @@
+"""Block copies in native code."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from banaserve import _native
+
+SIZE = 64
+
+
+def copy(
+    dst_offsets: list[int],
+    src_offsets: list[int],
+    num_bytes: int,
+    *,
+    dst_size: int = SIZE,
+    src_size: int = SIZE,
+) -> bytes:
+    source = np.arange(SIZE, dtype=np.uint8)
+    target = np.full(SIZE, 255, dtype=np.uint8)
+    _native.copy_regions(
+        target.ctypes.data,
+        source.ctypes.data,
+        np.array(dst_offsets, dtype=np.int64),
+        np.array(src_offsets, dtype=np.int64),
+        num_bytes,
+        dst_size,
+        src_size,
+    )
+    return target.tobytes()
+
+
+def test_scattered_copies() -> None:
+    target = copy([0, 60, 8], [16, 0, 32], 4)
+    assert target[0:4] == bytes([16, 17, 18, 19])
+    assert target[60:64] == bytes([0, 1, 2, 3])
+    assert target[8:12] == bytes([32, 33, 34, 35])
+    assert target.count(255) == SIZE - 12
+
+
+@pytest.mark.parametrize(("offsets", "num_bytes"), [([], 8), ([0, 1], 0)])
+def test_nothing_to_copy(offsets: list[int], num_bytes: int) -> None:
+    assert copy(offsets, offsets, num_bytes) == b"\xff" * SIZE
+
+
+@pytest.mark.parametrize(
+    ("dst_offsets", "src_offsets", "num_bytes", "sizes", "named"),
+    [
+        ([0, 61], [0, 0], 4, {}, r"dst_offsets\[1\]"),
+        ([-1], [0], 4, {}, r"dst_offsets\[0\]"),
+        ([0], [61], 4, {}, r"src_offsets\[0\]"),
+        ([0], [2**63 - 1], 4, {}, r"src_offsets\[0\]"),
+        ([0], [0], 2**63 - 1, {}, "dst_size"),
+        ([0], [0], -1, {}, "num_bytes"),
+        ([0], [0], 4, {"dst_size": 3}, "dst_size"),
+        ([0], [0], 4, {"src_size": -1}, "src_size"),
+        ([0, 1], [0], 1, {}, "src_offsets"),
+    ],
+)
+def test_refusals_name_the_argument(
+    dst_offsets: list[int],
+    src_offsets: list[int],
+    num_bytes: int,
+    sizes: dict[str, int],
+    named: str,
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        copy(dst_offsets, src_offsets, num_bytes, **sizes)
+
+
+@pytest.mark.parametrize(("dst", "fits"), [(0, False), (3, False), (4, True)])
+def test_overlap_is_refused(dst: int, fits: bool) -> None:
+    memory = np.arange(SIZE, dtype=np.uint8)
+    zero = np.zeros(1, dtype=np.int64)
+    arguments = (
+        memory.ctypes.data, memory.ctypes.data, zero + dst, zero, 4, SIZE, SIZE,
+    )  # fmt: skip
+    if fits:
+        _native.copy_regions(*arguments)
+        assert bytes(memory[4:8]) == bytes([0, 1, 2, 3])
+    else:
+        with pytest.raises(ValueError, match="overlaps"):
+            _native.copy_regions(*arguments)
+
+
+def test_null_and_wrong_types_are_refused() -> None:
+    offsets = np.zeros(1, dtype=np.int64)
+    memory = np.zeros(SIZE, dtype=np.uint8)
+    with pytest.raises(ValueError, match="dst_base"):
+        _native.copy_regions(0, memory.ctypes.data, offsets, offsets, 1, SIZE, SIZE)
+    with pytest.raises(TypeError):
+        _native.copy_regions(
+            memory.ctypes.data, memory.ctypes.data, offsets.astype(np.int32), offsets, 1, SIZE, SIZE
+        )

@@ -1,0 +1,172 @@
+"""Starting and stopping the store: what a user can get wrong is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from banaserve.cli.kvstore import app
+from banaserve.errors import UserError
+from banaserve.kvstore import daemon
+from banaserve.kvstore.admin import fetch_stats
+
+DEADLINE_S = 20.0
+SIZE = "64KiB"
+
+
+def command(path: Path, *more: str) -> list[str]:
+    base = [sys.executable, "-m", "banaserve.kvstore.daemon", "--socket", str(path)]
+    return [*base, "--size", SIZE, *more]
+
+
+@contextmanager
+def running(path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    readable, writable = os.pipe()
+    process = subprocess.Popen(command(path, "--ready-fd", str(writable)), pass_fds=[writable])
+    os.close(writable)
+    with os.fdopen(readable) as pipe:
+        assert pipe.read() == "ready\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that the daemon's command line says before it gives up."""
+    assert daemon.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("path", "size", "expected"),
+    [
+        ("missing/store.sock", SIZE, "does not exist"),
+        ("x" * 120, SIZE, "at most 107"),
+        ("file", SIZE, "is not a socket"),
+        ("file/store.sock", SIZE, "cannot listen"),
+        ("store.sock", "900TiB", "does not fit"),
+        ("store.sock", "12", "smaller than 4096"),
+        ("store.sock", "much", "is not a size"),
+    ],
+)
+def test_mistakes_at_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, size: str, expected: str
+) -> None:
+    (tmp_path / "file").touch()
+    line = complaint(capsys, "--socket", str(tmp_path / path), "--size", size)
+    assert expected in line
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_ready_fd_that_nobody_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "store.sock")
+    old = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        line = complaint(capsys, "--socket", path, "--size", SIZE, "--ready-fd", "777")
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in old.items():
+            signal.signal(number, handler)
+    assert "--ready-fd 777" in line
+
+
+def test_a_second_store_on_the_same_socket(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "store.sock"
+    with running(path):
+        assert "another process listens" in complaint(capsys, "--socket", str(path), "--size", SIZE)
+        assert fetch_stats(path).capacity_bytes == 64 * 1024
+
+
+def test_a_metrics_port_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        path = str(tmp_path / "store.sock")
+        line = complaint(capsys, "--socket", path, "--size", SIZE, "--metrics-port", port)
+    assert f"port {port}" in line
+
+
+def test_the_socket_of_a_dead_store_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "store.sock"
+    with running(path):
+        pass
+    assert path.exists()
+    with running(path):
+        assert fetch_stats(path).capacity_bytes == 64 * 1024
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_cleanly(tmp_path: Path, number: signal.Signals) -> None:
+    path = tmp_path / "store.sock"
+    with running(path) as process:
+        process.send_signal(number)
+        assert process.wait(DEADLINE_S) == 0
+        assert not path.exists()
+
+
+def test_it_leaves_the_socket_of_a_successor_alone(tmp_path: Path) -> None:
+    path = tmp_path / "store.sock"
+    with running(path) as first:
+        path.unlink()
+        with running(path):
+            first.terminate()
+            assert first.wait(DEADLINE_S) == 0
+            assert fetch_stats(path).clients == 0
+
+
+def test_it_stops_with_the_process_that_started_it(tmp_path: Path) -> None:
+    path = tmp_path / "store.sock"
+    readable, writable = os.pipe()
+    arguments = command(path, "--die-with-parent", "--ready-fd", str(writable))
+    program = f"""
+import os, subprocess
+subprocess.Popen({arguments!r}, pass_fds=[{writable}])
+os.close({writable})
+os.read({readable}, 10)
+"""
+    subprocess.run(
+        [sys.executable, "-c", program],
+        pass_fds=[readable, writable],
+        check=True,
+        timeout=DEADLINE_S,
+    )
+    os.close(writable)
+    os.close(readable)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while path.exists():
+        assert time.monotonic() < deadline_s, "the store outlives the process that started it"
+        time.sleep(0.01)
+
+
+def test_status_and_clear(tmp_path: Path) -> None:
+    path = tmp_path / "store.sock"
+    cli = CliRunner()
+    with running(path):
+        table = cli.invoke(app, ["status", "--socket", str(path)])
+        assert table.exit_code == 0
+        assert "0 B of 64 KiB used" in table.output
+        as_json = cli.invoke(app, ["status", "--socket", str(path), "--json"])
+        assert json.loads(as_json.output)["capacity_bytes"] == 64 * 1024
+        assert "dropped 0 blocks" in cli.invoke(app, ["clear", "--socket", str(path)]).output
+
+
+@pytest.mark.parametrize("verb", ["status", "clear"])
+def test_no_store_there(tmp_path: Path, verb: str) -> None:
+    result = CliRunner().invoke(app, [verb, "--socket", str(tmp_path / "store.sock")])
+    assert isinstance(result.exception, UserError)
+    assert "no KV cache store" in str(result.exception)
