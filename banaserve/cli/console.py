@@ -1,0 +1,37 @@
+"""What commands print: one-line errors, and tables on a terminal that are plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+# Of rich; the words are printed as they are where output is not a terminal.
+Style = str
+
+
+def print_error(message: str) -> None:
+    """Print ``message`` as one line on standard error."""
+    prefix = "\033[31mbanaserve:\033[0m" if sys.stderr.isatty() else "banaserve:"
+    print(prefix, " ".join(message.split()), file=sys.stderr, flush=True)
+
+
+def print_rows(rows: Sequence[Sequence[str]], styles: Mapping[str, Style]) -> None:
+    """Print ``rows``: aligned and coloured on a terminal, one line each elsewhere.
+
+    Args:
+        styles: The style of a cell whose whole text is the key.
+    """
+    if not sys.stdout.isatty():
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+            print("  ".join(cells).rstrip())
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
+    Console().print(table)

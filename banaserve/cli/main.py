@@ -1,0 +1,85 @@
+"""The ``banaserve`` command: finds the sub-command, and turns errors into lines and exit codes."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from banaserve.cli.console import print_error
+from banaserve.errors import BanaServeError, UserError
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+class Command(NamedTuple):
+    """A sub-command: imported only when it runs, since some import much.
+
+    Attributes:
+        attribute: A function that takes the remaining arguments as they are and returns an exit
+            code, or a typer app.
+    """
+
+    module: str
+    attribute: str
+    summary: str
+
+
+COMMANDS = {
+    "serve": Command("banaserve.cli.serve", "serve_command", "Serve a model over the OpenAI API."),
+    "doctor": Command("banaserve.cli.doctor", "app", "Say what this machine can run."),
+    "kvstore": Command("banaserve.cli.kvstore", "app", "Run the KV cache store, or look at one."),
+    "bench": Command("banaserve.cli.bench", "bench_command", "Measure one question."),
+    "version": Command("banaserve.cli.version", "version_command", "Show versions."),
+}
+_ALIASES = {"--version": "version", "-V": "version"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command and return its exit code: 2 for what the user can mend."""
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print_error(str(error))
+        return EXIT_USER_ERROR
+    except BanaServeError as error:
+        print_error(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    name = _ALIASES.get(argv[0], argv[0])
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean `banaserve {close[0]}`?" if close else "see `banaserve --help`"
+        raise UserError(f"there is no command {name}: {hint}")
+    command = COMMANDS[name]
+    target = getattr(import_module(command.module), command.attribute)
+    if command.attribute == "app":
+        return _run_typer(target, name, argv[1:])
+    return int(target(argv[1:]))
+
+
+def _run_typer(app: Any, name: str, argv: list[str]) -> int:
+    try:
+        result = app(args=argv, prog_name=f"banaserve {name}", standalone_mode=False)
+    except Exception as error:
+        # typer brings its own click or uses the installed one, depending on its version.
+        if not hasattr(error, "format_message"):
+            raise
+        raise UserError(f"{error.format_message()} (see `banaserve {name} --help`)") from None
+    return result if isinstance(result, int) else 0
+
+
+def _help() -> str:
+    lines = ["Usage: banaserve COMMAND [OPTIONS]", "", "Commands:"]
+    lines += [f"  {name:<9} {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join([*lines, "", "`banaserve COMMAND --help` lists the options of a command."])

