@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-import time
+import struct
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from banaserve.kvstore import wire
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.system import peer_of
 
-_RECEIVE_BYTES = 256 * 1024
+_RECEIVE_BYTES = 64 * 1024
 R = TypeVar("R", bound=wire.Reply)
 
 
@@ -45,7 +45,6 @@ class Channel:
             FingerprintError: The store refuses to share blocks with this client.
         """
         self.pool_fd: int | None = None
-        self._timeout_s = timeout_s
         self._on_late = on_late
         self._late_seqs: deque[int] = deque()
         self._last_seq = 0
@@ -53,14 +52,15 @@ class Channel:
         self._arrived: deque[wire.Reply] = deque()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._sock.settimeout(timeout_s)
+            _set_kernel_timeout(self._sock, timeout_s)
             self._sock.connect(str(socket_path))
             _check_owner(self._sock)
             hello = wire.Hello(self.next_seq(), wire.PROTOCOL_VERSION, client_name, fingerprint)
             self.welcome = self._greet(hello)
         except (OSError, ProtocolError) as error:
             self.close()
-            raise StoreUnavailableError(f"no KV cache store on {socket_path}: {error}") from error
+            reason = "nobody answers" if isinstance(error, BlockingIOError) else error
+            raise StoreUnavailableError(f"no KV cache store on {socket_path}: {reason}") from error
         except BaseException:
             self.close()
             raise
@@ -81,10 +81,9 @@ class Channel:
         Raises:
             OSError: The connection is of no use any more.
         """
-        self._sock.settimeout(self._timeout_s)
         try:
             self._sock.sendall(wire.encode(message))
-        except TimeoutError as error:
+        except BlockingIOError as error:
             # Half a message may be on its way, so nothing can follow it.
             raise ConnectionAbortedError("the store does not read") from error
 
@@ -96,17 +95,16 @@ class Channel:
             OSError: The connection is of no use any more.
             ProtocolError: The reply is not what was asked for; the same.
         """
-        deadline_s = time.monotonic() + self._timeout_s
         self.send(request)
         try:
             while True:
-                reply = self._receive(deadline_s)
+                reply = self._receive()
                 if reply.seq == seq:
                     break
                 self._take_late(reply)
-        except TimeoutError:
+        except BlockingIOError as error:
             self._late_seqs.append(seq)
-            raise
+            raise TimeoutError("no answer in time") from error
         if not isinstance(reply, reply_type):
             raise ProtocolError(f"{type(reply).__name__} instead of {reply_type.__name__}")
         return reply
@@ -120,8 +118,8 @@ class Channel:
         """
         try:
             while self._late_seqs:
-                self._take_late(self._receive(time.monotonic()))
-        except TimeoutError:
+                self._take_late(self._receive(socket.MSG_DONTWAIT))
+        except BlockingIOError:
             return
 
     def is_open(self) -> bool:
@@ -149,11 +147,9 @@ class Channel:
             raise ProtocolError(f"a reply to request {reply.seq}, which was not asked")
         self._on_late(reply)
 
-    def _receive(self, deadline_s: float) -> wire.Reply:
+    def _receive(self, flags: int = 0) -> wire.Reply:
         while not self._arrived:
-            # A timeout of zero would make the socket non-blocking, with another exception.
-            self._sock.settimeout(max(1e-6, deadline_s - time.monotonic()))
-            data = self._sock.recv(_RECEIVE_BYTES)
+            data = self._sock.recv(_RECEIVE_BYTES, flags)
             if not data:
                 raise ConnectionResetError("the store closed the connection")
             self._arrived.extend(self._reader.feed(data))
@@ -178,6 +174,17 @@ class Channel:
             case wire.Refused():
                 raise StoreUnavailableError(reply.message)
         raise ProtocolError(f"{type(reply).__name__} instead of Welcome")
+
+
+def _set_kernel_timeout(sock: socket.socket, timeout_s: float) -> None:
+    """Let blocking calls end with BlockingIOError after ``timeout_s``.
+
+    ``settimeout`` would cost two more system calls for each send and receive.
+    """
+    whole_s = int(timeout_s)
+    timeval = struct.pack("ll", whole_s, max(1, int((timeout_s - whole_s) * 1e6)))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
 
 def _check_owner(sock: socket.socket) -> None:

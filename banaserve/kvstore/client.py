@@ -13,7 +13,7 @@ from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot, StoreSta
 from banaserve.kvstore.link import Link
 from banaserve.kvstore.pool import PoolView
 
-_LOOKUPS = tuple(sorted(Lookup, key=lambda state: state.value))
+_LOOKUPS = tuple(sorted(Lookup))
 
 
 class StoreClient:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from banaserve.errors import ProtocolError
 from banaserve.kvstore import wire
 
-_RECEIVE_BYTES = 256 * 1024
+_RECEIVE_BYTES = 64 * 1024
 _MAX_UNSENT_BYTES = 2 * wire.MAX_MESSAGE_BYTES
 
 

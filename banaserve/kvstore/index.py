@@ -78,13 +78,9 @@ class BlockIndex:
 
     def lookup(self, keys: Iterable[bytes]) -> list[Lookup]:
         """What is known of each key. Changes nothing, not even the order of eviction."""
-        states = []
-        for entry in map(self._entries.get, keys):
-            if entry is None:
-                states.append(Lookup.MISS)
-            else:
-                states.append(Lookup.HIT if entry.ready else Lookup.PENDING)
-        return states
+        miss, hit, pending = Lookup.MISS, Lookup.HIT, Lookup.PENDING
+        entries = map(self._entries.get, keys)
+        return [miss if entry is None else hit if entry.ready else pending for entry in entries]
 
     def acquire(self, keys: Sequence[bytes], owner: int) -> Grant | None:
         """Lease the longest READY prefix of ``keys`` to ``owner``; None where it is empty."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 
 import msgspec
 
 
-class Lookup(Enum):
+class Lookup(IntEnum):
     """What the store knows of a key."""
 
     MISS = 0

@@ -94,8 +94,7 @@ class StoreService:
         match request:
             case wire.LookupKeys():
                 keys = [session.namespace + key for key in request.keys]
-                states = bytes(state.value for state in self._index.lookup(keys))
-                return wire.Looked(request.seq, states)
+                return wire.Looked(request.seq, bytes(self._index.lookup(keys)))
             case wire.Exchange():
                 return self._exchange(session, session.fingerprint, request)
             case wire.Commit():

@@ -365,6 +365,14 @@ def test_without_a_store_everything_is_a_miss(tmp_path: Path) -> None:
     client.close()
 
 
+def test_a_store_that_hangs_is_not_waited_for(store: Store) -> None:
+    client = store.client(timeout_s=0.05)
+    os.kill(store.process.pid, signal.SIGSTOP)
+    with pytest.raises(StoreUnavailableError, match="nobody answers"):
+        client.connect()
+    assert client.lookup(KEYS[:1]) == [Lookup.MISS]
+
+
 def test_the_socket_is_private(store: Store) -> None:
     assert store.path.stat().st_mode & 0o777 == 0o600
 

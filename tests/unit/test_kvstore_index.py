@@ -142,7 +142,7 @@ def test_a_block_of_two_parts(ends: str, results: list[bool], state: Lookup) -> 
     assert reserved is not None
     serial = reserved[1]
     acts = {"c": index.commit, "a": index.abandon}
-    assert [acts[what](serial, int(part)) for what, part in ends.split()] == results
+    assert [acts[end[0]](serial, int(end[1])) for end in ends.split()] == results
     assert index.lookup([b"k"]) == [state]
     index.check()
 
