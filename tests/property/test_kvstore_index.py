@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from banaserve.kvstore.index import BlockIndex
 from banaserve.kvstore.interface import Lookup
 
-NUM_SLOTS = 4
-KEYS = [bytes([ord("a") + i]) for i in range(7)]
+NUM_SLOTS = 3
+KEYS = [bytes([ord("a") + i]) for i in range(5)]
 OWNERS = [1, 2]
 
 keys = st.sampled_from(KEYS)
@@ -31,6 +31,9 @@ class Block:
     ready: bool = False
     leases: int = 0
     last_used: int = 0
+
+
+READY_BLOCK = Block(None, 0, 0, 0, 1, ready=True)
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -63,10 +66,27 @@ class IndexMachine(RuleBasedStateMachine):
         self.serials.append(serial)
         self.blocks[key] = Block(parent, slot, serial, owner, num_parts)
 
+    # Most random sequences would never fill the index with readable chains. The next two rules
+    # get there in few steps.
+    @rule(key=keys, parent=st.none() | keys)
+    def write(self, key: bytes, parent: bytes | None) -> None:
+        self.reserve(key, parent, OWNERS[0], 1)
+        if not self.blocks.get(key, READY_BLOCK).ready:
+            for part in range(self.blocks[key].num_parts):
+                self.end(self.blocks[key].serial, part, fails=False)
+
+    @rule(key=keys)
+    def use(self, key: bytes) -> None:
+        self.acquire([key], OWNERS[0])
+        for lease_id in [i for i, (_, held) in self.leases.items() if held == [key]]:
+            self.release(lease_id)
+
     @precondition(lambda self: self.serials)
     @rule(data=st.data(), part=st.integers(0, 2), fails=st.booleans())
     def end_part(self, data: st.DataObject, part: int, fails: bool) -> None:
-        serial = data.draw(st.sampled_from(self.serials))
+        self.end(data.draw(st.sampled_from(self.serials)), part, fails=fails)
+
+    def end(self, serial: int, part: int, *, fails: bool) -> None:
         end = self.index.abandon if fails else self.index.commit
         accepted = end(serial, part)
         key = self.writing(serial)
@@ -115,8 +135,10 @@ class IndexMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        lease_id = data.draw(st.sampled_from(sorted(self.leases)))
+    def release_one(self, data: st.DataObject) -> None:
+        self.release(data.draw(st.sampled_from(sorted(self.leases))))
+
+    def release(self, lease_id: int) -> None:
         assert self.index.release(lease_id)
         assert not self.index.release(lease_id)
         self.forget_lease(lease_id)
@@ -130,6 +152,7 @@ class IndexMachine(RuleBasedStateMachine):
             if block.owner == owner and not block.ready:
                 del self.blocks[key]
 
+    @precondition(lambda self: len(self.blocks) == NUM_SLOTS)
     @rule()
     def clear(self) -> None:
         num_dropped = 0
@@ -177,6 +200,6 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 IndexMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=300, stateful_step_count=30, deadline=None, derandomize=True
 )
 TestIndex = IndexMachine.TestCase
