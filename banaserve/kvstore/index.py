@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 
@@ -69,8 +70,7 @@ class BlockIndex:
 
     def num_writing_of(self, owner: int) -> int:
         """Slots that ``owner`` has reserved and that are still being written."""
-        owned = self._owned.get(owner)
-        return len(owned.serials) if owned else 0
+        return len(self._owned[owner].serials) if owner in self._owned else 0
 
     def owns_any(self, owner: int) -> bool:
         """Whether ``owner`` holds a lease or a reservation."""
@@ -191,16 +191,14 @@ class BlockIndex:
     def check(self) -> None:
         """Assert what must hold between two operations."""
         entries = self._entries
-        slots = self._free + [entry.slot for entry in entries.values()]
-        assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or used twice"
-        children: dict[bytes, int] = {}
+        slots = sorted(self._free + [entry.slot for entry in entries.values()])
+        assert slots == list(range(self.num_slots)), "a slot is lost or used twice"
+        parents = [entry.parent for entry in entries.values() if entry.parent is not None]
+        assert Counter(parents) == self._num_children
         for key, entry in entries.items():
             assert entry.key == key
-            if entry.parent is not None:
-                children[entry.parent] = children.get(entry.parent, 0) + 1
             assert (entry.serial in self._writing) is not entry.ready
             assert entry.ready or not entry.num_leases, "a lease on a block that is being written"
-        assert children == self._num_children
         leased = [entry for lease in self._leases.values() for entry in lease.entries]
         assert all(entries.get(entry.key) is entry for entry in leased), "a leased block is gone"
         assert self.num_leased == len({entry.key for entry in leased})
@@ -209,8 +207,8 @@ class BlockIndex:
         assert all(entry.queued and entries.get(entry.key) is entry for entry in queued)
         assert len(queued) == sum(entry.queued for entry in entries.values())
         assert all(entry.queued for entry in entries.values() if self._is_evictable(entry))
+        assert all(owned.lease_ids or owned.serials for owned in self._owned.values())
         for owner, owned in self._owned.items():
-            assert owned.lease_ids or owned.serials
             assert all(self._leases[lease_id].owner == owner for lease_id in owned.lease_ids)
             assert all(self._writing[serial].owner == owner for serial in owned.serials)
         assert len(self._leases) == sum(len(owned.lease_ids) for owned in self._owned.values())
