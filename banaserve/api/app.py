@@ -77,7 +77,15 @@ def _version(vllm_version: str) -> Endpoint:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the caller."""
+    """Leaves signals to the caller, and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -107,8 +115,9 @@ class Door:
     async def open(self) -> asyncio.Task[None]:
         """Start listening; the returned task ends when the door has closed."""
         task = asyncio.create_task(self._server.serve(sockets=[self._sock]))
-        while not self._server.started and not task.done():
-            await asyncio.sleep(0.01)
+        listening = asyncio.create_task(self._server.listening.wait())
+        await asyncio.wait({task, listening}, return_when=asyncio.FIRST_COMPLETED)
+        listening.cancel()
         return task
 
     def close(self) -> None:

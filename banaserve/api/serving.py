@@ -11,8 +11,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from starlette.types import ASGIApp
+from vllm.config import VllmConfig
 
 from banaserve.api.app import Door, DoorOptions, make_app
 from banaserve.api.metrics import MetricsPage
@@ -26,9 +28,9 @@ from banaserve.engine.vllm.launcher import Launcher
 from banaserve.engine.vllm.lookup import PrefixLookup
 from banaserve.engine.vllm.reports import SharedPrometheus
 from banaserve.errors import InstanceDeadError, UserError
+from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.sizes import parse_size
-from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.supervised import SupervisedStore
 from banaserve.orchestrator.routing import registry
 from banaserve.orchestrator.routing.legs import LegOptions
@@ -48,7 +50,7 @@ class Parts:
     """
 
     config: ServeConfig
-    engine_config: object
+    engine_config: VllmConfig
     args: Namespace
     launcher: Launcher
     sock: socket.socket
@@ -139,11 +141,9 @@ def _cluster(parts: Parts) -> Cluster:
         )
         for instance_id, role in config.instances()
     ]
-    policy = registry.make(
-        config.routing_policy,
-        legs=LegOptions(skip_prefill_below_tokens=config.skip_prefill_below_tokens),
-        **dict(config.routing_options),
-    )
+    section: dict[str, Any] = dict(config.routing_options)
+    legs = LegOptions(skip_prefill_below_tokens=config.skip_prefill_below_tokens)
+    policy = registry.make(config.routing_policy, legs=legs, **section)
     return Cluster(instances, policy, clock, config.start_timeout_s, config.restart_grace_s)
 
 

@@ -35,14 +35,12 @@ def prepared(
     Raises:
         UserError: vLLM refuses its options or the model, or memory is too small.
     """
-    threads = config.threads_per_instance or max(
-        1, (os.cpu_count() or 1) // config.num_instances
-    )
+    threads = config.threads_per_instance or max(1, (os.cpu_count() or 1) // config.num_instances)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     from banaserve.api.serving import Parts
     from banaserve.engine.vllm import options
     from banaserve.engine.vllm.engine_parent import fork_engine_parent, pre_import
-    from banaserve.engine.vllm.launcher import ForkLauncher, SpawnLauncher
+    from banaserve.engine.vllm.launcher import ForkLauncher, Launcher, SpawnLauncher
 
     options.set_environment()
     store_socket = str(run.sockets / "kv")
@@ -55,7 +53,7 @@ def prepared(
     if config.engine_start == "fork" or (config.engine_start == "auto" and on_cpu):
         pre_import()
         pid, control = fork_engine_parent(engine_config)
-        launcher = ForkLauncher(control, pid)
+        launcher: Launcher = ForkLauncher(control, pid)
     else:
         devices = _devices(config, engine_config.parallel_config.world_size, on_cpu)
         launcher = SpawnLauncher(argv, devices)
@@ -113,9 +111,8 @@ def _check_memory(config: ServeConfig, model: ResolvedModel, kv_bytes: int) -> N
 
 
 def _weight_bytes(model: ResolvedModel) -> int:
-    with contextlib.suppress(OSError):
-        with os.scandir(model.path_or_id) as entries:
-            return sum(e.stat().st_size for e in entries if e.name.endswith(".safetensors"))
+    with contextlib.suppress(OSError), os.scandir(model.path_or_id) as entries:
+        return sum(e.stat().st_size for e in entries if e.name.endswith(".safetensors"))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -82,6 +83,7 @@ def _quiet(run: RunDir) -> Iterator[TextIO]:
     os.close(log)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     terminal = os.fdopen(saved_out, "w", buffering=1)
+    atexit.register(_hush)
     try:
         yield terminal
     finally:
@@ -91,6 +93,12 @@ def _quiet(run: RunDir) -> Iterator[TextIO]:
         os.dup2(saved_out, 1)
         os.dup2(saved_err, 2)
         os.close(saved_err)
+
+
+def _hush() -> None:
+    """Native libraries that vLLM loads report their own leaks when the process exits."""
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _progress(terminal: TextIO) -> Say:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from banaserve.errors import UserError
+from banaserve.processes import wait_ended
 
 FIRST_RESTART_S = 0.2
 LONGEST_RESTART_S = 10.0
@@ -51,10 +52,7 @@ class SupervisedStore:
         command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--die-with-parent"]
         command += ["--socket", str(self.socket_path), "--size", self._size]
         command += ["--ready-fd", str(writable)]
-        with self._log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, pass_fds=(writable,), start_new_session=True
-            )
+        self._process = self._spawn(command, writable)
         os.close(writable)
         self.pid = self._process.pid
         try:
@@ -65,6 +63,12 @@ class SupervisedStore:
             self._process.wait()
             raise UserError(f"the KV cache store did not start: {self._last_line()}")
 
+    def _spawn(self, command: list[str], ready_fd: int) -> subprocess.Popen[bytes]:
+        with self._log_path.open("ab") as log:
+            return subprocess.Popen(
+                command, stdout=log, stderr=log, pass_fds=(ready_fd,), start_new_session=True
+            )
+
     def _last_line(self) -> str:
         lines = self._log_path.read_text(errors="replace").strip().splitlines()
         return lines[-1].removeprefix("kvstore: ") if lines else f"see {self._log_path}"
@@ -74,7 +78,8 @@ class SupervisedStore:
         while True:
             process = self._process
             assert process is not None
-            await _ended(process)
+            await wait_ended(process.pid)
+            process.wait()
             self._on_restart()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_RESTART_S)
@@ -97,19 +102,3 @@ class SupervisedStore:
             process.kill()
             process.wait()
         self.socket_path.unlink(missing_ok=True)
-
-
-async def _ended(process: subprocess.Popen[bytes]) -> None:
-    """Return when the process has ended, without a thread that would outlive its task."""
-    if process.poll() is not None:
-        return
-    descriptor = os.pidfd_open(process.pid)
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-    loop.add_reader(descriptor, lambda: ended.done() or ended.set_result(None))
-    try:
-        await ended
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-    process.wait()

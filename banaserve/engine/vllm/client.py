@@ -62,7 +62,7 @@ class DisaggregatedClient(EngineClient):
         cache = self.vllm_config.cache_config
         cache.num_gpu_blocks = engines[0].cache_config.num_gpu_blocks
         cache.block_size = engines[0].cache_config.block_size
-        self._supported_tasks = await self._any().llm.get_supported_tasks()
+        (self._supported_tasks, *_) = await self._all("get_supported_tasks")
 
     def _any(self) -> Instance:
         serving = self._cluster.serving()
@@ -101,9 +101,7 @@ class DisaggregatedClient(EngineClient):
             if isinstance(prompt, dict) and "type" in prompt
             else self.input_processor.process_inputs_async
         )
-        made = prepare(
-            request_id, prompt, params, supported_tasks=self._supported_tasks, **given
-        )
+        made = prepare(request_id, prompt, params, supported_tasks=self._supported_tasks, **given)
         request = await made if inspect.isawaitable(made) else made
         request.reasoning_ended = reasoning_ended
         request.reasoning_parser_kwargs = parser_kwargs
@@ -154,9 +152,7 @@ class DisaggregatedClient(EngineClient):
         instance = min(self._cluster.serving(), key=lambda i: i.view().inflight_requests)
         assert instance.llm is not None
         with instance.holding(0):
-            async for output in instance.llm.encode(
-                prompt, pooling_params, request_id, **options
-            ):
+            async for output in instance.llm.encode(prompt, pooling_params, request_id, **options):
                 yield output
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
@@ -224,9 +220,7 @@ class DisaggregatedClient(EngineClient):
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        return all(
-            await self._all("reset_prefix_cache", reset_running_requests, reset_connector)
-        )
+        return all(await self._all("reset_prefix_cache", reset_running_requests, reset_connector))
 
     async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
         await self._all("sleep", level, mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -110,7 +111,7 @@ class SchedulerSide:
     def _keep_reserved(
         tracked: _Tracked,
         offered: list[tuple[int, int, bytes, bytes | None]],
-        reserved: list[Slot | None],
+        reserved: Sequence[Slot | None],
     ) -> None:
         for (index, end_tokens, _, _), slot in zip(offered, reserved, strict=False):
             if slot is not None:

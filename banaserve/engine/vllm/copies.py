@@ -65,9 +65,7 @@ class HostCopier:
     def mark(self) -> None:
         return None
 
-    def load(
-        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int]
-    ) -> None:
+    def load(self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int]) -> None:
         _native.copy_regions(
             self._bases[layer],
             view.base_address,
@@ -116,9 +114,7 @@ class GpuCopier:
         event.record()
         return event
 
-    def load(
-        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int]
-    ) -> None:
+    def load(self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int]) -> None:
         with torch.cuda.stream(self._stream):
             for block, slot in zip(blocks, slots, strict=True):
                 self._pages[layer][block].copy_(self._host(layer, view, slot), non_blocking=True)

@@ -138,9 +138,7 @@ class _EngineParent:
                 return True
             self._pids.discard(pid)
             with contextlib.suppress(OSError):
-                wire.send(
-                    self._control, wire.EngineExited(pid, os.waitstatus_to_exitcode(status))
-                )
+                wire.send(self._control, wire.EngineExited(pid, os.waitstatus_to_exitcode(status)))
         return True
 
     def _kill_all(self) -> None:

@@ -34,9 +34,7 @@ _INDIFFERENT = frozenset(
     }
 )
 _GREEDY = SamplingParams(temperature=0.0)
-_CHECKED = tuple(
-    name for name in SamplingParams.__struct_fields__ if name not in _INDIFFERENT
-)
+_CHECKED = tuple(name for name in SamplingParams.__struct_fields__ if name not in _INDIFFERENT)
 
 
 def obstacle(params: SamplingParams) -> str | None:

@@ -19,6 +19,7 @@ import zmq.asyncio
 from vllm.config import VllmConfig
 from vllm.usage.usage_lib import UsageContext
 
+from banaserve import processes
 from banaserve.clock import Clock
 from banaserve.engine.vllm import compat, metrics
 from banaserve.engine.vllm.launcher import Launcher
@@ -83,13 +84,11 @@ class Instance:
         self.incarnation += 1
         addresses = self._addresses()
         context = zmq.asyncio.Context()
-        handshake = context.socket(zmq.ROUTER)
-        handshake.setsockopt(zmq.LINGER, 0)
+        handshake = context.socket(zmq.SocketType.ROUTER)
+        handshake.setsockopt(zmq.SocketOption.LINGER, 0)
         try:
             handshake.bind(addresses["handshake"])
-            self.pid = await self._launcher.start(
-                self.id, addresses["handshake"], self.log_path
-            )
+            self.pid = await self._launcher.start(self.id, addresses["handshake"], self.log_path)
             await self._until_ready(handshake, addresses, timeout_s)
         finally:
             handshake.close()
@@ -124,9 +123,7 @@ class Instance:
                 task.cancel()
             await asyncio.gather(ended, ready, return_exceptions=True)
 
-    async def _handshake(
-        self, socket: zmq.asyncio.Socket, addresses: dict[str, str]
-    ) -> None:
+    async def _handshake(self, socket: zmq.asyncio.Socket, addresses: dict[str, str]) -> None:
         """vLLM's start-up handshake: HELLO, our addresses, READY."""
         metadata = compat.EngineHandshakeMetadata(
             addresses=compat.EngineZmqAddresses(
@@ -157,18 +154,7 @@ class Instance:
 
     async def wait_ended(self) -> None:
         """Return when the engine core's process has ended."""
-        try:
-            descriptor = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return
-        loop = asyncio.get_running_loop()
-        ended = loop.create_future()
-        loop.add_reader(descriptor, lambda: ended.done() or ended.set_result(None))
-        try:
-            await ended
-        finally:
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
+        await processes.wait_ended(self.pid)
 
     def mark_dead(self, state: State = State.DEAD) -> None:
         """Fail every request it holds, now, and send it no more."""

@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from banaserve.engine.vllm import compat, metrics
 from banaserve.engine.vllm.cluster import Cluster
-from banaserve.engine.vllm.instance import Flight, Instance
+from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.requests import decode_leg, prefill_leg
 from banaserve.errors import DeadlineExceededError, InstanceDeadError
 from banaserve.types import Route

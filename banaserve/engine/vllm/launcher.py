@@ -79,10 +79,13 @@ class SpawnLauncher:
             "banaserve.engine.vllm.engine_main",
             msgspec.json.encode(launch).decode(),
         ]
+        return self._spawn(command, environment).pid
+
+    def _spawn(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
         self._processes = [p for p in self._processes if p.poll() is None]
         process = subprocess.Popen(command, env=environment, start_new_session=True)
         self._processes.append(process)
-        return process.pid
+        return process
 
     def close(self) -> None:
         for process in self._processes:

@@ -29,9 +29,7 @@ class PrefixLookup:
         if not keys:
             return 0
         states = self._client.lookup(keys)
-        num_known = next(
-            (i for i, state in enumerate(states) if state is Lookup.MISS), len(states)
-        )
+        num_known = next((i for i, state in enumerate(states) if state is Lookup.MISS), len(states))
         return num_known * self._block_size
 
     def close(self) -> None:

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge
 
-REQUESTS = Counter(
-    "banaserve_requests", "Requests by the way they took and why", ["way", "reason"]
-)
+REQUESTS = Counter("banaserve_requests", "Requests by the way they took and why", ["way", "reason"])
 FIRST_TOKENS = Counter(
     "banaserve_first_tokens", "First tokens by the leg that sampled them", ["leg"]
 )

@@ -56,6 +56,8 @@ class StepDone(KVConnectorWorkerMetadata):
 class TransferStats(KVConnectorStats):
     """What was counted since the last report; every value is a sum."""
 
+    data: dict[str, float] = field(default_factory=dict)
+
     def reset(self) -> None:
         self.data = {}
 
