@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from banaserve import _native
+import banaserve._native as _native
 from banaserve.kvstore.pool import PoolView
 
 
