@@ -1,5 +1,6 @@
 """Builds csrc/ into ``banaserve._native``; everything else is in pyproject.toml."""
 
+import os
 from pathlib import Path
 
 import nanobind
@@ -12,7 +13,8 @@ native = Extension(
     sources=[
         "csrc/block_copy.cpp",
         "csrc/bindings.cpp",
-        str(NANOBIND / "src" / "nb_combined.cpp"),
+        # setuptools refuses an absolute path below this folder, such as one in .venv.
+        os.path.relpath(NANOBIND / "src" / "nb_combined.cpp"),
     ],
     depends=["csrc/block_copy.h"],
     include_dirs=[

@@ -1,0 +1,80 @@
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+MODEL ?= smollm2-135m
+PD ?= 1:1
+PORT ?= 8000
+ARGS ?=
+NAME ?= handover
+DEVICE ?= cpu
+# The first that runs and will do: a version manager may put a name on PATH that does not run.
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+    $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && \
+    echo $$p && exit; done; echo python3)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+export TORCH_INDEX
+
+VENV := .venv
+BIN := $(VENV)/bin
+VENV_STAMP := $(VENV)/.created
+INSTALLED := $(VENV)/.installed-$(DEVICE)
+SOURCES := pyproject.toml setup.py $(wildcard csrc/*) $(wildcard requirements/*.*)
+
+.PHONY: help serve install test test-fast lint format bench wheel lock clean distclean
+
+help:  ## List the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "  serve takes MODEL=$(MODEL) PD=$(PD) PORT=$(PORT) ARGS='any option of banaserve serve',"
+	@echo "  bench NAME=$(NAME) ARGS=, install DEVICE=cpu|cuda PYTHON= TORCH_INDEX=."
+
+serve: install  ## Serve MODEL with PD prefill and decode instances on PORT.
+	@exec $(BIN)/banaserve serve --model '$(MODEL)' --pd '$(PD)' --port '$(PORT)' $(ARGS)
+
+install: $(INSTALLED)  ## Create .venv and install everything; nothing to do when nothing changed.
+
+$(VENV_STAMP):
+	@requirements/install.sh venv '$(PYTHON)'
+	@touch $@
+
+$(INSTALLED): $(VENV_STAMP) $(SOURCES)
+	@requirements/install.sh '$(DEVICE)'
+	@touch $@
+
+test: lint  ## Lint, then run every test; the last ones start real engines.
+	@$(BIN)/pytest $(ARGS)
+
+test-fast: install  ## Run the tests that start no engine.
+	@$(BIN)/pytest -m 'not e2e' $(ARGS)
+
+lint: install  ## Check style, types and which floor imports which.
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h
+	@$(BIN)/mypy -p banaserve
+	@$(BIN)/lint-imports --no-logo
+
+format: install  ## Rewrite the sources as lint wants them.
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+	@$(BIN)/clang-format -i csrc/*.cpp csrc/*.h
+
+bench: install  ## Run the benchmark NAME.
+	@exec $(BIN)/banaserve bench '$(NAME)' $(ARGS)
+
+wheel: install  ## Build a wheel into dist/.
+	@$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist
+
+lock: install  ## Write requirements/cpu.lock from what .venv holds now.
+	@{ sed -n '/^#/p' requirements/cpu.lock; $(BIN)/pip freeze --all --exclude pip --exclude banaserve \
+	    --exclude torchvision --exclude torchaudio --exclude torchcodec; } > $(VENV)/cpu.lock
+	@mv $(VENV)/cpu.lock requirements/cpu.lock
+
+clean:  ## Remove what builds and tests leave behind.
+	@rm -rf build dist *.egg-info banaserve/_native*.so .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf .hypothesis .import_linter_cache requirements/standins/*/{build,*.egg-info}
+
+distclean: clean  ## Remove .venv too.
+	@rm -rf $(VENV)
