@@ -20,14 +20,17 @@ using Offsets = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::d
   const std::string length = std::to_string(num_bytes) + " bytes";
   switch (check.fault) {
     case banaserve::CopyFault::dst_out_of_bounds:
-      throw nb::value_error(("dst_offsets" + where + ": " + length + " from there do not lie " +
-                             "within dst_size").c_str());
+      throw nb::value_error(
+          ("dst_offsets" + where + ": " + length + " from there do not lie " + "within dst_size")
+              .c_str());
     case banaserve::CopyFault::src_out_of_bounds:
-      throw nb::value_error(("src_offsets" + where + ": " + length + " from there do not lie " +
-                             "within src_size").c_str());
+      throw nb::value_error(
+          ("src_offsets" + where + ": " + length + " from there do not lie " + "within src_size")
+              .c_str());
     default:
-      throw nb::value_error(("dst_offsets" + where + " and src_offsets" + where +
-                             " name memory that overlaps").c_str());
+      throw nb::value_error(
+          ("dst_offsets" + where + " and src_offsets" + where + " name memory that overlaps")
+              .c_str());
   }
 }
 
@@ -41,8 +44,7 @@ void copy_regions(std::uintptr_t dst_base, std::uintptr_t src_base, Offsets dst_
   require(num_bytes >= 0, "num_bytes is negative");
   require(dst_size >= 0, "dst_size is negative");
   require(src_size >= 0, "src_size is negative");
-  require(dst_offsets.size() == src_offsets.size(),
-          "src_offsets is not as long as dst_offsets");
+  require(dst_offsets.size() == src_offsets.size(), "src_offsets is not as long as dst_offsets");
   const std::size_t num_copies = dst_offsets.size();
   if (num_copies == 0 || num_bytes == 0) return;
   require(dst_base != 0, "dst_base is null");
@@ -61,8 +63,7 @@ void copy_regions(std::uintptr_t dst_base, std::uintptr_t src_base, Offsets dst_
 
 NB_MODULE(_native, module) {
   module.doc() = "Native parts of banaserve.";
-  module.def("copy_regions", &copy_regions, "dst_base"_a, "src_base"_a,
-             "dst_offsets"_a.noconvert(),
+  module.def("copy_regions", &copy_regions, "dst_base"_a, "src_base"_a, "dst_offsets"_a.noconvert(),
              "src_offsets"_a.noconvert(), "num_bytes"_a, "dst_size"_a, "src_size"_a,
              R"(Copy num_bytes for each pair of offsets, in order, without the GIL.
 
