@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +59,8 @@ def resolve(name: str, cache_dir: Path | None, progress: Callable[[str], None]) 
         if cache.obtain(folder, lambda target: _convert_packaged(target, progress), progress):
             progress(f"converted {name} to {folder}")
         return ResolvedModel(name, str(folder), served_name=name, is_local=False)
-    if name not in HUB_IDS and _looks_like_path(name):
-        return ResolvedModel(name, str(_local_folder(name)), served_name=name, is_local=True)
+    if local := find_local(name):
+        return ResolvedModel(name, str(local), served_name=name, is_local=True)
     folder = hub.fetch(HUB_IDS.get(name, name), _hint(name), progress)
     return ResolvedModel(name, str(folder), served_name=name, is_local=False)
 
@@ -92,12 +91,16 @@ def _convert_packaged(target: Path, progress: Callable[[str], None]) -> None:
     gguf.convert(source, target, progress)
 
 
-def _looks_like_path(name: str) -> bool:
-    return name.startswith(("/", "./", "../", "~")) or name in (".", "..") or os.path.exists(name)
+def find_local(name: str) -> Path | None:
+    """The folder that ``name`` means; None where ``name`` is no path.
 
-
-def _local_folder(name: str) -> Path:
+    Raises:
+        UserError: It is a path to something that is no model folder.
+    """
+    written_as_path = name in (".", "..") or name.startswith(("/", "./", "../", "~"))
     folder = Path(name).expanduser()
+    if name in NAMES or not (written_as_path or folder.exists()):
+        return None
     if not folder.exists():
         raise UserError(f"there is no folder {name}: give a folder that holds a config.json")
     if not folder.is_dir():

@@ -49,6 +49,18 @@ def fetch(repo_id: str, hint: str, progress: Callable[[str], None]) -> Path:
     return folder
 
 
+def cached(repo_id: str) -> Path | None:
+    """The folder of ``repo_id`` in the hub's own cache; None where it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(repo_id, "config.json")
+    except HFValidationError:
+        raise UserError(f"{repo_id!r} is neither a Hugging Face id nor a folder") from None
+    return Path(config).parent if isinstance(config, str) else None
+
+
 def _download(repo_id: str) -> Path:
     from huggingface_hub import snapshot_download
 

