@@ -1,0 +1,119 @@
+"""The ``banaserve`` command: dispatch, errors as lines, exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import typer
+
+from banaserve.cli import main as cli
+from banaserve.cli.console import print_rows
+from banaserve.errors import NoInstanceError, UserError
+
+
+def install_command(monkeypatch, body, attribute="run"):
+    module = ModuleType("banaserve_test_command")
+    setattr(module, attribute, body)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(cli.COMMANDS, "probe", cli.Command(module.__name__, attribute, "A probe."))
+
+
+@pytest.mark.parametrize("argv", [[], ["-h"], ["--help"], ["help"]])
+def test_help_lists_every_command(argv, capsys):
+    assert cli.main(argv) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["serv"], "there is no command serv: did you mean `banaserve serve`?"),
+        (["xyzzy"], "there is no command xyzzy: see `banaserve --help`"),
+        (["--port", "1"], "there is no command --port: see `banaserve --help`"),
+        (["version", "all"], "banaserve version takes no arguments, not all"),
+    ],
+)
+def test_a_mistake_gives_one_line_and_exit_code_2(argv, line, capsys):
+    assert cli.main(argv) == cli.EXIT_USER_ERROR
+    assert capsys.readouterr().err == f"banaserve: {line}\n"
+
+
+@pytest.mark.parametrize("argv", [["doctor", "--nope"], ["doctor", "--port", "x"]])
+def test_a_wrong_option_gives_one_line_and_exit_code_2(argv, capsys):
+    assert cli.main(argv) == cli.EXIT_USER_ERROR
+    error = capsys.readouterr().err
+    assert error.startswith("banaserve: ")
+    assert error.count("\n") == 1
+    assert argv[1] in error
+
+
+def test_the_rest_of_the_line_reaches_a_command_untouched(monkeypatch):
+    seen = []
+    install_command(monkeypatch, lambda argv: seen.append(argv) or 7)
+    assert cli.main(["probe", "--help", "--", "--max-model-len", "8"]) == 7
+    assert seen == [["--help", "--", "--max-model-len", "8"]]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "output"),
+    [
+        (UserError("no such\n  model"), 2, "banaserve: no such model\n"),
+        (NoInstanceError("nobody serves"), 1, "banaserve: nobody serves\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_become_exit_codes(error, code, output, monkeypatch, capsys):
+    def body(argv):
+        raise error
+
+    install_command(monkeypatch, body)
+    assert cli.main(["probe"]) == code
+    assert capsys.readouterr().err == output
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def body(argv):
+        raise ZeroDivisionError
+
+    install_command(monkeypatch, body)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["probe"])
+
+
+def test_a_typer_command_gives_its_exit_code(monkeypatch):
+    app = typer.Typer()
+
+    @app.command()
+    def probe(code: int) -> None:
+        raise typer.Exit(code)
+
+    install_command(monkeypatch, app, "app")
+    assert cli.main(["probe", "3"]) == 3
+    assert cli.main(["probe", "0"]) == 0
+
+
+def test_version_names_what_is_installed(capsys):
+    assert cli.main(["--version"]) == 0
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("banaserve 0.")
+
+
+def test_help_and_doctor_import_nothing_heavy():
+    body = (
+        "import sys\n"
+        "from banaserve.cli.main import main\n"
+        "main(['--help'])\n"
+        "import banaserve.cli.doctor\n"
+        "print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", body], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_rows_are_aligned_plain_lines_where_there_is_no_terminal(capsys):
+    print_rows([("a", "OK", "fine"), ("long", "missing", "")], {"OK": "green"})
+    assert capsys.readouterr().out == "a     OK       fine\nlong  missing\n"

