@@ -36,6 +36,9 @@ make_venv() {
     "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' ||
         fail "needs Python 3.11, 3.12 or 3.13, but $python is $("$python" -V 2>&1);" \
             "name another in PYTHON"
+    command -v c++ g++ >/dev/null || fail "found no C++ compiler: install g++"
+    "$python" -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' 2>/dev/null ||
+        fail "found no Python.h of $python: install its development package (python3-dev)"
     say "creating $VENV with $("$python" -V)"
     "$python" -m venv "$VENV" || fail "$python cannot create environments; install its venv module"
     pip_install --upgrade pip -r requirements/build.txt -c requirements/cpu.lock
