@@ -1,0 +1,8 @@
+"""``python -m banaserve`` is the ``banaserve`` command."""
+
+import sys
+
+from banaserve.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Servers that a benchmark starts for itself: banaserve, or vLLM's own for comparison."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from banaserve.errors import UserError
+
+_METRIC = re.compile(r"^([^\s{#]+)(?:\{(.*)\})?\s+(\S+)$")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_START_TIMEOUT_S = 300.0
+
+
+class Server:
+    """A running server and all processes below it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
+        self.url = url
+        self.log_path = log_path
+        self._process = process
+
+    def cpu_s(self) -> float:
+        """CPU seconds (user and system) of all its processes that live, since they began."""
+        total_s = 0.0
+        root = psutil.Process(self._process.pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total_s += times.user + times.system
+        return total_s
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples of ``name`` that carry ``labels``."""
+        total = 0.0
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as page:
+            for line in page.read().decode().splitlines():
+                match = _METRIC.match(line)
+                if match is None or match[1] != name:
+                    continue
+                given = dict(_LABEL.findall(match[2] or ""))
+                if all(given.get(key) == value for key, value in labels.items()):
+                    total += float(match[3])
+        return total
+
+    def wait_ready(self) -> None:
+        """Return when it answers.
+
+        Raises:
+            UserError: It ended, or did not answer in time.
+        """
+        until_s = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < until_s:
+            if self._process.poll() is not None:
+                break
+            with contextlib.suppress(urllib.error.URLError, OSError):
+                urllib.request.urlopen(f"{self.url}/health", timeout=2).close()
+                return
+            time.sleep(0.2)
+        last = self.log_path.read_text(errors="replace").strip().splitlines()[-1:]
+        raise UserError(f"the server did not start: {' '.join(last)} (log: {self.log_path})")
+
+    def stop(self) -> None:
+        """End it and wait for it."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+@contextlib.contextmanager
+def banaserve_server(model: str, *options: str) -> Iterator[Server]:
+    """``banaserve serve`` with ``options``, on a free port of this machine."""
+    command = [sys.executable, "-m", "banaserve", "serve", "--model", model]
+    with _started([*command, *options], "banaserve") as server:
+        yield server
+
+
+@contextlib.contextmanager
+def vllm_server(model_path: str, served_name: str, *options: str) -> Iterator[Server]:
+    """vLLM's own API server over one engine, as a user would start it."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", model_path, "--served-model-name", served_name]
+    with _started([*command, "--host", "127.0.0.1", *options], "vllm") as server:
+        yield server
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM unwind this process, so that the servers it started end with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+@contextlib.contextmanager
+def _started(command: Sequence[str], name: str) -> Iterator[Server]:
+    port = _free_port()
+    environment = {"OMP_NUM_THREADS": "1", **_ONE_PROCESS, **os.environ}
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        log_path = Path(folder) / f"{name}.log"
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                [*command, "--port", str(port)],
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+        server = Server(process, f"http://127.0.0.1:{port}", log_path)
+        try:
+            server.wait_ready()
+            yield server
+        finally:
+            server.stop()
+
+
+_ONE_PROCESS = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,39 @@
+"""One vLLM engine, nothing of banaserve: what every other arrangement must answer.
+
+Usage: python reference_tokens.py JOB.json OUT.json, with JOB = {model, prompts, samplings}.
+Each sampling is run over all prompts; OUT = {name: [[token, ...], ...]}.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_NO_USAGE_STATS="1",
+)
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+
+    job = json.loads(Path(sys.argv[1]).read_text())
+    engine = LLM(
+        model=job["model"],
+        dtype="float32",
+        enforce_eager=True,
+        kv_cache_memory_bytes=1 << 30,
+        distributed_executor_backend="uni",
+    )
+    prompts = [{"prompt_token_ids": tokens} for tokens in job["prompts"]]
+    answers = {}
+    for name, sampling in job["samplings"].items():
+        outputs = engine.generate(prompts, SamplingParams(**sampling), use_tqdm=False)
+        answers[name] = [list(output.outputs[0].token_ids) for output in outputs]
+    Path(sys.argv[2]).write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

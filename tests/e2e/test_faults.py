@@ -1,0 +1,139 @@
+"""Instances and the store are killed under 16 streams; no request hangs and none goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from banaserve import models
+from banaserve.bench import workloads
+from banaserve.bench.client import Call, OpenAiClient
+from banaserve.bench.record import RequestRecord
+from banaserve.bench.servers import Server, banaserve_server
+
+pytestmark = pytest.mark.e2e
+
+NUM_STREAMS = 16
+DEADLINE_S = 180.0
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults") / "run"
+
+
+@pytest.fixture(scope="module")
+def server(run_dir: Path) -> Iterator[Server]:
+    options = ("--pd", "2:2", "--dtype", "float32", "--kv-cache-memory-bytes", str(768 << 20))
+    with banaserve_server(models.PACKAGED, *options, "--run-dir", str(run_dir)) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def calls() -> list[Call]:
+    texts = workloads.prompts("synthetic", NUM_STREAMS, 100, 500, 4, str.split)
+    return [
+        Call(str(i), prompt=prompt.text, max_tokens=48, extra={"ignore_eos": True})
+        for i, prompt in enumerate(texts)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(server: Server, calls: list[Call]) -> list[list[int]]:
+    records = asyncio.run(stream_all(server, calls))
+    assert [record.error for record in records] == [None] * NUM_STREAMS
+    return [record.token_ids for record in records]
+
+
+async def stream_all(server: Server, calls: list[Call]) -> list[RequestRecord]:
+    async with OpenAiClient(
+        server.url, "smollm2-135m", return_token_ids=True, timeout_s=DEADLINE_S
+    ) as client:
+        return list(await asyncio.gather(*(client.send(call) for call in calls)))
+
+
+def process_of(run_dir: Path, name: str) -> int:
+    """The process that writes ``name``.log."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{process.pid}/fd/1") == str(run_dir / f"{name}.log"):
+                return process.pid
+    raise AssertionError(f"no process writes {name}.log")
+
+
+def until(condition: str, holds: object) -> None:
+    """Poll until ``holds()`` is true."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not holds():  # type: ignore[operator]
+        assert time.monotonic() < deadline_s, f"not in {DEADLINE_S} s: {condition}"
+        time.sleep(0.1)
+
+
+def all_ready(server: Server) -> bool:
+    return all(
+        server.metric("banaserve_instance_ready", instance_id=i) == 1
+        for i in ("p0", "p1", "d0", "d1")
+    )
+
+
+@pytest.mark.parametrize(
+    ("victim", "started_tokens"),
+    [("p0", 0), ("d0", 4), ("kvstore", 4)],
+)
+def test_a_kill_under_load_breaks_no_answer(
+    victim: str,
+    started_tokens: int,
+    server: Server,
+    run_dir: Path,
+    calls: list[Call],
+    expected: list[list[int]],
+) -> None:
+    pid = process_of(run_dir, victim)
+
+    async def load_and_kill() -> list[RequestRecord]:
+        streams = asyncio.create_task(stream_all(server, calls))
+        before = await asyncio.to_thread(generated, server)
+        while await asyncio.to_thread(generated, server) < before + started_tokens * NUM_STREAMS:
+            await asyncio.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+        return await streams
+
+    # Other prompts, or the store and the caches would answer before anybody can be killed.
+    if victim == "p0":
+        calls = [
+            Call(c.id, prompt=f"Once more: {c.prompt}", max_tokens=c.max_tokens, extra=c.extra)
+            for c in calls
+        ]
+        expected = []
+    records = asyncio.run(load_and_kill())
+    assert [record.error for record in records] == [None] * NUM_STREAMS
+    if expected:
+        assert [record.token_ids for record in records] == expected
+    else:
+        again = asyncio.run(stream_all(server, calls))
+        assert [r.token_ids for r in again] == [r.token_ids for r in records]
+    until("all instances and the store are back", lambda: all_ready(server))
+    until("the store answers", lambda: server.metric("banaserve_kvstore_up") == 1)
+    until("no leases", lambda: server.metric("banaserve_kvstore_leased_slots") == 0)
+    until("nothing half written", lambda: server.metric("banaserve_kvstore_writing_slots") == 0)
+    assert server.metric("banaserve_requests_in_flight") == 0
+    assert process_of(run_dir, victim) != pid
+
+
+def test_answers_are_the_same_after_all_that(
+    server: Server, calls: list[Call], expected: list[list[int]]
+) -> None:
+    records = asyncio.run(stream_all(server, calls))
+    assert [record.token_ids for record in records] == expected
+
+
+def generated(server: Server) -> float:
+    return server.metric("vllm:generation_tokens_total")
