@@ -57,7 +57,10 @@ class BodyLimit:
         await self._guard(scope, receive, send)
 
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count a body that does not say its length, and cut it off where it is too long."""
+        """Count a body that does not say its length, and cut it off where it is too long.
+
+        The application takes the cut for a broken body and answers so; our refusal replaces that.
+        """
         num_bytes, started = 0, False
 
         async def counted() -> Message:
@@ -70,14 +73,16 @@ class BodyLimit:
 
         async def watched(message: Message) -> None:
             nonlocal started
-            started = True
-            await send(message)
+            if started or num_bytes <= self._max_bytes:
+                started = True
+                await send(message)
 
         try:
             await self._app(scope, counted, watched)
         except _BodyTooLargeError:
             if started:
                 raise
+        if num_bytes > self._max_bytes and not started:
             await self._refuse(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
