@@ -6,10 +6,14 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
+from pathlib import Path
 
+import torch
 from vllm.config import VllmConfig
 
-from banaserve.engine.vllm import compat
+from banaserve.engine.vllm import compat, options
+from banaserve.models import cache
 
 _PR_SET_PDEATHSIG = 1
 INSTANCE_VARIABLE = "BANASERVE_INSTANCE"
@@ -32,6 +36,11 @@ def redirect_output(log_path: str) -> None:
 def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str) -> None:
     """Serve as an engine core until told to end; returns or raises when it has."""
     os.environ[INSTANCE_VARIABLE] = f"{instance_id}.{os.getpid()}"
+    _keep_files_in(Path(handshake_address.removeprefix("ipc://")).parent)
+    if config.model_config.enforce_eager and options.is_on_cpu():
+        # vLLM still compiles parts of its sampler at their first use: all streams would wait 10 s
+        # for the first request with logprobs, and the engine would die where no compiler is.
+        torch.compiler.set_stance("force_eager")
     compat.EngineCoreProc.run_engine_core(
         vllm_config=config,
         local_client=True,
@@ -39,3 +48,10 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
         executor_class=compat.Executor.get_class(config),
         log_stats=True,
     )
+
+
+def _keep_files_in(folder: Path) -> None:
+    """Let vLLM put its sockets and torch its rendezvous file where the run's end removes them."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.cache_root() / "torchinductor"))
+    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+    tempfile.tempdir = str(folder)
