@@ -100,9 +100,8 @@ def test_a_kill_under_load_breaks_no_answer(
 
     async def load_and_kill() -> list[RequestRecord]:
         streams = asyncio.create_task(stream_all(server, calls))
-        before = await asyncio.to_thread(generated, server)
-        while await asyncio.to_thread(generated, server) < before + started_tokens * NUM_STREAMS:
-            await asyncio.sleep(0.05)
+        enough = await asyncio.to_thread(generated, server) + started_tokens * NUM_STREAMS
+        await asyncio.to_thread(until, "streams began", lambda: generated(server) >= enough)
         os.kill(pid, signal.SIGKILL)
         return await streams
 
