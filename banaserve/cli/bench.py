@@ -27,6 +27,9 @@ BENCHMARKS = {
     "handover": Benchmark(
         "banaserve.bench.handover", "What does a request cost that is handed over?"
     ),
+    "stall": Benchmark(
+        "banaserve.bench.stall", "Does a very long prompt stall the streams of others?"
+    ),
 }
 
 
