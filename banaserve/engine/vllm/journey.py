@@ -200,9 +200,11 @@ async def _abort(llm: compat.AsyncLLM, request_id: str) -> None:
 async def travel(job: Job, cluster: Cluster) -> AsyncGenerator[RequestOutput, None]:
     """Run all legs, elsewhere again after a death; one clear error where that is impossible."""
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        route = await cluster.route(job.request, job.uncached_tokens, job.one_leg_because)
-        leg = "prefill"
+        leg = "route"
         try:
+            async with asyncio.timeout_at(job.deadline):
+                route = await cluster.route(job.request, job.uncached_tokens, job.one_leg_because)
+            leg = "prefill"
             if route.prefill is not None and not job.prefilled:
                 await prefill(job, cluster.instance(route.prefill))
             leg = "decode"
@@ -221,7 +223,7 @@ async def travel(job: Job, cluster: Cluster) -> AsyncGenerator[RequestOutput, No
             metrics.RETRIES.labels(leg).inc()
             if job.obstacle is not None:
                 job.state = None  # begins again from the prompt: nothing has been sent
-        except DeadlineExceededError:
+        except (DeadlineExceededError, TimeoutError):
             metrics.DEADLINES.inc()
             raise GracefulHTTPError(
                 "the request ran out of its time budget (--request-timeout)",
