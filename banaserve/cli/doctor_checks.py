@@ -121,7 +121,7 @@ def check_memory(available_bytes: int) -> Finding:
         return Finding("memory", Status.OK, shown)
     need = f"a 1:1 server of smollm2-135m needs about {format_size(SERVER_BYTES)}"
     advice = f"{need}: free some, or try --kv-store-size 256MiB -- --kv-cache-memory-bytes 256M"
-    return Finding("memory", Status.WARNING, shown, advice)
+    return Finding("memory", Status.MISSING, shown, advice)
 
 
 def check_shm(free_bytes: int | None) -> Finding:

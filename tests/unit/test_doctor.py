@@ -51,7 +51,7 @@ X86 = "x86_64"
         (checks.check_cpu(X86, frozenset({"sse4_2"}), 4), MISSING, "AVX2"),
         (checks.check_cpu("aarch64", frozenset(), 4), OK, "aarch64"),
         (checks.check_memory(16 * checks.GIB), OK, "16 GiB"),
-        (checks.check_memory(3 * checks.GIB), WARNING, "--kv-store-size"),
+        (checks.check_memory(3 * checks.GIB), MISSING, "--kv-store-size"),
         (checks.check_shm(None), WARNING, "tmpfs"),
         (checks.check_shm(2**20), WARNING, "--shm-size"),
         (checks.check_shm(2**30), OK, "1 GiB free"),
