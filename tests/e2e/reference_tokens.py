@@ -25,13 +25,19 @@ def main() -> None:
         dtype="float32",
         enforce_eager=True,
         kv_cache_memory_bytes=1 << 30,
+        max_num_batched_tokens=8192,
         distributed_executor_backend="uni",
     )
     prompts = [{"prompt_token_ids": tokens} for tokens in job["prompts"]]
     answers = {}
     for name, sampling in job["samplings"].items():
-        outputs = engine.generate(prompts, SamplingParams(**sampling), use_tqdm=False)
-        answers[name] = [list(output.outputs[0].token_ids) for output in outputs]
+        # One at a time: no prompt is cut into chunks, which a seeded request does not survive
+        # in a plain engine on CPU.
+        answers[name] = [
+            list(engine.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids)
+            for prompt in prompts
+            for params in [SamplingParams(**sampling)]
+        ]
     Path(sys.argv[2]).write_text(json.dumps(answers))
 
 

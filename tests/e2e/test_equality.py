@@ -144,3 +144,13 @@ def test_a_prefix_computed_on_one_prefill_instance_is_read_by_the_other(
         assert first[next(p for p in first if p != cold)] == len(prefix)
         # Whole blocks are shared: the new part, and nothing of the 15 blocks before it.
         assert second[cold] == len(suffix)
+
+
+def test_a_seed_gives_the_same_tokens_however_the_prompt_is_cut(
+    prompts: list[list[int]], reference: dict[str, list[list[int]]]
+) -> None:
+    chosen = [i for i, tokens in enumerate(prompts) if 1000 <= len(tokens) <= 1400][:3]
+    options = ("--colocated", "1", "--dtype", "float32", "--max-num-batched-tokens", "256")
+    with banaserve_server(models.PACKAGED, *options) as server:
+        answers = ask(server, [prompts[i] for i in chosen], SAMPLINGS["seeded"], 3)
+    assert answers == [reference["seeded"][i] for i in chosen]

@@ -61,6 +61,7 @@ __all__ = [
     "adopt",
     "block_hasher",
     "build_app",
+    "cpu_model_runner",
     "generate_block_hash_extra_keys",
     "get_hash_fn_by_name",
     "get_request_block_hasher",
@@ -80,6 +81,13 @@ __all__ = [
 ]
 
 TESTED_VLLM = ("0.32",)
+
+
+def cpu_model_runner() -> type[Any]:
+    """The class whose ``_sample`` runs before draws for unfinished prompts are discarded."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    return CPUModelRunner
 
 
 def mark_dead(llm: AsyncLLM) -> None:

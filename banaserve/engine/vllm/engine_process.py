@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from vllm.config import VllmConfig
 
-from banaserve.engine.vllm import compat, options
+from banaserve.engine.vllm import compat, cpu_seeds, options
 from banaserve.models import cache
 
 _PR_SET_PDEATHSIG = 1
@@ -37,6 +37,8 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
     """Serve as an engine core until told to end; returns or raises when it has."""
     os.environ[INSTANCE_VARIABLE] = f"{instance_id}.{os.getpid()}"
     _keep_files_in(Path(handshake_address.removeprefix("ipc://")).parent)
+    if options.is_on_cpu():
+        cpu_seeds.install(compat.cpu_model_runner())
     if config.model_config.enforce_eager and options.is_on_cpu():
         # vLLM still compiles parts of its sampler at their first use: all streams would wait 10 s
         # for the first request with logprobs, and the engine would die where no compiler is.

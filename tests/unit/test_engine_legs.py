@@ -1,0 +1,136 @@
+"""The forms of a request on its legs, and when the prefill leg's token is the first one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+from banaserve.engine.vllm import compat
+from banaserve.engine.vllm.cluster import RestartPolicy
+from banaserve.engine.vllm.cpu_seeds import RewindableGenerator
+from banaserve.engine.vllm.first_token import obstacle
+from banaserve.engine.vllm.handover import Handover
+from banaserve.engine.vllm.requests import decode_leg, prefill_leg
+
+
+def greedy(**options: object) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=32, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        greedy(),
+        greedy(seed=3),
+        greedy(stop=["a", "bc"], include_stop_str_in_output=True),
+        greedy(stop_token_ids=[5], min_tokens=4, ignore_eos=True),
+        greedy(logit_bias={3: 1.5}, allowed_token_ids=[1, 2]),
+        greedy(output_kind=RequestOutputKind.DELTA, skip_special_tokens=False),
+        greedy(extra_args={}),
+    ],
+)
+def test_greedy_without_a_look_back_takes_prefills_token(params: SamplingParams) -> None:
+    assert obstacle(params) is None
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        (SamplingParams(temperature=0.7), "sampling"),
+        (SamplingParams(temperature=0.7, seed=1), "sampling"),
+        (SamplingParams(temperature=0.7, n=2), "sampling"),
+        (greedy(presence_penalty=0.1), "presence_penalty"),
+        (greedy(frequency_penalty=0.1), "frequency_penalty"),
+        (greedy(repetition_penalty=1.1), "repetition_penalty"),
+        (greedy(logprobs=1), "logprobs"),
+        (greedy(prompt_logprobs=1), "prompt_logprobs"),
+        (greedy(bad_words=["no"]), "bad_words"),
+        (greedy(structured_outputs=StructuredOutputsParams(regex="a+")), "structured_outputs"),
+        (greedy(extra_args={"anything": 1}), "extra_args"),
+    ],
+)
+def test_everything_else_lets_decode_sample(params: SamplingParams, reason: str) -> None:
+    assert obstacle(params) == reason
+
+
+def request(params: SamplingParams, num_tokens: int = 10) -> compat.EngineCoreRequest:
+    return compat.EngineCoreRequest(
+        request_id="r-1",
+        prompt_token_ids=list(range(num_tokens)),
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        external_req_id="r",
+    )
+
+
+def params_of(leg: compat.EngineCoreRequest) -> SamplingParams:
+    assert leg.sampling_params is not None
+    return leg.sampling_params
+
+
+def test_the_prefill_leg_computes_one_token_and_leaves_the_original_alone() -> None:
+    given = request(greedy(min_tokens=4, stop=["x"], logit_bias={1: 2.0}))
+    leg = prefill_leg(given, keeps_token=True)
+    params = params_of(leg)
+    assert (leg.request_id, leg.external_req_id) == ("r-1-p", "r-p")
+    assert (params.max_tokens, params.min_tokens, params.stop) == (1, 1, [])
+    assert params.logit_bias == {1: 2.0}
+    assert params.output_kind is RequestOutputKind.FINAL_ONLY
+    assert Handover.of((params.extra_args or {})["kv_transfer_params"]).leaves_tail
+    original = params_of(given)
+    assert (original.max_tokens, original.stop, original.extra_args) == (32, ["x"], None)
+
+
+def test_a_token_that_is_thrown_away_is_sampled_in_the_cheapest_way() -> None:
+    given = request(SamplingParams(temperature=0.9, seed=4, logprobs=5, max_tokens=9, n=3))
+    params = params_of(prefill_leg(given, keeps_token=False))
+    assert (params.temperature, params.seed, params.logprobs, params.n) == (0.0, None, None, 1)
+
+
+def test_the_decode_leg_goes_on_behind_the_tokens() -> None:
+    given = request(greedy(min_tokens=2))
+    leg = decode_leg(given, [7, 8, 9], handed_over=True)
+    params = params_of(leg)
+    assert leg.prompt_token_ids == [*range(10), 7, 8, 9]
+    assert given.prompt_token_ids == list(range(10))
+    assert (params.max_tokens, params.min_tokens) == (29, 0)
+    assert Handover.of((params.extra_args or {})["kv_transfer_params"]).tokens == 10
+
+
+@pytest.mark.parametrize("handover", [Handover(leaves_tail=True), Handover(tokens=300)])
+def test_a_handover_survives_its_way_through_vllm(handover: Handover) -> None:
+    assert Handover.of(handover.to_params()) == handover
+
+
+@pytest.mark.parametrize(
+    "given", [None, {}, {"banaserve_handover": True}, {"banaserve_handover": "x"}, {"other": 1}]
+)
+def test_what_a_client_sends_there_is_no_handover(given: dict[str, object] | None) -> None:
+    assert Handover.of(given) == Handover()
+
+
+def test_restarts_wait_longer_each_time_and_end() -> None:
+    policy = RestartPolicy(limit=3, window_s=100.0, first_s=1.0)
+    assert [policy.next_delay_s(now_s=10.0 + i) for i in range(4)] == [1.0, 2.0, 4.0, None]
+    assert policy.next_delay_s(now_s=500.0) == 1.0
+
+
+def test_a_rewound_generator_draws_the_same_again() -> None:
+    plain = torch.Generator().manual_seed(11)
+    generator = RewindableGenerator.like(plain)
+    generator.remember()
+    first = torch.rand(5, generator=generator)
+    generator.set_offset(generator.get_offset() - 4)
+    assert torch.equal(first, torch.rand(5, generator=generator))
+    assert torch.equal(first, torch.rand(5, generator=plain))
+    with pytest.raises(ValueError, match="offset 8"):
+        generator.set_offset(8)

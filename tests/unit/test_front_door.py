@@ -1,0 +1,174 @@
+"""Keys and limits, on a bare ASGI application; and the command line of ``serve``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm")
+
+from starlette.types import Receive, Scope, Send
+
+from banaserve.api.auth import KeyMiddleware
+from banaserve.api.limits import BodyLimit, ConcurrencyLimit
+from banaserve.cli.serve_options import parse_serve_argv
+from banaserve.config import ServeConfig
+from banaserve.engine.vllm.client import tenant
+from banaserve.errors import UserError
+from banaserve.run_dir import open_run_dir
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the body's length and the tenant."""
+    num_bytes, more = 0, True
+    while more:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        more = message.get("more_body", False)
+    body = json.dumps({"bytes": num_bytes, "tenant": tenant.get()}).encode()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+def client(app: object) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
+    return httpx.AsyncClient(transport=transport, base_url="http://door")
+
+
+async def test_a_wrong_key_is_refused_and_the_probes_are_open() -> None:
+    async with client(KeyMiddleware(echo, ["k1"])) as door:
+        assert (await door.post("/v1/x")).status_code == 401
+        assert (await door.post("/tokenize")).status_code == 401
+        wrong = {"Authorization": "Bearer k2"}
+        assert (await door.post("/v1/x", headers=wrong)).status_code == 401
+        assert (await door.post("/v1/x", headers={"Authorization": "k1"})).status_code == 401
+        right = await door.post("/v1/x", headers={"Authorization": "Bearer k1"})
+        assert (right.status_code, right.json()["tenant"]) == (200, None)
+        for path in ("/health", "/ready", "/metrics", "/version"):
+            assert (await door.get(path)).status_code == 200
+
+
+async def test_each_of_several_keys_is_a_tenant() -> None:
+    async with client(KeyMiddleware(echo, ["k1", "k2"])) as door:
+        tenants = [
+            (await door.post("/v1/x", headers={"Authorization": f"Bearer {key}"})).json()["tenant"]
+            for key in ("k1", "k2", "k1")
+        ]
+    assert tenants[0] == tenants[2] != tenants[1]
+    assert None not in tenants
+
+
+async def test_no_key_set_lets_everybody_in() -> None:
+    async with client(KeyMiddleware(echo, [])) as door:
+        assert (await door.post("/v1/x")).status_code == 200
+
+
+@pytest.mark.parametrize(("num_bytes", "status"), [(100, 200), (101, 413)])
+async def test_a_body_over_the_limit_is_refused_however_it_comes(
+    num_bytes: int, status: int
+) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(num_bytes):
+            yield b"x"
+
+    async with client(BodyLimit(echo, 100)) as door:
+        assert (await door.post("/", content=b"x" * num_bytes)).status_code == status
+        assert (await door.post("/", content=chunks())).status_code == status
+
+
+async def test_more_than_the_limit_at_once_gets_429_and_a_time_to_come_back() -> None:
+    entered, leave = asyncio.Event(), asyncio.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        entered.set()
+        await leave.wait()
+        await echo(scope, receive, send)
+
+    async with client(ConcurrencyLimit(slow, 1)) as door:
+        first = asyncio.create_task(door.post("/"))
+        await entered.wait()
+        second = await door.post("/")
+        leave.set()
+        assert (await first).status_code == 200
+        assert (second.status_code, second.headers["retry-after"]) == (429, "1")
+        assert (await door.post("/")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("argv", "model", "shape", "vllm_argv"),
+    [
+        ([], "smollm2-135m", (1, 1, 0), ()),
+        (["opt-13b", "--pd", "2:3"], "opt-13b", (2, 3, 0), ()),
+        (["--model", "m", "--colocated", "4"], "m", (0, 0, 4), ()),
+        (["m", "--max-model-len", "64"], "m", (1, 1, 0), ("--max-model-len", "64")),
+        (["--port", "9", "--", "--seed", "3"], "smollm2-135m", (1, 1, 0), ("--seed", "3")),
+    ],
+)
+def test_command_lines(
+    argv: list[str], model: str, shape: tuple[int, int, int], vllm_argv: tuple[str, ...]
+) -> None:
+    config = parse_serve_argv(argv)
+    assert config.model == model
+    assert (config.prefill, config.decode, config.colocated) == shape
+    assert config.vllm_argv == vllm_argv
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--pd", "1"], "--pd 1: write the number"),
+        (["--pd", "0:1"], "--pd 0:1"),
+        (["--pd", "1:1", "--colocated", "2"], "exclude each other"),
+        (["a", "--model", "b"], "two models"),
+        (["--host", "0.0.0.0"], "--api-key"),
+        (["--no-kv-store"], "--colocated"),
+        (["--kv-store-sise", "1GiB"], "did you mean --kv-store-size"),
+        (["--port", "0"], "--port 0"),
+        (["--routing-option", "preset"], "KEY=VALUE"),
+    ],
+)
+def test_senseless_command_lines_say_what_to_do(argv: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        parse_serve_argv(argv)
+
+
+def test_a_file_holds_the_same_options_and_the_command_line_wins(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('pd = "2:1"\nport = 9000\napi-key = ["a", "b"]\n')
+    config = parse_serve_argv(["--config", str(file), "--port", "9001"])
+    assert (config.prefill, config.port, config.api_keys) == (2, 9001, ("a", "b"))
+    file.write_text("pd = {p = 1}\n")
+    with pytest.raises(UserError, match="pd is neither"):
+        parse_serve_argv(["--config", str(file)])
+
+
+def test_instances_are_named_by_their_role() -> None:
+    assert [i for i, _ in ServeConfig(prefill=2, decode=1).instances()] == ["p0", "p1", "d0"]
+
+
+def test_a_run_directory_is_one_runs_own(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with open_run_dir(folder) as run:
+        assert run.sockets.is_dir()
+        with pytest.raises(UserError, match="in use"), open_run_dir(folder):
+            pass
+    assert not run.sockets.exists()
+    with open_run_dir(folder):
+        pass
+    (folder / "run.json").write_text(json.dumps({"pid": _dead_pid()}))
+    with pytest.raises(UserError, match="rm -r"), open_run_dir(folder):
+        pass
+
+
+def _dead_pid() -> int:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
