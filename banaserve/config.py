@@ -116,6 +116,17 @@ def _check(config: ServeConfig) -> None:
     for option, value in positive.items():
         if value <= 0:
             raise UserError(f"{option} {value}: must be more than 0")
+    not_negative = {
+        "--colocated": config.colocated,
+        "--threads-per-instance": config.threads_per_instance,
+        "--skip-prefill-below-tokens": config.skip_prefill_below_tokens,
+        "--restart-grace": config.restart_grace_s,
+    }
+    for option, value in not_negative.items():
+        if value < 0:
+            raise UserError(f"{option} {value}: must not be negative")
+    if not all(config.api_keys):
+        raise UserError("--api-key is empty: give a key, or leave the option out")
     if not 0 < config.port < 65536:
         raise UserError(f"--port {config.port}: must be between 1 and 65535")
     if config.engine_start not in ("auto", "fork", "spawn"):

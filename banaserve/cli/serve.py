@@ -6,18 +6,20 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, NoReturn, TextIO
 
 from banaserve import models
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
+from banaserve.orchestrator.routing import registry
 from banaserve.run_dir import RunDir, open_run_dir
 
 Say = Callable[[str], None]
@@ -30,13 +32,26 @@ def serve_command(argv: list[str]) -> int:
         UserError: Something the user can mend; nothing is left running.
     """
     config = parse_serve_argv(argv)
-    parse_size(config.kv_store_size)
-    parse_size(config.max_body_size)
+    _check(config)
+    signal.signal(signal.SIGTERM, _terminate)
     with _listen(config) as sock, open_run_dir(config.run_dir) as run, _quiet(run) as terminal:
         say = _progress(terminal)
         model = models.resolve(config.model, None, say)
         _serve(config, model, sock, run, say, terminal)
     return 0
+
+
+def _check(config: ServeConfig) -> None:
+    """Refuse at once what would otherwise be found out after vLLM has loaded."""
+    parse_size(config.kv_store_size)
+    parse_size(config.max_body_size)
+    section: dict[str, Any] = dict(config.routing_options)
+    registry.make(config.routing_policy, **section)
+
+
+def _terminate(number: int, _: object) -> NoReturn:
+    """Until the event loop takes over: leave through every ``finally``, as Ctrl-C does."""
+    raise SystemExit(128 + number)
 
 
 def _serve(

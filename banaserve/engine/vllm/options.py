@@ -31,6 +31,8 @@ class _Parser(compat.FlexibleArgumentParser):
         raise UserError(f"{message}{self._nearest(message)}")
 
     def _nearest(self, message: str) -> str:
+        if not message.startswith("unrecognized"):
+            return ""
         words = [word.split("=")[0] for word in message.split() if word.startswith("--")]
         known = [name for action in self._actions for name in action.option_strings]
         found = difflib.get_close_matches(words[0], known, 1, 0.6) if words else []
