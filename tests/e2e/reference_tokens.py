@@ -24,7 +24,7 @@ def main() -> None:
         model=job["model"],
         dtype="float32",
         enforce_eager=True,
-        kv_cache_memory_bytes=1 << 30,
+        kv_cache_memory_bytes=2 << 30,
         max_num_batched_tokens=8192,
         distributed_executor_backend="uni",
     )
