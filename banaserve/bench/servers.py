@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from banaserve.errors import UserError
 _METRIC = re.compile(r"^([^\s{#]+)(?:\{(.*)\})?\s+(\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _START_TIMEOUT_S = 300.0
+_PR_SET_PDEATHSIG = 1
 
 
 class Server:
@@ -119,6 +121,7 @@ def _started(command: Sequence[str], name: str) -> Iterator[Server]:
                 stderr=log,
                 env=environment,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         server = Server(process, f"http://127.0.0.1:{port}", log_path)
         try:
@@ -126,6 +129,11 @@ def _started(command: Sequence[str], name: str) -> Iterator[Server]:
             yield server
         finally:
             server.stop()
+
+
+def _end_with_parent() -> None:
+    """In the child: be told to end when the benchmark or the test is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 _ONE_PROCESS = {
