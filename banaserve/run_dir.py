@@ -16,13 +16,16 @@ from banaserve.errors import UserError
 
 _NOTE = "run.json"
 _KEPT_RUNS = 10
+_SOCKETS = "banaserve-"
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Attributes:
-    logs: Stays after the run.
-    sockets: Short path, mode 0700, gone after the run.
+    """The folders of one run.
+
+    Attributes:
+        logs: Stays after the run.
+        sockets: Short path, mode 0700, gone after the run.
     """
 
     logs: Path
@@ -42,7 +45,8 @@ def open_run_dir(chosen: Path | None) -> Iterator[RunDir]:
         _refuse_others(logs)
         note = logs / _NOTE
         note.write_text(json.dumps({"pid": os.getpid(), "started_at": time.time()}))
-        sockets = Path(tempfile.mkdtemp(prefix="banaserve-"))
+        _sweep_killed_runs()
+        sockets = Path(tempfile.mkdtemp(prefix=f"{_SOCKETS}{os.getpid()}-"))
     except OSError as error:
         raise UserError(f"--run-dir {logs}: {error.strerror}") from error
     try:
@@ -50,6 +54,18 @@ def open_run_dir(chosen: Path | None) -> Iterator[RunDir]:
     finally:
         shutil.rmtree(sockets, ignore_errors=True)
         note.unlink(missing_ok=True)
+
+
+def _sweep_killed_runs() -> None:
+    """Remove the socket folders of this user's runs that ended without a chance to do so."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SOCKETS}*-*"):
+        pid = folder.name.removeprefix(_SOCKETS).partition("-")[0]
+        if (
+            pid.isdigit()
+            and not Path("/proc", pid).exists()
+            and folder.stat().st_uid == os.getuid()
+        ):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _fresh() -> Path:
