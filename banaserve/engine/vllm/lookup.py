@@ -18,7 +18,9 @@ class PrefixLookup:
     def __init__(self, config: VllmConfig, fingerprint: Fingerprint, socket_path: str) -> None:
         self._block_size = fingerprint.block_size_tokens
         self._hasher = compat.block_hasher(config, self._block_size)
-        self._client = StoreClient(socket_path, fingerprint, client_name="front-door")
+        self._client = StoreClient(
+            socket_path, fingerprint, client_name="front-door", populate=False
+        )
 
     async def cached_tokens(self, request: compat.EngineCoreRequest) -> int:
         """Tokens of the longest prefix in whole blocks that is stored or being stored."""
