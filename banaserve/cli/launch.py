@@ -14,7 +14,7 @@ import psutil
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size, parse_size
-from banaserve.models import ResolvedModel
+from banaserve.models import ResolvedModel, cache
 from banaserve.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ def prepared(
     """
     threads = config.threads_per_instance or max(1, (os.cpu_count() or 1) // config.num_instances)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    # torch's own choice is a folder of a known name in the temporary folder, which all may write.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.cache_root() / "torchinductor"))
     from banaserve.api.serving import Parts
     from banaserve.engine.vllm import options
     from banaserve.engine.vllm.engine_parent import fork_engine_parent, pre_import
@@ -82,6 +84,8 @@ def _vllm_argv(config: ServeConfig, model: ResolvedModel, store_socket: str) -> 
     if options.is_on_cpu():
         if not _gives(config.vllm_argv, "--enforce-eager", "--no-enforce-eager"):
             argv.append("--enforce-eager")
+        if not _gives(config.vllm_argv, "--dtype") and not options.computes_bfloat16():
+            argv += ["--dtype", "float32"]  # emulated bfloat16 is several times slower
         if not _gives(config.vllm_argv, "--kv-cache-memory-bytes", "--gpu-memory-utilization"):
             argv += ["--kv-cache-memory-bytes", str(_CPU_KV_BYTES)]
         if not _gives(config.vllm_argv, *_PARALLEL, "--distributed-executor-backend"):

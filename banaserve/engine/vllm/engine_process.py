@@ -13,7 +13,6 @@ import torch
 from vllm.config import VllmConfig
 
 from banaserve.engine.vllm import compat, cpu_seeds, options
-from banaserve.models import cache
 
 _PR_SET_PDEATHSIG = 1
 INSTANCE_VARIABLE = "BANASERVE_INSTANCE"
@@ -54,6 +53,5 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
 
 def _keep_files_in(folder: Path) -> None:
     """Let vLLM put its sockets and torch its rendezvous file where the run's end removes them."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.cache_root() / "torchinductor"))
     os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
     tempfile.tempdir = str(folder)
