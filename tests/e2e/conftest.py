@@ -22,7 +22,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 MODEL = "smollm2-135m"
-# Room for two full contexts: several servers fit beside each other on a small machine.
+# What these tests need: a small machine has room for it beside other work.
 LIGHT = ("--kv-store-size", "512MiB", "--kv-cache-memory-bytes", str(512 << 20))
 START_DEADLINE_S = 240.0
 END_DEADLINE_S = 10.0
