@@ -64,10 +64,26 @@ def cached(repo_id: str) -> Path | None:
 def _download(repo_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
+    if _is_silent(repo_id):
+        return Path(snapshot_download(repo_id, local_files_only=True))
     folder = Path(snapshot_download(repo_id, ignore_patterns=_OTHER_FORMATS + _PICKLED))
     if not any(folder.glob("*.safetensors")):
         folder = Path(snapshot_download(repo_id, ignore_patterns=_OTHER_FORMATS))
     return folder
+
+
+def _is_silent(repo_id: str) -> bool:
+    """Whether the hub leaves a question unanswered for HF_HUB_ETAG_TIMEOUT seconds, by default 10.
+
+    snapshot_download asks without a time limit: behind a firewall it would wait for ever.
+    """
+    from huggingface_hub import HfApi, constants, errors
+
+    try:
+        HfApi().repo_info(repo_id, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except (errors.HfHubHTTPError.__bases__[0], errors.HFValidationError, OSError) as error:
+        return "Timeout" in type(error).__name__
+    return False
 
 
 def _explain(error: Exception, repo_id: str, hint: str) -> NoReturn:

@@ -77,6 +77,11 @@ def test_short_names_stand_for_hub_ids(name, repo_id, model_folder, monkeypatch)
 # The hub ----------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def hub_that_answers(monkeypatch):
+    monkeypatch.setattr(hub, "_is_silent", lambda repo_id: False)
+
+
 def hub_errors():
     """Errors of huggingface_hub and what a user must read about each."""
     from huggingface_hub import errors
@@ -117,6 +122,17 @@ def test_offline_mode_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError, match="HF_HUB_OFFLINE is set and facebook/opt-13b is not in"):
         models.resolve("opt-13b", None, silent)
+
+
+def test_of_a_silent_hub_only_the_cache_is_asked(model_folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(hub, "_is_silent", lambda repo_id: True)
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda *args, **kwargs: asked.append((args, kwargs)) or str(model_folder),
+    )
+    assert models.resolve("org/name", None, silent).path_or_id == str(model_folder)
+    assert asked == [(("org/name",), {"local_files_only": True})]
 
 
 @pytest.mark.parametrize(("weights", "num_calls"), [("model.safetensors", 1), ("pytorch.bin", 2)])
