@@ -96,9 +96,13 @@ class Run:
             raise AssertionError(f"{failure}\n{self.tails()}") from None
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal, check that everything is gone in time, and return the exit code."""
+        """Send a signal as a terminal does, to the process group; returns the exit code.
+
+        Raises:
+            AssertionError: Something is left after ten seconds.
+        """
         self.processes()
-        self.process.send_signal(number)
+        os.killpg(self.process.pid, number)
         until(self.is_gone, "every process of the server has ended", END_DEADLINE_S)
         self.check_nothing_left()
         return self.process.returncode
