@@ -8,6 +8,7 @@ import socket
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 
 import uvicorn
 from starlette.requests import Request
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp
 
 from banaserve import __version__
 from banaserve.api.auth import KeyMiddleware
+from banaserve.api.errors import error_response
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
 from banaserve.api.metrics import MetricsPage
 from banaserve.engine.vllm import compat
@@ -50,6 +52,7 @@ async def make_app(
         Route("/ready", _ready(cluster)),
         Route("/version", _version(options.vllm_version)),
         Route("/metrics", metrics.answer),
+        Route("/scale_elastic_ep", _no_scaling, methods=["POST"]),
     ]
     # Around the whole application: vLLM has sealed its own list of middleware by now.
     limited = BodyLimit(app, options.max_body_bytes)
@@ -74,6 +77,12 @@ def _version(vllm_version: str) -> Endpoint:
         return JSONResponse({"version": __version__, "vllm": vllm_version})
 
     return version
+
+
+async def _no_scaling(_: Request) -> Response:
+    return error_response(
+        HTTPStatus.NOT_IMPLEMENTED, "the number of instances is set at start, with --pd"
+    )
 
 
 class _Server(uvicorn.Server):

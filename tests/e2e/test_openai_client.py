@@ -320,6 +320,22 @@ def test_decode_computes_at_most_one_prompt_token_a_request(server, complete):
     assert first_tokens(server) == (legs[0] + len(lengths), legs[1] + 4)
 
 
+def test_requests_that_share_their_prompt_or_their_id_do_not_disturb_each_other(complete):
+    prompt = numbered_tokens(55, 400)
+    same = {"stream": True, "max_tokens": 40, "extra_headers": {"X-Request-Id": "the-same"}}
+
+    def ask(pieces: int) -> str:
+        with complete(prompt, extra_body={"ignore_eos": True}, **same) as stream:
+            taken = [piece.choices[0].text for piece, _ in zip(stream, range(pieces), strict=False)]
+        return "".join(taken)
+
+    with ThreadPoolExecutor(MAX_CONCURRENT) as threads:
+        *whole, cut_off = threads.map(ask, [99, 99, 99, 5])
+    assert len(set(whole)) == 1
+    assert whole[0].startswith(cut_off)
+    assert len(whole[0]) > len(cut_off)
+
+
 def test_a_short_prompt_has_no_prefill_leg(server, complete):
     labels = {"way": "one_leg", "reason": "short_prompt"}
     before = server.metric("banaserve_requests_total", **labels)
@@ -385,11 +401,38 @@ def test_an_unknown_model(client):
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": -1.0}, {"max_tokens": 0}, {"n": 0}, {"logprobs": 10_000}]
+    "options",
+    [
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"max_tokens": 0},
+        {"max_tokens": CONTEXT_TOKENS + 1},
+        {"n": 0},
+        {"n": 2, "temperature": 0.0},
+        {"logprobs": 10_000},
+        {"prompt": ""},
+        {"prompt": [10**9] * 40},
+        {"logit_bias": {"999999": 1}},
+        {"stop": [""]},
+        {"extra_body": {"stop_token_ids": [10**9]}},
+        {"extra_body": {"allowed_token_ids": []}},
+        {"extra_body": {"min_tokens": 50}},
+        {"extra_body": {"structured_outputs": {"regex": "("}}},
+        {"extra_body": {"structured_outputs": {"json": {"type": "nothing"}}}},
+    ],
+    ids=str,
 )
-def test_a_value_that_makes_no_sense(options, complete):
+def test_a_value_that_makes_no_sense(options, server, complete):
     with pytest.raises(openai.BadRequestError):
         complete(**options)
+    assert httpx.get(f"{server.url}/ready").json()["ready"]
+    assert server.metric("banaserve_instance_restarts_total") == 0
+
+
+def test_what_only_one_engine_can_do_is_refused_in_words(server):
+    answer = server.post("/scale_elastic_ep", {"new_data_parallel_size": 2})
+    assert answer.status_code == 501
+    assert "--pd" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("body", [b'{"model":', b"[]", b"\xff\xfe", b""])
