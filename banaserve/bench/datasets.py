@@ -44,7 +44,8 @@ def data_folder(given: Path | None) -> Path | None:
 def dataset_files(kind: str, folder: Path | None) -> list[Path]:
     """Returns the files of the dataset ``kind`` (alpaca or longbench) under ``folder``.
 
-    ``folder`` may also be one file, which is then taken for the dataset.
+    ``folder`` may also be one file, which is then taken for the dataset, or the dataset's own
+    folder, named as the dataset is.
 
     Raises:
         UserError: No folder, or nothing of that kind in it.
@@ -56,7 +57,8 @@ def dataset_files(kind: str, folder: Path | None) -> list[Path]:
         )
     if folder.is_file():
         return [folder]
-    for pattern in _PATTERNS[kind]:
+    patterns = (*_PATTERNS[kind], *(("*.jsonl*",) if folder.name == kind else ()))
+    for pattern in patterns:
         if found := sorted(folder.glob(pattern)):
             return found
     raise UserError(f"no {kind} file in {folder} (looked for {', '.join(_PATTERNS[kind])})")

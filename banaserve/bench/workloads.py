@@ -9,9 +9,9 @@ from itertools import islice
 from pathlib import Path
 
 from banaserve.bench.datasets import Text, data_folder, dataset_files, read_texts
-from banaserve.bench.names import check_known
 from banaserve.bench.synthetic import write_prompt
 from banaserve.errors import UserError
+from banaserve.names import check_known
 
 Tokenize = Callable[[str], Sequence[int]]
 

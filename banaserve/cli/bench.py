@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from banaserve.bench.names import check_known
+from banaserve.names import check_known
 
 
 class Benchmark(NamedTuple):

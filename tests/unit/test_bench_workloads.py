@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.bench.datasets import DATA_VARIABLE, read_texts, trace_times_s
+from banaserve.bench.datasets import DATA_VARIABLE, dataset_files, read_texts, trace_times_s
 from banaserve.bench.workloads import Prompt, prompts, without_middle
 from banaserve.errors import UserError
 
@@ -176,3 +176,11 @@ def test_published_data(kind: str, lengths: tuple[int, int]) -> None:
     data = None if DATA_VARIABLE in os.environ else BESIDE_CHECKOUT
     chosen = prompts(kind, 32, *lengths, 0, tokenize, data)
     assert len({prompt.text for prompt in chosen}) == 32
+
+
+def test_a_dataset_is_found_in_a_data_folder_in_its_own_folder_and_as_a_file(tmp_path):
+    made = jsonl(tmp_path / "longbench" / "qa.jsonl", {"prompt": "Read this."})
+    for given in (tmp_path, tmp_path / "longbench", made):
+        assert dataset_files("longbench", given) == [made]
+    with pytest.raises(UserError, match="no longbench file"):
+        dataset_files("longbench", tmp_path / "nothing")

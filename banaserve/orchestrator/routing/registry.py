@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
-from banaserve.errors import UserError
+from banaserve.names import check_known
 from banaserve.orchestrator.routing.interface import RoutingPolicy
 from banaserve.orchestrator.routing.legs import LegOptions
 
@@ -61,18 +60,9 @@ def make(
     Raises:
         UserError: An unknown policy, an unknown option or a value out of range.
     """
-    _check_known("routing policy", name, names())
+    check_known("routing policy", name, names())
     policy = _policies[name]
     known = [field.name for field in fields(policy.Options)]
     for option in section:
-        _check_known(f"option of routing policy {name}", option, known)
+        check_known(f"option of routing policy {name}", option, known)
     return policy(policy.Options(**section), legs or LegOptions(), start)
-
-
-def _check_known(what: str, given: str, known: Iterable[str]) -> None:
-    known = sorted(known)
-    if given in known:
-        return
-    nearest = get_close_matches(given, known, n=1, cutoff=0.0)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    raise UserError(f"unknown {what}: {given} (known: {', '.join(known) or 'none'}){hint}")
