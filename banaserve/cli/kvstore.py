@@ -15,9 +15,9 @@ import typer
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import clear_store, fetch_stats
 from banaserve.kvstore.daemon import announce_ready, serve
-from banaserve.kvstore.interface import StoreStats
 from banaserve.kvstore.server import DaemonConfig
 from banaserve.kvstore.sizes import format_size, parse_size
+from banaserve.kvstore.stats import StoreStats
 
 
 def default_socket_path() -> Path:
@@ -98,7 +98,7 @@ def _rows(stats: StoreStats) -> list[tuple[str, str]]:
     used, capacity = format_size(stats.used_bytes), format_size(stats.capacity_bytes)
     slot_size = format_size(stats.slot_bytes)
     return [
-        ("tiers", ", ".join(stats.tiers)),
+        ("tiers", ", ".join(["memory", *(tier.stats.name for tier in stats.tiers)])),
         ("memory", f"{used} of {capacity} used"),
         ("slots", f"{stats.used_slots} of {stats.num_slots} used, {slot_size} each"),
         ("being written", f"{stats.writing_slots} ({stats.quarantined_slots} quarantined)"),

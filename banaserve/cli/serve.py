@@ -6,15 +6,15 @@ import atexit
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 from banaserve import models
+from banaserve.cli.leaving import Leaving
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
@@ -33,8 +33,13 @@ def serve_command(argv: list[str]) -> int:
     """
     config = parse_serve_argv(argv)
     _check(config)
-    signal.signal(signal.SIGTERM, _terminate)
-    with _listen(config) as sock, open_run_dir(config.run_dir) as run, _quiet(run) as terminal:
+    with (
+        Leaving() as leaving,
+        _listen(config) as sock,
+        open_run_dir(config.run_dir) as run,
+        _quiet(run) as terminal,
+        leaving.insisting(),
+    ):
         say = _progress(terminal)
         model = models.resolve(config.model, None, say)
         _serve(config, model, sock, run, say, terminal)
@@ -47,11 +52,6 @@ def _check(config: ServeConfig) -> None:
     parse_size(config.max_body_size)
     section: dict[str, Any] = dict(config.routing_options)
     registry.make(config.routing_policy, **section)
-
-
-def _terminate(number: int, _: object) -> NoReturn:
-    """Until the event loop takes over: leave through every ``finally``, as Ctrl-C does."""
-    raise SystemExit(128 + number)
 
 
 def _serve(
