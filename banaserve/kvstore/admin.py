@@ -9,7 +9,7 @@ from pathlib import Path
 from banaserve.errors import ProtocolError, StoreUnavailableError
 from banaserve.kvstore import wire
 from banaserve.kvstore.channel import Channel
-from banaserve.kvstore.interface import StoreStats
+from banaserve.kvstore.stats import StoreStats
 
 
 def fetch_stats(socket_path: Path, timeout_s: float = 5.0) -> StoreStats:

@@ -16,6 +16,7 @@ from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.system import peer_of
 
 _RECEIVE_BYTES = 64 * 1024
+_NUM_FDS = 2
 R = TypeVar("R", bound=wire.Reply)
 
 
@@ -27,7 +28,7 @@ class Channel:
 
     Attributes:
         welcome: The store's answer to Hello.
-        pool_fd: Of the pool, the caller's to close; None without a fingerprint.
+        fds: Of pool and board, until ``close_fds``; empty without a fingerprint.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Channel:
             StoreUnavailableError: Nobody listens, or nobody answers in time.
             FingerprintError: The store refuses to share blocks with this client.
         """
-        self.pool_fd: int | None = None
+        self.fds: list[int] = []
         self._on_late = on_late
         self._late_seqs: deque[int] = deque()
         self._last_seq = 0
@@ -134,13 +135,12 @@ class Channel:
     def close(self) -> None:
         """Close the connection."""
         self._sock.close()
-        self.close_pool_fd()
+        self.close_fds()
 
-    def close_pool_fd(self) -> None:
-        """Close the pool's file descriptor, for instance once the pool is mapped."""
-        if self.pool_fd is not None:
-            os.close(self.pool_fd)
-            self.pool_fd = None
+    def close_fds(self) -> None:
+        """Close the file descriptors of pool and board, for instance once they are mapped."""
+        while self.fds:
+            os.close(self.fds.pop())
 
     def _take_late(self, reply: wire.Reply) -> None:
         if not self._late_seqs or self._late_seqs.popleft() != reply.seq:
@@ -157,17 +157,15 @@ class Channel:
 
     def _greet(self, hello: wire.Hello) -> wire.Welcome:
         self._sock.sendall(wire.encode(hello))
-        fds: list[int] = []
         while not self._arrived:
-            data, received_fds, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, 1)
-            fds += received_fds
+            data, received_fds, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, _NUM_FDS)
+            self.fds += received_fds
             if not data:
                 raise ConnectionResetError("the store closed the connection")
             self._arrived.extend(self._reader.feed(data))
-        self.pool_fd = fds.pop() if fds else None
         reply = self._arrived.popleft()
         match reply:
-            case wire.Welcome() if (self.pool_fd is None) is (hello.fingerprint is None):
+            case wire.Welcome() if len(self.fds) == (_NUM_FDS if hello.fingerprint else 0):
                 return reply
             case wire.Refused(because_of_fingerprint=True):
                 raise FingerprintError(reply.message)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from banaserve.errors import StoreUnavailableError
 from banaserve.kvstore import wire
+from banaserve.kvstore.board import BoardView
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot, StoreStats
+from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot
 from banaserve.kvstore.link import Link
 from banaserve.kvstore.pool import PoolView
+from banaserve.kvstore.stats import StoreStats
 
 _LOOKUPS = tuple(sorted(Lookup))
 
@@ -49,6 +51,7 @@ class StoreClient:
         self._populate = populate
         self._lock = threading.Lock()
         self._view: PoolView | None = None
+        self._board: BoardView | None = None
         self._link = Link(
             Path(socket_path),
             fingerprint,
@@ -71,6 +74,8 @@ class StoreClient:
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         """What the store knows of each key; leases nothing. All MISS while the store is away.
 
+        A block in a tier below the pool is a HIT too.
+
         Raises:
             ValueError: A key is not of 16 to 64 bytes, or there are more than 65536.
             FingerprintError: At the first connection only.
@@ -87,33 +92,68 @@ class StoreClient:
         *,
         acquire: Sequence[bytes] = (),
         reserve: Sequence[tuple[bytes, bytes | None]] = (),
+        tenant: bytes = b"",
+        compute_block_s: float = 0.0,
     ) -> Exchanged:
-        """Lease the longest readable prefix of ``acquire``, and reserve slots for new blocks.
+        """Lease the longest prefix of ``acquire`` there is, and reserve slots for new blocks.
+
+        Blocks of that prefix that lie in a tier below the pool are brought up where that pays;
+        ``arrivals`` says when they are readable.
 
         Args:
             acquire: Keys in the order of their chain.
             reserve: (key, its parent's key or None) of blocks to write, parents first. Each slot
                 granted must later be committed or abandoned.
+            tenant: Who pays for slots, up to 64 bytes; the empty one is a tenant like any other.
+            compute_block_s: What computing one of the acquired blocks would take; 0.0 where that
+                is not known: then every block is fetched.
 
         Raises:
-            ValueError: A key is not of 16 to 64 bytes, or there are more than 65536.
+            ValueError: A key is not of 16 to 64 bytes, there are more than 65536, the tenant is
+                too long, or ``compute_block_s`` is negative.
             FingerprintError: At the first connection only.
         """
         _check_keys(acquire)
         _check_keys([key for pair in reserve for key in pair if key is not None])
+        _check_terms(tenant, compute_block_s)
         with self._lock:
             reply = self._link.call(
-                lambda seq: wire.Exchange(seq, list(acquire), list(reserve)), wire.Granted
+                lambda seq: wire.Exchange(
+                    seq, list(acquire), list(reserve), tenant, compute_block_s
+                ),
+                wire.Granted,
             )
             generation = self._link.generation
         if reply is None:
             return Exchanged(None, (), (None,) * len(reserve))
         slots = [Slot(index, generation, serial) for index, serial in reply.slots]
-        reserved = [pair and Slot(pair[0], generation, pair[1]) for pair in reply.reserved]
         lease = None
         if reply.lease_id is not None:
             lease = Lease(reply.lease_id, generation, len(slots))
-        return Exchanged(lease, slots, reserved)
+        return Exchanged(
+            lease,
+            slots,
+            [pair and Slot(pair[0], generation, pair[1]) for pair in reply.reserved],
+            reply.num_ready,
+            reply.wait_s,
+            reply.undecided,
+            reply.num_declined,
+        )
+
+    def arrivals(self, slots: Sequence[Slot]) -> list[Lookup]:
+        """Which of the leased ``slots`` are readable: asks nobody, and costs under 1 us a slot.
+
+        Returns:
+            For each slot HIT where its block is readable, PENDING while it is on its way, MISS
+            where it will not come, its lease has ended, or the store has gone.
+        """
+        board = self._board
+        if board is None:
+            return [Lookup.MISS] * len(slots)
+        states = board.states(slots)
+        if Lookup.PENDING in states and self._is_lost():
+            return [Lookup.MISS if state is Lookup.PENDING else state for state in states]
+        return states
 
     def commit(self, slots: Sequence[Slot], part: int = 0) -> bool:
         """Say that ``part`` of reserved slots is written, and wait until the store knows.
@@ -195,15 +235,25 @@ class StoreClient:
         """Give everything back and disconnect for good. No copy may be in flight."""
         with self._lock:
             self._link.close()
-            self._view = None
+            self._view = self._board = None
 
-    def _map(self, welcome: wire.Welcome, pool_fd: int) -> None:
+    def _is_lost(self) -> bool:
+        # While another thread calls the store, that call finds out.
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._link.is_lost()
+        finally:
+            self._lock.release()
+
+    def _map(self, welcome: wire.Welcome, pool_fd: int, board_fd: int) -> None:
         if self._view is not None and self._view.generation == welcome.generation:
             return
         view = PoolView(pool_fd, welcome.pool_bytes, welcome.generation, self._fingerprint)
         if self._populate:
             view.populate_in_background()
         self._view = view
+        self._board = BoardView(board_fd, welcome.pool_bytes, welcome.generation)
 
 
 def _check_keys(keys: Sequence[bytes]) -> None:
@@ -214,3 +264,10 @@ def _check_keys(keys: Sequence[bytes]) -> None:
             raise ValueError(
                 f"a key has {len(key)} bytes, not {wire.MIN_KEY_BYTES} to {wire.MAX_KEY_BYTES}"
             )
+
+
+def _check_terms(tenant: bytes, compute_block_s: float) -> None:
+    if len(tenant) > wire.MAX_TENANT_BYTES:
+        raise ValueError(f"a tenant of {len(tenant)} bytes, at most {wire.MAX_TENANT_BYTES}")
+    if not 0.0 <= compute_block_s <= wire.MAX_COMPUTE_BLOCK_S:
+        raise ValueError(f"{compute_block_s} seconds to compute a block")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import selectors
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from banaserve.errors import ProtocolError
 from banaserve.kvstore import wire
@@ -54,8 +54,8 @@ class Connection:
             raise EOFError
         yield from self._reader.feed(data)
 
-    def send(self, reply: wire.Reply, fd: int | None = None) -> None:
-        """Send or queue a reply, with a copy of ``fd`` attached to its first byte.
+    def send(self, reply: wire.Reply, fds: Sequence[int] = ()) -> None:
+        """Send or queue a reply, with copies of ``fds`` attached to its first byte.
 
         Raises:
             OSError: The connection is broken.
@@ -65,14 +65,14 @@ class Connection:
         num_sent = 0
         if not self._unsent:
             try:
-                if fd is None:
-                    num_sent = self.sock.send(frame)
+                if fds:
+                    num_sent = socket.send_fds(self.sock, [frame], fds)
                 else:
-                    num_sent = socket.send_fds(self.sock, [frame], [fd])
+                    num_sent = self.sock.send(frame)
             except BlockingIOError:
-                if fd is not None:
+                if fds:
                     raise
-        elif fd is not None:
+        elif fds:
             raise ProtocolError("a Hello after other requests")
         self._unsent += frame[num_sent:]
         if len(self._unsent) > _MAX_UNSENT_BYTES:

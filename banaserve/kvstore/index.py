@@ -2,60 +2,40 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from heapq import heappop, heappush
+from collections.abc import Sequence
 
-from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.records import Counters, Entry, Grant, HeldLease, Owned
+from banaserve.kvstore.index_check import check_index
+from banaserve.kvstore.records import Counters, Entry, Grant, Owned, SlotWatcher
+from banaserve.kvstore.slot_table import SlotTable
 
 
-class BlockIndex:
-    """Keys, slots, leases and reservations of one pool.
-
-    Blocks form chains: a block may be evicted only when it is READY, no lease covers it and no
-    block that names it as its parent is in the index. Among those the one that was acquired or
-    committed longest ago goes first. Every operation costs O(log n) for each key.
+class BlockIndex(SlotTable):
+    """Slots with leases for readers and reservations for writers, each held by an owner.
 
     Args:
         num_slots: Slots in the pool.
-        on_free: Called with a slot's index each time it becomes free.
+        watcher: Told what becomes of slots.
         counters: To count on with; new ones by default.
+        tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
     """
 
     def __init__(
         self,
         num_slots: int,
-        on_free: Callable[[int], None] | None = None,
+        watcher: SlotWatcher | None = None,
         counters: Counters | None = None,
+        tenant_quota: float = 1.0,
     ) -> None:
-        self.num_slots = num_slots
+        super().__init__(num_slots, watcher, counters, tenant_quota)
         self.num_leased = 0
-        self.counters = counters or Counters()
-        self._on_free = on_free
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._entries: dict[bytes, Entry] = {}
-        # Counted by the parent's key, whether or not the parent is in the index, so that a parent
-        # that comes back after its children is protected from its first moment on.
-        self._num_children: dict[bytes, int] = {}
         self._writing: dict[int, Entry] = {}
-        self._leases: dict[int, HeldLease] = {}
+        self._leases: dict[int, Grant] = {}
         self._owned: dict[int, Owned] = {}
-        # Every evictable entry is in here exactly once. An entry that was used again, or stopped
-        # being evictable, is put right when it comes up, so the heap never outgrows the index.
-        self._queue: list[tuple[int, int, Entry]] = []
-        self._tick = 0
-        self._last_serial = 0
         self._last_lease_id = 0
 
     @property
-    def num_used(self) -> int:
-        """Slots that hold a block or are being written."""
-        return len(self._entries)
-
-    @property
     def num_writing(self) -> int:
-        """Slots that are being written."""
+        """Slots that clients are writing."""
         return len(self._writing)
 
     @property
@@ -76,71 +56,71 @@ class BlockIndex:
         """Whether ``owner`` holds a lease or a reservation."""
         return owner in self._owned
 
-    def lookup(self, keys: Iterable[bytes]) -> list[Lookup]:
-        """What is known of each key. Changes nothing, not even the order of eviction."""
-        miss, hit, pending = Lookup.MISS, Lookup.HIT, Lookup.PENDING
-        entries = map(self._entries.get, keys)
-        return [miss if entry is None else hit if entry.ready else pending for entry in entries]
+    # ---- leases
 
     def acquire(self, keys: Sequence[bytes], owner: int) -> Grant | None:
-        """Lease the longest READY prefix of ``keys`` to ``owner``; None where it is empty."""
-        entries: list[Entry] = []
-        for key in keys:
-            entry = self._entries.get(key)
-            if entry is None or not entry.ready:
-                break
-            entries.append(entry)
-        self.counters.hits += len(entries)
-        self.counters.misses += len(keys) - len(entries)
-        if not entries:
-            return None
+        """Lease what ``find`` finds of ``keys`` to ``owner``; None where that is nothing."""
+        entries = self.find(keys)
+        self.counters.misses += len(keys)
+        return self.lease(entries, owner) if entries else None
+
+    def lease(self, entries: Sequence[Entry], owner: int) -> Grant:
+        """Lease ``entries``, which are of this index, to ``owner``."""
+        self._last_lease_id += 1
+        grant = Grant(self._last_lease_id, owner, [])
+        self._leases[grant.lease_id] = grant
+        self._owned.setdefault(owner, Owned()).lease_ids.add(grant.lease_id)
         self._tick += 1
+        self.extend(grant, entries)
+        return grant
+
+    def extend(self, grant: Grant, entries: Sequence[Entry]) -> None:
+        """Let a lease cover further ``entries``."""
+        num_ready = 0
         for entry in entries:
             self.num_leased += entry.num_leases == 0
             entry.num_leases += 1
             entry.last_used = self._tick
-        self._last_lease_id += 1
-        self._leases[self._last_lease_id] = HeldLease(owner, entries)
-        self._owned.setdefault(owner, Owned()).lease_ids.add(self._last_lease_id)
-        return Grant(self._last_lease_id, [(entry.slot, entry.serial) for entry in entries])
+            num_ready += entry.ready
+        grant.entries.extend(entries)
+        # What a promotion brings was not readable when it was asked for.
+        self.counters.hits += num_ready
+        self.counters.misses -= num_ready
 
     def release(self, lease_id: int) -> bool:
         """End a lease. False where there is no such lease (any more)."""
-        lease = self._leases.pop(lease_id, None)
-        if lease is None:
+        grant = self._leases.pop(lease_id, None)
+        if grant is None:
             return False
-        for entry in lease.entries:
+        for entry in grant.entries:
             entry.num_leases -= 1
             if entry.num_leases == 0:
                 self.num_leased -= 1
-                self._enqueue_if_evictable(entry)
-        self._owned[lease.owner].lease_ids.discard(lease_id)
-        self._forget_owner_if_idle(lease.owner)
+                self._settle(entry)
+        self._owned[grant.owner].lease_ids.discard(lease_id)
+        self._forget_owner_if_idle(grant.owner)
         return True
 
+    # ---- writing
+
     def reserve(
-        self, key: bytes, parent: bytes | None, owner: int, num_parts: int = 1
+        self,
+        key: bytes,
+        parent: bytes | None,
+        owner: int,
+        num_parts: int = 1,
+        tenant: bytes = b"",
     ) -> tuple[int, int] | None:
-        """Make ``key`` WRITING for ``owner``, evicting a block where the pool is full.
+        """Make ``key`` WRITING for ``owner``, evicting a block where no slot may be had otherwise.
 
         Returns:
-            The slot as (index, serial); None where the key is in the index already or every slot
-            is in use.
+            The slot as (index, serial); None where the key is in the index already, every slot is
+            in use, or the tenant is over its quota and has nothing to evict.
         """
-        if key in self._entries:
+        entry = self._add(key, parent, tenant)
+        if entry is None:
             return None
-        if parent is not None and self._closes_a_cycle(key, parent):
-            parent = None
-        # The link comes first: it keeps the parent from being the one that is evicted.
-        self._link(parent)
-        if not self._free:
-            if not self._evict():
-                self._unlink(parent)
-                return None
-            self.counters.evictions += 1
-        self._last_serial += 1
-        entry = Entry(key, parent, self._free.pop(), self._last_serial, owner, num_parts)
-        self._entries[key] = entry
+        entry.owner, entry.num_parts = owner, num_parts
         self._writing[entry.serial] = entry
         self._owned.setdefault(owner, Owned()).serials.add(entry.serial)
         return entry.slot, entry.serial
@@ -181,38 +161,9 @@ class BlockIndex:
         for serial in tuple(owned.serials):
             self.abandon(serial)
 
-    def clear(self) -> int:
-        """Drop every block that neither is in use nor has a descendant in use; how many went."""
-        num_dropped = 0
-        while self._evict():
-            num_dropped += 1
-        return num_dropped
-
     def check(self) -> None:
         """Assert what must hold between two operations."""
-        entries = self._entries
-        slots = sorted(self._free + [entry.slot for entry in entries.values()])
-        assert slots == list(range(self.num_slots)), "a slot is lost or used twice"
-        parents = [entry.parent for entry in entries.values() if entry.parent is not None]
-        assert Counter(parents) == self._num_children
-        for key, entry in entries.items():
-            assert entry.key == key
-            assert (entry.serial in self._writing) is not entry.ready
-            assert entry.ready or not entry.num_leases, "a lease on a block that is being written"
-        leased = [entry for lease in self._leases.values() for entry in lease.entries]
-        assert all(entries.get(entry.key) is entry for entry in leased), "a leased block is gone"
-        assert self.num_leased == len({entry.key for entry in leased})
-        assert len(leased) == sum(entry.num_leases for entry in entries.values())
-        queued = [entry for _, _, entry in self._queue]
-        assert all(entry.queued and entries.get(entry.key) is entry for entry in queued)
-        assert len(queued) == sum(entry.queued for entry in entries.values())
-        assert all(entry.queued for entry in entries.values() if self._is_evictable(entry))
-        assert all(owned.lease_ids or owned.serials for owned in self._owned.values())
-        for owner, owned in self._owned.items():
-            assert all(self._leases[lease_id].owner == owner for lease_id in owned.lease_ids)
-            assert all(self._writing[serial].owner == owner for serial in owned.serials)
-        assert len(self._leases) == sum(len(owned.lease_ids) for owned in self._owned.values())
-        assert len(self._writing) == sum(len(owned.serials) for owned in self._owned.values())
+        check_index(self)
 
     def _end_part(self, serial: int, part: int, *, failed: bool) -> bool:
         entry = self._writing.get(serial)
@@ -225,74 +176,15 @@ class BlockIndex:
             if entry.failed:
                 self._remove(entry)
             else:
+                self.counters.commits += 1
                 self._publish(entry)
+                self._settle(entry)
         return True
 
     def _end_writing(self, entry: Entry) -> None:
         del self._writing[entry.serial]
         self._owned[entry.owner].serials.discard(entry.serial)
         self._forget_owner_if_idle(entry.owner)
-
-    def _publish(self, entry: Entry) -> None:
-        self._tick += 1
-        entry.ready = True
-        entry.last_used = self._tick
-        self.counters.commits += 1
-        self._enqueue_if_evictable(entry)
-
-    def _remove(self, entry: Entry) -> None:
-        del self._entries[entry.key]
-        self._free.append(entry.slot)
-        if self._on_free is not None:
-            self._on_free(entry.slot)
-        self._unlink(entry.parent)
-
-    def _evict(self) -> bool:
-        while self._queue:
-            last_used, _, entry = heappop(self._queue)
-            entry.queued = False
-            if entry.last_used != last_used:
-                self._enqueue_if_evictable(entry)
-            elif self._is_evictable(entry):
-                self._remove(entry)
-                return True
-        return False
-
-    def _is_evictable(self, entry: Entry) -> bool:
-        return entry.ready and not entry.num_leases and entry.key not in self._num_children
-
-    def _enqueue_if_evictable(self, entry: Entry) -> None:
-        if not entry.queued and self._is_evictable(entry):
-            entry.queued = True
-            heappush(self._queue, (entry.last_used, entry.serial, entry))
-
-    def _link(self, parent: bytes | None) -> None:
-        if parent is not None:
-            self._num_children[parent] = self._num_children.get(parent, 0) + 1
-
-    def _unlink(self, parent: bytes | None) -> None:
-        if parent is None:
-            return
-        self._num_children[parent] -= 1
-        if not self._num_children[parent]:
-            del self._num_children[parent]
-            entry = self._entries.get(parent)
-            if entry is not None:
-                self._enqueue_if_evictable(entry)
-
-    def _closes_a_cycle(self, key: bytes, parent: bytes) -> bool:
-        """Whether ``key`` is an ancestor of ``parent``: such blocks could never be evicted.
-
-        Hash chains have no cycles, but a faulty client can send one. The walk is rare: only a key
-        that comes back while children wait for it is followed.
-        """
-        if key == parent:
-            return True
-        ancestor: bytes | None = parent if key in self._num_children else None
-        while ancestor is not None and ancestor != key:
-            entry = self._entries.get(ancestor)
-            ancestor = entry.parent if entry is not None else None
-        return ancestor is not None
 
     def _forget_owner_if_idle(self, owner: int) -> None:
         owned = self._owned[owner]

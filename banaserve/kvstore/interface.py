@@ -47,59 +47,23 @@ class Exchanged:
     """The outcome of ``StoreClient.exchange``.
 
     Attributes:
-        lease: Covers ``slots``; None when the first key asked for was not readable.
-        slots: Where the longest readable prefix of the acquired keys lies, in their order.
+        lease: Covers ``slots``; None where the store has nothing of the first key asked for.
+        slots: Where the blocks of the longest prefix of the acquired keys lie that are readable
+            or on their way up from a tier, in their order.
         reserved: One entry for each reserved key; None where it is present already, is being
             written by another, or there is no room.
+        num_ready: Of ``slots``, so many at the front are readable. For the others ask
+            ``StoreClient.arrivals``.
+        wait_s: Predicted seconds until the last of ``slots`` is readable; 0.0 where all are.
+        undecided: A tier is still asking a peer about the key after ``slots``: ask again soon.
+        num_declined: Blocks after ``slots`` that lie in a tier and were left there because
+            computing them is predicted to be cheaper than fetching them.
     """
 
     lease: Lease | None
     slots: Sequence[Slot]
     reserved: Sequence[Slot | None]
-
-
-class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The store's counters (since the daemon started) and gauges (now).
-
-    Attributes:
-        generation: Of the present pool; 0 until the first client has set the slot size.
-        capacity_bytes: Size of the pool.
-        used_bytes: Slots in use times their size.
-        slot_bytes: 0 until the first client has set it.
-        num_slots: Slots in the pool.
-        used_slots: Slots that hold a block or are being written.
-        writing_slots: Slots that are being written.
-        leased_slots: Slots that at least one lease covers.
-        num_leases: Leases held.
-        quarantined_slots: Slots being written whose client went away while its process lives.
-        hits: Keys asked for by acquire that were readable.
-        misses: Keys asked for by acquire that were not.
-        evictions: Blocks dropped to make room.
-        commits: Blocks that became readable.
-        clients: Connections that share blocks.
-        refused_clients: Connections refused because of their fingerprint.
-        layout_mismatches: Connections whose model and salt match another's while the layout
-            does not: they work, but neither sees the other's blocks.
-        protocol_errors: Connections closed because of what they sent.
-        tiers: Names of the tiers, fastest first.
-    """
-
-    generation: int
-    capacity_bytes: int
-    used_bytes: int
-    slot_bytes: int
-    num_slots: int
-    used_slots: int
-    writing_slots: int
-    leased_slots: int
-    num_leases: int
-    quarantined_slots: int
-    hits: int
-    misses: int
-    evictions: int
-    commits: int
-    clients: int
-    refused_clients: int
-    layout_mismatches: int
-    protocol_errors: int
-    tiers: tuple[str, ...]
+    num_ready: int = 0
+    wait_s: float = 0.0
+    undecided: bool = False
+    num_declined: int = 0

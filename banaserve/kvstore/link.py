@@ -28,8 +28,8 @@ class Link:
         client_name: Names the instance.
         timeout_s: Longest wait for an answer.
         reconnect: Whether to try again once the store has gone.
-        on_open: Called after each greeting with the welcome and the pool's file descriptor, which
-            is closed afterwards.
+        on_open: Called after each greeting with the welcome and the file descriptors of pool and
+            board, which are closed afterwards.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Link:
         *,
         timeout_s: float,
         reconnect: bool,
-        on_open: Callable[[wire.Welcome, int], None],
+        on_open: Callable[[wire.Welcome, int, int], None],
     ) -> None:
         self.generation = 0
         self._socket_path = socket_path
@@ -74,13 +74,12 @@ class Link:
         channel = Channel(
             self._socket_path, self._client_name, self._fingerprint, self._timeout_s, self._on_late
         )
-        assert channel.pool_fd is not None
         try:
-            self._on_open(channel.welcome, channel.pool_fd)
+            self._on_open(channel.welcome, *channel.fds)
         except (OSError, ValueError) as error:
             channel.close()
             raise StoreUnavailableError(f"cannot map the store's pool: {error}") from error
-        channel.close_pool_fd()
+        channel.close_fds()
         self._channel = channel
         self.generation = channel.welcome.generation
         self._untold = [said for said in self._untold if said.generation == self.generation]
@@ -121,6 +120,10 @@ class Link:
             self._tell_untold(self._channel)
         except (OSError, ProtocolError) as error:
             self._lose(error)
+
+    def is_lost(self) -> bool:
+        """Whether the store is known to be gone, without asking it."""
+        return self._channel is None or not self._channel.is_open()
 
     def refresh(self) -> None:
         """Find out whether the store is still the one that was connected; reconnect if not.

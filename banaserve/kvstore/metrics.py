@@ -8,14 +8,18 @@ from pathlib import Path
 
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import fetch_stats
-from banaserve.kvstore.interface import StoreStats
+from banaserve.kvstore.stats import StoreStats
 
 _PREFIX = "banaserve_kvstore_"
 _COUNTERS = {
     "hits": "Keys asked for by acquire that were readable.",
     "misses": "Keys asked for by acquire that were not readable.",
+    "joined": "Keys asked for by acquire that were on their way up for somebody else.",
     "evictions": "Blocks dropped to make room.",
-    "commits": "Blocks that became readable.",
+    "commits": "Blocks that clients made readable.",
+    "corrupt_blocks": "Blocks in memory whose checksum was wrong when they were asked for.",
+    "quota_evictions": "Evictions that a tenant at its quota did to itself.",
+    "quota_refusals": "Slots refused to a tenant at its quota.",
     "refused_clients": "Connections refused because of their fingerprint.",
     "layout_mismatches": "Connections whose layout differs from another of the same model.",
     "protocol_errors": "Connections closed because of what they sent.",
@@ -25,10 +29,12 @@ _GAUGES = {
     "used_bytes": "Bytes of slots in use.",
     "num_slots": "Slots in the pool.",
     "used_slots": "Slots that hold a block or are being written.",
-    "writing_slots": "Slots that are being written.",
+    "writing_slots": "Slots that clients are writing.",
+    "promoting_slots": "Slots that tiers fill or are about to fill.",
     "leased_slots": "Slots that at least one lease covers.",
     "num_leases": "Leases held.",
     "quarantined_slots": "Slots being written whose client is gone while its process lives.",
+    "num_tenants": "Tenants that use at least one slot.",
     "clients": "Connections that share blocks.",
 }
 

@@ -50,6 +50,10 @@ class Pool:
         except OSError as error:
             raise UserError(f"cannot fill a pool of {format_size(num_bytes)}: {error}") from error
 
+    def part(self, first_byte: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """A view of a range; the pool's memory stays mapped as long as it lives."""
+        return self._memory[first_byte : first_byte + num_bytes]
+
     def poison(self, first_byte: int, num_bytes: int) -> None:
         """Overwrite a range, so that a read of freed memory shows."""
         self._memory[first_byte : first_byte + num_bytes] = POISON

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Protocol
+
+MAX_SERIAL = 2**60
 
 
 @dataclass(slots=True)
@@ -14,53 +16,107 @@ class Counters:
     misses: int = 0
     evictions: int = 0
     commits: int = 0
-
-
-class Grant(NamedTuple):
-    """A lease and the slots that it covers, each as (index, serial)."""
-
-    lease_id: int
-    slots: list[tuple[int, int]]
+    quota_evictions: int = 0
+    quota_refusals: int = 0
 
 
 class Entry:
-    """One key's block. READY once every part is committed, WRITING until then."""
+    """One key's block.
+
+    WRITING until every part is committed, or ``promoting`` until a tier has filled it; READY after
+    that. ``dropped`` when its key is out of the index while somebody still uses the slot.
+
+    Attributes:
+        num_leases: Leases that cover it.
+        num_pins: Copies between the slot and tiers that are under way or about to begin.
+        last_used: Tick of the last acquire or commit.
+    """
 
     __slots__ = (
+        "dropped",
         "ended_parts",
         "failed",
         "key",
         "last_used",
         "num_leases",
         "num_parts",
+        "num_pins",
         "owner",
         "parent",
-        "queued",
+        "promoting",
         "ready",
         "serial",
         "slot",
+        "tenant",
     )
 
     def __init__(
-        self, key: bytes, parent: bytes | None, slot: int, serial: int, owner: int, num_parts: int
+        self,
+        key: bytes,
+        parent: bytes | None,
+        slot: int,
+        serial: int,
+        tenant: bytes,
+        owner: int = 0,
+        num_parts: int = 0,
     ) -> None:
         self.key = key
         self.parent = parent
         self.slot = slot
         self.serial = serial
+        self.tenant = tenant
         self.owner = owner
         self.num_parts = num_parts
         self.ended_parts = 0
         self.failed = False
         self.ready = False
+        self.promoting = False
+        self.dropped = False
         self.num_leases = 0
+        self.num_pins = 0
         self.last_used = 0
-        self.queued = False
 
 
-class HeldLease(NamedTuple):
+class SlotWatcher(Protocol):
+    """Told what becomes of slots, in the middle of an operation: it must not call the index."""
+
+    def became_pending(self, entry: Entry) -> None:
+        """A tier is about to fill the slot."""
+        ...
+
+    def became_ready(self, entry: Entry) -> None:
+        """The slot may be leased."""
+        ...
+
+    def failed(self, entry: Entry) -> None:
+        """The block in the slot is lost to those who lease it."""
+        ...
+
+    def became_free(self, entry: Entry) -> None:
+        """Nobody uses the slot any more."""
+        ...
+
+
+@dataclass(slots=True)
+class Grant:
+    """A lease: ``owner`` may read the slots of ``entries``."""
+
+    lease_id: int
     owner: int
     entries: list[Entry]
+
+    @property
+    def slots(self) -> list[tuple[int, int]]:
+        """Where the blocks lie, each as (index, serial)."""
+        return [(entry.slot, entry.serial) for entry in self.entries]
+
+    @property
+    def num_ready(self) -> int:
+        """So many entries at the front are readable."""
+        for number, entry in enumerate(self.entries):
+            if not entry.ready:
+                return number
+        return len(self.entries)
 
 
 class Owned:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from banaserve.errors import ProtocolError
 from banaserve.kvstore import wire
+from banaserve.kvstore.board import Board
 from banaserve.kvstore.connection import Connection
 from banaserve.kvstore.listener import Listener
 from banaserve.kvstore.pool import Pool
@@ -19,6 +20,7 @@ from banaserve.kvstore.quarantine import Quarantine
 from banaserve.kvstore.service import StoreService
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.system import open_peer_pidfd, peer_of
+from banaserve.kvstore.watcher import PoolWatcher
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class DaemonConfig:
         socket_path: Where clients connect; its folder must exist.
         pool_bytes: Memory for blocks, taken at start.
         max_connections: More are turned away.
+        tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
         poison_free_slots: Overwrite freed slots, to find reads of freed memory. Slow.
         die_with_parent: Stop when the process that started this one is gone.
         metrics_port: Of localhost, for Prometheus; 0 serves none.
@@ -42,6 +45,7 @@ class DaemonConfig:
     socket_path: Path
     pool_bytes: int
     max_connections: int = 1024
+    tenant_quota: float = 1.0
     poison_free_slots: bool = False
     die_with_parent: bool = False
     metrics_port: int = 0
@@ -63,8 +67,9 @@ class StoreServer:
         except BaseException:
             self._listener.close()
             raise
-        on_free = self._pool.poison if config.poison_free_slots else None
-        self._service = StoreService(self._pool.num_bytes, on_free)
+        self._board = Board(self._pool.num_bytes)
+        watcher = PoolWatcher(self._pool, self._board, poisons=config.poison_free_slots)
+        self._service = StoreService(self._pool.num_bytes, watcher, config.tenant_quota)
         self._selector = selectors.DefaultSelector()
         self._quarantine = Quarantine(self._selector, self._service.drop)
         self._connections: dict[int, Connection] = {}
@@ -111,6 +116,7 @@ class StoreServer:
         self._wake_reader.close()
         self._wake_writer.close()
         self._pool.close()
+        self._board.close()
 
     def _on_wake(self, _events: int) -> None:
         self._wake_reader.recv(4096)
@@ -187,7 +193,8 @@ class StoreServer:
         if isinstance(reply, wire.Refused):
             connection.send(reply)
             raise EOFError
-        connection.send(reply, None if hello.fingerprint is None else self._pool.fd)
+        shared = (self._pool.fd, self._board.fd)
+        connection.send(reply, () if hello.fingerprint is None else shared)
 
     def _on_death(self, connection: Connection) -> None:
         if not connection.closed:

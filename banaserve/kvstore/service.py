@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from banaserve.errors import ProtocolError
 from banaserve.kvstore import wire
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.index import BlockIndex
-from banaserve.kvstore.interface import StoreStats
 from banaserve.kvstore.sizes import format_size
+from banaserve.kvstore.stats import StoreStats
+from banaserve.kvstore.watcher import PoolWatcher
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +32,15 @@ class StoreService:
 
     Args:
         pool_bytes: Size of the pool.
-        on_free: Called with (first byte, number of bytes) of each range that becomes free.
+        watcher: Carries what becomes of slots over to board, memory and tiers.
+        tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
     """
 
-    def __init__(self, pool_bytes: int, on_free: Callable[[int, int], None] | None = None) -> None:
+    def __init__(self, pool_bytes: int, watcher: PoolWatcher, tenant_quota: float = 1.0) -> None:
         self.pool_bytes = pool_bytes
         self.num_protocol_errors = 0
-        self._on_free = on_free
+        self._watcher = watcher
+        self._tenant_quota = tenant_quota
         self._sessions: dict[int, Session] = {}
         self._quarantined_ids: set[int] = set()
         self._index = BlockIndex(0)
@@ -140,18 +142,24 @@ class StoreService:
             num_slots=index.num_slots,
             used_slots=index.num_used,
             writing_slots=index.num_writing,
+            promoting_slots=index.num_promoting,
             leased_slots=index.num_leased,
             num_leases=index.num_leases,
             quarantined_slots=quarantined,
             hits=index.counters.hits,
             misses=index.counters.misses,
+            joined=0,
             evictions=index.counters.evictions,
             commits=index.counters.commits,
+            corrupt_blocks=0,
+            num_tenants=index.num_tenants,
+            quota_evictions=index.counters.quota_evictions,
+            quota_refusals=index.counters.quota_refusals,
             clients=len(self._peers()),
             refused_clients=self._num_refused,
             layout_mismatches=self._num_layout_mismatches,
             protocol_errors=self.num_protocol_errors,
-            tiers=("memory",),
+            tiers=(),
         )
 
     def _peers(self) -> list[tuple[str, Fingerprint]]:
@@ -200,15 +208,9 @@ class StoreService:
         self._slot_bytes = slot_bytes
         # 63 bits: a msgpack integer that every language reads; never 0, which means "no pool".
         self._generation = secrets.randbelow(2**63 - 1) + 1
-        on_free = self._slot_freed if self._on_free else None
-        self._index = BlockIndex(num_slots, on_free, self._index.counters)
-        if self._on_free is not None:
-            self._on_free(0, self.pool_bytes)
+        self._index = BlockIndex(num_slots, self._watcher, self._index.counters, self._tenant_quota)
+        self._watcher.carve(slot_bytes)
         log.info("%d slots of %s", num_slots, format_size(slot_bytes))
-
-    def _slot_freed(self, slot: int) -> None:
-        assert self._on_free is not None
-        self._on_free(slot * self._slot_bytes, self._slot_bytes)
 
     def _exchange(
         self, session: Session, fingerprint: Fingerprint, request: wire.Exchange
@@ -222,12 +224,13 @@ class StoreService:
                 None if parent is None else namespace + parent,
                 session.id,
                 num_parts,
+                request.tenant,
             )
             for key, parent in request.reserve
         ]
         if grant is None:
             return wire.Granted(request.seq, None, [], reserved)
-        return wire.Granted(request.seq, grant.lease_id, grant.slots, reserved)
+        return wire.Granted(request.seq, grant.lease_id, grant.slots, reserved, grant.num_ready)
 
     def _commit(self, request: wire.Commit) -> bool:
         if request.generation != self._generation:

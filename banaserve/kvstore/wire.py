@@ -14,13 +14,15 @@ import msgspec
 
 from banaserve.errors import ProtocolError
 from banaserve.kvstore.fingerprint import MAX_PARTS, Fingerprint
-from banaserve.kvstore.interface import StoreStats
+from banaserve.kvstore.stats import StoreStats
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 16 * 2**20
 MAX_KEYS = 65536
 MIN_KEY_BYTES = 16
 MAX_KEY_BYTES = 64
+MAX_TENANT_BYTES = 64
+MAX_COMPUTE_BLOCK_S = 1e6
 _LENGTH_BYTES = 4
 _MAX_INT = 2**63 - 1
 
@@ -29,6 +31,8 @@ Keys = Annotated[list[Key], msgspec.Meta(max_length=MAX_KEYS)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT)]
 Serials = Annotated[list[Number], msgspec.Meta(max_length=MAX_KEYS)]
 Part = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)]
+Tenant = Annotated[bytes, msgspec.Meta(max_length=MAX_TENANT_BYTES)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_COMPUTE_BLOCK_S)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -51,11 +55,17 @@ class LookupKeys(_Message, frozen=True, tag="lookup"):
 
 
 class Exchange(_Message, frozen=True, tag="exchange"):
-    """``reserve`` is a list of (key, its parent's key)."""
+    """``reserve`` is a list of (key, its parent's key).
+
+    ``tenant`` pays for the slots that are reserved or filled from tiers; ``compute_block_s`` is
+    what computing one of the acquired blocks would cost, 0.0 where that is not known.
+    """
 
     seq: Number
     acquire: Keys
     reserve: Annotated[list[tuple[Key, Key | None]], msgspec.Meta(max_length=MAX_KEYS)]
+    tenant: Tenant = b""
+    compute_block_s: Seconds = 0.0
 
 
 class Commit(_Message, frozen=True, tag="commit"):
@@ -89,7 +99,7 @@ class Goodbye(_Message, frozen=True, tag="goodbye"):
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
-    """Comes with the pool's file descriptor where the client has a fingerprint."""
+    """Comes with file descriptors of pool and board where the client has a fingerprint."""
 
     seq: Number
     generation: Number
@@ -113,12 +123,16 @@ class Looked(_Message, frozen=True, tag="looked"):
 
 
 class Granted(_Message, frozen=True, tag="granted"):
-    """``slots`` and ``reserved`` hold (index, serial)."""
+    """``slots`` and ``reserved`` hold (index, serial); the rest is as in ``Exchanged``."""
 
     seq: Number
     lease_id: Number | None
     slots: list[tuple[Number, Number]]
     reserved: list[tuple[Number, Number] | None]
+    num_ready: Number = 0
+    wait_s: float = 0.0
+    undecided: bool = False
+    num_declined: Number = 0
 
 
 class Committed(_Message, frozen=True, tag="committed"):

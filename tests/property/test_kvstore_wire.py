@@ -65,6 +65,8 @@ valid_messages = st.one_of(
         st.integers(0, 9),
         st.lists(keys, max_size=4),
         st.lists(st.tuples(keys, st.none() | keys), max_size=4),
+        st.binary(max_size=64),
+        st.floats(0, 1e6),
     ),
     st.builds(wire.GetStats, st.integers(0, 9)),
 )

@@ -22,8 +22,9 @@ from banaserve.errors import FingerprintError, StoreUnavailableError
 from banaserve.kvstore.admin import clear_store, fetch_stats
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.interface import Lookup, Slot, StoreStats
+from banaserve.kvstore.interface import Lookup, Slot
 from banaserve.kvstore.metrics import MetricsServer, prometheus_text
+from banaserve.kvstore.stats import StoreStats
 
 FINGERPRINT = Fingerprint(
     model="m",
@@ -163,6 +164,30 @@ def test_what_one_client_writes_another_reads(store: Store) -> None:
     assert (stats.num_leases, stats.num_slots) == (0, NUM_SLOTS)
 
 
+def test_arrivals_tell_what_is_readable_without_asking(store: Store) -> None:
+    client = store.client()
+    (slot,) = reserve(client, KEYS[:1])
+    assert client.arrivals([slot]) == [Lookup.MISS]
+    assert client.commit([slot])
+    exchanged = client.exchange(acquire=KEYS[:2])
+    assert (list(exchanged.slots), exchanged.num_ready, exchanged.wait_s) == ([slot], 1, 0.0)
+    other = Slot(slot.index, slot.generation, slot.serial + 1)
+    os.kill(store.process.pid, signal.SIGSTOP)
+    assert client.arrivals([slot, other]) == [Lookup.HIT, Lookup.MISS]
+    os.kill(store.process.pid, signal.SIGCONT)
+    assert exchanged.lease is not None
+    client.release(exchanged.lease)
+    clear_store(store.path)
+    assert client.arrivals([slot]) == [Lookup.MISS]
+
+
+def test_clients_cannot_write_to_the_board(store: Store) -> None:
+    client = store.client()
+    client.connect()
+    with pytest.raises(TypeError):
+        client._board._words[0] = 1  # type: ignore[union-attr]
+
+
 def test_eviction_keeps_leased_chains(store: Store) -> None:
     client = store.client()
     write(client, KEYS[:8])
@@ -196,6 +221,15 @@ def test_parts_are_committed_from_several_processes(store: Store) -> None:
     assert workers[0].commit(slots, part=0)
     assert scheduler.lookup(KEYS[:2]) == [Lookup.HIT] * 2
     assert not workers[0].commit(slots, part=0)
+
+
+def test_bad_terms_are_the_callers_mistake(store: Store) -> None:
+    client = store.client()
+    with pytest.raises(ValueError, match="tenant"):
+        client.exchange(tenant=b"x" * 65)
+    for seconds in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="compute"):
+            client.exchange(compute_block_s=seconds)
 
 
 @pytest.mark.parametrize(
@@ -311,6 +345,7 @@ def test_a_killed_daemon_means_misses_until_it_is_back(store: Store) -> None:
     eventually(lambda: client.stats() is not None)
     assert client.view().generation != old_view.generation
     assert not client.commit(old_slots)
+    assert client.arrivals(old_slots) == [Lookup.MISS]
     with pytest.raises(StoreUnavailableError):
         client.view(old_view.generation)
     with pytest.raises(StoreUnavailableError):

@@ -6,6 +6,7 @@ import pytest
 
 from banaserve.kvstore.index import BlockIndex
 from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.records import Entry
 
 ALICE, BOB = 1, 2
 
@@ -191,12 +192,26 @@ def test_clear_keeps_what_is_in_use_and_its_ancestors() -> None:
     index.check()
 
 
+class Freed:
+    """Watches which slots become free."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+
+    def became_free(self, entry: Entry) -> None:
+        self.slots.append(entry.slot)
+
+    def became_ready(self, entry: Entry) -> None: ...
+    def became_pending(self, entry: Entry) -> None: ...
+    def failed(self, entry: Entry) -> None: ...
+
+
 def test_freed_slots_are_reported_once() -> None:
-    freed: list[int] = []
-    index = BlockIndex(2, freed.append)
+    freed = Freed()
+    index = BlockIndex(2, freed)
     store(index, b"a")
     store(index, b"b")
     store(index, b"c")
-    assert freed == [0]
+    assert freed.slots == [0]
     index.clear()
-    assert sorted(freed) == [0, 0, 1]
+    assert sorted(freed.slots) == [0, 0, 1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -9,9 +11,12 @@ import pytest
 
 from banaserve.errors import ProtocolError, UserError
 from banaserve.kvstore import wire
+from banaserve.kvstore.board import Board
 from banaserve.kvstore.fingerprint import PAGE_BYTES, Fingerprint
+from banaserve.kvstore.pool import POISON, Pool
 from banaserve.kvstore.service import StoreService
 from banaserve.kvstore.sizes import format_size, parse_size
+from banaserve.kvstore.watcher import PoolWatcher
 
 POOL_BYTES = 8 * PAGE_BYTES
 KEY = b"k" * 32
@@ -27,6 +32,27 @@ FINGERPRINT = Fingerprint(
     page_bytes=2048,
     probe="00ff",
 )
+
+
+made = ExitStack()
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    with made:
+        yield
+
+
+def make_pool() -> Pool:
+    pool = Pool(POOL_BYTES)
+    made.callback(pool.close)
+    return pool
+
+
+def make_service(pool: Pool | None = None, *, poisons: bool = False) -> StoreService:
+    board = Board(POOL_BYTES)
+    made.callback(board.close)
+    return StoreService(POOL_BYTES, PoolWatcher(pool or make_pool(), board, poisons=poisons))
 
 
 def changed(**fields: Any) -> Fingerprint:
@@ -67,7 +93,7 @@ def write(service: StoreService, session_id: int, key: bytes) -> None:
 
 
 def test_blocks_are_shared_between_equal_fingerprints() -> None:
-    service = StoreService(POOL_BYTES)
+    service = make_service()
     join(service, 1, FINGERPRINT)
     join(service, 2, FINGERPRINT)
     write(service, 1, KEY)
@@ -85,7 +111,7 @@ def test_blocks_are_shared_between_equal_fingerprints() -> None:
     ],
 )
 def test_other_fingerprints_share_the_pool_but_no_blocks(fields: dict[str, Any]) -> None:
-    service = StoreService(POOL_BYTES)
+    service = make_service()
     first = join(service, 1, FINGERPRINT)
     second = join(service, 2, changed(**fields))
     assert first.generation == second.generation
@@ -95,7 +121,7 @@ def test_other_fingerprints_share_the_pool_but_no_blocks(fields: dict[str, Any])
 
 
 def test_another_hash_probe_is_refused_loudly() -> None:
-    service = StoreService(POOL_BYTES)
+    service = make_service()
     join(service, 1, FINGERPRINT)
     message = refusal(service, 2, changed(probe="dead"))
     assert "instance 1" in message
@@ -106,7 +132,7 @@ def test_another_hash_probe_is_refused_loudly() -> None:
 
 
 def test_another_layout_of_the_same_model_is_counted() -> None:
-    service = StoreService(POOL_BYTES)
+    service = make_service()
     join(service, 1, FINGERPRINT)
     join(service, 2, changed(isa="avx512"))
     join(service, 3, changed(salt="tenant"))
@@ -114,12 +140,12 @@ def test_another_layout_of_the_same_model_is_counted() -> None:
 
 
 def test_a_block_larger_than_the_pool_is_refused() -> None:
-    service = StoreService(POOL_BYTES)
+    service = make_service()
     assert "larger size" in refusal(service, 1, changed(page_bytes=POOL_BYTES))
 
 
 def test_another_slot_size_waits_until_nobody_uses_the_present_one() -> None:
-    service = StoreService(POOL_BYTES)
+    service = make_service()
     generation = join(service, 1, FINGERPRINT).generation
     write(service, 1, KEY)
     larger = changed(page_bytes=4096)
@@ -136,7 +162,7 @@ def test_another_slot_size_waits_until_nobody_uses_the_present_one() -> None:
 
 
 def test_messages_of_an_old_generation_change_nothing() -> None:
-    service = StoreService(POOL_BYTES)
+    service = make_service()
     join(service, 1, FINGERPRINT)
     write(service, 1, KEY)
     lease_id = exchange(service, 1, [KEY], [b"n" * 32]).lease_id
@@ -150,7 +176,7 @@ def test_messages_of_an_old_generation_change_nothing() -> None:
 
 
 def test_what_a_lost_connection_holds_stays_until_it_is_dropped() -> None:
-    service = StoreService(POOL_BYTES)
+    service = make_service()
     join(service, 1, FINGERPRINT)
     exchange(service, 1, [], [KEY])
     assert service.leave(1) == "instance 1"
@@ -165,7 +191,7 @@ def test_what_a_lost_connection_holds_stays_until_it_is_dropped() -> None:
     [wire.LookupKeys(2, [KEY]), wire.Exchange(2, [], []), wire.Commit(2, 1, [1], 0)],
 )
 def test_an_operator_may_not_touch_blocks(request_: wire.Request) -> None:
-    service = StoreService(POOL_BYTES)
+    service = make_service()
     with pytest.raises(ProtocolError, match="before Hello"):
         service.answer(1, request_)
     join(service, 1, None)
@@ -175,7 +201,7 @@ def test_an_operator_may_not_touch_blocks(request_: wire.Request) -> None:
 
 
 def test_hello_is_said_once_and_in_the_same_version() -> None:
-    service = StoreService(POOL_BYTES)
+    service = make_service()
     reply = service.greet(1, wire.Hello(1, wire.PROTOCOL_VERSION + 1, "new", None))
     assert isinstance(reply, wire.Refused)
     assert "version" in reply.message
@@ -184,13 +210,18 @@ def test_hello_is_said_once_and_in_the_same_version() -> None:
         service.greet(1, hello())
 
 
-def test_freed_and_unused_memory_is_reported_for_poisoning() -> None:
-    freed: list[tuple[int, int]] = []
-    service = StoreService(POOL_BYTES, lambda first, size: freed.append((first, size)))
+def test_freed_and_unused_memory_is_poisoned() -> None:
+    pool = make_pool()
+    service = make_service(pool, poisons=True)
     join(service, 1, FINGERPRINT)
+    memory = pool.part(0, POOL_BYTES)
+    assert (memory == POISON).all()
     exchange(service, 1, [], [KEY, b"n" * 32])
+    memory[:] = 0
     service.answer(1, wire.Abandon(service.stats().generation, [2], None))
-    assert freed == [(0, POOL_BYTES), (4096, 4096)]
+    assert (memory[4096:8192] == POISON).all()
+    assert not memory[:4096].any()
+    assert not memory[8192:].any()
 
 
 @pytest.mark.parametrize(
