@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
@@ -53,13 +54,30 @@ class Run:
 
     Attributes:
         cpu_s: CPU seconds a request, of all the server's processes.
+        cpu_alone_s: The same of those sent one at a time.
+        cpu_together_s: The same of those sent together.
+        steps_together: Engine steps a request of those sent together.
         ttft_s: Median time to first token of the requests sent one at a time.
         token_ids: Of every answer, for comparing the two servers.
     """
 
     cpu_s: float
+    cpu_alone_s: float
+    cpu_together_s: float
+    steps_together: float
     ttft_s: float
     token_ids: list[list[int]]
+
+
+class _Spent(NamedTuple):
+    """What a server has used since it began: CPU seconds and engine steps."""
+
+    cpu_s: float
+    steps: float
+
+    @classmethod
+    def of(cls, server: Server) -> _Spent:
+        return cls(server.cpu_s(), server.metric("vllm:iteration_tokens_total_count"))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -148,16 +166,21 @@ async def _run(server: Server, model: str, prompts: list[str], options: Options)
         for i, text in enumerate(prompts)
     ]
     half = len(calls) // 2
-    cpu_before_s = server.cpu_s()
+    spent = [_Spent.of(server)]
     async with OpenAiClient(server.url, model, return_token_ids=True) as client:
         together = await closed_loop(client, calls[:half], options.concurrency)
+        spent.append(_Spent.of(server))
         alone = await closed_loop(client, calls[half:], 1)
+    spent.append(_Spent.of(server))
     records = [*together, *alone]
     failed = [record.error for record in records if record.error]
     if failed:
         raise UserError(f"a request failed: {failed[0]}")
     return Run(
-        cpu_s=(server.cpu_s() - cpu_before_s) / len(records),
+        cpu_s=(spent[2].cpu_s - spent[0].cpu_s) / len(records),
+        cpu_alone_s=(spent[2].cpu_s - spent[1].cpu_s) / len(alone),
+        cpu_together_s=(spent[1].cpu_s - spent[0].cpu_s) / len(together),
+        steps_together=(spent[1].steps - spent[0].steps) / len(together),
         ttft_s=median([_ttft_s(record) for record in alone]),
         token_ids=[record.token_ids for record in records],
     )
@@ -191,6 +214,18 @@ def _result(
     cached = counts["decode_cached"] / (counts["decode_cached"] + counts["decode_computed"])
     figures = {
         "cpu_ratio": (paired_ratios([r.cpu_s for r in apart], [r.cpu_s for r in plain]), "ratio"),
+        "cpu_ratio_alone": (
+            paired_ratios([r.cpu_alone_s for r in apart], [r.cpu_alone_s for r in plain]),
+            "ratio",
+        ),
+        "cpu_ratio_together": (
+            paired_ratios([r.cpu_together_s for r in apart], [r.cpu_together_s for r in plain]),
+            "ratio",
+        ),
+        "steps_ratio_together": (
+            paired_ratios([r.steps_together for r in apart], [r.steps_together for r in plain]),
+            "ratio",
+        ),
         "ttft_ratio": (
             paired_ratios([r.ttft_s for r in apart], [r.ttft_s for r in plain]),
             "ratio",
@@ -215,6 +250,9 @@ def _result(
         notes=[
             "cpu_ratio and ttft_ratio compare the same prompts on both servers, run by run",
             "both servers run at once; the idle one waits. One OMP thread an engine",
+            "alone: one request at a time, so nothing but the hand-over differs; together: "
+            "requests overlap, and an engine that does not wait for others' prompts runs more "
+            "and smaller decode steps",
             "float32, greedy; equal_answers_fraction compares the tokens of both servers",
         ],
         raw={"counts": counts},

@@ -91,7 +91,7 @@ async def _gaps(
                     Call(
                         str(i),
                         prompt=f"{number} {p.text}",
-                        max_tokens=400,
+                        max_tokens=200,
                         extra={"ignore_eos": True},
                     )
                 )
