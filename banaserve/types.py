@@ -20,6 +20,47 @@ class Role(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """How full an instance is, one number a resource, each in [0, 1].
+
+    Attributes:
+        compute: Work done against the work it could do in the same time.
+        memory: KV blocks in use against the KV blocks it has.
+    """
+
+    compute: float
+    memory: float
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceFacts:
+    """What stays as it is while an instance lives.
+
+    Attributes:
+        layer_weight_bytes: Weights of one decoder layer.
+        layer_token_bytes: K and V of one token in one layer, all heads.
+        block_tokens: Tokens of one KV block.
+        memory_bytes: What weights, KV blocks, guests and ``fixed_bytes`` share.
+        fixed_bytes: What no migration moves: embeddings, output head, the process.
+        granule_bytes: The slab of one layer and KV head grows and shrinks in steps of this.
+        can_move_layers, can_move_heads: Whether its layers or KV heads may run elsewhere.
+        can_switch_role: The router may change what it sends there.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    layer_weight_bytes: int
+    layer_token_bytes: int
+    block_tokens: int
+    memory_bytes: int
+    fixed_bytes: int = 0
+    granule_bytes: int = 1
+    can_move_layers: bool = True
+    can_move_heads: bool = True
+    can_switch_role: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceReport:
     """What an instance last said of itself.
 
@@ -29,6 +70,12 @@ class InstanceReport:
         kv_used_fraction: Share of the KV blocks in use, in [0, 1].
         busy_fraction: Share of wall time spent in forward passes, smoothed, in [0, 1].
         at_s: When the report was made, on the router's clock.
+        step_fill_fraction: Share of a step's time that grows with its work, smoothed, in [0, 1]:
+            a small batch keeps an engine busy and still leaves room. 1 where it is not measured.
+        step_s: Time of one step, smoothed; 0 where it is not measured.
+        num_kv_blocks: KV blocks that it has at present; 0 where it does not say.
+        weight_bytes: Weights of the layers that it holds at present.
+        guest_bytes: What guests on it hold for other instances: weights and KV.
     """
 
     num_running: int
@@ -36,6 +83,146 @@ class InstanceReport:
     kv_used_fraction: float
     busy_fraction: float
     at_s: float
+    step_fill_fraction: float = 1.0
+    step_s: float = 0.0
+    num_kv_blocks: int = 0
+    weight_bytes: int = 0
+    guest_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Module:
+    """What a migration moves: a contiguous range of layers, whole or some KV heads of it.
+
+    Attributes:
+        end_layer: The layer after the last one.
+        heads: KV heads that move, KV only, ascending; empty for whole layers, weights and KV.
+    """
+
+    first_layer: int
+    end_layer: int
+    heads: tuple[int, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return self.end_layer - self.first_layer
+
+    def overlaps(self, other: Module) -> bool:
+        """Whether both contain the same head of the same layer."""
+        if self.end_layer <= other.first_layer or other.end_layer <= self.first_layer:
+            return False
+        return not self.heads or not other.heads or bool(set(self.heads) & set(other.heads))
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A module that does not run at home.
+
+    Attributes:
+        host: Whose requests it serves.
+        guest: Where it runs.
+        epoch: The host's epoch in which it moved there.
+        since_s: When it did, on the router's clock.
+    """
+
+    module: Module
+    host: InstanceId
+    guest: InstanceId
+    epoch: int
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MoveModule:
+    """Run ``module`` of ``host`` at ``guest``; ``num_bytes`` travel there."""
+
+    host: InstanceId
+    guest: InstanceId
+    module: Module
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnModule:
+    """Take ``module`` of ``host`` home from ``guest``; ``num_bytes`` travel back."""
+
+    host: InstanceId
+    guest: InstanceId
+    module: Module
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchRole:
+    """Let the router send ``instance`` the legs of ``role``; nothing restarts."""
+
+    instance: InstanceId
+    old: Role
+    role: Role
+
+
+Action = MoveModule | ReturnModule | SwitchRole
+
+
+@dataclass(frozen=True, slots=True)
+class Influence:
+    """What a step is predicted to change on one instance.
+
+    Attributes:
+        compute: Added to ``Load.compute``.
+        kv_blocks: Added to the number of KV blocks.
+        guest_bytes: Added to what guests hold there.
+        step_s: Added to the time of a step.
+        waiting_s: Added to the work that waits there.
+        memory: Added to ``Load.memory`` where its requests change, not its blocks.
+    """
+
+    compute: float = 0.0
+    kv_blocks: int = 0
+    guest_bytes: int = 0
+    step_s: float = 0.0
+    waiting_s: float = 0.0
+    memory: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One action of a plan with what it should bring and take.
+
+    Attributes:
+        influence: By instance, in the order of ids.
+        cost_s: Predicted time of the transfer and the synchronisation.
+        benefit_s: What it saves within the policy's horizon.
+        timeout_s: After this it is aborted and reverted.
+    """
+
+    action: Action
+    influence: tuple[tuple[InstanceId, Influence], ...]
+    cost_s: float
+    benefit_s: float
+    timeout_s: float
+
+    @property
+    def instances(self) -> tuple[InstanceId, ...]:
+        """Those that take part, and not those that only feel it."""
+        if isinstance(self.action, SwitchRole):
+            return (self.action.instance,)
+        return (self.action.host, self.action.guest)
+
+    def is_finished(self, cluster: ClusterView) -> bool:
+        """Whether ``cluster`` shows what the step is meant to reach; never of a lost instance."""
+        action = self.action
+        if isinstance(action, SwitchRole):
+            view = cluster.instances.get(action.instance)
+            return view is not None and view.role is action.role
+        host = cluster.instances.get(action.host)
+        if host is None:
+            return False
+        is_there = any(
+            (placement.module, placement.guest) == (action.module, action.guest)
+            for placement in host.placements
+        )
+        return is_there is isinstance(action, MoveModule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +235,10 @@ class InstanceView:
         inflight_prefill_tokens: Prompt tokens of those that were neither cached nor computed yet,
             by the router's own knowledge; live, never stale.
         prefill_tokens_per_s: Measured prefill speed, for turning tokens into seconds.
+        facts: None where the instance cannot take part in migrations.
+        placements: Its modules that run elsewhere; what is not listed is at home.
+        epoch: Rises with each change of its placements.
+        changed_s: When its placements, its guests or its role last changed; None where never.
     """
 
     id: InstanceId
@@ -57,14 +248,29 @@ class InstanceView:
     inflight_requests: int
     inflight_prefill_tokens: int
     prefill_tokens_per_s: float
+    facts: InstanceFacts | None = None
+    placements: tuple[Placement, ...] = ()
+    epoch: int = 0
+    changed_s: float | None = None
+
+    def report_age_s(self, now_s: float) -> float | None:
+        """Seconds since the report was made; None where there is none."""
+        return None if self.report is None else now_s - self.report.at_s
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """All instances at one moment of the router's clock."""
+    """All instances at one moment of the router's clock.
+
+    Attributes:
+        under_way: Steps that have begun and are not finished.
+        is_balancing: What the last migration plan said of itself; see its thresholds.
+    """
 
     now_s: float
     instances: Mapping[InstanceId, InstanceView]
+    under_way: tuple[Step, ...] = ()
+    is_balancing: bool = False
 
     def serving(self, role: Role) -> tuple[InstanceView, ...]:
         """Ready instances of ``role``, in the order of their ids."""

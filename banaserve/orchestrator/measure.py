@@ -1,0 +1,121 @@
+"""From reports to loads: which instances can be judged, and how full they are.
+
+BanaServe Eq. 32 adds the share of compute and the share of memory in use: U_d = C_d / C_d^max +
+M_d / M_d^max, in [0, 2]. A sum calls an instance with full memory and idle compute as loaded as
+its opposite (figure 2(b): 0.95 + 0.35 against 0.35 + 0.95), so a load is a vector here and the sum
+one of three ways to make a number of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from banaserve.errors import UserError
+from banaserve.names import check_known
+from banaserve.types import ClusterView, InstanceId, InstanceReport, InstanceView, Load
+
+STALE_AFTER_S = 2.0
+"""A few report periods: one lost report is not yet a silent instance."""
+
+
+class Scalar(StrEnum):
+    """How a load vector becomes one number."""
+
+    MAXIMUM = "maximum"
+    SUM = "sum"
+    WEIGHTED = "weighted"
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarLoad:
+    """BanaServe Eq. 32 and two other ways to see a load as one number.
+
+    Attributes:
+        how: ``maximum`` in [0, 1] (what Eq. 1 minimises: an instance is as full as its fullest
+            resource), ``sum`` in [0, 2] as published, ``weighted`` in [0, 1].
+        compute_weight: Of ``weighted``, in [0, 1]; memory weighs the rest.
+    """
+
+    how: str = Scalar.MAXIMUM
+    compute_weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_known("scalar of a load", self.how, list(Scalar))
+        if not 0 <= self.compute_weight <= 1:
+            raise UserError(f"compute_weight is {self.compute_weight}: give a share in [0, 1]")
+
+    def of(self, load: Load) -> float:
+        if self.how == Scalar.SUM:
+            return load.compute + load.memory
+        if self.how == Scalar.WEIGHTED:
+            weight = self.compute_weight
+            return weight * load.compute + (1 - weight) * load.memory
+        return max(load.compute, load.memory)
+
+
+def load_of(report: InstanceReport) -> Load:
+    """Returns the load vector of a report, both shares cut to [0, 1].
+
+    Compute is busy time times the fill of a step: an engine with one request decodes all the
+    time and is far from loaded. Both factors come from the worker.
+    """
+    return Load(
+        compute=_share(report.busy_fraction * report.step_fill_fraction),
+        memory=_share(report.kv_used_fraction),
+    )
+
+
+def _share(value: float) -> float:
+    return min(1.0, max(0.0, value))
+
+
+class LeftOut(StrEnum):
+    """Why an instance takes no part in a decision: shown to people, and a metric's label."""
+
+    NOT_READY = "not ready"
+    NO_REPORT = "has never reported"
+    STALE = "its report is stale"
+    NO_FACTS = "cannot take part in migrations"
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The instances of a cluster view, apart by whether their numbers can be used.
+
+    Attributes:
+        views: Ready, with facts and a fresh report; in the order of ids.
+        left_out: The others, each with the reason.
+    """
+
+    views: tuple[InstanceView, ...]
+    left_out: Mapping[InstanceId, LeftOut]
+
+
+def judge(cluster: ClusterView, stale_after_s: float = STALE_AFTER_S) -> Judged:
+    """Returns which instances a migration decision may count on.
+
+    A silent instance is neither source nor target: its numbers describe the past. It stays in
+    the routing policies' sight, which have counts of their own.
+    """
+    usable = []
+    left_out = {}
+    for _, view in sorted(cluster.instances.items()):
+        reason = _reason(view, cluster.now_s, stale_after_s)
+        if reason is None:
+            usable.append(view)
+        else:
+            left_out[view.id] = reason
+    return Judged(tuple(usable), left_out)
+
+
+def _reason(view: InstanceView, now_s: float, stale_after_s: float) -> LeftOut | None:
+    if not view.ready:
+        return LeftOut.NOT_READY
+    if view.facts is None:
+        return LeftOut.NO_FACTS
+    age_s = view.report_age_s(now_s)
+    if age_s is None:
+        return LeftOut.NO_REPORT
+    return LeftOut.STALE if age_s > stale_after_s else None

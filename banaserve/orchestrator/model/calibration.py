@@ -1,0 +1,115 @@
+"""Step times and transfer times, learnt from what is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from banaserve.orchestrator.model.fit import LinearFit
+from banaserve.orchestrator.model.moving import Link
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What one step of an engine does.
+
+    Attributes:
+        prefill_tokens: Prompt tokens that it computes.
+        prefill_pairs: Pairs of a computed prompt token and a token it looks at, roughly the sum
+            of squares of whole prompts; a chunk of c tokens after h has c (c + 2 h) of them.
+        decode_requests: Requests that get one token.
+        context_tokens: Their tokens so far, together.
+    """
+
+    prefill_tokens: int = 0
+    prefill_pairs: int = 0
+    decode_requests: int = 0
+    context_tokens: int = 0
+
+    @property
+    def features(self) -> tuple[float, ...]:
+        """One for the step itself, then its four kinds of work."""
+        return (
+            1.0,
+            float(self.prefill_tokens),
+            float(self.prefill_pairs),
+            float(self.context_tokens),
+            float(self.decode_requests),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Time of a step: a + b n + c n^2 + d context + e batch, as in DistServe's fits.
+
+    Immutable: each measurement returns another one.
+    """
+
+    fit: LinearFit
+
+    @classmethod
+    def of(
+        cls,
+        fixed_s: float,
+        prefill_token_s: float,
+        prefill_pair_s: float,
+        context_token_s: float,
+        request_s: float,
+        doubt: float = 1.0,
+    ) -> StepTime:
+        """Returns the model with these first coefficients, for example those of a profile."""
+        first = (fixed_s, prefill_token_s, prefill_pair_s, context_token_s, request_s)
+        return cls(LinearFit.of(first, doubt))
+
+    def predict_s(self, work: StepWork) -> float:
+        return self.fit.predict(work.features)
+
+    def fill_fraction(self, work: StepWork) -> float:
+        """Share of a step's time that grows with its work, in [0, 1].
+
+        What is left is the fixed part, for which more requests would cost nothing.
+        """
+        step_s = self.predict_s(work)
+        if step_s <= 0:
+            return 0.0
+        return min(1.0, max(0.0, 1 - self.fit.coefficients[0] / step_s))
+
+    def observed(self, work: StepWork, measured_s: float) -> StepTime:
+        """Returns the model after a step of ``work`` took ``measured_s``."""
+        return StepTime(self.fit.observed(work.features, measured_s))
+
+    @property
+    def error_fraction(self) -> float:
+        """Smoothed relative error of predictions made before their measurement."""
+        return self.fit.error_fraction
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTime:
+    """Time of a transfer: T_sync + S / B (BanaServe Eq. 4), learnt from transfers.
+
+    Immutable: each measurement returns another one.
+    """
+
+    fit: LinearFit
+
+    @classmethod
+    def of(cls, link: Link, doubt: float = 1.0) -> TransferTime:
+        """Returns the model that begins at ``link``, whose ``sync_s`` is at least 1 us here."""
+        return cls(LinearFit.of((max(link.sync_s, 1e-6), 1 / link.bytes_per_s), doubt))
+
+    def predict_s(self, num_bytes: float) -> float:
+        return self.fit.predict((1.0, num_bytes))
+
+    def observed(self, num_bytes: float, measured_s: float) -> TransferTime:
+        """Returns the model after ``num_bytes`` took ``measured_s``."""
+        return TransferTime(self.fit.observed((1.0, num_bytes), measured_s))
+
+    def link(self, hop_s: float) -> Link:
+        """Returns the link as measured; a bandwidth beyond 1 PB/s is a fit gone wrong and cut."""
+        sync_s, byte_s = self.fit.coefficients
+        return Link(1 / max(byte_s, 1e-15), max(0.0, sync_s), hop_s)
+
+    @property
+    def error_fraction(self) -> float:
+        """Smoothed relative error of predictions made before their measurement."""
+        return self.fit.error_fraction

@@ -1,0 +1,108 @@
+"""What a migration costs, once and at every step: BanaServe Eqs. 2 to 5, 11, 28 and 29."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way between two instances.
+
+    Attributes:
+        bytes_per_s: B_net, for one direction.
+        sync_s: T_sync, once for each migration.
+        hop_s: Latency of one message one way.
+    """
+
+    bytes_per_s: float
+    sync_s: float = 0.0
+    hop_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_s <= 0 or self.sync_s < 0 or self.hop_s < 0:
+            raise ValueError(f"{self}: bytes_per_s is above 0, the rest 0 or more")
+
+    def transfer_s(self, num_bytes: float) -> float:
+        """Seconds that ``num_bytes`` travel, without synchronisation."""
+        return num_bytes / self.bytes_per_s
+
+
+def layers_bytes(
+    num_layers: int, layer_weight_bytes: int, layer_token_bytes: int, kv_tokens: int
+) -> int:
+    """Payload of whole layers: S_w + S_kv of each (BanaServe Eq. 3)."""
+    return num_layers * (layer_weight_bytes + kv_tokens * layer_token_bytes)
+
+
+def heads_bytes(
+    num_layers: int, num_heads: int, num_kv_heads: int, layer_token_bytes: int, kv_tokens: int
+) -> int:
+    """Payload of ``num_heads`` of ``num_kv_heads`` KV heads: S_kv of BanaServe Eq. 11."""
+    return num_layers * kv_tokens * layer_token_bytes * num_heads // num_kv_heads
+
+
+def migration_s(num_bytes: float, link: Link, realloc_s: float = 0.0) -> float:
+    """Seconds of one migration: S / B + T_sync (BanaServe Eqs. 4 and 11).
+
+    With ``realloc_s`` it is Eq. 28, corrected. That is printed as k (T_x + T_sync + T_realloc)
+    for k modules, one after the other; contiguous modules share one synchronisation and one
+    reallocation: sum of bytes / B + T_sync + T_realloc.
+    """
+    return link.transfer_s(num_bytes) + link.sync_s + realloc_s
+
+
+def live_stall_s(
+    weight_bytes: float, kv_bytes: float, dirty_bytes_per_s: float, link: Link, rounds: int = 3
+) -> float:
+    """Seconds that a live migration stops its host: the KV written in the last round of copies.
+
+    Not in the paper, whose Eq. 4 is the whole copy. Weights never change, so round 1 carries
+    weights and KV, each later one what was written meanwhile; the last is copied while stopped.
+
+    Raises:
+        ValueError: KV is written as fast as it is copied, so the rounds do not shrink.
+    """
+    if dirty_bytes_per_s >= link.bytes_per_s:
+        raise ValueError("KV is written as fast as the link copies it")
+    left_bytes = (weight_bytes + kv_bytes) * dirty_bytes_per_s / link.bytes_per_s
+    for _ in range(rounds - 1):
+        left_bytes *= dirty_bytes_per_s / link.bytes_per_s
+    return link.transfer_s(min(left_bytes, kv_bytes)) + link.sync_s
+
+
+def layers_step_s(batch_tokens: float, hidden_size: int, element_bytes: int, link: Link) -> float:
+    """Added seconds of each step with one remote range of layers (missing from BanaServe Eq. 5).
+
+    The hidden states of every token of the step go to the guest and come back.
+    """
+    num_bytes = 2 * batch_tokens * hidden_size * element_bytes
+    return 2 * link.hop_s + link.transfer_s(num_bytes)
+
+
+def heads_step_s(
+    batch_tokens: float,
+    num_layers: int,
+    num_heads: int,
+    head_dim: int,
+    element_bytes: int,
+    link: Link,
+    queries_a_head: int = 1,
+) -> float:
+    """Added seconds of each step with remote KV heads (missing from BanaServe Eq. 11).
+
+    In every layer q, k and v go and o comes back for each moved head:
+    layers x (2 hops + (3 + 1) heads d bytes / B). Under GQA a KV head takes its
+    ``queries_a_head`` query heads along, so q and o count that often: 2 + 2 ``queries_a_head``.
+    """
+    token_bytes = (2 + 2 * queries_a_head) * num_heads * head_dim * element_bytes
+    return num_layers * (2 * link.hop_s + link.transfer_s(batch_tokens * token_bytes))
+
+
+def within_budget(before_s: float, after_s: float, budget_s: float | None) -> bool:
+    """Whether a latency keeps its budget (BanaServe Eq. 29: T(M) <= T^budget).
+
+    One that is over budget already may not get worse: else an overloaded instance could never be
+    helped. None is no budget.
+    """
+    return budget_s is None or after_s <= max(budget_s, before_s)
