@@ -27,6 +27,9 @@ BENCHMARKS = {
     "handover": Benchmark(
         "banaserve.bench.handover", "What does a request cost that is handed over?"
     ),
+    "short-prompts": Benchmark(
+        "banaserve.bench.short_prompts", "From how many tokens on does a prefill leg pay?"
+    ),
     "stall": Benchmark(
         "banaserve.bench.stall", "Does a very long prompt stall the streams of others?"
     ),
