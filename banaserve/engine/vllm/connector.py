@@ -16,12 +16,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.outputs import KVConnectorOutput
 
+from banaserve.clock import WallClock
+from banaserve.engine.vllm.connector_options import ConnectorOptions
 from banaserve.engine.vllm.connector_scheduler import SchedulerSide
 from banaserve.engine.vllm.connector_worker import WorkerSide
 from banaserve.engine.vllm.engine_process import INSTANCE_VARIABLE
 from banaserve.engine.vllm.keys import TailHasher, describe_blocks
 from banaserve.engine.vllm.transfer_plan import StepDone, StepPlan, TransferStats, stats_from_wire
 from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.cost_gate import CostGate
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -34,8 +37,7 @@ if TYPE_CHECKING:
 class StoreConnector(KVConnectorBase_V1):
     """Thin: each hook goes to the scheduler's or the worker's side.
 
-    Options in ``kv_connector_extra_config``: ``socket`` (path of the store's socket, required)
-    and ``salt`` (deployments with different salts never share blocks).
+    Its options are those of ``ConnectorOptions``, in ``kv_connector_extra_config``.
     """
 
     def __init__(
@@ -43,9 +45,9 @@ class StoreConnector(KVConnectorBase_V1):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.fingerprint = describe_blocks(vllm_config, kv_cache_config)
-        socket = vllm_config.kv_transfer_config.get_from_extra_config("socket", None)
+        options = ConnectorOptions.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         client = StoreClient(
-            socket,
+            options.socket,
             self.fingerprint,
             client_name=os.environ.get(INSTANCE_VARIABLE, f"engine-{os.getpid()}"),
             populate=role is KVConnectorRole.WORKER,  # the scheduler reads no block
@@ -54,12 +56,18 @@ class StoreConnector(KVConnectorBase_V1):
         self._client = client
         block_size = self.fingerprint.block_size_tokens
         self._scheduler = (
-            SchedulerSide(client, TailHasher(vllm_config, block_size), block_size)
+            SchedulerSide(
+                client,
+                TailHasher(vllm_config, block_size),
+                block_size,
+                CostGate(enabled=options.cost_gate),
+                WallClock(),
+            )
             if role is KVConnectorRole.SCHEDULER
             else None
         )
         self._worker = (
-            WorkerSide(client, get_tensor_model_parallel_rank())
+            WorkerSide(client, get_tensor_model_parallel_rank(), options)
             if role is KVConnectorRole.WORKER
             else None
         )
@@ -93,7 +101,7 @@ class StoreConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         done = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(done, StepDone):
-            self._scheduler.step_done(done.step)
+            self._scheduler.step_done(done)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -103,6 +111,12 @@ class StoreConnector(KVConnectorBase_V1):
         return False, None
 
     # ---- worker
+
+    @property
+    def worker(self) -> WorkerSide:
+        """The worker's side, for measurements; only where this connector has that role."""
+        assert self._worker is not None
+        return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._worker is not None
@@ -114,7 +128,7 @@ class StoreConnector(KVConnectorBase_V1):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert self._worker is not None
-        self._worker.begin_step()
+        self._worker.begin_step(self._plan())
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         assert self._worker is not None

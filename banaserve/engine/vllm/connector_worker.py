@@ -6,10 +6,13 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import torch
 
-from banaserve.engine.vllm.copies import BlockCopier, make_copier
+from banaserve.engine.vllm.connector_options import ConnectorOptions
+from banaserve.engine.vllm.copies import BlockCopier, Copy, ThrottledCopier, make_copier
+from banaserve.engine.vllm.trace import Moment, Tracer
 from banaserve.engine.vllm.transfer_plan import BlockCopy, Counters, StepDone, StepPlan
 from banaserve.errors import StoreUnavailableError
 from banaserve.kvstore.client import StoreClient
@@ -18,82 +21,132 @@ from banaserve.kvstore.pool import PoolView
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Step:
+    """What is known of the step that runs.
+
+    Attributes:
+        early: Fetches that the forward pass begins behind.
+        loads: A fetch for each layer, in the order of the layers; empty where nothing is fetched.
+        saves: A save for each layer so far.
+        deferred: Layers whose save waits for the end of the forward pass.
+        waited_s: How long the engine's thread has waited for fetches.
+    """
+
+    began_s: float
+    early: list[Copy] = field(default_factory=list)
+    loads: list[Future[Copy]] = field(default_factory=list)
+    saves: list[Future[Copy | None]] = field(default_factory=list)
+    deferred: list[int] = field(default_factory=list)
+    waited_s: float = 0.0
+    fetched_blocks: int = 0
+    fetch_s: float = 0.0
+    compute_s: float | None = None
+
+
 class WorkerSide:
     """One per worker; its hooks run in the model runner's thread, its copies in two others."""
 
-    def __init__(self, client: StoreClient, part: int) -> None:
+    def __init__(self, client: StoreClient, part: int, options: ConnectorOptions) -> None:
         self._client = client
         self._part = part
+        self.options = options
         self._loader = ThreadPoolExecutor(1, "kv-load")
         self._saver = ThreadPoolExecutor(1, "kv-save")
         self._copier: BlockCopier | None = None
         self._layer_index: dict[str, int] = {}
         self._page_bytes = 0
         self._view: PoolView | None = None
-        self._layer_loads: dict[str, Future[None]] = {}
-        self._layer_saves: list[Future[None]] = []
+        self._step = _Step(0.0)
         self._failed_blocks: set[int] = set()
-        self._step_started_s = 0.0
         self.stats = Counters()
+        self.trace = Tracer(options.trace)
 
     def register(self, kv_caches: dict[str, torch.Tensor], page_bytes: int) -> None:
         """Take the engine's KV cache: one tensor ``[num_blocks, ...]`` a layer, in layer order."""
         self._layer_index = {name: i for i, name in enumerate(kv_caches)}
-        self._copier = make_copier(list(kv_caches.values()), page_bytes, self._part)
         self._page_bytes = page_bytes
+        self.trace.num_layers = len(kv_caches)
+        self._copier = make_copier(list(kv_caches.values()), page_bytes, self._part)
+        load, save = self.options.load_bytes_per_s, self.options.save_bytes_per_s
+        if load or save:
+            logger.warning("copies are held back: loads %g, saves %g bytes/s (0: not)", load, save)
+            self._copier = ThrottledCopier(self._copier, page_bytes, load, save)
 
     # ---- one step, in the order in which vLLM calls
 
-    def begin_step(self) -> None:
-        self._step_started_s = time.perf_counter()
+    def begin_step(self, plan: StepPlan) -> None:
+        self._step = _Step(time.perf_counter())
+        if plan.loads or plan.early_loads or plan.saves:
+            self.trace.begin(plan.step, self._step.began_s)
 
     def start_loads(self, plan: StepPlan) -> None:
         """Fetch what this step also writes into, then start fetching the rest layer by layer."""
         if not plan.loads and not plan.early_loads:
             return
-        early = self._readable(plan.early_loads)
-        for layer in range(len(self._layer_index)):
-            self._load(layer, early)
-        rest = self._readable(plan.loads)
+        assert self._copier is not None
+        began_s = time.perf_counter()
+        after = self._copier.mark()
+        early, rest = self._readable(plan.early_loads), self._readable(plan.loads)
+        if early:
+            layers = self._layer_index.values()
+            self._step.early = [self._load(layer, early, after) for layer in layers]
         if rest:
-            self._layer_loads = {
-                name: self._loader.submit(self._load, layer, rest)
-                for name, layer in self._layer_index.items()
-            }
-        self.stats.add(loaded_blocks=len(early) + len(rest))
+            self._step.loads = [
+                self._loader.submit(self._load, layer, rest, after)
+                for layer in self._layer_index.values()
+            ]
+        self._step.fetched_blocks = len(early) + len(rest)
+        self.stats.add(loaded_blocks=self._step.fetched_blocks)
+        self._join_first()
+        self._waited(time.perf_counter() - began_s)
+        self.trace.forward_begins()
+
+    def _join_first(self) -> None:
+        """Let the forward pass begin behind what it cannot wait for layer by layer."""
+        copies = list(self._step.early)
+        if self.options.arrangement == "serial":
+            copies += [future.result() for future in self._step.loads]
+        for copy in copies:
+            copy.join()
 
     def wait_for_load(self, layer_name: str) -> None:
-        future = self._layer_loads.pop(layer_name, None)
-        if future is None:
-            return
-        started_s = time.perf_counter()
-        future.result()
-        self.stats.add(load_wait_seconds=time.perf_counter() - started_s)
+        layer = self._layer_index[layer_name]
+        self.trace.stamp(layer, Moment.WAIT)
+        if self._step.loads:
+            began_s = time.perf_counter()
+            self._step.loads[layer].result().join()
+            self._waited(time.perf_counter() - began_s)
+        self.trace.stamp(layer, Moment.WAITED)
 
     def save_layer(self, layer_name: str, plan: StepPlan) -> None:
-        if not plan.saves:
-            return
-        assert self._copier is not None
         layer = self._layer_index[layer_name]
-        self._layer_saves.append(
-            self._saver.submit(self._save, layer, plan.saves, self._copier.mark())
-        )
+        self.trace.stamp(layer, Moment.ATTENDED)
+        if plan.saves and self.options.arrangement == "pipelined":
+            self._submit_save(layer, plan)
+        elif plan.saves:
+            self._step.deferred.append(layer)
+
+    def _submit_save(self, layer: int, plan: StepPlan) -> None:
+        assert self._copier is not None
+        after = self._copier.mark()
+        self._step.saves.append(self._saver.submit(self._save, layer, plan.saves, after))
 
     def end_step(self, plan: StepPlan) -> None:
         """Wait for the copies; what was saved is readable by every instance on return."""
-        for future in self._layer_loads.values():
-            future.result()
-        self._layer_loads.clear()
-        started_s = time.perf_counter()
+        computed_s = time.perf_counter()
+        for layer in self._step.deferred:
+            self._submit_save(layer, plan)
+        loads = [future.result() for future in self._step.loads]
+        self._step.fetch_s = self._finish([*self._step.early, *loads])
         self._commit(plan)
         now_s = time.perf_counter()
-        if plan.saves:
-            self.stats.add(save_wait_seconds=now_s - started_s)
-        if self._step_started_s:
-            self.stats.add(busy_seconds=now_s - self._step_started_s)
+        self._measure(plan, computed_s, now_s)
+        self.trace.end(computed_s)
 
     def done(self, plan: StepPlan) -> StepDone:
-        return StepDone(plan.step)
+        step = self._step
+        return StepDone(plan.step, step.compute_s, step.fetch_s, step.fetched_blocks)
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks whose fetch failed since the last call: vLLM computes them again."""
@@ -104,7 +157,33 @@ class WorkerSide:
         self._loader.shutdown(wait=True)
         self._saver.shutdown(wait=True)
 
+    # ---- what it took
+
+    def _measure(self, plan: StepPlan, computed_s: float, now_s: float) -> None:
+        step = self._step
+        if not step.began_s:
+            return
+        self.stats.add(busy_seconds=now_s - step.began_s)
+        if step.fetched_blocks:
+            self.stats.add(load_seconds=step.fetch_s)
+        if plan.saves:
+            self.stats.add(save_wait_seconds=now_s - computed_s)
+        assert self._copier is not None
+        if self._copier.is_synchronous:
+            step.compute_s = computed_s - step.began_s - step.waited_s
+        elif plan.saves and not step.fetched_blocks:
+            # The save of the last layer ends after that layer: the host's clock has seen it all.
+            step.compute_s = now_s - step.began_s
+
+    def _waited(self, seconds: float) -> None:
+        self._step.waited_s += seconds
+        self.stats.add(load_wait_seconds=seconds)
+
     # ---- copies
+
+    @staticmethod
+    def _finish(copies: Sequence[Copy]) -> float:
+        return sum(copy.finish() for copy in copies)
 
     def _readable(self, copies: Sequence[BlockCopy]) -> Sequence[BlockCopy]:
         """The copies whose slots this worker can see; the others are reported as failed."""
@@ -127,43 +206,38 @@ class WorkerSide:
                 return None
         return self._view
 
-    def _load(self, layer: int, copies: Sequence[BlockCopy]) -> None:
-        if not copies:
-            return
+    def _load(self, layer: int, copies: Sequence[BlockCopy], after: object) -> Copy:
         assert self._copier is not None
         assert self._view is not None
-        started_s = time.perf_counter()
         blocks, slots = [c.block_id for c in copies], [c.slot.index for c in copies]
-        self._copier.load(layer, self._view, blocks, slots)
-        self.stats.add(
-            load_seconds=time.perf_counter() - started_s,
-            loaded_bytes=len(copies) * self._page_bytes,
-        )
+        self.trace.stamp(layer, Moment.LOAD)
+        copy = self._copier.load(layer, self._view, blocks, slots, after)
+        self.trace.stamp(layer, Moment.LOADED)
+        self.stats.add(loaded_bytes=len(copies) * self._page_bytes)
+        return copy
 
-    def _save(self, layer: int, copies: Sequence[BlockCopy], after: object) -> None:
+    def _save(self, layer: int, copies: Sequence[BlockCopy], after: object) -> Copy | None:
         assert self._copier is not None
         view = self._current_view(copies[0].slot.generation)
         same = [c for c in copies if view is not None and c.slot.generation == view.generation]
         if view is None or not same:
-            return
-        started_s = time.perf_counter()
+            return None
         blocks, slots = [c.block_id for c in same], [c.slot.index for c in same]
-        self._copier.save(layer, view, blocks, slots, after)
-        self.stats.add(
-            save_seconds=time.perf_counter() - started_s,
-            saved_bytes=len(same) * self._page_bytes,
-        )
+        self.trace.stamp(layer, Moment.SAVE)
+        copy = self._copier.save(layer, view, blocks, slots, after)
+        self.trace.stamp(layer, Moment.SAVED)
+        self.stats.add(saved_bytes=len(same) * self._page_bytes)
+        return copy
 
     def _commit(self, plan: StepPlan) -> None:
-        for future in self._layer_saves:
-            future.result()
-        num_saved_layers = len(self._layer_saves)
-        self._layer_saves.clear()
+        copies = [future.result() for future in self._step.saves]
+        save_s = self._finish([copy for copy in copies if copy is not None])
         if not plan.saves:
             return
+        self.stats.add(save_seconds=save_s)
         slots = [copy.slot for copy in plan.saves]
         # Blocks computed after a failed fetch hold garbage until vLLM has run the step again.
-        if num_saved_layers < len(self._layer_index) or self._failed_blocks:
+        if len(copies) < len(self._layer_index) or self._failed_blocks:
             self._client.abandon(slots, self._part)
             return
         if self._client.commit(slots, part=self._part):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,20 +14,43 @@ import banaserve._native as _native
 from banaserve.kvstore.pool import PoolView
 
 
+class Copy(Protocol):
+    """A copy that has begun."""
+
+    def join(self) -> None:
+        """Called by the engine's thread: what it queues from here on sees the copied bytes."""
+        ...
+
+    def finish(self) -> float:
+        """Wait until the copy has ended; the seconds that it took."""
+        ...
+
+
 class BlockCopier(Protocol):
-    """Copies whole pages of one layer; called from copy threads, not from the forward pass."""
+    """Copies whole pages of one layer; called from copy threads, not from the forward pass.
+
+    Attributes:
+        is_synchronous: Whether the engine's work is done when its calls return. If not, a step's
+            wall time says nothing of its work unless the step waits for a copy behind it.
+    """
+
+    is_synchronous: bool
 
     def mark(self) -> Any:
         """A point in the engine's work that later copies must wait for; from its thread."""
         ...
 
     def load(
-        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int]
-    ) -> None: ...
+        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
+    ) -> Copy:
+        """Copy slots into blocks, behind the engine's work up to ``after``."""
+        ...
 
     def save(
         self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
-    ) -> None: ...
+    ) -> Copy:
+        """Copy blocks into slots, behind the engine's work up to ``after``."""
+        ...
 
 
 def make_copier(layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> BlockCopier:
@@ -49,11 +74,28 @@ def make_copier(layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> B
             )
     if layers[0].device.type == "cpu":
         return HostCopier(layers, page_bytes, part)
+    from banaserve.engine.vllm.gpu_copies import GpuCopier
+
     return GpuCopier(layers, page_bytes, part)
 
 
+@dataclass(frozen=True, slots=True)
+class EndedCopy:
+    """A copy that had ended when it was returned."""
+
+    seconds: float
+
+    def join(self) -> None:
+        return
+
+    def finish(self) -> float:
+        return self.seconds
+
+
 class HostCopier:
-    """KV cache in process memory: native copies that let go of the GIL."""
+    """KV cache in process memory: one native call a layer, which lets go of the GIL."""
+
+    is_synchronous = True
 
     def __init__(self, layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> None:
         self._layers = list(layers)
@@ -65,7 +107,10 @@ class HostCopier:
     def mark(self) -> None:
         return None
 
-    def load(self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int]) -> None:
+    def load(
+        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: None
+    ) -> EndedCopy:
+        began_s = time.perf_counter()
         _native.copy_regions(
             self._bases[layer],
             view.base_address,
@@ -75,10 +120,12 @@ class HostCopier:
             self._cache_bytes,
             view.memory.size,
         )
+        return EndedCopy(time.perf_counter() - began_s)
 
     def save(
         self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: None
-    ) -> None:
+    ) -> EndedCopy:
+        began_s = time.perf_counter()
         _native.copy_regions(
             view.base_address,
             self._bases[layer],
@@ -88,6 +135,7 @@ class HostCopier:
             view.memory.size,
             self._cache_bytes,
         )
+        return EndedCopy(time.perf_counter() - began_s)
 
     def _block_offsets(self, blocks: Sequence[int]) -> np.ndarray:
         return np.asarray(blocks, dtype=np.int64) * self._page_bytes
@@ -97,44 +145,50 @@ class HostCopier:
         return np.asarray(slots, dtype=np.int64) * view.slot_bytes + inside
 
 
-class GpuCopier:
-    """KV cache on a GPU: copies on a stream of their own, ordered behind the engine's work."""
+class ThrottledCopier:
+    """Another copier, held back to a given speed in each direction: for measurements.
 
-    def __init__(self, layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> None:
-        self._pages = [
-            torch.as_strided(t, (t.shape[0], page_bytes // t.element_size()), (t.stride(0), 1))
-            for t in layers
-        ]
+    Args:
+        inner: Does the copying.
+        page_bytes: Of one layer of one block.
+        load_bytes_per_s: 0 does not hold loads back.
+        save_bytes_per_s: The same for saves.
+    """
+
+    def __init__(
+        self,
+        inner: BlockCopier,
+        page_bytes: int,
+        load_bytes_per_s: float,
+        save_bytes_per_s: float,
+    ) -> None:
+        self.is_synchronous = inner.is_synchronous
+        self._inner = inner
         self._page_bytes = page_bytes
-        self._part = part
-        self._stream = torch.cuda.Stream()
+        self.load_bytes_per_s = load_bytes_per_s
+        self.save_bytes_per_s = save_bytes_per_s
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record()
-        return event
+    def mark(self) -> Any:
+        return self._inner.mark()
 
-    def load(self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        with torch.cuda.stream(self._stream):
-            for block, slot in zip(blocks, slots, strict=True):
-                self._pages[layer][block].copy_(self._host(layer, view, slot), non_blocking=True)
-        self._stream.synchronize()
+    def load(
+        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
+    ) -> Copy:
+        began_s = time.perf_counter()
+        copy = self._inner.load(layer, view, blocks, slots, after)
+        return self._held_back(copy, began_s, len(blocks), self.load_bytes_per_s)
 
     def save(
-        self,
-        layer: int,
-        view: PoolView,
-        blocks: Sequence[int],
-        slots: Sequence[int],
-        after: torch.cuda.Event,
-    ) -> None:
-        self._stream.wait_event(after)
-        with torch.cuda.stream(self._stream):
-            for block, slot in zip(blocks, slots, strict=True):
-                self._host(layer, view, slot).copy_(self._pages[layer][block], non_blocking=True)
-        self._stream.synchronize()
+        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
+    ) -> Copy:
+        began_s = time.perf_counter()
+        copy = self._inner.save(layer, view, blocks, slots, after)
+        return self._held_back(copy, began_s, len(blocks), self.save_bytes_per_s)
 
-    def _host(self, layer: int, view: PoolView, slot: int) -> torch.Tensor:
-        start = slot * view.slot_bytes + view.fingerprint.offset_bytes(layer, self._part)
-        raw = torch.from_numpy(view.memory[start : start + self._page_bytes])
-        return raw.view(self._pages[layer].dtype)
+    def _held_back(self, copy: Copy, began_s: float, num_blocks: int, bytes_per_s: float) -> Copy:
+        if not bytes_per_s:
+            return copy
+        copy.finish()
+        until_s = began_s + num_blocks * self._page_bytes / bytes_per_s
+        time.sleep(max(0.0, until_s - time.perf_counter()))
+        return EndedCopy(time.perf_counter() - began_s)

@@ -43,12 +43,38 @@ _TRANSFERS = {
         "load_wait_seconds": "Seconds the forward pass waited for a fetch",
         "save_wait_seconds": "Seconds the end of a step waited for saves and their commit",
         "busy_seconds": "Seconds spent in engine steps",
+        "promoted_blocks": "KV blocks that came up from a tier below the pool for a request",
+        "promotion_wait_seconds": "Seconds that requests waited for them",
+        "promotion_predicted_seconds": "Seconds that the store predicted for these waits",
+        "tier_declined_blocks": "KV blocks left in a tier because computing them was cheaper",
+        "predicted_fetch_seconds": "Predicted seconds of fetches from the pool",
+        "measured_fetch_seconds": "Seconds of the fetches that were predicted",
+        "predicted_compute_seconds": "Predicted seconds of prefill steps without waiting",
+        "measured_compute_seconds": "Seconds of the prefill steps that were predicted",
+        "avoided_compute_seconds": "Predicted seconds of computing what was fetched instead",
     }.items()
+}
+_BY_KIND = {
+    "decided": Counter(
+        "banaserve_fetch_decisions",
+        "Requests with a prefix in the pool: fetch (cheaper), compute (cheaper), unmeasured "
+        "(fetched), probe (fetched to measure again)",
+        ["instance_id", "kind"],
+    ),
+    "promotion": Counter(
+        "banaserve_promotions",
+        "Requests that waited for a tier: arrived, failed (computed from there on), late (given "
+        "up), abandoned (the request ended or was passed over)",
+        ["instance_id", "kind"],
+    ),
 }
 
 
 def count_transfers(instance_id: str, amounts: Mapping[str, float]) -> None:
     """Add what an instance's connector has counted since its last report."""
     for name, amount in amounts.items():
+        family, _, kind = name.partition("_")
         if (counter := _TRANSFERS.get(name)) is not None:
             counter.labels(instance_id).inc(amount)
+        elif (counter := _BY_KIND.get(family)) is not None:
+            counter.labels(instance_id, kind).inc(amount)

@@ -43,13 +43,31 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass
 class StepDone(KVConnectorWorkerMetadata):
-    """The worker's word that all copies of a step have ended."""
+    """The worker's word that all copies of a step have ended, and what the step took.
+
+    Attributes:
+        step: Number of the step.
+        compute_s: Seconds of the forward pass without waiting for copies; None where the worker
+            cannot tell.
+        fetch_s: Seconds of its fetches, whether or not anything waited for them.
+        fetched_blocks: Blocks that they brought.
+    """
 
     step: int
+    compute_s: float | None = None
+    fetch_s: float = 0.0
+    fetched_blocks: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepDone:
+        """Of two workers: the step has ended where both have, and the slower one counts."""
         assert isinstance(other, StepDone)
-        return StepDone(min(self.step, other.step))
+        computed = [s for s in (self.compute_s, other.compute_s) if s is not None]
+        return StepDone(
+            min(self.step, other.step),
+            max(computed, default=None),
+            max(self.fetch_s, other.fetch_s),
+            max(self.fetched_blocks, other.fetched_blocks),
+        )
 
 
 @dataclass

@@ -1,0 +1,415 @@
+"""Waiting, giving up, aborting: the scheduler's side against a store that keeps accounts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.sampling_params import SamplingParams
+
+from banaserve.engine.vllm import compat
+from banaserve.engine.vllm.connector_scheduler import SchedulerSide
+from banaserve.engine.vllm.handover import Handover
+from banaserve.engine.vllm.matcher import UNDECIDED_FOR_S
+from banaserve.engine.vllm.tracked import tenant_of
+from banaserve.engine.vllm.transfer_plan import StepDone
+from banaserve.kvstore.cost_gate import CostGate, Work
+from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot
+
+BLOCK = 16
+HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
+
+
+class ManualClock:
+    def __init__(self) -> None:
+        self.now_s = 50.0
+
+    def now(self) -> float:
+        return self.now_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class AccountingStore:
+    """Holds blocks in given states; knows at any time what its client holds of it.
+
+    Attributes:
+        held: Keys it has, with the state of their slots.
+        undecided: Answers that say so from now on.
+        wait_s: What it predicts.
+        exchanges: Every exchange so far: (acquired, reserved, tenant, compute_block_s).
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[bytes, Lookup] = {}
+        self.undecided = 0
+        self.wait_s = 1.0
+        self.exchanges: list[tuple[list[bytes], list[bytes], bytes, float]] = []
+        self.leases: dict[int, list[Slot]] = {}
+        self.reservations: dict[int, bytes] = {}
+        self._next = 1
+        self._key_of: dict[int, bytes] = {}
+
+    def exchange(
+        self,
+        *,
+        acquire: Sequence[bytes] = (),
+        reserve: Sequence[tuple[bytes, bytes | None]] = (),
+        tenant: bytes = b"",
+        compute_block_s: float = 0.0,
+    ) -> Exchanged:
+        keys = [key for key, _ in reserve]
+        self.exchanges.append((list(acquire), keys, tenant, compute_block_s))
+        there = [key for key in acquire if self.held.get(key, MISS) is not MISS]
+        slots = [self._slot(key) for key in acquire[: len(there)] if key in there]
+        states = [self.held[self._key_of[slot.serial]] for slot in slots]
+        ready = next((i for i, state in enumerate(states) if state is not HIT), len(slots))
+        lease = None
+        if slots:
+            lease = Lease(self._number(), 1, len(slots))
+            self.leases[lease.id] = slots
+        granted: list[Slot | None] = []
+        for key in keys:
+            free = key not in self.held and key not in self.reservations.values()
+            granted.append(self._slot(key) if free else None)
+            if granted[-1] is not None:
+                self.reservations[granted[-1].serial] = key
+        undecided, self.undecided = self.undecided > 0, max(0, self.undecided - 1)
+        return Exchanged(lease, slots, granted, ready, self.wait_s, undecided)
+
+    def arrivals(self, slots: Sequence[Slot]) -> list[Lookup]:
+        return [self.held[self._key_of[slot.serial]] for slot in slots]
+
+    def release(self, lease: Lease) -> None:
+        del self.leases[lease.id]
+
+    def abandon(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            del self.reservations[slot.serial]
+
+    def commit(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            self.held[self.reservations.pop(slot.serial)] = HIT
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next
+
+    def _slot(self, key: bytes) -> Slot:
+        slot = Slot(self._number(), 1, self._number())
+        self._key_of[slot.serial] = key
+        return slot
+
+
+class NoTails:
+    def key(self, request: compat.Request, num_tokens: int) -> bytes | None:
+        return None
+
+
+class Bench:
+    """A scheduler's side with all that it needs."""
+
+    def __init__(self, **gate: object) -> None:
+        self.store, self.clock = AccountingStore(), ManualClock()
+        self.gate = CostGate(**gate)  # type: ignore[arg-type]
+        tails = NoTails()
+        self.side = SchedulerSide(self.store, tails, BLOCK, self.gate, self.clock)  # type: ignore[arg-type]
+        self._number = 0
+
+    def request(
+        self, num_blocks: int, *, salt: str | None = None, handover: Handover | None = None
+    ) -> compat.Request:
+        self._number += 1
+        extra = {"kv_transfer_params": handover.to_params()} if handover else None
+        params = SamplingParams(max_tokens=4, extra_args=extra)
+        params.update_from_generation_config({}, None)
+        name = f"r{self._number}"
+        return compat.Request(
+            request_id=name,
+            prompt_token_ids=list(range(num_blocks * BLOCK + 1)),
+            sampling_params=params,
+            pooling_params=None,
+            cache_salt=salt,
+            block_hasher=lambda request: [
+                f"{name}-{i}".encode().ljust(32, b".") for i in range(num_blocks)
+            ],
+        )
+
+    def hold(self, request: compat.Request, states: Sequence[Lookup]) -> None:
+        self.store.held.update(zip(request.block_hashes, states, strict=False))
+
+    def schedule(self, request: compat.Request, matched: int, first: int = 0) -> object:
+        """What vLLM does with a request that it takes into a step; the step's plan."""
+        num_blocks = -(-request.num_tokens // BLOCK)
+        blocks = SimpleNamespace(get_block_ids=lambda: [list(range(100, 100 + num_blocks))])
+        self.side.allocated(request, blocks, matched)  # type: ignore[arg-type]
+        return self.side.plan(self._output(request, first * BLOCK + matched))
+
+    def pass_over(self) -> object:
+        return self.side.plan(self._output(None, 0))
+
+    @staticmethod
+    def _output(request: compat.Request | None, computed: int) -> object:
+        new = []
+        scheduled = {}
+        if request is not None:
+            new = [SimpleNamespace(req_id=request.request_id, num_computed_tokens=computed)]
+            scheduled = {request.request_id: request.num_tokens - computed}
+        state = SimpleNamespace(get_block_ids=lambda _: [list(range(100, 200))])
+        return SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+            num_scheduled_tokens=scheduled,
+            kv_connector_block_state=state,
+        )
+
+    def counted(self, name: str) -> float:
+        taken = self.side.stats.take()
+        counts = taken.data if taken else {}
+        self.side.stats.add(**counts)
+        return counts.get(name, 0)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_all_in_memory_takes_one_round_trip(bench: Bench) -> None:
+    request = bench.request(4)
+    bench.hold(request, [HIT] * 3)
+    assert bench.side.match(request, 0) == 3 * BLOCK
+    plan = bench.schedule(request, 3 * BLOCK)
+    assert [copy.block_id for copy in plan.loads] == [100, 101, 102]
+    assert [copy.block_id for copy in plan.saves] == [103]
+    assert len(bench.store.exchanges) == 1
+    bench.side.step_done(StepDone(plan.step))
+    bench.store.commit([copy.slot for copy in plan.saves])
+    assert (bench.store.leases, bench.store.reservations) == ({}, {})
+    assert bench.counted("decided_unmeasured") == 1
+    assert bench.counted("promotion_arrived") == 0
+
+
+def test_waits_without_round_trips_until_all_have_come(bench: Bench) -> None:
+    request = bench.request(4)
+    bench.hold(request, [HIT, PENDING, PENDING])
+    for _ in range(5):
+        assert bench.side.match(request, 0) is None
+        bench.pass_over()
+        bench.clock.now_s += 0.1
+    assert len(bench.store.leases) == 1
+    bench.hold(request, [HIT, HIT, HIT])
+    assert bench.side.match(request, 0) == 3 * BLOCK
+    plan = bench.schedule(request, 3 * BLOCK)
+    assert len(plan.loads) == 3
+    assert len(bench.store.exchanges) == 1
+    assert bench.counted("promotion_arrived") == 1
+    assert bench.counted("promoted_blocks") == 2
+    assert bench.counted("promotion_wait_seconds") == pytest.approx(0.5)
+    assert bench.counted("promotion_predicted_seconds") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("states", "elapsed_s", "outcome"),
+    [([HIT, HIT, MISS], 0.1, "failed"), ([HIT, HIT, PENDING], 4.1, "late")],
+)
+def test_takes_the_prefix_that_came_and_reserves_the_rest(
+    bench: Bench, states: list[Lookup], elapsed_s: float, outcome: str
+) -> None:
+    request = bench.request(4)
+    bench.hold(request, [HIT, PENDING, PENDING])
+    assert bench.side.match(request, 0) is None
+    bench.hold(request, states)
+    if outcome == "failed":
+        del bench.store.held[request.block_hashes[2]]
+        bench.store.arrivals = lambda slots: states[3 - len(slots) :]  # type: ignore[method-assign]
+    bench.clock.now_s += elapsed_s
+    assert bench.side.match(request, 0) == 2 * BLOCK
+    plan = bench.schedule(request, 2 * BLOCK)
+    assert len(plan.loads) == 2
+    # A late block is still being written by the store: nobody may reserve it.
+    assert len(plan.saves) == (2 if outcome == "failed" else 1)
+    assert len(bench.store.exchanges) == 2
+    assert bench.counted(f"promotion_{outcome}") == 1
+    assert bench.counted("promoted_blocks") == 1
+
+
+def test_a_tier_that_does_not_know_yet_is_asked_again(bench: Bench) -> None:
+    request = bench.request(3)
+    bench.hold(request, [HIT])
+    bench.store.undecided = 1
+    assert bench.side.match(request, 0) is None
+    assert bench.side.match(request, 0) is None
+    assert len(bench.store.exchanges) == 1
+    assert bench.store.reservations == {}
+    bench.hold(request, [HIT, HIT])
+    bench.clock.now_s += 0.01
+    assert bench.side.match(request, 0) == 2 * BLOCK
+    assert len(bench.store.exchanges) == 2
+    assert len(bench.store.leases) == 1
+    assert len(bench.store.reservations) == 1
+
+
+def test_a_tier_that_never_knows_is_asked_for_a_bounded_time(bench: Bench) -> None:
+    request = bench.request(3)
+    bench.hold(request, [HIT])
+    bench.store.undecided = 1_000_000
+    began_s = bench.clock.now_s
+    while bench.side.match(request, 0) is None:
+        bench.clock.now_s += 0.02
+        assert bench.clock.now_s < began_s + 2 * UNDECIDED_FOR_S
+    assert len(bench.store.leases) == 1
+
+
+@pytest.mark.parametrize("state", [HIT, PENDING])
+@pytest.mark.parametrize("undecided", [0, 1])
+def test_an_abort_gives_everything_back(bench: Bench, state: Lookup, undecided: int) -> None:
+    request = bench.request(4)
+    bench.hold(request, [HIT, state])
+    bench.store.undecided = undecided
+    bench.side.match(request, 0)
+    bench.side.finished(request.request_id)
+    bench.pass_over()
+    assert (bench.store.leases, bench.store.reservations) == ({}, {})
+    assert bench.counted("promotion_abandoned") == (state is PENDING)
+
+
+def test_who_was_matched_and_not_scheduled_holds_nothing(bench: Bench) -> None:
+    request = bench.request(4)
+    bench.hold(request, [HIT, HIT])
+    assert bench.side.match(request, 0) == 2 * BLOCK
+    bench.pass_over()
+    assert (bench.store.leases, bench.store.reservations) == ({}, {})
+    assert bench.side.match(request, 0) == 2 * BLOCK
+
+
+def test_who_waits_and_is_passed_over_holds_nothing_for_ever(bench: Bench) -> None:
+    request = bench.request(4)
+    bench.hold(request, [HIT, PENDING])
+    assert bench.side.match(request, 0) is None
+    bench.pass_over()
+    bench.clock.now_s += 1.0
+    bench.pass_over()
+    assert len(bench.store.leases) == 1
+    bench.clock.now_s += 10.0
+    bench.pass_over()
+    assert (bench.store.leases, bench.store.reservations) == ({}, {})
+    bench.hold(request, [HIT, HIT])
+    assert bench.side.match(request, 0) == 2 * BLOCK
+
+
+def test_a_prefix_that_the_engine_has_found_itself_meanwhile_is_not_fetched(bench: Bench) -> None:
+    request = bench.request(4)
+    bench.hold(request, [HIT, PENDING])
+    assert bench.side.match(request, 0) is None
+    bench.hold(request, [HIT, HIT, HIT])
+    assert bench.side.match(request, 2 * BLOCK) == BLOCK
+    assert bench.store.exchanges[-1][0] == request.block_hashes[2:]
+    assert len(bench.store.leases) == 1
+
+
+def test_a_preempted_request_is_matched_anew(bench: Bench) -> None:
+    request = bench.request(3)
+    bench.hold(request, [HIT, PENDING])
+    assert bench.side.match(request, 0) is None
+    bench.hold(request, [HIT, HIT])
+    assert bench.side.match(request, 0) == 2 * BLOCK
+    plan = bench.schedule(request, 2 * BLOCK)
+    bench.side.step_done(StepDone(plan.step))
+    bench.store.commit([copy.slot for copy in plan.saves])
+    assert bench.side.match(request, 0) == 3 * BLOCK
+    assert len(bench.store.exchanges) == 2
+
+
+def teach(bench: Bench, block_fetch_s: float) -> None:
+    for tokens in (64, 128, 256):
+        bench.gate.compute.observe(Work.of(tokens, 0), 0.001 * tokens)
+    bench.gate.fetch.observe(1, block_fetch_s)
+
+
+def test_what_is_dearer_to_fetch_is_computed(bench: Bench) -> None:
+    teach(bench, block_fetch_s=0.1)
+    request = bench.request(4)
+    bench.hold(request, [HIT] * 3)
+    assert bench.side.match(request, 0) == 0
+    assert bench.store.leases == {}
+    plan = bench.schedule(request, 0)
+    assert plan.loads == []
+    assert bench.counted("decided_compute") == 1
+
+
+def test_what_is_cheaper_to_fetch_is_fetched_and_the_win_is_counted(bench: Bench) -> None:
+    teach(bench, block_fetch_s=0.001)
+    request = bench.request(4)
+    bench.hold(request, [HIT] * 3)
+    assert bench.side.match(request, 0) == 3 * BLOCK
+    plan = bench.schedule(request, 3 * BLOCK)
+    assert bench.counted("decided_fetch") == 1
+    assert bench.counted("avoided_compute_seconds") == pytest.approx(0.048, rel=0.1)
+    bench.side.step_done(StepDone(plan.step, 0.02, 0.004, 3))
+    assert bench.counted("predicted_fetch_seconds") == pytest.approx(0.003)
+    assert bench.counted("measured_fetch_seconds") == pytest.approx(0.004)
+
+
+def test_the_store_hears_what_a_block_costs_and_who_asks(bench: Bench) -> None:
+    request = bench.request(4, salt="alice:")
+    bench.side.match(request, 0)
+    assert bench.store.exchanges[-1][2:] == (tenant_of("alice:"), 0.0)
+    teach(bench, block_fetch_s=0.001)
+    other = bench.request(4)
+    bench.side.match(other, 0)
+    _, _, tenant, compute_block_s = bench.store.exchanges[-1]
+    assert tenant == b""
+    # Five blocks, the last of one token.
+    assert compute_block_s == pytest.approx(65 * 0.001 / 5 - 0.001, rel=0.1)
+
+
+def test_tenants_are_told_apart_without_telling_their_salt() -> None:
+    names = {tenant_of(salt) for salt in (None, "a", "b", "a:")}
+    assert len(names) == 4
+    assert all(b"a" not in name or len(name) == 16 for name in names)
+    assert tenant_of("") == tenant_of(None) == b""
+
+
+def test_whatever_happens_nothing_stays_held() -> None:
+    """A thousand random steps; then every request ends and the accounts must be empty."""
+    draw = random.Random(11)
+    bench = Bench()
+    alive: list[compat.Request] = []
+    unanswered: list[StepDone] = []
+    for _ in range(1000):
+        bench.clock.now_s += draw.choice([0.0, 0.003, 0.3])
+        bench.store.undecided = draw.choice([0, 0, 0, 1, 3])
+        bench.store.wait_s = draw.choice([0.0, 0.01, 1.0])
+        if len(alive) < 4:
+            alive.append(bench.request(draw.randint(1, 5), salt=draw.choice([None, "a"])))
+            bench.hold(alive[-1], draw.choices([HIT, PENDING], k=draw.randint(0, 5)))
+        for key, state in bench.store.held.items():
+            if state is PENDING and draw.random() < 0.2:
+                bench.store.held[key] = draw.choice([HIT, HIT, MISS])
+        request = draw.choice(alive)
+        first = draw.choice([0, 0, 0, 1])
+        matched = bench.side.match(request, first * BLOCK)
+        if matched is None or draw.random() < 0.3:
+            bench.pass_over()
+        else:
+            plan = bench.schedule(request, matched, first)
+            bench.store.commit([copy.slot for copy in plan.saves])
+            unanswered.append(StepDone(plan.step, 0.01, 0.001, len(plan.loads)))
+        if unanswered and draw.random() < 0.7:
+            bench.side.step_done(unanswered.pop(0))
+        if draw.random() < 0.2:
+            alive.remove(request)
+            bench.side.finished(request.request_id)
+    for request in alive:
+        bench.side.finished(request.request_id)
+    for done in unanswered:
+        bench.side.step_done(done)
+    assert bench.store.leases == {}
+    assert bench.store.reservations == {}

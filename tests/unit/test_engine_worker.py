@@ -1,0 +1,275 @@
+"""The worker's side over a real store: what one engine saves, another fetches, layer by layer."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from banaserve.engine.vllm.connector_options import ConnectorOptions
+from banaserve.engine.vllm.connector_worker import WorkerSide
+from banaserve.engine.vllm.copies import make_copier
+from banaserve.engine.vllm.trace import Moment
+from banaserve.engine.vllm.transfer_plan import BlockCopy, StepDone, StepPlan
+from banaserve.errors import UserError
+from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.fingerprint import Fingerprint
+from banaserve.kvstore.interface import Slot
+
+LAYERS, BLOCKS, PAGE_BYTES = 3, 6, 4096
+FINGERPRINT = Fingerprint(
+    model="m",
+    dtype="float32",
+    block_size_tokens=16,
+    num_layers=LAYERS,
+    num_kv_heads=2,
+    head_size=8,
+    layout="LBHNC",
+    page_bytes=PAGE_BYTES,
+)
+KEYS = [bytes([number]) * 32 for number in range(BLOCKS)]
+NAMES = [f"layer.{i}" for i in range(LAYERS)]
+
+
+class Engine:
+    """An engine's KV cache and the hooks that vLLM would call, in its order."""
+
+    def __init__(self, client: StoreClient, options: ConnectorOptions, fill: float) -> None:
+        self.client = client
+        shape = (BLOCKS, PAGE_BYTES // 4)
+        self.caches = {name: torch.full(shape, fill) for name in NAMES}
+        self.worker = WorkerSide(client, 0, options)
+        self.worker.register(self.caches, PAGE_BYTES)
+        self.seen: dict[str, torch.Tensor] = {}
+        self._steps = 0
+
+    def step(
+        self,
+        *,
+        loads: list[BlockCopy] | None = None,
+        early_loads: list[BlockCopy] | None = None,
+        saves: list[BlockCopy] | None = None,
+        compute: Callable[[str, torch.Tensor], None] = lambda name, cache: None,
+        num_layers: int = LAYERS,
+    ) -> StepDone:
+        """Run a step; ``seen`` keeps what each layer's attention would read."""
+        self._steps += 1
+        plan = StepPlan(self._steps, loads or [], early_loads or [], saves or [])
+        worker = self.worker
+        worker.begin_step(plan)
+        worker.start_loads(plan)
+        for name in NAMES[:num_layers]:
+            compute(name, self.caches[name])
+            worker.wait_for_load(name)
+            self.seen[name] = self.caches[name].clone()
+            worker.save_layer(name, plan)
+        worker.end_step(plan)
+        return worker.done(plan)
+
+    def reserve(self, blocks: range) -> list[BlockCopy]:
+        pairs = [(KEYS[i], KEYS[i - 1] if i else None) for i in blocks]
+        slots = self.client.exchange(reserve=pairs).reserved
+        return [BlockCopy(i, slot) for i, slot in zip(blocks, slots, strict=True) if slot]
+
+    def acquire(self, blocks: range) -> list[BlockCopy]:
+        slots = self.client.exchange(acquire=KEYS[blocks.start : blocks.stop]).slots
+        return [BlockCopy(i, slot) for i, slot in zip(blocks, slots, strict=False)]
+
+
+def number_blocks(name: str, cache: torch.Tensor) -> None:
+    """Each element says which layer and block it belongs to."""
+    layer = NAMES.index(name)
+    cache[:] = torch.arange(BLOCKS)[:, None] + 100.0 * layer
+
+
+def numbered() -> dict[str, torch.Tensor]:
+    caches = {name: torch.empty(BLOCKS, PAGE_BYTES // 4) for name in NAMES}
+    for name, cache in caches.items():
+        number_blocks(name, cache)
+    return caches
+
+
+@pytest.fixture(scope="module")
+def socket_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("store") / "store.sock"
+    readable, writable = os.pipe()
+    command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--socket", str(path)]
+    command += ["--size", str(64 * FINGERPRINT.slot_bytes), "--poison-free-slots"]
+    command += ["--ready-fd", str(writable), "--die-with-parent"]
+    process = subprocess.Popen(command, pass_fds=[writable])
+    os.close(writable)
+    with os.fdopen(readable) as pipe:
+        assert pipe.read() == "ready\n"
+    yield path
+    process.terminate()
+    assert process.wait(20) == 0
+
+
+@pytest.fixture
+def engine(socket_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
+    with ExitStack() as stack:
+
+        def make(fill: float = -1.0, **options: object) -> Engine:
+            # A salt of its own: no test reads another's blocks.
+            salt = request.node.name
+            fingerprint = msgspec.structs.replace(FINGERPRINT, salt=salt)
+            client = StoreClient(socket_path, fingerprint, client_name=f"{salt}-{fill}")
+            client.connect()
+            stack.callback(client.close)
+            made = Engine(
+                client,
+                ConnectorOptions(str(socket_path), **options),  # type: ignore[arg-type]
+                fill,
+            )
+            stack.callback(made.worker.close)
+            return made
+
+        yield make
+
+
+@pytest.mark.parametrize("writes", ["pipelined", "serial"])
+@pytest.mark.parametrize("reads", ["pipelined", "serial"])
+def test_what_one_engine_saves_another_fetches(
+    engine: Callable[..., Engine], writes: str, reads: str
+) -> None:
+    writer = engine(0.0, arrangement=writes)
+    done = writer.step(saves=writer.reserve(range(4)), compute=number_blocks)
+    assert (done.fetched_blocks, done.fetch_s) == (0, 0.0)
+    assert done.compute_s is not None
+    assert done.compute_s > 0
+    reader = engine(-1.0, arrangement=reads)
+    hits = reader.acquire(range(6))
+    assert len(hits) == 4
+    done = reader.step(loads=hits[:3], early_loads=hits[3:])
+    assert done.fetched_blocks == 4
+    assert done.fetch_s > 0
+    for name, expected in numbered().items():
+        assert torch.equal(reader.seen[name][:4], expected[:4])
+        assert (reader.seen[name][4:] == -1.0).all()
+    counts = reader.worker.stats.take()
+    assert counts is not None
+    assert counts.data["loaded_bytes"] == 4 * LAYERS * PAGE_BYTES
+    assert counts.data["loaded_blocks"] == 4
+
+
+def test_a_block_that_the_step_writes_into_is_fetched_before_it_writes(
+    engine: Callable[..., Engine],
+) -> None:
+    writer = engine(0.0)
+    writer.step(saves=writer.reserve(range(1)), compute=number_blocks)
+    reader = engine(-1.0)
+
+    def write_new_token(name: str, cache: torch.Tensor) -> None:
+        cache[0, -1] = 7.0
+
+    reader.step(early_loads=reader.acquire(range(1)), compute=write_new_token)
+    for name, expected in numbered().items():
+        assert torch.equal(reader.seen[name][0, :-1], expected[0, :-1])
+        assert reader.seen[name][0, -1] == 7.0
+
+
+@pytest.mark.parametrize("arrangement", ["pipelined", "serial"])
+def test_a_forward_pass_that_did_not_end_publishes_nothing(
+    engine: Callable[..., Engine], arrangement: str
+) -> None:
+    writer = engine(0.0, arrangement=arrangement)
+    saves = writer.reserve(range(2))
+    writer.step(saves=saves, num_layers=LAYERS - 1)
+    assert writer.acquire(range(2)) == []
+    assert len(writer.reserve(range(2))) == 2
+
+
+def test_slots_of_a_store_that_is_gone_are_reported_and_nothing_is_published(
+    engine: Callable[..., Engine],
+) -> None:
+    one = engine(0.0)
+    saves = one.reserve(range(1))
+    gone = BlockCopy(3, Slot(0, saves[0].slot.generation + 1, 1))
+    one.step(loads=[gone], saves=saves)
+    assert one.worker.take_failed_blocks() == {3}
+    assert one.worker.take_failed_blocks() == set()
+    assert one.acquire(range(1)) == []
+
+
+def test_a_copier_that_is_held_back_keeps_to_its_speed(engine: Callable[..., Engine]) -> None:
+    writer = engine(0.0, save_bytes_per_s=4e6)
+    writer.step(saves=writer.reserve(range(4)), compute=number_blocks)
+    saved = writer.worker.stats.take()
+    assert saved is not None
+    num_bytes = 4 * LAYERS * PAGE_BYTES
+    assert saved.data["save_seconds"] >= num_bytes / 4e6
+    reader = engine(-1.0, load_bytes_per_s=2e6)
+    done = reader.step(loads=reader.acquire(range(4)))
+    assert done.fetch_s >= num_bytes / 2e6
+    for name, expected in numbered().items():
+        assert torch.equal(reader.seen[name][:4], expected[:4])
+
+
+def test_the_trace_is_in_the_order_of_the_pipeline(engine: Callable[..., Engine]) -> None:
+    one = engine(0.0, trace=True)
+    one.step(compute=number_blocks)
+    one.step(saves=one.reserve(range(2)), compute=number_blocks)
+    other = engine(-1.0, trace=True)
+    other.step(loads=other.acquire(range(2)))
+    (saved,), (loaded,) = one.worker.trace.steps, other.worker.trace.steps
+    for layer in loaded.layers:
+        assert layer[Moment.LOAD] <= layer[Moment.LOADED] <= layer[Moment.WAITED]
+        assert layer[Moment.WAIT] <= layer[Moment.WAITED] <= layer[Moment.ATTENDED]
+        assert math.isnan(layer[Moment.SAVE])
+    for layer in saved.layers:
+        assert math.isnan(layer[Moment.LOAD])
+        assert layer[Moment.ATTENDED] <= layer[Moment.SAVE] <= layer[Moment.SAVED]
+        assert layer[Moment.SAVED] <= saved.ended_s
+    loads = [layer[Moment.LOAD] for layer in loaded.layers]
+    assert loads == sorted(loads)
+    assert loaded.began_s <= loaded.forward_s <= loaded.computed_s <= loaded.ended_s
+
+
+def test_nothing_is_traced_unless_asked(engine: Callable[..., Engine]) -> None:
+    one = engine(0.0)
+    one.step(saves=one.reserve(range(1)), compute=number_blocks)
+    assert not one.worker.trace.steps
+
+
+def test_a_step_of_several_workers_is_as_slow_as_the_slowest() -> None:
+    one, other = StepDone(4, 0.2, 0.01, 3), StepDone(5, 0.3, 0.02, 3)
+    assert one.aggregate(other) == StepDone(4, 0.3, 0.02, 3)
+    assert one.aggregate(replace(other, compute_s=None)).compute_s == 0.2
+
+
+def test_a_cache_whose_blocks_are_scattered_is_refused() -> None:
+    scattered = torch.zeros(4, BLOCKS, 256).transpose(0, 1)
+    with pytest.raises(ValueError, match="does not keep a block in one run"):
+        make_copier([scattered], PAGE_BYTES, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs the option socket"),
+        ({"socket": "s", "throtle": 1}, "unknown option of the store's connector: throtle"),
+        ({"socket": "s", "arrangement": "serail"}, "did you mean serial"),
+        ({"socket": "s", "load_bytes_per_s": -1}, "cannot use load_bytes_per_s=-1"),
+        ({"socket": "s", "trace": "yes"}, "cannot use trace='yes'"),
+        ({"socket": 5}, "cannot use socket=5"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ConnectorOptions.of(options)
+
+
+def test_options_are_read() -> None:
+    read = ConnectorOptions.of({"socket": "s", "cost_gate": False, "load_bytes_per_s": 5})
+    assert read == ConnectorOptions("s", cost_gate=False, load_bytes_per_s=5)
