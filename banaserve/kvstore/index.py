@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from banaserve.kvstore.index_check import check_index
 from banaserve.kvstore.records import Counters, Entry, Grant, Owned, SlotWatcher
@@ -17,6 +17,7 @@ class BlockIndex(SlotTable):
         watcher: Told what becomes of slots.
         counters: To count on with; new ones by default.
         tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
+        is_intact: Asked before a READY block is leased or copied; one that is not is dropped.
     """
 
     def __init__(
@@ -25,8 +26,9 @@ class BlockIndex(SlotTable):
         watcher: SlotWatcher | None = None,
         counters: Counters | None = None,
         tenant_quota: float = 1.0,
+        is_intact: Callable[[Entry], bool] | None = None,
     ) -> None:
-        super().__init__(num_slots, watcher, counters, tenant_quota)
+        super().__init__(num_slots, watcher, counters, tenant_quota, is_intact)
         self.num_leased = 0
         self._writing: dict[int, Entry] = {}
         self._leases: dict[int, Grant] = {}

@@ -30,9 +30,11 @@ class Entry:
         num_leases: Leases that cover it.
         num_pins: Copies between the slot and tiers that are under way or about to begin.
         last_used: Tick of the last acquire or commit.
+        checksum: Of the slot's bytes since it became READY, where the store keeps checksums.
     """
 
     __slots__ = (
+        "checksum",
         "dropped",
         "ended_parts",
         "failed",
@@ -72,6 +74,7 @@ class Entry:
         self.ready = False
         self.promoting = False
         self.dropped = False
+        self.checksum = 0
         self.num_leases = 0
         self.num_pins = 0
         self.last_used = 0

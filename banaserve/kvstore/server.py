@@ -12,6 +12,7 @@ from pathlib import Path
 
 from banaserve.errors import ProtocolError
 from banaserve.kvstore import wire
+from banaserve.kvstore.attached_tier import attach
 from banaserve.kvstore.board import Board
 from banaserve.kvstore.connection import Connection
 from banaserve.kvstore.listener import Listener
@@ -20,12 +21,15 @@ from banaserve.kvstore.quarantine import Quarantine
 from banaserve.kvstore.service import StoreService
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.system import open_peer_pidfd, peer_of
+from banaserve.kvstore.tiering import Tiering
+from banaserve.kvstore.tiers.registry import TierSpec
 from banaserve.kvstore.watcher import PoolWatcher
 
 log = logging.getLogger(__name__)
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
+CLOSE_TIERS_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,10 @@ class DaemonConfig:
         socket_path: Where clients connect; its folder must exist.
         pool_bytes: Memory for blocks, taken at start.
         max_connections: More are turned away.
+        tiers: Below memory, fastest first. One that cannot be opened is gone without.
+        drain_s: At the end blocks are written to tiers for so long at most.
+        verify_memory: Keep a checksum of each readable slot and check it at each lease: about
+            60 us on the store's thread for each MiB committed, fetched from a tier, or leased.
         tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
         poison_free_slots: Overwrite freed slots, to find reads of freed memory. Slow.
         die_with_parent: Stop when the process that started this one is gone.
@@ -45,6 +53,9 @@ class DaemonConfig:
     socket_path: Path
     pool_bytes: int
     max_connections: int = 1024
+    tiers: tuple[TierSpec, ...] = ()
+    drain_s: float = 5.0
+    verify_memory: bool = False
     tenant_quota: float = 1.0
     poison_free_slots: bool = False
     die_with_parent: bool = False
@@ -68,9 +79,15 @@ class StoreServer:
             self._listener.close()
             raise
         self._board = Board(self._pool.num_bytes)
-        watcher = PoolWatcher(self._pool, self._board, poisons=config.poison_free_slots)
-        self._service = StoreService(self._pool.num_bytes, watcher, config.tenant_quota)
         self._selector = selectors.DefaultSelector()
+        self._tiering = Tiering([attach(spec) for spec in config.tiers], self._selector)
+        watcher = PoolWatcher(
+            self._board,
+            self._tiering,
+            poisons=config.poison_free_slots,
+            verifies=config.verify_memory,
+        )
+        self._service = StoreService(self._pool, self._tiering, watcher, config.tenant_quota)
         self._quarantine = Quarantine(self._selector, self._service.drop)
         self._connections: dict[int, Connection] = {}
         self._last_connection_id = 0
@@ -96,6 +113,7 @@ class StoreServer:
         while not self._stopping:
             for key, events in self._selector.select():
                 key.data(events)
+            self._tiering.pump()
 
     def stop(self) -> None:
         """Make ``run`` return soon. Safe from any thread and from signal handlers."""
@@ -104,7 +122,10 @@ class StoreServer:
             self._wake_writer.send(b"\0")
 
     def close(self) -> None:
-        """Close every connection, remove the socket file and let go of the memory."""
+        """Close every connection, write to tiers what is left, and let go of the memory.
+
+        Blocks for ``drain_s`` and a few seconds more at most.
+        """
         self._listener.close()
         self._quarantine.close()
         for connection in self._connections.values():
@@ -112,6 +133,9 @@ class StoreServer:
             os.close(connection.pidfd)
         if self._parent_pidfd is not None:
             os.close(self._parent_pidfd)
+        if not self._tiering.drain(self._config.drain_s):
+            log.warning("%d blocks were not written to tiers in time", self._tiering.num_pending)
+        self._tiering.close(CLOSE_TIERS_S)
         self._selector.close()
         self._wake_reader.close()
         self._wake_writer.close()

@@ -8,13 +8,20 @@ from dataclasses import dataclass
 
 from banaserve.errors import ProtocolError
 from banaserve.kvstore import wire
+from banaserve.kvstore.carved_pool import CarvedPool
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.index import BlockIndex
+from banaserve.kvstore.pool import Pool
+from banaserve.kvstore.promoter import Climb, Wish
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.stats import StoreStats
+from banaserve.kvstore.tiering import Tiering
 from banaserve.kvstore.watcher import PoolWatcher
 
 log = logging.getLogger(__name__)
+
+SETTLE_S = 5.0
+"""Longest wait for copies under way before the pool is cut anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +38,19 @@ class StoreService:
     """The index of the present pool and the clients that share it.
 
     Args:
-        pool_bytes: Size of the pool.
+        pool: The blocks' memory.
+        tiering: The tiers below it.
         watcher: Carries what becomes of slots over to board, memory and tiers.
         tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
     """
 
-    def __init__(self, pool_bytes: int, watcher: PoolWatcher, tenant_quota: float = 1.0) -> None:
-        self.pool_bytes = pool_bytes
+    def __init__(
+        self, pool: Pool, tiering: Tiering, watcher: PoolWatcher, tenant_quota: float = 1.0
+    ) -> None:
+        self.pool_bytes = pool.num_bytes
         self.num_protocol_errors = 0
+        self._pool = pool
+        self._tiering = tiering
         self._watcher = watcher
         self._tenant_quota = tenant_quota
         self._sessions: dict[int, Session] = {}
@@ -70,8 +82,10 @@ class StoreService:
                 self._num_refused += 1
                 log.error("refused: %s", refusal)
                 return wire.Refused(hello.seq, True, refusal)
+            if not self._carve(hello.fingerprint.slot_bytes):
+                message = "tiers still copy blocks of another size: try again later"
+                return wire.Refused(hello.seq, False, message)
             self._note_layout_mismatch(hello.client_name, hello.fingerprint)
-            self._carve(hello.fingerprint.slot_bytes)
             namespace = hello.fingerprint.namespace()
         session = Session(session_id, hello.client_name, hello.fingerprint, namespace)
         self._sessions[session_id] = session
@@ -90,13 +104,17 @@ class StoreService:
             case wire.GetStats():
                 return wire.Stats(request.seq, self.stats())
             case wire.Clear():
-                return wire.Cleared(request.seq, self._index.clear())
+                num_dropped_from_tiers = self._tiering.clear()
+                return wire.Cleared(request.seq, self._index.clear(), num_dropped_from_tiers)
         if session.fingerprint is None:
             raise ProtocolError("a request for blocks without a fingerprint")
         match request:
             case wire.LookupKeys():
                 keys = [session.namespace + key for key in request.keys]
-                return wire.Looked(request.seq, bytes(self._index.lookup(keys)))
+                states = self._index.lookup(keys)
+                if self._tiering.has_tiers:
+                    self._tiering.promoter.lookup(keys, states)
+                return wire.Looked(request.seq, bytes(states))
             case wire.Exchange():
                 return self._exchange(session, session.fingerprint, request)
             case wire.Commit():
@@ -148,10 +166,10 @@ class StoreService:
             quarantined_slots=quarantined,
             hits=index.counters.hits,
             misses=index.counters.misses,
-            joined=0,
+            joined=self._tiering.promoter.num_joined,
             evictions=index.counters.evictions,
             commits=index.counters.commits,
-            corrupt_blocks=0,
+            corrupt_blocks=self._watcher.num_corrupt,
             num_tenants=index.num_tenants,
             quota_evictions=index.counters.quota_evictions,
             quota_refusals=index.counters.quota_refusals,
@@ -159,7 +177,7 @@ class StoreService:
             refused_clients=self._num_refused,
             layout_mismatches=self._num_layout_mismatches,
             protocol_errors=self.num_protocol_errors,
-            tiers=(),
+            tiers=self._tiering.reports(),
         )
 
     def _peers(self) -> list[tuple[str, Fingerprint]]:
@@ -201,22 +219,35 @@ class StoreService:
                 )  # fmt: skip
                 return
 
-    def _carve(self, slot_bytes: int) -> None:
+    def _carve(self, slot_bytes: int) -> bool:
+        """Cut the pool into slots of ``slot_bytes``; False where it is in use."""
         if slot_bytes == self._slot_bytes:
-            return
+            return True
+        if not self._tiering.settle(SETTLE_S):
+            return False
         num_slots = self.pool_bytes // slot_bytes
         self._slot_bytes = slot_bytes
         # 63 bits: a msgpack integer that every language reads; never 0, which means "no pool".
         self._generation = secrets.randbelow(2**63 - 1) + 1
-        self._index = BlockIndex(num_slots, self._watcher, self._index.counters, self._tenant_quota)
-        self._watcher.carve(slot_bytes)
+        self._index = BlockIndex(
+            num_slots,
+            self._watcher,
+            self._index.counters,
+            self._tenant_quota,
+            self._watcher.is_intact if self._watcher.verifies else None,
+        )
+        carved = CarvedPool(self._pool, self._index, slot_bytes)
+        self._watcher.carve(carved)
+        self._tiering.carve(carved)
         log.info("%d slots of %s", num_slots, format_size(slot_bytes))
+        return True
 
     def _exchange(
         self, session: Session, fingerprint: Fingerprint, request: wire.Exchange
     ) -> wire.Granted:
         namespace = session.namespace
-        grant = self._index.acquire([namespace + key for key in request.acquire], session.id)
+        keys = [namespace + key for key in request.acquire]
+        climb = self._acquire(keys, session, request)
         num_parts = fingerprint.num_parts
         reserved = [
             self._index.reserve(
@@ -228,9 +259,29 @@ class StoreService:
             )
             for key, parent in request.reserve
         ]
+        grant = climb.grant
+        return wire.Granted(
+            request.seq,
+            None if grant is None else grant.lease_id,
+            [] if grant is None else grant.slots,
+            reserved,
+            0 if grant is None else grant.num_ready,
+            climb.wait_s,
+            climb.undecided,
+            climb.num_declined,
+        )
+
+    def _acquire(self, keys: list[bytes], session: Session, request: wire.Exchange) -> Climb:
+        grant = self._index.acquire(keys, session.id)
+        if not keys or not self._tiering.has_tiers:
+            return Climb(grant)
+        first_parent = None
         if grant is None:
-            return wire.Granted(request.seq, None, [], reserved)
-        return wire.Granted(request.seq, grant.lease_id, grant.slots, reserved, grant.num_ready)
+            # The first key's parent is not among the keys, but may be among those to write.
+            parent = dict(request.reserve).get(request.acquire[0])
+            first_parent = parent and session.namespace + parent
+        wish = Wish(keys, first_parent, session.id, request.tenant, request.compute_block_s)
+        return self._tiering.promoter.climb(grant, wish)
 
     def _commit(self, request: wire.Commit) -> bool:
         if request.generation != self._generation:

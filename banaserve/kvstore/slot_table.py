@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from banaserve.kvstore.eviction import Chains, EvictionQueue
 from banaserve.kvstore.interface import Lookup
@@ -22,6 +22,7 @@ class SlotTable:
         watcher: Told what becomes of slots.
         counters: To count on with; new ones by default.
         tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
+        is_intact: Asked before a READY block is leased or copied; one that is not is dropped.
     """
 
     def __init__(
@@ -30,11 +31,13 @@ class SlotTable:
         watcher: SlotWatcher | None = None,
         counters: Counters | None = None,
         tenant_quota: float = 1.0,
+        is_intact: Callable[[Entry], bool] | None = None,
     ) -> None:
         self.num_slots = num_slots
         self.num_promoting = 0
         self.counters = counters or Counters()
         self._watcher = watcher
+        self._is_intact = is_intact
         self._free = list(range(num_slots - 1, -1, -1))
         self._entries: dict[bytes, Entry] = {}
         # Out of the table while a lease or a copy still uses the slot, by serial.
@@ -66,14 +69,23 @@ class SlotTable:
         return [miss if entry is None else hit if entry.ready else pending for entry in entries]
 
     def find(self, keys: Sequence[bytes]) -> list[Entry]:
-        """The longest prefix of ``keys`` that is READY or on its way up from a tier."""
+        """The longest prefix of ``keys`` that is READY and intact, or on its way up."""
         entries: list[Entry] = []
         for key in keys:
             entry = self._entries.get(key)
             if entry is None or not (entry.ready or entry.promoting):
                 break
+            if self._is_intact is not None and not self.verify(entry):
+                break
             entries.append(entry)
         return entries
+
+    def verify(self, entry: Entry) -> bool:
+        """Whether the bytes of ``entry`` are what they were; dropped where they are not."""
+        if self._is_intact is None or not entry.ready or self._is_intact(entry):
+            return True
+        self.drop(entry)
+        return False
 
     # ---- copies between slots and tiers
 

@@ -1,33 +1,44 @@
-"""What follows from the states of slots: the board, and freed memory."""
+"""What follows from the states of slots: the board, freed memory, checksums, writing behind."""
 
 from __future__ import annotations
 
+import logging
+
+import xxhash
+
 from banaserve.kvstore.board import Board
-from banaserve.kvstore.pool import Pool
+from banaserve.kvstore.carved_pool import CarvedPool
 from banaserve.kvstore.records import Entry
+from banaserve.kvstore.tiering import Tiering
+
+log = logging.getLogger(__name__)
 
 
 class PoolWatcher:
-    """Carries the index's decisions over to what clients share.
+    """Carries the index's decisions over to memory, clients and tiers.
 
     Args:
-        pool: The blocks' memory.
         board: Tells clients which slots are readable.
+        tiering: Gets what becomes readable.
         poisons: Whether freed slots are overwritten.
+        verifies: Whether slots get a checksum when they become readable.
     """
 
-    def __init__(self, pool: Pool, board: Board, *, poisons: bool = False) -> None:
-        self._pool = pool
+    def __init__(
+        self, board: Board, tiering: Tiering, *, poisons: bool = False, verifies: bool = False
+    ) -> None:
+        self.num_corrupt = 0
+        self.verifies = verifies
         self._board = board
+        self._tiering = tiering
         self._poisons = poisons
-        self._slot_bytes = 0
 
-    def carve(self, slot_bytes: int) -> None:
+    def carve(self, carved: CarvedPool) -> None:
         """The pool is cut into slots of another size; every slot is free."""
-        self._slot_bytes = slot_bytes
+        self._carved = carved
         self._board.clear()
         if self._poisons:
-            self._pool.poison(0, self._pool.num_bytes)
+            carved.pool.poison(0, carved.pool.num_bytes)
 
     def became_pending(self, entry: Entry) -> None:
         """A tier is about to fill the slot."""
@@ -35,14 +46,31 @@ class PoolWatcher:
 
     def became_ready(self, entry: Entry) -> None:
         """The slot may be leased."""
+        if self.verifies:
+            entry.checksum = self._checksum(entry)
         self._board.show_ready(entry.slot, entry.serial)
+        self._tiering.became_ready(entry)
 
     def failed(self, entry: Entry) -> None:
         """The block in the slot is lost to those who lease it."""
         self._board.show_failed(entry.slot, entry.serial)
+        self._tiering.left_memory(entry)
 
     def became_free(self, entry: Entry) -> None:
         """Nobody uses the slot any more."""
         self._board.show_free(entry.slot)
+        self._tiering.left_memory(entry)
         if self._poisons:
-            self._pool.poison(entry.slot * self._slot_bytes, self._slot_bytes)
+            carved = self._carved
+            carved.pool.poison(entry.slot * carved.slot_bytes, carved.slot_bytes)
+
+    def is_intact(self, entry: Entry) -> bool:
+        """Whether a READY slot holds the bytes that it held when it became READY."""
+        if self._checksum(entry) == entry.checksum:
+            return True
+        self.num_corrupt += 1
+        log.error("dropped block %s: its memory has changed", entry.key.hex()[:16])
+        return False
+
+    def _checksum(self, entry: Entry) -> int:
+        return xxhash.xxh3_64_intdigest(self._carved.bytes_of(entry).data)

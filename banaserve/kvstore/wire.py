@@ -148,8 +148,11 @@ class Stats(_Message, frozen=True, tag="stats"):
 
 
 class Cleared(_Message, frozen=True, tag="cleared"):
+    """Blocks dropped from memory, and from tiers."""
+
     seq: Number
     num_dropped: Number
+    num_dropped_from_tiers: Number
 
 
 Request = (

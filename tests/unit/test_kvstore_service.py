@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import selectors
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -16,6 +17,7 @@ from banaserve.kvstore.fingerprint import PAGE_BYTES, Fingerprint
 from banaserve.kvstore.pool import POISON, Pool
 from banaserve.kvstore.service import StoreService
 from banaserve.kvstore.sizes import format_size, parse_size
+from banaserve.kvstore.tiering import Tiering
 from banaserve.kvstore.watcher import PoolWatcher
 
 POOL_BYTES = 8 * PAGE_BYTES
@@ -50,9 +52,13 @@ def make_pool() -> Pool:
 
 
 def make_service(pool: Pool | None = None, *, poisons: bool = False) -> StoreService:
-    board = Board(POOL_BYTES)
+    board, selector = Board(POOL_BYTES), selectors.DefaultSelector()
+    tiering = Tiering([], selector)
     made.callback(board.close)
-    return StoreService(POOL_BYTES, PoolWatcher(pool or make_pool(), board, poisons=poisons))
+    made.callback(selector.close)
+    made.callback(tiering.close, 0.0)
+    watcher = PoolWatcher(board, tiering, poisons=poisons)
+    return StoreService(pool or make_pool(), tiering, watcher)
 
 
 def changed(**fields: Any) -> Fingerprint:

@@ -1,0 +1,23 @@
+"""The pool cut into slots, as those see it who copy blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from banaserve.kvstore.index import BlockIndex
+from banaserve.kvstore.pool import Pool
+from banaserve.kvstore.records import Entry
+from banaserve.kvstore.tiers.interface import BlockBytes
+
+
+@dataclass(frozen=True, slots=True)
+class CarvedPool:
+    """Memory and index of one pool geometry."""
+
+    pool: Pool
+    index: BlockIndex
+    slot_bytes: int
+
+    def bytes_of(self, entry: Entry) -> BlockBytes:
+        """The memory of the entry's slot, ``[slot_bytes]`` uint8."""
+        return self.pool.part(entry.slot * self.slot_bytes, self.slot_bytes)

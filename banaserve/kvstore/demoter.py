@@ -1,0 +1,86 @@
+"""Writes blocks behind: each one that becomes readable goes to every tier that lacks it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from banaserve.kvstore.attached_tier import AttachedTier
+from banaserve.kvstore.carved_pool import CarvedPool
+from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.records import Entry
+from banaserve.kvstore.tiers.interface import BlockName, Outcome
+
+MAX_BACKLOG_BLOCKS = 65536
+"""Waiting to be written to one tier; the oldest are given up beyond that."""
+MAX_STORING_FRACTION = 0.125
+"""Of the slots, those that writes to one tier may keep from eviction at once."""
+MAX_STORING_BYTES = 64 * 2**20
+"""Of blocks that one tier writes at once."""
+
+
+class Demoter:
+    """Keeps each tier's backlog and works it off.
+
+    Args:
+        tiers: That blocks are written to.
+    """
+
+    def __init__(self, tiers: Sequence[AttachedTier]) -> None:
+        self._tiers = tiers
+
+    def carve(self, carved: CarvedPool) -> None:
+        """Work on another pool geometry. Nothing may be under way."""
+        self._carved = carved
+        most = int(carved.index.num_slots * MAX_STORING_FRACTION)
+        self._max_storing = max(1, min(most, MAX_STORING_BYTES // carved.slot_bytes))
+        for tier in self._tiers:
+            tier.backlog.clear()
+
+    def became_ready(self, entry: Entry, source: AttachedTier | None) -> None:
+        """Queue a block for every tier but its ``source``."""
+        for tier in self._tiers:
+            if tier is source or not tier.is_open:
+                continue
+            tier.backlog[entry.serial] = entry
+            if len(tier.backlog) > MAX_BACKLOG_BLOCKS:
+                tier.forget(next(iter(tier.backlog)))
+
+    def left_memory(self, entry: Entry) -> None:
+        """The bytes of a block are gone."""
+        for tier in self._tiers:
+            tier.forget(entry.serial)
+
+    def pump(self, tier: AttachedTier) -> None:
+        """Submit what ``tier`` takes now and promotions leave room for."""
+        while tier.backlog and not tier.waiting and len(tier.storing) < self._max_storing:
+            # While blocks are on their way up, one write at a time keeps the backlog moving.
+            if tier.loading and tier.storing:
+                return
+            if not self._submit(tier, *next(iter(tier.backlog.items()))):
+                return
+
+    def _submit(self, tier: AttachedTier, serial: int, entry: Entry) -> bool:
+        """Whether to go on with the next block."""
+        if not self._carved.index.verify(entry):
+            return True
+        ticket = tier.submit_store(BlockName(entry.key, entry.parent), self._carved.bytes_of(entry))
+        if ticket is not None:
+            del tier.backlog[serial]
+            tier.storing[ticket] = entry
+            self._carved.index.pin(entry)
+            return True
+        if tier.lookup([entry.key]) == [Lookup.HIT]:
+            tier.backlog.pop(serial, None)
+            return True
+        if not tier.is_busy and serial in tier.backlog:
+            # It is not for want of a place in the queue: the next attempt begins with another.
+            tier.backlog[serial] = tier.backlog.pop(serial)
+        return False
+
+    def end(self, tier: AttachedTier, entry: Entry, outcome: Outcome) -> None:
+        """A write has ended; it is no longer in ``tier.storing``."""
+        if outcome is Outcome.DONE:
+            tier.counters.demoted += 1
+        else:
+            tier.counters.demotion_failures += 1
+        self._carved.index.unpin(entry)

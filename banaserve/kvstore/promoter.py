@@ -1,0 +1,271 @@
+"""Brings blocks up from tiers into slots that their readers already lease."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from banaserve.kvstore.attached_tier import AttachedTier, Load
+from banaserve.kvstore.carved_pool import CarvedPool
+from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.promotion import Offer, choose
+from banaserve.kvstore.records import Entry, Grant
+from banaserve.kvstore.tiers.interface import Outcome
+
+MAX_PROMOTING_FRACTION = 0.5
+"""Of the slots, those that tiers may be filling at once: the rest is left to writers."""
+MAX_LOADING_BYTES = 256 * 2**20
+"""Of blocks that one tier reads at once."""
+PROBE_AFTER_S = 10.0
+"""A tier whose offers were declined for so long is measured again by a block nobody waits for."""
+_SHORTEST_WAIT_S = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What an exchange wants to acquire.
+
+    Attributes:
+        keys: In the order of their chain, in the index's form.
+        first_parent: Of the first key; None where that is not known.
+        owner: Of the lease.
+        tenant: Pays for slots.
+        compute_block_s: Of one block; 0.0 where it is not known.
+    """
+
+    keys: Sequence[bytes]
+    first_parent: bytes | None
+    owner: int
+    tenant: bytes
+    compute_block_s: float
+
+
+@dataclass(slots=True)
+class Climb:
+    """What came of a wish.
+
+    Attributes:
+        grant: The lease; None where there is nothing to lease.
+        wait_s: Predicted seconds until all of it is readable.
+        undecided: A tier is still asking a peer about the next key.
+        num_declined: Blocks left in tiers because computing them is predicted to be cheaper.
+    """
+
+    grant: Grant | None
+    wait_s: float = 0.0
+    undecided: bool = False
+    num_declined: int = 0
+
+
+class Promoter:
+    """Decides on promotions and sees them through.
+
+    Args:
+        tiers: Fastest first.
+        clock: Seconds, never going back.
+    """
+
+    def __init__(self, tiers: Sequence[AttachedTier], clock: Callable[[], float]) -> None:
+        self.num_joined = 0
+        self._tiers = tiers
+        self._clock = clock
+        self._loads: dict[int, tuple[AttachedTier, Load]] = {}
+
+    def carve(self, carved: CarvedPool) -> None:
+        """Work on another pool geometry. Nothing may be under way."""
+        assert not self._loads
+        self._carved = carved
+
+    def source_of(self, entry: Entry) -> AttachedTier | None:
+        """The tier that fills the slot of ``entry``."""
+        found = self._loads.get(entry.serial)
+        return found and found[0]
+
+    def climb(self, grant: Grant | None, wish: Wish) -> Climb:
+        """Extend a lease by the blocks that come after it and are in memory or worth fetching.
+
+        Args:
+            grant: Covers the prefix of the keys that is in memory; None where that is empty.
+            wish: What is wanted.
+        """
+        result = Climb(grant)
+        at = 0
+        if grant is not None:
+            at = len(grant.entries)
+            self._join(result, grant.entries)
+        while at < len(wish.keys):
+            found = self._carved.index.find(wish.keys[at:])
+            if found:
+                self._lease(result, wish, found)
+                self._join(result, found)
+                at += len(found)
+            num_promoted = self._promote_run(result, wish, at)
+            if not num_promoted:
+                break
+            at += num_promoted
+        return result
+
+    def lookup(self, keys: Sequence[bytes], states: list[Lookup]) -> None:
+        """Put what tiers know into ``states`` where the index says MISS."""
+        for tier in self._tiers:
+            missing = [i for i, state in enumerate(states) if state is not Lookup.HIT]
+            found = tier.lookup([keys[i] for i in missing])
+            for i, state in zip(missing, found, strict=True):
+                if state is not Lookup.MISS and states[i] is Lookup.MISS:
+                    states[i] = state
+
+    def pump(self, tier: AttachedTier) -> None:
+        """Submit what ``tier`` takes now."""
+        carved = self._carved
+        while tier.waiting and not tier.is_faulty:
+            if tier.loading and (len(tier.loading) + 1) * carved.slot_bytes > MAX_LOADING_BYTES:
+                return
+            load = tier.waiting[0]
+            key = load.entry.key
+            ticket = tier.submit_load(key, carved.bytes_of(load.entry))
+            if ticket is not None:
+                tier.loading[ticket] = tier.waiting.popleft()
+            elif tier.is_busy and tier.lookup([key]) == [Lookup.HIT]:
+                # Its queue is full: this goes on when something has ended.
+                return
+            elif not tier.is_faulty:
+                self._fail(tier, tier.waiting.popleft())
+
+    def end(self, tier: AttachedTier, load: Load, outcome: Outcome) -> None:
+        """A load that ``tier`` had taken has ended; it is no longer in ``tier.loading``."""
+        tier.last_load_s = self._clock()
+        if outcome is not Outcome.DONE:
+            self._fail(tier, load)
+            return
+        seconds = tier.last_load_s - load.began_s
+        tier.speed.learn(load.queued_bytes, seconds)
+        tier.counters.promoted += 1
+        if load.predicted_s:
+            tier.counters.predicted_fetch_s += load.predicted_s
+            tier.counters.measured_fetch_s += seconds
+        tier.queued_bytes -= self._carved.slot_bytes
+        self._carved.index.end_promotion(load.entry, filled=True)
+        del self._loads[load.entry.serial]
+
+    def desert(self, tier: AttachedTier) -> None:
+        """Wait no longer for ``tier``, which may still be writing to slots it has taken."""
+        while tier.waiting:
+            self._fail(tier, tier.waiting.popleft())
+        for load in tier.loading.values():
+            tier.counters.promotion_failures += 1
+            self._carved.index.drop(load.entry)
+            del self._loads[load.entry.serial]
+        tier.queued_bytes = 0
+
+    def cancel_waiting(self) -> None:
+        """Give up every promotion that no tier has taken yet."""
+        for tier in self._tiers:
+            while tier.waiting:
+                load = tier.waiting.popleft()
+                tier.queued_bytes -= self._carved.slot_bytes
+                self._give_up(load.entry)
+
+    def _join(self, result: Climb, entries: Sequence[Entry]) -> None:
+        coming = [entry for entry in entries if not entry.ready]
+        self.num_joined += len(coming)
+        self._wait_for(result, coming)
+
+    def _wait_for(self, result: Climb, coming: Sequence[Entry]) -> None:
+        now_s = self._clock()
+        for entry in coming:
+            _, load = self._loads[entry.serial]
+            wait_s = load.began_s + load.predicted_s - now_s
+            result.wait_s = max(result.wait_s, wait_s, _SHORTEST_WAIT_S)
+
+    def _lease(self, result: Climb, wish: Wish, entries: Sequence[Entry]) -> None:
+        if result.grant is None:
+            result.grant = self._carved.index.lease(entries, wish.owner)
+        else:
+            self._carved.index.extend(result.grant, entries)
+
+    def _promote_run(self, result: Climb, wish: Wish, at: int) -> int:
+        """Promote the next keys; how many where the walk may go on after them, else 0."""
+        index = self._carved.index
+        absent = list(takewhile(lambda key: index.get(key) is None, wish.keys[at:]))
+        sources, undecided = self._sources(absent)
+        if not sources:
+            result.undecided = undecided
+            return 0
+        offers = [Offer(tier.speed, tier.queued_bytes) for tier in self._tiers]
+        num_chosen = choose(
+            sources, offers, self._carved.slot_bytes, wish.compute_block_s, result.wait_s
+        ).num_blocks
+        promoted = self._start(wish, at, sources[:num_chosen], result)
+        self._wait_for(result, promoted)
+        if num_chosen < len(sources):
+            result.num_declined = len(sources) - num_chosen
+            self._decline(wish, at + num_chosen, sources[num_chosen:])
+        elif len(promoted) == len(sources):
+            result.undecided = undecided
+            return 0 if undecided else len(promoted)
+        return 0
+
+    def _sources(self, keys: Sequence[bytes]) -> tuple[list[int], bool]:
+        """The tier of each key up to the first that none has; whether that one is undecided."""
+        sources = [-1] * len(keys)
+        undecided: set[int] = set()
+        for number, tier in enumerate(self._tiers):
+            missing = [i for i, source in enumerate(sources) if source < 0]
+            states = tier.lookup([keys[i] for i in missing])
+            for i, state in zip(missing, states, strict=True):
+                if state is Lookup.HIT:
+                    sources[i] = number
+                elif state is Lookup.PENDING:
+                    undecided.add(i)
+        run = list(takewhile(lambda source: source >= 0, sources))
+        return run, len(run) in undecided
+
+    def _start(
+        self, wish: Wish, at: int, sources: Sequence[int], result: Climb | None
+    ) -> list[Entry]:
+        """Begin to fetch the keys from ``at`` on, as long as slots can be had."""
+        index = self._carved.index
+        max_promoting = max(1, int(index.num_slots * MAX_PROMOTING_FRACTION))
+        started: list[Entry] = []
+        for number, source in enumerate(sources, at):
+            parent = wish.keys[number - 1] if number else wish.first_parent
+            if index.num_promoting >= max_promoting:
+                break
+            entry = index.promote(wish.keys[number], parent, wish.tenant)
+            if entry is None:
+                break
+            self._enqueue(self._tiers[source], entry)
+            started.append(entry)
+            if result is not None:
+                self._lease(result, wish, [entry])
+        return started
+
+    def _enqueue(self, tier: AttachedTier, entry: Entry) -> None:
+        tier.queued_bytes += self._carved.slot_bytes
+        predicted_s = tier.speed.predict_s(tier.queued_bytes)
+        load = Load(entry, self._clock(), tier.queued_bytes, predicted_s)
+        tier.waiting.append(load)
+        self._loads[entry.serial] = (tier, load)
+
+    def _decline(self, wish: Wish, at: int, sources: Sequence[int]) -> None:
+        for source in sources:
+            self._tiers[source].counters.declined += 1
+        tier = self._tiers[sources[0]]
+        if not tier.queued_bytes and self._clock() - tier.last_load_s > PROBE_AFTER_S:
+            self._start(wish, at, sources[:1], None)
+
+    def _fail(self, tier: AttachedTier, load: Load) -> None:
+        """Try the tiers below ``tier``, then give up."""
+        tier.counters.promotion_failures += 1
+        tier.queued_bytes -= self._carved.slot_bytes
+        entry = load.entry
+        for other in self._tiers[self._tiers.index(tier) + 1 :]:
+            if other.lookup([entry.key]) == [Lookup.HIT]:
+                self._enqueue(other, entry)
+                return
+        self._give_up(entry)
+
+    def _give_up(self, entry: Entry) -> None:
+        self._carved.index.end_promotion(entry, filled=False)
+        del self._loads[entry.serial]
