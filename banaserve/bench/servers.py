@@ -110,7 +110,7 @@ def end_on_sigterm() -> None:
 
 @contextlib.contextmanager
 def _started(command: Sequence[str], name: str) -> Iterator[Server]:
-    port = _free_port()
+    port = free_port()
     environment = {"OMP_NUM_THREADS": "1", **_ONE_PROCESS, **os.environ}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         log_path = Path(folder) / f"{name}.log"
@@ -121,7 +121,7 @@ def _started(command: Sequence[str], name: str) -> Iterator[Server]:
                 stderr=log,
                 env=environment,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
         server = Server(process, f"http://127.0.0.1:{port}", log_path)
         try:
@@ -131,7 +131,7 @@ def _started(command: Sequence[str], name: str) -> Iterator[Server]:
             server.stop()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """In the child: be told to end when the benchmark or the test is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -144,7 +144,8 @@ _ONE_PROCESS = {
 }
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback that nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

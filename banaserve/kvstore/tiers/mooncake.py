@@ -1,0 +1,281 @@
+"""Blocks in a Mooncake Store: the memory of many machines behind one ``mooncake_master``."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, Outcome, TierStats
+from banaserve.kvstore.tiers.mooncake_config import MooncakeConfig, check_installed, parse_url
+from banaserve.kvstore.tiers.mooncake_events import Asked, Event, Health, Job, Removed
+from banaserve.kvstore.tiers.mooncake_link import MooncakeLink
+
+_HIT_VALID_S = 5.0
+# A peer may be storing the block at this moment.
+_MISS_VALID_S = 1.0
+_MAX_ANSWERS = 65536
+_MAX_ASKED = 16384
+_MAX_OWN = 2**20
+_BATCH_KEYS = 1024
+_SPEED_WEIGHT = 0.2
+
+
+class _Answer(NamedTuple):
+    is_there: bool
+    valid_until_s: float
+
+
+class MooncakeTier:
+    """The store as one tier. Whoever joins the same master shares its blocks.
+
+    Other stores come and go with their blocks, so a HIT is a hint: the load may say MISSING or
+    FAILED. ``num_blocks`` and ``used_bytes`` count what this tier has stored or loaded itself and
+    has not seen missing since. ``evict`` and ``clear`` remove blocks for everybody.
+
+    Args:
+        config: How to join the store.
+        clock: Monotonic seconds; how old an answer is.
+
+    Raises:
+        UserError: Mooncake is not installed.
+    """
+
+    name = "mooncake"
+
+    def __init__(
+        self, config: MooncakeConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        check_installed()
+        self._config = config
+        self._clock = clock
+        self._link = MooncakeLink(config)
+        self._health = self._link.health
+        self._tickets = itertools.count(1)
+        self._jobs: dict[int, Job] = {}
+        self._busy: dict[bytes, int] = {}
+        self._completions: list[Completion] = []
+        self._answers: dict[bytes, _Answer] = {}
+        self._asked: set[bytes] = set()
+        self._own: dict[bytes, int] = {}
+        self._own_bytes = 0
+        self._counts = dict.fromkeys(
+            ("stores", "stored_bytes", "loads", "loaded_bytes", "missing", "corrupt", "failures"), 0
+        )
+        self._bytes_per_s = {True: 0.0, False: 0.0}
+
+    @classmethod
+    def from_url(cls, url: str) -> MooncakeTier:
+        """Join the store that ``url`` names; returns before it has been reached.
+
+        Args:
+            url: ``mooncake://HOST:PORT?segment=1GiB&...``, see ``parse_url``.
+
+        Raises:
+            UserError: Not such a URL, or Mooncake is not installed.
+        """
+        return cls(parse_url(url))
+
+    @property
+    def fd(self) -> int:
+        """Readable when ``poll`` has something to return or ``lookup`` may say more."""
+        return self._link.events.fd
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs Mooncake's client, while there is one."""
+        return self._link.pid
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
+        """What is known of each key, from the master's answers of the last seconds."""
+        self._take_events()
+        if not self._health.available:
+            return [Lookup.MISS] * len(keys)
+        now_s = self._clock()
+        unknown: dict[bytes, None] = {}
+        found: list[Lookup] = []
+        for key in keys:
+            answer = self._answers.get(key)
+            if answer is not None and now_s < answer.valid_until_s:
+                found.append(Lookup.HIT if answer.is_there else Lookup.MISS)
+            elif key in self._asked:
+                found.append(Lookup.PENDING)
+            elif len(self._asked) + len(unknown) < _MAX_ASKED:
+                unknown[key] = None
+                found.append(Lookup.PENDING)
+            else:
+                found.append(Lookup.MISS)
+        self._asked.update(unknown)
+        for batch in _batches(unknown):
+            self._link.orders.put(Asked(batch, None))
+        return found
+
+    def submit_store(self, block: BlockName, source: BlockBytes) -> int | None:
+        """Begin to write a block; the store evicts others where it is full."""
+        self._take_events()
+        if source.size > self._config.max_block_bytes or self._knows(block.key, is_there=True):
+            return None
+        return self._submit(block.key, source, is_store=True)
+
+    def submit_load(self, key: bytes, target: BlockBytes) -> int | None:
+        """Begin to read a block."""
+        self._take_events()
+        has_other_size = self._own.get(key, target.size) != target.size
+        if has_other_size or self._knows(key, is_there=False):
+            return None
+        return self._submit(key, target, is_store=False)
+
+    def poll(self) -> list[Completion]:
+        """What has ended since the last call."""
+        self._link.events.calm()
+        self._take_events()
+        completions, self._completions = self._completions, []
+        return completions
+
+    def evict(self, key: bytes) -> bool:
+        """Forget a block that this tier knows of."""
+        self._take_events()
+        if key in self._busy or not self._is_known(key):
+            return False
+        self._remove([key])
+        return True
+
+    def clear(self) -> int:
+        """Forget every block that this tier knows of and that it is not reading or writing."""
+        self._take_events()
+        known = {*self._own, *self._answers} - self._busy.keys()
+        keys = [key for key in known if self._is_known(key)]
+        for batch in _batches(keys):
+            self._remove(batch)
+        return len(keys)
+
+    def stats(self) -> TierStats:
+        """Counters and gauges of this moment."""
+        self._take_events()
+        return TierStats(
+            name=self.name,
+            available=self._health.available,
+            problem=self._health.problem,
+            used_bytes=self._own_bytes,
+            num_blocks=len(self._own),
+            in_flight=len(self._jobs),
+            load_bytes_per_s=self._bytes_per_s[False],
+            store_bytes_per_s=self._bytes_per_s[True],
+            **self._counts,
+        )
+
+    def check(self) -> None:
+        """Assert what must hold between two calls."""
+        assert len(self._jobs) <= self._config.depth
+        assert sum(self._busy.values()) == len(self._jobs)
+        assert all(number > 0 for number in self._busy.values())
+        assert len(self._answers) <= _MAX_ANSWERS
+        assert len(self._asked) <= _MAX_ASKED
+        assert sum(self._own.values()) == self._own_bytes
+        assert len(self._own) <= _MAX_OWN
+        assert self._health.available == (not self._health.problem)
+
+    def close(self) -> None:
+        """Finish or fail what is under way, within the timeout and two seconds, and leave."""
+        self._link.close()
+
+    def _submit(self, key: bytes, memory: BlockBytes, *, is_store: bool) -> int | None:
+        if not self._health.available or len(self._jobs) >= self._config.depth:
+            return None
+        ticket = next(self._tickets)
+        now_s = time.monotonic()
+        job = Job(ticket, key, memory, is_store, now_s, now_s + self._config.timeout_s)
+        self._jobs[ticket] = job
+        self._busy[key] = self._busy.get(key, 0) + 1
+        self._link.orders.put(job)
+        return ticket
+
+    def _take_events(self) -> None:
+        for event in self._link.events.take():
+            self._on_event(event)
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case Job():
+                self._on_ended(event)
+            case Asked(keys, codes):
+                for key, code in zip(keys, codes or [0] * len(keys), strict=True):
+                    # What has been learned since the question was asked is newer.
+                    if key in self._asked:
+                        self._learn(key, is_there=bool(code))
+            case Health():
+                self._health = event
+                if not event.available:
+                    self._answers.clear()
+
+    def _on_ended(self, job: Job) -> None:
+        assert job.outcome is not None
+        del self._jobs[job.ticket]
+        self._busy[job.key] -= 1
+        if not self._busy[job.key]:
+            del self._busy[job.key]
+        seconds = time.monotonic() - job.started_s
+        num_bytes = job.memory.size
+        self._completions.append(Completion(job.ticket, job.outcome, num_bytes, seconds))
+        match job.outcome:
+            case Outcome.DONE:
+                self._count(("stores", 1) if job.is_store else ("loads", 1))
+                self._count(("stored_bytes" if job.is_store else "loaded_bytes", num_bytes))
+                self._note_speed(job.is_store, num_bytes / max(seconds, 1e-9))
+                self._learn(job.key, is_there=True, num_bytes=num_bytes)
+            case Outcome.MISSING:
+                self._count(("missing", 1))
+                self._learn(job.key, is_there=False)
+            case Outcome.CORRUPT:
+                self._count(("corrupt", 1))
+                self._remove([job.key])
+            case Outcome.FAILED:
+                self._count(("failures", 1))
+                if not job.is_store:
+                    # Its place may be gone with a peer: not to be tried again at once.
+                    self._learn(job.key, is_there=False)
+
+    def _count(self, counted: tuple[str, int]) -> None:
+        self._counts[counted[0]] += counted[1]
+
+    def _note_speed(self, is_store: bool, bytes_per_s: float) -> None:
+        before = self._bytes_per_s[is_store] or bytes_per_s
+        self._bytes_per_s[is_store] = before + _SPEED_WEIGHT * (bytes_per_s - before)
+
+    def _knows(self, key: bytes, *, is_there: bool) -> bool:
+        answer = self._answers.get(key)
+        return (
+            answer is not None
+            and answer.is_there == is_there
+            and self._clock() < answer.valid_until_s
+        )
+
+    def _is_known(self, key: bytes) -> bool:
+        return key in self._own or self._knows(key, is_there=True)
+
+    def _learn(self, key: bytes, *, is_there: bool, num_bytes: int = 0) -> None:
+        self._asked.discard(key)
+        self._answers.pop(key, None)
+        valid_s = _HIT_VALID_S if is_there else _MISS_VALID_S
+        self._answers[key] = _Answer(is_there, self._clock() + valid_s)
+        if len(self._answers) > _MAX_ANSWERS:
+            del self._answers[next(iter(self._answers))]
+        if num_bytes or not is_there:
+            self._own_bytes -= self._own.pop(key, 0)
+        if num_bytes:
+            self._own[key] = num_bytes
+            self._own_bytes += num_bytes
+        if len(self._own) > _MAX_OWN:
+            self._own_bytes -= self._own.pop(next(iter(self._own)))
+
+    def _remove(self, keys: list[bytes]) -> None:
+        for key in keys:
+            self._learn(key, is_there=False)
+        self._link.orders.put(Removed(keys))
+
+
+def _batches(keys: Sequence[bytes] | dict[bytes, None]) -> list[list[bytes]]:
+    listed = list(keys)
+    return [listed[i : i + _BATCH_KEYS] for i in range(0, len(listed), _BATCH_KEYS)]

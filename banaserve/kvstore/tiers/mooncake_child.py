@@ -1,0 +1,195 @@
+"""The process that runs Mooncake's client, seen from the daemon, and the memory both share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import xxhash
+
+from banaserve.kvstore.fingerprint import PAGE_BYTES
+from banaserve.kvstore.pool import map_memory
+from banaserve.kvstore.tiers.interface import BlockBytes
+from banaserve.kvstore.tiers.mooncake_config import MooncakeConfig
+from banaserve.kvstore.tiers.mooncake_process import Frames, Order, Report, frame
+
+_MODULE = "banaserve.kvstore.tiers.mooncake_process"
+_SEND_BUFFER_BYTES = 2**20
+_RECEIVE_BYTES = 65536
+_KEPT_LOG_BYTES = 4096
+_EXIT_TIMEOUT_S = 0.5
+# What follows a block's bytes: magic and version, their number, checksum of bytes and key.
+_TRAILER = struct.Struct("<8sQ16s")
+_MAGIC = b"bnsv-mc1"
+TRAILER_BYTES = _TRAILER.size
+
+
+class Staging:
+    """Slots of shared memory; each holds one block and its trailer.
+
+    The process on the other side may write here at any time, whatever it was asked. So a block is
+    checked where it has been copied to.
+    """
+
+    def __init__(self, num_slots: int, max_block_bytes: int) -> None:
+        self._slot_bytes = max_block_bytes + PAGE_BYTES
+        num_bytes = num_slots * self._slot_bytes
+        self.fd = os.memfd_create("banaserve-mooncake", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, num_bytes)
+        self._memory = map_memory(self.fd, num_bytes)
+        self._free = list(range(num_slots))
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody uses."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """A free slot."""
+        return self._free.pop()
+
+    def give_back(self, slot: int) -> None:
+        """Nobody reads or writes ``slot`` any more."""
+        self._free.append(slot)
+
+    def first_byte(self, slot: int) -> int:
+        """Where ``slot`` begins."""
+        return slot * self._slot_bytes
+
+    def fill(self, slot: int, key: bytes, block: BlockBytes) -> None:
+        """Copy a block and its trailer into ``slot``."""
+        start, end = self.first_byte(slot), self.first_byte(slot) + block.size
+        trailer = _TRAILER.pack(_MAGIC, block.size, _checksum(key, block))
+        np.copyto(self._memory[start:end], block)
+        self._memory[end : end + TRAILER_BYTES] = np.frombuffer(trailer, np.uint8)
+
+    def copy_out(self, slot: int, key: bytes, target: BlockBytes) -> bool:
+        """Copy a block of the target's size to ``target``; whether it is the one stored there."""
+        start, end = self.first_byte(slot), self.first_byte(slot) + target.size
+        trailer = self._memory[end : end + TRAILER_BYTES].tobytes()
+        np.copyto(target, self._memory[start:end])
+        return trailer == _TRAILER.pack(_MAGIC, target.size, _checksum(key, target))
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        del self._memory
+        os.close(self.fd)
+
+
+class MooncakeChild:
+    """One life of the process. Nothing here waits for it, except ``end`` for a moment.
+
+    Attributes:
+        is_ready: Whether it has joined the store.
+        last_line: Of what it wrote to its log.
+    """
+
+    def __init__(self, config: MooncakeConfig, staging_fd: int) -> None:
+        """Start it.
+
+        Raises:
+            OSError: No process can be had.
+        """
+        self.is_ready = False
+        self.last_line = ""
+        self._frames: Frames[Report] = Frames(Report)
+        self.sock, theirs = socket.socketpair()
+        self.log_fd, log_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        command = [sys.executable, "-m", _MODULE, "--socket-fd", str(theirs.fileno())]
+        command += ["--staging-fd", str(staging_fd)]
+        command += ["--config", msgspec.json.encode(config).decode()]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log_end,
+                stderr=log_end,
+                pass_fds=(theirs.fileno(), staging_fd),
+            )
+        except OSError:
+            self._close_fds()
+            raise
+        finally:
+            theirs.close()
+            os.close(log_end)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        self.sock.setblocking(False)
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def send(self, order: Order) -> None:
+        """Tell it what to do.
+
+        Raises:
+            OSError: It is gone or does not read.
+        """
+        data = frame(order)
+        if self.sock.send(data) < len(data):
+            raise ConnectionAbortedError("it does not read")
+
+    def receive(self) -> Iterator[Report]:
+        """Yield what it has said.
+
+        Raises:
+            EOFError: It has ended.
+            OSError: It is gone.
+            ValueError: It talks nonsense.
+        """
+        with contextlib.suppress(BlockingIOError):
+            data = self.sock.recv(_RECEIVE_BYTES)
+            if not data:
+                raise EOFError
+            yield from self._frames.feed(data)
+
+    def read_log(self) -> bool:
+        """Take in what it has logged; False where there is nothing more, at least for now."""
+        try:
+            data = os.read(self.log_fd, _KEPT_LOG_BYTES)
+        except BlockingIOError:
+            return False
+        lines = data.decode(errors="replace").strip().splitlines()
+        self.last_line = lines[-1] if lines else self.last_line
+        return bool(data)
+
+    def end(self, grace_s: float = 0.0) -> None:
+        """Kill it unless it ends within ``grace_s``; it touches no memory after that."""
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._close_fds()
+
+    def epitaph(self) -> str:
+        """Why it has ended, in words, once its socket is closed."""
+        try:
+            code = self._process.wait(_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "it hangs"
+        while self.read_log():
+            pass
+        status = f"signal {-code}" if code < 0 else f"exit code {code}"
+        # Once it has joined, its last line is of some earlier trouble.
+        return status if self.is_ready or not self.last_line else f"{status}: {self.last_line}"
+
+    def _close_fds(self) -> None:
+        self.sock.close()
+        os.close(self.log_fd)
+
+
+def _checksum(key: bytes, block: BlockBytes) -> bytes:
+    checksum = xxhash.xxh3_128()
+    checksum.update(memoryview(block))
+    # With the key, a block filed under another's name is caught too.
+    checksum.update(key)
+    return bytes(checksum.digest())

@@ -1,0 +1,111 @@
+"""What a user says of Mooncake: one URL, checked before anything starts."""
+
+from __future__ import annotations
+
+import ctypes
+from importlib.util import find_spec
+from urllib.parse import parse_qsl, urlsplit
+
+import msgspec
+
+from banaserve.errors import UserError
+from banaserve.kvstore.fingerprint import PAGE_BYTES
+from banaserve.kvstore.sizes import parse_size
+from banaserve.names import check_known
+
+_EXAMPLE = "mooncake://HOST:PORT?segment=1GiB"
+_PROTOCOLS = ("rdma", "tcp")
+_OPTIONS = (
+    "block", "depth", "devices", "host", "metadata", "protocol", "segment", "timeout",
+)  # fmt: skip
+
+
+class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How to join a Mooncake Store.
+
+    Attributes:
+        master: ``HOST:PORT`` of mooncake_master.
+        metadata: Where Mooncake keeps addresses of peers; ``P2PHANDSHAKE`` needs no server.
+        protocol: ``tcp`` or ``rdma``.
+        devices: RDMA devices, separated by commas.
+        host: Address under which peers reach this machine; empty for the one that routes to the
+            master.
+        segment_bytes: Memory that this process lends to the store; 0 lends none.
+        max_block_bytes: Larger blocks are not taken. A multiple of the page size.
+        depth: Loads and stores under way at once; each has ``max_block_bytes`` of address space.
+        timeout_s: Longest wait for a load, a store or the master.
+    """
+
+    master: str
+    metadata: str = "P2PHANDSHAKE"
+    protocol: str = "tcp"
+    devices: str = ""
+    host: str = ""
+    segment_bytes: int = 2**30
+    max_block_bytes: int = 16 * 2**20
+    depth: int = 8
+    timeout_s: float = 5.0
+
+
+def parse_url(url: str) -> MooncakeConfig:
+    """The configuration that ``mooncake://HOST:PORT?option=value&...`` means.
+
+    Options: metadata, protocol, devices, host, segment, block, depth, timeout (s).
+
+    Raises:
+        UserError: Not such a URL, or an unknown option or value; one line says which.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+        given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    except ValueError as error:
+        raise UserError(f"{url!r} is not {_EXAMPLE}: {error}") from error
+    if parts.scheme != "mooncake" or not host or not port or parts.path not in ("", "/"):
+        raise UserError(f"{url!r} is not {_EXAMPLE}")
+    for name, _ in given:
+        check_known("option of mooncake://", name, _OPTIONS)
+    options = dict(given)
+    protocol = options.get("protocol", "tcp")
+    check_known("protocol of mooncake://", protocol, _PROTOCOLS)
+    block_bytes = parse_size(options.get("block", "16MiB"))
+    segment = options.get("segment", "1GiB")
+    return MooncakeConfig(
+        master=f"{host}:{port}",
+        metadata=options.get("metadata", "P2PHANDSHAKE"),
+        protocol=protocol,
+        devices=options.get("devices", ""),
+        host=options.get("host", ""),
+        segment_bytes=0 if segment == "0" else parse_size(segment),
+        max_block_bytes=-(-block_bytes // PAGE_BYTES) * PAGE_BYTES,
+        depth=int(_number("depth", options.get("depth", "8"), 1, 256)),
+        timeout_s=_number("timeout", options.get("timeout", "5"), 0.1, 3600),
+    )
+
+
+def check_installed() -> None:
+    """Return if Mooncake's client can be loaded.
+
+    Raises:
+        UserError: Something is missing; names what to install.
+    """
+    if find_spec("mooncake") is None:
+        raise UserError("the mooncake tier needs Mooncake: pip install 'banaserve[mooncake]'")
+    try:
+        # Mooncake links to it for every protocol, tcp included.
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError as error:
+        raise UserError(
+            "Mooncake needs libibverbs.so.1: install the system's package "
+            "(Debian and Ubuntu: libibverbs1; Fedora: libibverbs)"
+        ) from error
+
+
+def _number(name: str, text: str, least: float, most: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value <= most:
+        raise UserError(f"{name}={text} of mooncake://: give a number from {least:g} to {most:g}")
+    return value

@@ -1,0 +1,262 @@
+"""Mooncake's client in a process of its own.
+
+Setting it up and closing it hold the GIL for seconds, and its TCP transport reads and writes any
+address that a peer names. So neither the daemon nor its pool share a process with it: what they
+share is the staging, whose bytes are checked after they have been copied out of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import mmap
+import os
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import ceil
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from banaserve.kvstore.tiers.mooncake_config import MooncakeConfig
+
+KEY_PREFIX = "banaserve-"
+NOT_FOUND = -704
+TOO_LARGE = -600
+"""The object is longer than the buffer."""
+BROKEN_CALL = -1
+_LOCAL_BUFFER_BYTES = 2**20
+_NUM_CONTROL_THREADS = 2
+_PR_SET_PDEATHSIG = 1
+_LENGTH = struct.Struct("<I")
+_MAX_MESSAGE_BYTES = 16 * 2**20
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Ask(_Message, frozen=True, tag="ask"):
+    """Answered with 1 for each key that is there, 0 for each that is not, or an error code."""
+
+    seq: int
+    keys: list[bytes]
+
+
+class Remove(_Message, frozen=True, tag="remove"):
+    seq: int
+    keys: list[bytes]
+
+
+class Put(_Message, frozen=True, tag="put"):
+    """From the staging; answered with 0 or an error code."""
+
+    seq: int
+    key: bytes
+    first_byte: int
+    num_bytes: int
+
+
+class Get(_Message, frozen=True, tag="get"):
+    """Into the staging; answered with the object's length or an error code."""
+
+    seq: int
+    key: bytes
+    first_byte: int
+    num_bytes: int
+
+
+class Leave(_Message, frozen=True, tag="leave"):
+    """Unmount the segment, so that the master forgets its blocks at once, and end."""
+
+
+class Ready(_Message, frozen=True, tag="ready"):
+    """The first message where joining the store worked."""
+
+
+class Refused(_Message, frozen=True, tag="refused"):
+    """The first message where it did not; the process ends with it."""
+
+    reason: str
+
+
+class Done(_Message, frozen=True, tag="done"):
+    seq: int
+    codes: list[int]
+
+
+Call = Ask | Remove | Put | Get
+Order = Call | Leave
+Report = Ready | Refused | Done
+T = TypeVar("T")
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: Order | Report) -> bytes:
+    """``message`` behind its length."""
+    payload = _encoder.encode(message)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class Frames(Generic[T]):
+    """Turns received bytes into messages of one kind."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[T]:
+        """Yield each message that ``data`` completes.
+
+        Raises:
+            ValueError: The bytes are no such message.
+        """
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
+            if end > _MAX_MESSAGE_BYTES:
+                raise ValueError(f"a message of {end} bytes")
+            if len(self._buffer) < end:
+                return
+            payload = bytes(self._buffer[_LENGTH.size : end])
+            del self._buffer[:end]
+            yield self._decoder.decode(payload)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Join the store, serve the orders that come over the socket, leave at its end."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket-fd", type=int, required=True)
+    parser.add_argument("--staging-fd", type=int, required=True)
+    parser.add_argument("--config", required=True)
+    given = parser.parse_args(argv)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Ctrl-C reaches the whole group; the daemon says when this process is to leave.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    config = msgspec.json.decode(given.config, type=MooncakeConfig)
+    sock = socket.socket(fileno=given.socket_fd)
+    staging = mmap.mmap(given.staging_fd, 0)
+    try:
+        store, replication = _join(config, staging)
+    except Exception as error:
+        sock.sendall(frame(Refused(str(error))))
+        os._exit(1)
+    sock.sendall(frame(Ready()))
+    _Servant(store, replication, staging, sock, config.depth).serve()
+    store.close()
+    # Not by way of the interpreter's end, which waits for calls that hang.
+    os._exit(0)
+
+
+def _join(config: MooncakeConfig, staging: mmap.mmap) -> tuple[Any, Any]:
+    timeout_s = ceil(config.timeout_s)
+    environment = {
+        "MC_RPC_TIMEOUT_MS": str(1000 * timeout_s),
+        "MC_RPC_CONNECT_TIMEOUT_MS": str(1000 * timeout_s),
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(timeout_s),
+        "MC_TCP_STATUS_TIMEOUT_SEC": str(timeout_s),
+        "MC_STORE_CLIENT_METRIC": "0",
+        "MC_LOG_LEVEL": "ERROR",
+    }
+    # Read when the library is loaded.
+    os.environ.update({k: v for k, v in environment.items() if k not in os.environ})
+    from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+
+    store = MooncakeDistributedStore()
+    code = store.setup(
+        local_hostname=config.host or _own_address(config.master),
+        metadata_server=config.metadata,
+        global_segment_size=config.segment_bytes,
+        local_buffer_size=_LOCAL_BUFFER_BYTES,
+        protocol=config.protocol,
+        rdma_devices=config.devices,
+        master_server_addr=config.master,
+    )
+    if code:
+        raise RuntimeError(f"mooncake_master at {config.master} cannot be joined (code {code})")
+    code = store.register_buffer(_address(staging), len(staging))
+    if code:
+        raise RuntimeError(f"Mooncake cannot register memory (code {code})")
+    replication = ReplicateConfig()
+    if config.segment_bytes:
+        # A store into memory of this machine takes no network; who wants the block fetches it.
+        replication.preferred_segment = store.get_hostname()
+    return store, replication
+
+
+def _own_address(master: str) -> str:
+    """The address from which this machine reaches the master; sends nothing."""
+    host, _, port = master.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _name(key: bytes) -> str:
+    return KEY_PREFIX + key.hex()
+
+
+class _Servant:
+    """Runs each call in a thread, so that one that hangs holds up no other."""
+
+    def __init__(
+        self, store: Any, replication: Any, staging: mmap.mmap, sock: socket.socket, depth: int
+    ) -> None:
+        self._store = store
+        self._replication = replication
+        self._base = _address(staging)
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._transfers = ThreadPoolExecutor(depth, "transfer")
+        # Questions to the master must not queue behind transfers from a peer that hangs.
+        self._control = ThreadPoolExecutor(_NUM_CONTROL_THREADS, "control")
+
+    def serve(self) -> None:
+        """Return when the daemon says so or is gone."""
+        frames: Frames[Order] = Frames(Order)
+        while data := self._sock.recv(65536):
+            for order in frames.feed(data):
+                match order:
+                    case Leave():
+                        return
+                    case Put() | Get():
+                        self._transfers.submit(self._answer, order)
+                    case _:
+                        self._control.submit(self._answer, order)
+
+    def _answer(self, call: Call) -> None:
+        try:
+            codes = [int(code) for code in self._run(call)]
+        except Exception:
+            codes = [BROKEN_CALL]
+        with self._lock:
+            self._sock.sendall(frame(Done(call.seq, codes)))
+
+    def _run(self, call: Call) -> list[int]:
+        store = self._store
+        match call:
+            case Ask():
+                return list(store.batch_is_exist([_name(key) for key in call.keys]))
+            case Remove():
+                # By force: our own question a moment ago has leased the object for seconds. A
+                # reader that this takes the bytes from sees a wrong checksum.
+                return list(store.batch_remove([_name(key) for key in call.keys], True))
+            case Put():
+                address = self._base + call.first_byte
+                name = _name(call.key)
+                return [store.put_from(name, address, call.num_bytes, self._replication)]
+            case Get():
+                address = self._base + call.first_byte
+                return [store.get_into(_name(call.key), address, call.num_bytes)]
+
+
+if __name__ == "__main__":
+    main()

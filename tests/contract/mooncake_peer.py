@@ -1,0 +1,70 @@
+"""Another process at a Mooncake Store, ordered about by JSON lines on its standard input.
+
+Usage: python mooncake_peer.py URL
+
+    {"store": KEY, "seed": N, "num_bytes": N}   as a tier would; answers {"outcome": ...}
+    {"pid": true}                               answers {"pid": of Mooncake's process}
+    {"raw": NAME, "hex": BYTES}                 past the tier; answers {"code": ...}
+    {"copy": NAME, "to": NAME}                  past the tier; answers {"code": ...}
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import sys
+from typing import Any
+
+import numpy as np
+
+from banaserve.kvstore.tiers.interface import BlockName
+from banaserve.kvstore.tiers.mooncake import MooncakeTier
+from banaserve.kvstore.tiers.mooncake_config import parse_url
+
+
+def main(url: str) -> None:
+    tier: MooncakeTier | None = None
+    raw: Any = None
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "raw" in order or "copy" in order:
+            raw = raw or raw_client(url)
+            data = raw.get(order["copy"]) if "copy" in order else bytes.fromhex(order["hex"])
+            answer = {"code": raw.put(order.get("to") or order["raw"], data)}
+        else:
+            tier = tier or joined(url)
+            answer = {"pid": tier.pid} if "pid" in order else {"outcome": store(tier, order)}
+        print(json.dumps(answer), flush=True)
+    if tier is not None:
+        tier.close()
+
+
+def joined(url: str) -> MooncakeTier:
+    tier = MooncakeTier.from_url(url)
+    while not tier.stats().available:
+        select.select([tier.fd], [], [])
+        tier.poll()
+    return tier
+
+
+def store(tier: MooncakeTier, order: dict[str, Any]) -> str:
+    data = np.random.default_rng(order["seed"]).bytes(order["num_bytes"])
+    block = np.frombuffer(data, np.uint8)
+    assert tier.submit_store(BlockName(bytes.fromhex(order["store"]), None), block) is not None
+    while not (ended := tier.poll()):
+        select.select([tier.fd], [], [])
+    return str(ended[0].outcome.value)
+
+
+def raw_client(url: str) -> Any:
+    from mooncake.store import MooncakeDistributedStore
+
+    client = MooncakeDistributedStore()
+    size = 64 * 2**20
+    master = parse_url(url).master
+    assert client.setup("127.0.0.1", "P2PHANDSHAKE", size, size, "tcp", "", master) == 0
+    return client
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,326 @@
+"""The Mooncake tier against a real master and other processes, some of which fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from banaserve.bench.kvstore_peers import Peer, missing_mooncake, mooncake_master
+from banaserve.errors import UserError
+from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.tiers import mooncake_config
+from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, Outcome
+from banaserve.kvstore.tiers.mooncake import MooncakeTier
+from banaserve.kvstore.tiers.mooncake_config import parse_url
+from banaserve.kvstore.tiers.mooncake_process import KEY_PREFIX
+
+MISSING = missing_mooncake()
+needs_mooncake = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+PEER = Path(__file__).with_name("mooncake_peer.py")
+DEADLINE_S = 60.0
+MIB = 2**20
+SIZES = [4096, 49152, MIB + 4096, 3 * MIB]
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(2, "big") * 24
+
+
+def random_block(seed: int, num_bytes: int) -> BlockBytes:
+    return np.frombuffer(np.random.default_rng(seed).bytes(num_bytes), np.uint8).copy()
+
+
+def wait(tier: MooncakeTier, holds: Callable[[], bool]) -> list[Completion]:
+    """Poll until ``holds``; what has ended meanwhile."""
+    ended: list[Completion] = []
+    while not holds():
+        assert select.select([tier.fd], [], [], DEADLINE_S)[0], "nothing happens any more"
+        ended += tier.poll()
+        tier.check()
+    return ended
+
+
+def end_of(tier: MooncakeTier, ticket: int | None) -> Completion:
+    assert ticket is not None
+    ended: list[Completion] = []
+    while not ended:
+        assert select.select([tier.fd], [], [], DEADLINE_S)[0], "it never ends"
+        ended = tier.poll()
+        tier.check()
+    assert [one.ticket for one in ended] == [ticket]
+    return ended[0]
+
+
+def store(tier: MooncakeTier, name: bytes, block: BlockBytes) -> Outcome:
+    return end_of(tier, tier.submit_store(BlockName(name, None), block)).outcome
+
+
+def load(tier: MooncakeTier, name: bytes, num_bytes: int) -> tuple[Outcome, BlockBytes]:
+    target = np.zeros(num_bytes, np.uint8)
+    return end_of(tier, tier.submit_load(name, target)).outcome, target
+
+
+def look(tier: MooncakeTier, name: bytes) -> Lookup:
+    wait(tier, lambda: tier.lookup([name]) != [Lookup.PENDING])
+    return tier.lookup([name])[0]
+
+
+class OtherProcess:
+    """``mooncake_peer.py`` at the same master."""
+
+    def __init__(self, url: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(PEER), url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def __call__(self, **order: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return next(iter(json.loads(self._process.stdout.readline()).values()))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def master(stack: ExitStack) -> Peer:
+    return stack.enter_context(mooncake_master())
+
+
+def url_of(master: Peer) -> str:
+    return f"mooncake://127.0.0.1:{master.port}?segment=64MiB&block=3MiB&depth=4&timeout=1"
+
+
+@pytest.fixture
+def tier(stack: ExitStack, master: Peer) -> MooncakeTier:
+    tier = MooncakeTier.from_url(url_of(master))
+    stack.callback(tier.close)
+    wait(tier, lambda: tier.stats().available)
+    return tier
+
+
+@pytest.fixture
+def other(stack: ExitStack, master: Peer) -> OtherProcess:
+    other = OtherProcess(url_of(master))
+    stack.callback(other.close)
+    return other
+
+
+@needs_mooncake
+class TestExchange:
+    def test_blocks_stored_by_one_process_are_loaded_by_another(self, tier, other):
+        for number, num_bytes in enumerate(SIZES):
+            name = key(number).hex()
+            assert other(store=name, seed=number, num_bytes=num_bytes) == "done"
+        for number, num_bytes in enumerate(SIZES):
+            assert look(tier, key(number)) is Lookup.HIT
+            outcome, target = load(tier, key(number), num_bytes)
+            assert outcome is Outcome.DONE
+            assert np.array_equal(target, random_block(number, num_bytes))
+        stats = tier.stats()
+        assert (stats.loads, stats.loaded_bytes) == (len(SIZES), sum(SIZES))
+        assert stats.load_bytes_per_s > 0
+
+    def test_several_at_once_and_no_more_than_its_depth(self, tier):
+        blocks = [random_block(number, MIB) for number in range(5)]
+        submit = [tier.submit_store(BlockName(key(i), None), b) for i, b in enumerate(blocks)]
+        assert submit[4] is None
+        ended = wait(tier, lambda: not tier.stats().in_flight) + tier.poll()
+        assert {one.ticket for one in ended} == set(submit[:4])
+        assert all(one.outcome is Outcome.DONE and one.num_bytes == MIB for one in ended)
+        assert tier.lookup([key(i) for i in range(4)]) == [Lookup.HIT] * 4
+        assert tier.stats().used_bytes == 4 * MIB
+
+    def test_what_is_there_is_not_stored_again_and_what_is_not_is_missing(self, tier):
+        block = random_block(0, 4096)
+        assert store(tier, key(0), block) is Outcome.DONE
+        assert tier.submit_store(BlockName(key(0), None), block) is None
+        assert tier.submit_load(key(0), np.zeros(8192, np.uint8)) is None
+        assert tier.submit_store(BlockName(key(1), None), random_block(1, 3 * MIB + 4096)) is None
+        assert load(tier, key(2), 4096)[0] is Outcome.MISSING
+        assert look(tier, key(2)) is Lookup.MISS
+        assert tier.submit_load(key(2), np.zeros(4096, np.uint8)) is None
+
+    def test_evict_and_clear_forget_for_everybody(self, stack, master, other):
+        now_s = [0.0]
+        tier = MooncakeTier(parse_url(url_of(master)), clock=lambda: now_s[0])
+        stack.callback(tier.close)
+        wait(tier, lambda: tier.stats().available)
+        for number in range(3):
+            assert store(tier, key(number), random_block(number, 4096)) is Outcome.DONE
+        assert tier.evict(key(0))
+        assert not tier.evict(key(0))
+        assert not tier.evict(key(9))
+        assert tier.lookup([key(0)]) == [Lookup.MISS]
+        assert store(tier, key(0), random_block(7, 4096)) is Outcome.DONE
+        assert load(tier, key(0), 4096)[1].tolist() == random_block(7, 4096).tolist()
+        assert tier.clear() == 3
+        assert (tier.stats().num_blocks, tier.stats().used_bytes) == (0, 0)
+        for number in range(3):
+            assert other(store=key(number).hex(), seed=number + 10, num_bytes=4096) == "done"
+        assert tier.lookup([key(number) for number in range(3)]) == [Lookup.MISS] * 3
+        now_s[0] += 10.0
+        for number in range(3):
+            assert look(tier, key(number)) is Lookup.HIT
+            outcome, target = load(tier, key(number), 4096)
+            assert outcome is Outcome.DONE
+            assert np.array_equal(target, random_block(number + 10, 4096))
+
+
+@needs_mooncake
+class TestForeignBytes:
+    def test_wrong_bytes_are_corrupt_and_go(self, tier, other, stack, master):
+        assert other(store=key(1).hex(), seed=1, num_bytes=4096) == "done"
+        cases = {
+            2: {"raw": KEY_PREFIX + key(2).hex(), "hex": bytes(4096 + 32).hex()},
+            3: {"raw": KEY_PREFIX + key(3).hex(), "hex": bytes(100).hex()},
+            4: {"raw": KEY_PREFIX + key(4).hex(), "hex": bytes(9000).hex()},
+            5: {"copy": KEY_PREFIX + key(1).hex(), "to": KEY_PREFIX + key(5).hex()},
+        }
+        for number, order in cases.items():
+            assert other(**order) == 0
+            assert look(tier, key(number)) is Lookup.HIT
+            assert load(tier, key(number), 4096)[0] is Outcome.CORRUPT, order
+            assert tier.lookup([key(number)]) == [Lookup.MISS]
+        assert tier.stats().corrupt == len(cases)
+        assert load(tier, key(1), 4096)[0] is Outcome.DONE
+        # The removal has reached the master: another tier does not find them either.
+        fresh = MooncakeTier.from_url(url_of(master))
+        stack.callback(fresh.close)
+        wait(fresh, lambda: fresh.stats().available)
+        assert [look(fresh, key(number)) for number in cases] == [Lookup.MISS] * len(cases)
+
+
+@needs_mooncake
+class TestFailures:
+    def test_a_master_that_goes_and_comes_back(self, tier, master):
+        assert store(tier, key(0), random_block(0, 4096)) is Outcome.DONE
+        master.kill()
+        wait(tier, lambda: not tier.stats().available)
+        assert str(master.port) in tier.stats().problem
+        assert "\n" not in tier.stats().problem
+        assert tier.lookup([key(0)]) == [Lookup.MISS]
+        assert tier.submit_store(BlockName(key(1), None), random_block(1, 4096)) is None
+        assert tier.submit_load(key(0), np.zeros(4096, np.uint8)) is None
+        master.start()
+        wait(tier, lambda: tier.stats().available)
+        # The lent memory is mounted again a moment after the master is back; nothing tells when.
+        until_s = time.monotonic() + DEADLINE_S
+        while store(tier, key(1), random_block(1, 4096)) is not Outcome.DONE:
+            assert time.monotonic() < until_s
+        assert load(tier, key(1), 4096)[0] is Outcome.DONE
+
+    def test_a_master_that_hangs(self, tier, master):
+        assert store(tier, key(0), random_block(0, 4096)) is Outcome.DONE
+        master.pause()
+        ticket = tier.submit_store(BlockName(key(1), None), random_block(1, 4096))
+        assert end_of(tier, ticket).outcome is Outcome.FAILED
+        wait(tier, lambda: not tier.stats().available)
+        master.resume()
+        wait(tier, lambda: tier.stats().available)
+        assert load(tier, key(0), 4096)[0] is Outcome.DONE
+
+    def test_a_peer_that_hangs_and_dies_with_its_blocks(self, tier, other):
+        assert other(store=key(0).hex(), seed=0, num_bytes=MIB) == "done"
+        os.kill(other(pid=True), signal.SIGSTOP)
+        assert look(tier, key(0)) is Lookup.HIT
+        assert load(tier, key(0), MIB)[0] is Outcome.FAILED
+        assert tier.stats().failures == 1
+        assert store(tier, key(1), random_block(1, MIB)) is Outcome.DONE
+        assert tier.lookup([key(0)]) == [Lookup.MISS]
+        assert load(tier, key(1), MIB)[0] is Outcome.DONE
+
+    def test_mooncakes_process_dies_under_way(self, tier):
+        assert tier.pid is not None
+        os.kill(tier.pid, signal.SIGSTOP)
+        ticket = tier.submit_store(BlockName(key(0), None), random_block(0, MIB))
+        os.kill(tier.pid, signal.SIGKILL)
+        assert end_of(tier, ticket).outcome is Outcome.FAILED
+        wait(tier, lambda: not tier.stats().available)
+        assert "signal 9" in tier.stats().problem
+        wait(tier, lambda: tier.stats().available)
+        assert store(tier, key(0), random_block(0, MIB)) is Outcome.DONE
+
+    def test_a_master_that_never_answers_holds_nobody_up(self):
+        with socket.create_server(("127.0.0.1", 0)) as deaf:
+            port = deaf.getsockname()[1]
+            tier = MooncakeTier.from_url(f"mooncake://127.0.0.1:{port}?segment=0&timeout=1")
+            assert tier.lookup([key(0)]) == [Lookup.MISS]
+            assert not tier.stats().available
+            assert tier.stats().problem
+            tier.close()
+
+    def test_close_finishes_what_is_under_way(self, stack, master, other):
+        tier = MooncakeTier.from_url(url_of(master))
+        wait(tier, lambda: tier.stats().available)
+        pid = tier.pid
+        for number in range(4):
+            block = random_block(number, MIB)
+            assert tier.submit_store(BlockName(key(number), None), block) is not None
+        tier.close()
+        assert pid is not None
+        assert not Path(f"/proc/{pid}").exists()
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("url", "words"),
+        [
+            ("http://h:1", "mooncake://HOST:PORT"),
+            ("mooncake://h", "mooncake://HOST:PORT"),
+            ("mooncake://h:99999", "99999|Port"),
+            ("mooncake://h:1/path", "mooncake://HOST:PORT"),
+            ("mooncake://h:1?segmnt=1GiB", "did you mean segment"),
+            ("mooncake://h:1?protocol=udp", "protocol"),
+            ("mooncake://h:1?segment=much", "is not a size"),
+            ("mooncake://h:1?depth=0", "depth=0"),
+            ("mooncake://h:1?timeout=soon", "timeout=soon"),
+            ("mooncake://h:1?segment", "segment"),
+        ],
+    )
+    def test_bad_urls_are_refused_in_one_line(self, url, words):
+        with pytest.raises(UserError, match=words) as caught:
+            parse_url(url)
+        assert "\n" not in str(caught.value)
+
+    def test_a_url_says_everything(self):
+        config = parse_url(
+            "mooncake://10.0.0.1:50051?metadata=http://10.0.0.1:8080/metadata&protocol=rdma"
+            "&devices=mlx5_0,mlx5_1&host=10.0.0.2&segment=2GiB&block=5000&depth=3&timeout=0.5"
+        )
+        assert (config.master, config.host) == ("10.0.0.1:50051", "10.0.0.2")
+        assert (config.metadata, config.protocol) == ("http://10.0.0.1:8080/metadata", "rdma")
+        assert (config.devices, config.segment_bytes) == ("mlx5_0,mlx5_1", 2 * 2**30)
+        assert (config.max_block_bytes, config.depth, config.timeout_s) == (8192, 3, 0.5)
+        assert parse_url("mooncake://h:1?segment=0").segment_bytes == 0
+
+    def test_without_the_package_it_says_what_to_install(self, monkeypatch):
+        monkeypatch.setattr(mooncake_config, "find_spec", lambda name: None)
+        with pytest.raises(UserError, match=r"pip install 'banaserve\[mooncake\]'"):
+            MooncakeTier.from_url("mooncake://127.0.0.1:1")
