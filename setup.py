@@ -12,11 +12,15 @@ native = Extension(
     "banaserve._native",
     sources=[
         "csrc/block_copy.cpp",
+        "csrc/disk_queue.cpp",
+        "csrc/disk_threads.cpp",
+        "csrc/disk_uring.cpp",
+        "csrc/disk_queue_bindings.cpp",
         "csrc/bindings.cpp",
         # setuptools refuses an absolute path below this folder, such as one in .venv.
         os.path.relpath(NANOBIND / "src" / "nb_combined.cpp"),
     ],
-    depends=["csrc/block_copy.h"],
+    depends=["csrc/block_copy.h", "csrc/disk_queue.h", "csrc/disk_queue_bindings.h"],
     include_dirs=[
         "csrc",
         str(NANOBIND / "include"),

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "block_copy.h"
+#include "disk_queue_bindings.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -78,4 +79,5 @@ Args:
 
 Raises:
     ValueError: Names the argument at fault; nothing has been copied.)");
+  bind_disk_queue(module);
 }

@@ -1,0 +1,143 @@
+"""Which block of a tier goes next: children before parents, least recently used first. No I/O."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from typing import Generic, TypeVar
+
+
+class ChainedBlock:
+    """One block as ``ChainedBlocks`` keeps it; subclass it to file more with it.
+
+    Attributes:
+        key: Of the block.
+        parent: Key of the block before it in its chain.
+        num_users: Reads and writes under way; nothing that is in use is ever a victim.
+    """
+
+    __slots__ = ("key", "last_used", "num_users", "parent", "queued", "serial")
+
+    def __init__(self, key: bytes, parent: bytes | None) -> None:
+        self.key = key
+        self.parent = parent
+        self.num_users = 0
+        self.last_used = 0
+        self.serial = 0
+        self.queued = False
+
+
+BlockT = TypeVar("BlockT", bound=ChainedBlock)
+
+
+class ChainedBlocks(Generic[BlockT]):
+    """Blocks by key, and the order in which they go. Every operation costs O(log n)."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, BlockT] = {}
+        # By the parent's key, whether or not the parent is here, so that a parent that comes back
+        # after its children is protected from its first moment on.
+        self._num_children: dict[bytes, int] = {}
+        # Every possible victim is in here exactly once. One that was used again, or has gone, is
+        # put right when it comes up.
+        self._queue: list[tuple[int, int, BlockT]] = []
+        self._tick = 0
+        self._last_serial = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[BlockT]:
+        return iter(self._blocks.values())
+
+    def get(self, key: bytes) -> BlockT | None:
+        """The block of this key."""
+        return self._blocks.get(key)
+
+    def add(self, block: BlockT) -> None:
+        """Add a block, as the one that was used last. Its key must not be here yet."""
+        assert block.key not in self._blocks
+        if block.parent is not None and self._closes_a_cycle(block.key, block.parent):
+            block.parent = None
+        self._blocks[block.key] = block
+        self._last_serial += 1
+        block.serial = self._last_serial
+        if block.parent is not None:
+            self._num_children[block.parent] = self._num_children.get(block.parent, 0) + 1
+        self.touch(block)
+        self._enqueue_if_evictable(block)
+
+    def touch(self, block: BlockT) -> None:
+        """Make it the one that was used last."""
+        self._tick += 1
+        block.last_used = self._tick
+
+    def begin_use(self, block: BlockT) -> None:
+        """Keep a block from being a victim until as many ``end_use``."""
+        block.num_users += 1
+
+    def end_use(self, block: BlockT) -> None:
+        """End one use; the block may have been removed meanwhile."""
+        block.num_users -= 1
+        if self._blocks.get(block.key) is block:
+            self._enqueue_if_evictable(block)
+
+    def remove(self, block: BlockT) -> None:
+        """Forget a block, whatever hangs on it."""
+        del self._blocks[block.key]
+        parent = block.parent
+        if parent is None:
+            return
+        self._num_children[parent] -= 1
+        if not self._num_children[parent]:
+            del self._num_children[parent]
+            if (parent_block := self._blocks.get(parent)) is not None:
+                self._enqueue_if_evictable(parent_block)
+
+    def pop_victim(self) -> BlockT | None:
+        """Remove and return the next to go; None where all are in use or above one that is."""
+        while self._queue:
+            last_used, _, block = heappop(self._queue)
+            block.queued = False
+            if self._blocks.get(block.key) is not block:
+                continue
+            if block.last_used != last_used:
+                self._enqueue_if_evictable(block)
+            elif self._is_evictable(block):
+                self.remove(block)
+                return block
+        return None
+
+    def check(self) -> None:
+        """Assert what must hold between two operations."""
+        blocks = self._blocks
+        assert all(block.key == key for key, block in blocks.items())
+        parents = [block.parent for block in blocks.values() if block.parent is not None]
+        assert Counter(parents) == self._num_children
+        assert all(block.num_users >= 0 for block in blocks.values())
+        queued = [block for _, _, block in self._queue]
+        assert all(block.queued for block in queued)
+        assert len(queued) == len(set(map(id, queued)))
+        assert all(block.queued for block in blocks.values() if self._is_evictable(block))
+
+    def _is_evictable(self, block: BlockT) -> bool:
+        return not block.num_users and block.key not in self._num_children
+
+    def _enqueue_if_evictable(self, block: BlockT) -> None:
+        if not block.queued and self._is_evictable(block):
+            block.queued = True
+            heappush(self._queue, (block.last_used, block.serial, block))
+
+    def _closes_a_cycle(self, key: bytes, parent: bytes) -> bool:
+        """Whether ``key`` is an ancestor of ``parent``: such blocks could never go.
+
+        Hash chains have no cycles, but a faulty client or a damaged disk can bring one.
+        """
+        if key == parent:
+            return True
+        ancestor: bytes | None = parent if key in self._num_children else None
+        while ancestor is not None and ancestor != key:
+            block = self._blocks.get(ancestor)
+            ancestor = block.parent if block is not None else None
+        return ancestor is not None

@@ -1,0 +1,83 @@
+"""What every tier counts, and how fast it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from banaserve.kvstore.tiers.interface import TierStats
+
+_WEIGHT_OF_THE_PAST = 0.95
+
+
+class Throughput:
+    """Bytes a second while at least one transfer is under way; the last few dozen count."""
+
+    def __init__(self) -> None:
+        self._num_under_way = 0
+        self._since_s = 0.0
+        self._bytes = 0.0
+        self._seconds = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """0 until the first transfer has ended."""
+        return self._bytes / self._seconds if self._seconds > 0 else 0.0
+
+    def begin(self, now_s: float) -> None:
+        """A transfer starts."""
+        if not self._num_under_way:
+            self._since_s = now_s
+        self._num_under_way += 1
+
+    def end(self, now_s: float, num_bytes: int) -> None:
+        """A transfer has ended; ``num_bytes`` is 0 where it failed."""
+        self._num_under_way -= 1
+        self._bytes = self._bytes * _WEIGHT_OF_THE_PAST + num_bytes
+        self._seconds = self._seconds * _WEIGHT_OF_THE_PAST + now_s - self._since_s
+        self._since_s = now_s
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """A tier's counters since its start."""
+
+    stores: int = 0
+    stored_bytes: int = 0
+    loads: int = 0
+    loaded_bytes: int = 0
+    evictions: int = 0
+    missing: int = 0
+    corrupt: int = 0
+    failures: int = 0
+    load_speed: Throughput = field(default_factory=Throughput)
+    store_speed: Throughput = field(default_factory=Throughput)
+
+    def stats(
+        self,
+        name: str,
+        *,
+        problem: str = "",
+        capacity_bytes: int,
+        used_bytes: int,
+        num_blocks: int,
+        in_flight: int,
+    ) -> TierStats:
+        """The counters with the gauges given."""
+        return TierStats(
+            name=name,
+            problem=problem,
+            capacity_bytes=capacity_bytes,
+            used_bytes=used_bytes,
+            num_blocks=num_blocks,
+            stores=self.stores,
+            stored_bytes=self.stored_bytes,
+            loads=self.loads,
+            loaded_bytes=self.loaded_bytes,
+            evictions=self.evictions,
+            missing=self.missing,
+            corrupt=self.corrupt,
+            failures=self.failures,
+            in_flight=in_flight,
+            load_bytes_per_s=self.load_speed.bytes_per_s,
+            store_bytes_per_s=self.store_speed.bytes_per_s,
+        )

@@ -1,0 +1,194 @@
+"""Makes room: evicts blocks, and moves what lives in the emptiest segment so that it can go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from banaserve.kvstore.tiers.chains import ChainedBlocks
+from banaserve.kvstore.tiers.counters import TierCounters
+from banaserve.kvstore.tiers.interface import BlockBytes
+from banaserve.kvstore.tiers.ssd.device import Device, aligned_bytes
+from banaserve.kvstore.tiers.ssd.log import SegmentLog
+from banaserve.kvstore.tiers.ssd.record import PAGE_BYTES, Header, Kind, encode
+from banaserve.kvstore.tiers.ssd.segments import LogBlock, Segment
+
+MAX_COPIES = 4
+# A segment is cleaned once half of it is dead: so at most as many bytes are copied as are freed.
+MAX_LIVE_FRACTION = 0.5
+# For each call: an eviction takes microseconds, and an event loop waits.
+MAX_EVICTIONS = 64
+
+
+class Cleaner:
+    """Keeps a segment's worth of the budget free, a little at a time.
+
+    Args:
+        log: Where records lie.
+        blocks: What to evict from.
+        device: With ``MAX_COPIES`` transfers to spare for copies.
+        counters: For evictions and corrupt records.
+    """
+
+    def __init__(
+        self,
+        log: SegmentLog,
+        blocks: ChainedBlocks[LogBlock],
+        device: Device,
+        counters: TierCounters,
+    ) -> None:
+        self.num_copies = 0
+        self._log = log
+        self._blocks = blocks
+        self._device = device
+        self._counters = counters
+        self._victim: Segment | None = None
+        self._waiting: list[LogBlock] = []
+
+    def step(self, *, loads_under_way: bool) -> None:
+        """Do what can be done at once, and begin what takes time.
+
+        Args:
+            loads_under_way: Then copies go one at a time, so as to leave the disk to the loads.
+        """
+        self._log.remove_dead()
+        self._copy_more(1 if loads_under_way else MAX_COPIES)
+        for _ in range(MAX_EVICTIONS):
+            if self._victim is not None or not self._log.is_short or self._is_freeing():
+                return
+            if self._choose():
+                self._copy_more(1 if loads_under_way else MAX_COPIES)
+                return
+            if not self._evict():
+                return
+        self._device.wake()
+
+    def stop(self) -> None:
+        """Begin no more copies."""
+        self._waiting.clear()
+
+    def _is_freeing(self) -> bool:
+        """Whether files that are on their way out will be enough."""
+        return any(not segment.live_bytes for segment in self._log.sealed())
+
+    def _evict(self) -> bool:
+        block = self._blocks.pop_victim()
+        if block is None:
+            return False
+        self._log.kill(block)
+        self._counters.evictions += 1
+        self._log.retire()
+        self._log.remove_dead()
+        return True
+
+    def _choose(self) -> bool:
+        """Pick a segment to clean, where that pays and its live records have somewhere to go."""
+        segment = min(self._log.sealed(), key=lambda s: s.live_bytes, default=None)
+        if segment is None or segment.live_bytes > MAX_LIVE_FRACTION * segment.size_bytes:
+            return False
+        if not self._log.has_room(self._log.copies, segment.live_bytes):
+            return False
+        self._victim = segment
+        segment.num_users += 1
+        self._waiting = sorted(segment.blocks.values(), key=lambda block: -block.offset)
+        return True
+
+    def _copy_more(self, max_copies: int) -> None:
+        while self._victim is not None and self.num_copies < max_copies and self._waiting:
+            block = self._waiting[-1]
+            lives = self._blocks.get(block.key) is block and block.segment is self._victim
+            if not lives or self._begin(block):
+                self._waiting.pop()
+            elif self._log.copies.is_creating:
+                return
+            else:
+                self._waiting.clear()
+        if self._victim is not None and not self._waiting and not self.num_copies:
+            self._victim.num_users -= 1
+            self._victim = None
+            self._log.remove_dead()
+
+    def _begin(self, block: LogBlock) -> bool:
+        placed = self._log.place(self._log.copies, block.record_bytes)
+        if placed is None:
+            return False
+        self.num_copies += 1
+        block.is_copied = True
+        self._blocks.begin_use(block)
+        placed[0].num_users += 1
+        _Copy(self._device, self._log, block, *placed, self._end).begin()
+        return True
+
+    def _end(self, block: LogBlock, segment: Segment, offset: int, outcome: _CopyOutcome) -> None:
+        self.num_copies -= 1
+        segment.num_users -= 1
+        block.is_copied = False
+        self._blocks.end_use(block)
+        gone = self._blocks.get(block.key) is not block
+        if gone or outcome is not _COPIED:
+            self._log.cover(segment, offset, block.record_bytes)
+        if gone:
+            return
+        if outcome is _COPIED:
+            block.segment.remove(block)
+            block.segment, block.offset = segment, offset
+            segment.add(block)
+        elif outcome is _CORRUPT:
+            self._blocks.remove(block)
+            self._log.kill(block)
+            self._counters.corrupt += 1
+
+
+_CopyOutcome = str
+_COPIED, _CORRUPT, _FAILED = "copied", "corrupt", "failed"
+
+
+class _Copy:
+    """One record on its way to another segment: read, verified, written."""
+
+    def __init__(
+        self,
+        device: Device,
+        log: SegmentLog,
+        block: LogBlock,
+        segment: Segment,
+        offset: int,
+        then: Callable[[LogBlock, Segment, int, _CopyOutcome], None],
+    ) -> None:
+        self._device = device
+        self._log = log
+        self._block = block
+        self._segment = segment
+        self._offset = offset
+        self._then = then
+        self._record: BlockBytes = aligned_bytes(block.record_bytes)
+
+    def begin(self) -> None:
+        block = self._block
+        self._device.read(block.segment.fd, block.offset, [self._record], self._verify)
+
+    def _verify(self, result: int) -> None:
+        if result < 0:
+            self._end(_FAILED)
+        elif result != self._record.nbytes:
+            self._end(_CORRUPT)
+        else:
+            data = self._record[PAGE_BYTES : PAGE_BYTES + self._block.num_bytes]
+            self._device.checksum(data, self._write)
+
+    def _write(self, checksum: int) -> None:
+        block = self._block
+        if checksum != block.checksum:
+            self._end(_CORRUPT)
+            return
+        header = Header(
+            Kind.BLOCK, self._segment.id, self._offset, block.num_bytes,
+            self._log.next_sequence(), block.age, checksum, block.key, block.parent,
+        )  # fmt: skip
+        self._record[:PAGE_BYTES] = memoryview(encode(header))
+        self._device.write(self._segment.fd, self._offset, [self._record], self._written)
+
+    def _written(self, result: int) -> None:
+        self._end(_COPIED if result == self._record.nbytes else _FAILED)
+
+    def _end(self, outcome: _CopyOutcome) -> None:
+        self._then(self._block, self._segment, self._offset, outcome)

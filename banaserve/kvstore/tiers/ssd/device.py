@@ -1,0 +1,161 @@
+"""Everything slow, done elsewhere: disk transfers, checksums, and calls on files.
+
+Each operation ends with a callback, which ``poll`` calls on the caller's thread.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from banaserve._native import DiskQueue
+from banaserve.kvstore.tiers.interface import BlockBytes
+from banaserve.kvstore.tiers.ssd.record import checksum
+
+_Job = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+def aligned_bytes(num_bytes: int) -> BlockBytes:
+    """Zeroed memory that starts at a page, ``[num_bytes]``."""
+    return np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
+
+
+class Worker:
+    """A thread that makes calls one after the other.
+
+    Args:
+        name: Of the thread.
+        wake_fd: An eventfd to signal when a call has returned.
+    """
+
+    def __init__(self, name: str, wake_fd: int) -> None:
+        self.num_under_way = 0
+        self._wake_fd = wake_fd
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._ended: deque[tuple[Callable[[Any], None], Any]] = deque()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """Make ``call``; ``then`` gets what it returned, or the OSError that it raised."""
+        self.num_under_way += 1
+        self._jobs.put((call, then))
+
+    def poll(self) -> None:
+        """Make the callbacks of what has ended."""
+        while self._ended:
+            then, result = self._ended.popleft()
+            self.num_under_way -= 1
+            then(result)
+
+    def close(self) -> None:
+        """Finish what was submitted; wait for it."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            call, then = job
+            try:
+                result = call()
+            except OSError as error:
+                result = error
+            # Not kept until the next job: a call may hold on to a block's memory.
+            del job, call
+            self._ended.append((then, result))
+            os.eventfd_write(self._wake_fd, 1)
+            del then, result
+
+
+class Device:
+    """One disk's queue with its helpers.
+
+    Args:
+        depth: Transfers at a time.
+        engine: Of the ``DiskQueue``.
+    """
+
+    def __init__(self, depth: int, engine: str) -> None:
+        self.queue = DiskQueue(depth, engine)
+        self.fd = self.queue.fd
+        self._hasher = Worker("ssd-checksums", self.fd)
+        self._caller = Worker("ssd-files", self.fd)
+        self._transfers: dict[int, tuple[Callable[[int], None], Sequence[BlockBytes]]] = {}
+        self._last_tag = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        workers = self._hasher.num_under_way + self._caller.num_under_way
+        return not workers and not self._transfers
+
+    def read(
+        self, fd: int, offset: int, parts: Sequence[BlockBytes], then: Callable[[int], None]
+    ) -> None:
+        """Fill ``parts`` from a file; ``then`` gets the number of bytes or -errno.
+
+        The caller never has more than ``depth`` transfers under way.
+        """
+        self._begin(self.queue.submit_read, fd, offset, parts, then)
+
+    def write(
+        self, fd: int, offset: int, parts: Sequence[BlockBytes], then: Callable[[int], None]
+    ) -> None:
+        """Like ``read``, the other way."""
+        self._begin(self.queue.submit_write, fd, offset, parts, then)
+
+    def checksum(self, data: BlockBytes, then: Callable[[int], None]) -> None:
+        """Compute a block's checksum, which takes too long for an event loop."""
+        self._hasher.submit(lambda: checksum(data), then)
+
+    def call(self, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """Make a blocking call; ``then`` gets what it returned, or the OSError that it raised."""
+        self._caller.submit(call, then)
+
+    def wake(self) -> None:
+        """Make ``fd`` readable, so that ``poll`` is called again."""
+        os.eventfd_write(self.fd, 1)
+
+    def poll(self) -> None:
+        """Make the callbacks of everything that has ended."""
+        # First, because it resets the eventfd: what ends after this signals again.
+        ended = self.queue.poll()
+        for tag, result in ended:
+            then, _ = self._transfers.pop(tag)
+            then(result)
+        self._hasher.poll()
+        self._caller.poll()
+
+    def wait(self) -> None:
+        """Wait until ``poll`` has something to do. Not for event loops."""
+        poller = select.poll()
+        poller.register(self.fd, select.POLLIN)
+        poller.poll()
+
+    def close(self) -> None:
+        """Wait for everything under way and stop the threads."""
+        self.queue.close()
+        self._hasher.close()
+        self._caller.close()
+
+    def _begin(
+        self,
+        submit: Callable[[int, int, int, list[tuple[int, int]]], bool],
+        fd: int,
+        offset: int,
+        parts: Sequence[BlockBytes],
+        then: Callable[[int], None],
+    ) -> None:
+        self._last_tag += 1
+        addresses = [(part.ctypes.data, part.nbytes) for part in parts]
+        accepted = submit(self._last_tag, fd, offset, addresses)
+        assert accepted, "more transfers than the queue has places"
+        self._transfers[self._last_tag] = (then, parts)

@@ -1,0 +1,299 @@
+"""Where records go: segments, the bytes they take up, and who may make another one."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+
+from banaserve.kvstore.tiers.ssd.device import Device
+from banaserve.kvstore.tiers.ssd.folder import Folder, describe
+from banaserve.kvstore.tiers.ssd.record import PAGE_BYTES
+from banaserve.kvstore.tiers.ssd.segments import (
+    LogBlock,
+    Segment,
+    create_segment,
+    remove_segment,
+    reserve,
+    write_filler,
+)
+
+RETRY_S = 5.0
+_MIN_SEGMENT_BYTES = 64 * 2**20
+_MAX_SEGMENTS = 64
+_MIN_SEGMENTS = 8
+log = logging.getLogger(__name__)
+
+
+def default_segment_bytes(capacity_bytes: int) -> int:
+    """A 64th of the budget, more where that is little, at most an eighth."""
+    wanted = max(capacity_bytes // _MAX_SEGMENTS, _MIN_SEGMENT_BYTES)
+    return min(wanted, capacity_bytes // _MIN_SEGMENTS) // PAGE_BYTES * PAGE_BYTES
+
+
+class Lane:
+    """The segment that one kind of writer appends to, and the one after it.
+
+    Args:
+        reserve_bytes: Of the budget that must stay free when a segment is made for this writer.
+    """
+
+    def __init__(self, reserve_bytes: int) -> None:
+        self.reserve_bytes = reserve_bytes
+        self.current: Segment | None = None
+        self.next: Segment | None = None
+        self.is_creating = False
+        self.is_starved = False
+
+
+class SegmentLog:
+    """The segments of a folder within a budget of real bytes.
+
+    Args:
+        folder: Where they lie.
+        device: That makes the slow calls.
+        capacity_bytes: Files together never grow beyond this.
+        segment_bytes: Of a file; one with a single large record may be larger.
+        now: Seconds of a monotonic clock.
+
+    Attributes:
+        problem: Why nothing can be stored at present; empty where it can.
+        direct: Whether files are open for direct I/O.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        device: Device,
+        capacity_bytes: int,
+        segment_bytes: int,
+        now: Callable[[], float],
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.segment_bytes = segment_bytes
+        self.problem = ""
+        self.direct = True
+        self.used_bytes = 0
+        # One segment stays free for copies, or there could be nowhere to move live records to.
+        self.stores = Lane(segment_bytes)
+        self.copies = Lane(0)
+        self._folder = folder
+        self._device = device
+        self._now = now
+        self._retry_at_s = 0.0
+        self._segments: dict[int, Segment] = {}
+        self._last_id = 0
+        self._last_sequence = 0
+
+    @property
+    def free_bytes(self) -> int:
+        """Of the budget; below 0 where it was made smaller."""
+        return self.capacity_bytes - self.used_bytes
+
+    @property
+    def is_short(self) -> bool:
+        """Whether space should be freed, so that the next segment can be made in time."""
+        ahead = self.stores.next is not None or self.stores.is_creating
+        wanted_bytes = self.segment_bytes * (1 if ahead else 2)
+        return self.free_bytes < wanted_bytes
+
+    @property
+    def last_sequence(self) -> int:
+        """Of the newest record."""
+        return self._last_sequence
+
+    def next_sequence(self) -> int:
+        """For one more record."""
+        self._last_sequence += 1
+        return self._last_sequence
+
+    def fits(self, num_record_bytes: int) -> bool:
+        """Whether a record of this size can ever be stored within the budget."""
+        return num_record_bytes + 2 * self.segment_bytes <= self.capacity_bytes
+
+    def has_room(self, lane: Lane, num_bytes: int) -> bool:
+        """Whether records of ``num_bytes`` together can be placed, perhaps in another segment."""
+        if lane.current is not None and lane.current.room_bytes >= num_bytes:
+            return True
+        if lane.next is not None or lane.is_creating:
+            return True
+        return self.may_try and self.free_bytes - self.segment_bytes >= lane.reserve_bytes
+
+    def adopt(self, segments: list[Segment], last_sequence: int) -> None:
+        """Take over what a scan has found, oldest first; the last one is appended to. Blocks."""
+        for segment in segments:
+            self._segments[segment.id] = segment
+            self.used_bytes += segment.size_bytes
+            self._last_id = segment.id
+            segment.is_open = False
+        self._last_sequence = last_sequence
+        if not segments or segments[-1].size_bytes >= self.segment_bytes:
+            return
+        last = segments[-1]
+        wanted_bytes = self.segment_bytes - last.size_bytes
+        if self.free_bytes - wanted_bytes < self.stores.reserve_bytes:
+            return
+        try:
+            reserve(last.fd, self.segment_bytes)
+        except OSError as error:
+            self.report(error)
+            return
+        self.used_bytes += wanted_bytes
+        last.size_bytes = self.segment_bytes
+        last.is_open = True
+        self.stores.current = last
+
+    def sealed(self) -> Iterator[Segment]:
+        """Segments that nothing is appended to any more."""
+        return (segment for segment in self._segments.values() if not segment.is_open)
+
+    def place(self, lane: Lane, num_bytes: int) -> tuple[Segment, int] | None:
+        """Take room for a record; None where there is none yet: one is being made if it may."""
+        if lane.current is None or lane.current.room_bytes < num_bytes:
+            if lane.next is None or lane.next.size_bytes < num_bytes:
+                self._create(lane, max(self.segment_bytes, num_bytes))
+                return None
+            self.seal(lane)
+            lane.current, lane.next = lane.next, None
+        segment = lane.current
+        assert segment is not None
+        offset = segment.end
+        segment.end += num_bytes
+        if lane is self.stores and 2 * segment.end > segment.size_bytes and lane.next is None:
+            self._create(lane, self.segment_bytes)
+        return segment, offset
+
+    def seal(self, lane: Lane) -> None:
+        """Append no more to the lane's segment, and give back what it does not use."""
+        segment = lane.current
+        if segment is None:
+            return
+        lane.current = None
+        segment.is_open = False
+        if segment.room_bytes and segment.end:
+            self._cut(segment)
+
+    def kill(self, block: LogBlock) -> None:
+        """A block's record counts no more."""
+        block.segment.remove(block)
+
+    def cover(self, segment: Segment, offset: int, num_bytes: int) -> None:
+        """Put a filler where a write has failed, so that the log stays in good order."""
+        segment.num_users += 1
+        fd, sequence = segment.fd, self.next_sequence()
+
+        def end(_: object) -> None:
+            segment.num_users -= 1
+
+        self._device.call(lambda: write_filler(fd, segment.id, offset, num_bytes, sequence), end)
+
+    def remove_dead(self) -> None:
+        """Delete sealed segments in which nothing lives and nobody reads."""
+        dead = [s for s in self.sealed() if not s.live_bytes and not s.num_users]
+        for segment in dead:
+            segment.num_users += 1
+            self._remove(segment)
+
+    def retire(self) -> None:
+        """Seal the segments that are appended to, where nothing lives in them."""
+        for lane in (self.stores, self.copies):
+            segment = lane.current
+            if segment is not None and segment.end and not segment.live_bytes:
+                self.seal(lane)
+
+    def report(self, error: OSError) -> None:
+        """Take no stores for a while, and say why, once."""
+        self._retry_at_s = self._now() + RETRY_S
+        problem = describe(error, self._folder.path)
+        if problem != self.problem:
+            self.problem = problem
+            log.error("nothing more is stored for now: %s", problem)
+
+    @property
+    def may_try(self) -> bool:
+        """Whether it is time to store again after a problem."""
+        return not self.problem or self._now() >= self._retry_at_s
+
+    def recover(self) -> None:
+        """A store or a new file has succeeded."""
+        if self.problem:
+            self.problem = ""
+            log.info("blocks are stored again in %s", self._folder.path)
+
+    def close(self) -> None:
+        """Cut every file to what it holds and close it. Blocks; nothing must be under way."""
+        for segment in self._segments.values():
+            if segment.is_open:
+                os.ftruncate(segment.fd, segment.end)
+            os.close(segment.fd)
+            if not segment.end:
+                self._folder.segment_path(segment.id).unlink()
+
+    def check(self) -> None:
+        """Assert what must hold between two calls."""
+        for segment in self._segments.values():
+            blocks = segment.blocks.values()
+            assert segment.live_bytes == sum(block.record_bytes for block in blocks)
+            assert segment.live_bytes <= segment.end <= segment.size_bytes
+            assert all(block.segment is segment for block in blocks)
+            assert segment.num_users >= 0
+            spans = sorted((block.offset, block.record_bytes) for block in blocks)
+            end = 0
+            for offset, num_bytes in spans:
+                assert offset >= end, "two records overlap"
+                end = offset + num_bytes
+            assert end <= segment.end
+
+    def _create(self, lane: Lane, size_bytes: int) -> None:
+        lane.is_starved = self.free_bytes - size_bytes < lane.reserve_bytes
+        if lane.is_creating or lane.is_starved or not self.may_try:
+            return
+        lane.is_creating = True
+        self.used_bytes += size_bytes
+        self._last_id += 1
+        segment_id = self._last_id
+        path = self._folder.segment_path(segment_id)
+
+        def end(result: tuple[int, bool] | OSError) -> None:
+            lane.is_creating = False
+            if isinstance(result, OSError):
+                self.used_bytes -= size_bytes
+                self.report(result)
+                return
+            fd, self.direct = result
+            self._replace_next(lane, Segment(segment_id, fd, size_bytes))
+
+        self._device.call(lambda: create_segment(path, size_bytes), end)
+
+    def _replace_next(self, lane: Lane, segment: Segment) -> None:
+        # One that is too small for the blocks of these days goes unused.
+        if lane.next is not None:
+            lane.next.is_open = False
+        self._segments[segment.id] = segment
+        lane.next = segment
+        self.recover()
+
+    def _cut(self, segment: Segment) -> None:
+        segment.num_users += 1
+        fd, end_bytes = segment.fd, segment.end
+
+        def end(result: OSError | None) -> None:
+            segment.num_users -= 1
+            if result is None:
+                self.used_bytes -= segment.size_bytes - end_bytes
+                segment.size_bytes = end_bytes
+
+        self._device.call(lambda: os.ftruncate(fd, end_bytes), end)
+
+    def _remove(self, segment: Segment) -> None:
+        path, fd = self._folder.segment_path(segment.id), segment.fd
+
+        def end(result: OSError | None) -> None:
+            del self._segments[segment.id]
+            if isinstance(result, OSError):
+                # The file stays: so do its bytes in the budget.
+                self.report(result)
+                return
+            self.used_bytes -= segment.size_bytes
+
+        self._device.call(lambda: remove_segment(path, fd), end)

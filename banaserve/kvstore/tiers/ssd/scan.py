@@ -1,0 +1,127 @@
+"""What a segment file holds, header by header; what is damaged is stepped over page by page."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from banaserve.kvstore.tiers.ssd.record import (
+    MAGIC,
+    PAGE_BYTES,
+    Header,
+    RecordError,
+    checksum,
+    decode,
+    is_blank,
+)
+
+_WINDOW_PAGES = 256
+
+
+class Found(NamedTuple):
+    """A record whose header is good; its bytes were not looked at."""
+
+    header: Header
+
+
+class Damage(NamedTuple):
+    """A run of pages that belong to no record.
+
+    Attributes:
+        torn: Whether it stands at the end of the file, where a write was cut short, and not
+            between good records.
+    """
+
+    offset: int
+    num_bytes: int
+    torn: bool
+
+
+def scan(fd: int, segment_id: int) -> Iterator[Found | Damage]:
+    """Yield what a segment holds in the order of the file. Blank pages are passed over.
+
+    Args:
+        fd: Of the file, without O_DIRECT.
+        segment_id: Of the segment.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    size = os.fstat(fd).st_size
+    offset = 0
+    damage_start: int | None = None
+    damage_end = 0
+    while offset + PAGE_BYTES <= size:
+        page = os.pread(fd, PAGE_BYTES, offset)
+        header = _header(page, segment_id, offset, size)
+        if header is not None:
+            if damage_start is not None:
+                yield Damage(damage_start, damage_end - damage_start, torn=False)
+                damage_start = None
+            yield Found(header)
+            offset += header.record_bytes
+            continue
+        if is_blank(page):
+            offset = _next_data(fd, offset + PAGE_BYTES, size)
+            continue
+        if damage_start is None:
+            damage_start = offset
+        offset = _next_candidate(fd, offset + PAGE_BYTES, size)
+        damage_end = offset
+    if size > offset:
+        damage_start, damage_end = (offset if damage_start is None else damage_start), size
+    if damage_start is not None:
+        yield Damage(damage_start, damage_end - damage_start, torn=True)
+
+
+def payload_is_good(fd: int, header: Header) -> bool:
+    """Whether a record's bytes are those that were written. Reads them a MiB at a time.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    data = bytearray(header.num_bytes)
+    view = memoryview(data)
+    position = header.offset + PAGE_BYTES
+    while view:
+        num_read = os.preadv(fd, [view[: 2**20]], position)
+        if not num_read:
+            return False
+        view = view[num_read:]
+        position += num_read
+    return checksum(data) == header.checksum
+
+
+def _header(page: bytes, segment_id: int, offset: int, size: int) -> Header | None:
+    try:
+        header = decode(page, segment_id, offset)
+    except RecordError:
+        return None
+    return header if header.record_bytes <= size - offset else None
+
+
+def _next_candidate(fd: int, offset: int, size: int) -> int:
+    """The next page that begins like a header or is blank; the end where there is none."""
+    while offset < size:
+        window = os.pread(fd, _WINDOW_PAGES * PAGE_BYTES, offset)
+        if not window:
+            break
+        for start in range(0, len(window), PAGE_BYTES):
+            page = window[start : start + PAGE_BYTES]
+            if page.startswith(MAGIC) or is_blank(page):
+                return offset + start
+        offset += len(window)
+    return size
+
+
+def _next_data(fd: int, offset: int, size: int) -> int:
+    """The next page that may not be blank: files are reserved far ahead of what is written."""
+    try:
+        data = os.lseek(fd, offset, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return size
+        return offset
+    return max(offset, data // PAGE_BYTES * PAGE_BYTES)

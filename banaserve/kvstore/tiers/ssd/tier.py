@@ -1,0 +1,299 @@
+"""KV blocks on a local disk, in an append-only log that a restart finds again."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from banaserve.errors import UserError
+from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.sizes import format_size
+from banaserve.kvstore.tiers.chains import ChainedBlocks
+from banaserve.kvstore.tiers.counters import TierCounters
+from banaserve.kvstore.tiers.interface import (
+    BlockBytes,
+    BlockName,
+    Completion,
+    Outcome,
+    TierStats,
+)
+from banaserve.kvstore.tiers.ssd.cleaner import MAX_COPIES, Cleaner
+from banaserve.kvstore.tiers.ssd.device import Device
+from banaserve.kvstore.tiers.ssd.folder import Folder, describe
+from banaserve.kvstore.tiers.ssd.log import SegmentLog, default_segment_bytes
+from banaserve.kvstore.tiers.ssd.record import MAX_BLOCK_BYTES, PAGE_BYTES, record_bytes
+from banaserve.kvstore.tiers.ssd.recovery import MAX_UNFINISHED, Recovered, recover
+from banaserve.kvstore.tiers.ssd.segments import LogBlock
+from banaserve.kvstore.tiers.ssd.transfers import Load, Store
+
+DEFAULT_QUEUE_DEPTH = 16
+MIN_CAPACITY_BYTES = 64 * PAGE_BYTES
+log = logging.getLogger(__name__)
+
+
+class SsdTier:
+    """The tier on a local disk; see ``StoreTier``.
+
+    A block that is being written is PENDING. A block that was evicted may be found again after a
+    restart, as long as its record has not been cleaned away; cleared blocks are not.
+
+    Args:
+        folder: Of the log; created where it does not exist. One process at a time uses it.
+        capacity_bytes: Files together never take up more.
+        queue_depth: Loads and stores at a time; stores get three quarters of it at most.
+        engine: Of the ``DiskQueue``: auto, io_uring or threads.
+        segment_bytes: Of a file of the log; chosen by the budget where it is not given.
+        now: Seconds of a monotonic clock.
+
+    Raises:
+        UserError: The folder cannot be used, or an argument makes no sense; one line says why.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        capacity_bytes: int,
+        *,
+        queue_depth: int = DEFAULT_QUEUE_DEPTH,
+        engine: str = "auto",
+        segment_bytes: int | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if capacity_bytes < MIN_CAPACITY_BYTES:
+            least, given = format_size(MIN_CAPACITY_BYTES), format_size(capacity_bytes)
+            raise UserError(f"the SSD tier needs at least {least}, not {given}")
+        if not 1 <= queue_depth <= MAX_UNFINISHED - MAX_COPIES:
+            raise UserError(
+                f"a queue depth of {queue_depth} is not within 1 to {MAX_UNFINISHED - MAX_COPIES}"
+            )
+        self._now = now
+        self._queue_depth = queue_depth
+        self._max_stores = max(1, queue_depth * 3 // 4)
+        self._counters = TierCounters()
+        self._blocks: ChainedBlocks[LogBlock] = ChainedBlocks()
+        self._folder = Folder(folder)
+        try:
+            recovered = recover(self._folder, now)
+            self._device = Device(queue_depth + MAX_COPIES, engine)
+        except OSError as error:
+            self._folder.abandon()
+            raise UserError(describe(error, folder)) from error
+        segment_bytes = segment_bytes or default_segment_bytes(capacity_bytes)
+        self._log = SegmentLog(self._folder, self._device, capacity_bytes, segment_bytes, now)
+        self._cleaner = Cleaner(self._log, self._blocks, self._device, self._counters)
+        self._adopt(recovered)
+        self._loads: dict[int, Load] = {}
+        self._stores: dict[int, Store] = {}
+        self._ended: list[Completion] = []
+        self._last_ticket = 0
+        self._too_large = ""
+        self._cleaner.step(loads_under_way=False)
+
+    @property
+    def name(self) -> str:
+        return "ssd"
+
+    @property
+    def fd(self) -> int:
+        return self._device.fd
+
+    @property
+    def engine(self) -> str:
+        """Which engine moves the bytes: io_uring or threads."""
+        return self._device.queue.engine
+
+    @property
+    def direct(self) -> bool:
+        """Whether files are read and written past the page cache; some file systems refuse."""
+        return self._log.direct
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
+        """What is known of each key."""
+        blocks = map(self._blocks.get, keys)
+        return [
+            Lookup.MISS if block is None else Lookup.HIT if block.ready else Lookup.PENDING
+            for block in blocks
+        ]
+
+    def submit_store(self, block: BlockName, source: BlockBytes) -> int | None:
+        """Begin to write a block; see ``StoreTier``."""
+        if self._blocks.get(block.key) is not None or not self._may_store(source.nbytes):
+            return None
+        placed = self._log.place(self._log.stores, record_bytes(source.nbytes))
+        if placed is None:
+            self._step()
+            return None
+        entry = LogBlock(block.key, block.parent, source.nbytes, *placed)
+        self._blocks.add(entry)
+        self._blocks.begin_use(entry)
+        entry.segment.add(entry)
+        self._last_ticket += 1
+        store = Store(self._last_ticket, self._now(), entry, source, self._log)
+        self._stores[store.ticket] = store
+        self._counters.store_speed.begin(store.began_s)
+        store.begin(self._device, self._end_store)
+        return store.ticket
+
+    def submit_load(self, key: bytes, target: BlockBytes) -> int | None:
+        """Begin to read a block; see ``StoreTier``."""
+        block = self._blocks.get(key)
+        if block is None or not block.ready or block.num_bytes != target.nbytes:
+            self._counters.missing += 1
+            return None
+        if len(self._loads) + len(self._stores) >= self._queue_depth:
+            return None
+        self._blocks.touch(block)
+        self._blocks.begin_use(block)
+        self._last_ticket += 1
+        load = Load(self._last_ticket, self._now(), block, target)
+        self._loads[load.ticket] = load
+        self._counters.load_speed.begin(load.began_s)
+        load.begin(self._device, self._end_load)
+        return load.ticket
+
+    def poll(self) -> list[Completion]:
+        """What has ended since the last call."""
+        self._device.poll()
+        self._step()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def evict(self, key: bytes) -> bool:
+        """Forget a block, whatever hangs on it."""
+        block = self._blocks.get(key)
+        if block is None or block.is_busy:
+            return False
+        self._forget(block)
+        self._step()
+        return True
+
+    def clear(self) -> int:
+        """Forget every block that is not being read or written; a restart finds none of them."""
+        idle = [block for block in self._blocks if not block.is_busy]
+        for block in idle:
+            self._forget(block)
+        try:
+            self._folder.write_cleared(self._log.last_sequence)
+        except OSError as error:
+            self._log.report(error)
+        self._device.call(self._folder.sync, self._report_if_error)
+        self._log.retire()
+        self._step()
+        return len(idle)
+
+    def stats(self) -> TierStats:
+        """Counters and gauges of this moment."""
+        return self._counters.stats(
+            self.name,
+            problem=self._log.problem or self._too_large,
+            capacity_bytes=self._log.capacity_bytes,
+            used_bytes=self._log.used_bytes,
+            num_blocks=len(self._blocks) - len(self._stores),
+            in_flight=len(self._loads) + len(self._stores),
+        )
+
+    def check(self) -> None:
+        """Assert what must hold between two calls."""
+        self._blocks.check()
+        self._log.check()
+        for block in self._blocks:
+            assert block.segment.blocks[block.key] is block
+            assert block.ready or block.num_users, "a block is being written by nobody"
+        users = [store.block for store in self._stores.values()]
+        users += [load.block for load in self._loads.values()]
+        num_copied = sum(block.is_copied for block in self._blocks)
+        assert num_copied <= self._cleaner.num_copies <= MAX_COPIES
+        assert sum(block.num_users for block in self._blocks) <= len(users) + num_copied
+        assert len(self._loads) + len(self._stores) <= self._queue_depth
+
+    def close(self) -> None:
+        """Finish what is under way, then let go of everything."""
+        self._cleaner.stop()
+        while not self._device.is_idle:
+            self._device.wait()
+            self._device.poll()
+        self._device.close()
+        try:
+            self._log.close()
+            self._folder.close()
+        except OSError as error:
+            log.error("%s", describe(error, self._folder.path))
+
+    def _adopt(self, recovered: Recovered) -> None:
+        for block in recovered.blocks:
+            self._blocks.add(block)
+        self._counters.corrupt += recovered.num_corrupt
+        self._log.direct = recovered.direct
+        self._log.adopt(recovered.segments, recovered.last_sequence)
+
+    def _step(self) -> None:
+        self._cleaner.step(loads_under_way=bool(self._loads))
+
+    def _may_store(self, num_bytes: int) -> bool:
+        if not 0 < num_bytes <= MAX_BLOCK_BYTES or not self._log.fits(record_bytes(num_bytes)):
+            if not self._too_large:
+                size, budget = format_size(num_bytes), format_size(self._log.capacity_bytes)
+                self._too_large = f"a block of {size} does not fit into a budget of {budget}"
+                log.error("%s: give the SSD tier more", self._too_large)
+            return False
+        if not self._log.may_try or len(self._stores) >= self._max_stores:
+            return False
+        return len(self._loads) + len(self._stores) < self._queue_depth
+
+    def _forget(self, block: LogBlock) -> None:
+        self._blocks.remove(block)
+        self._log.kill(block)
+
+    def _end_store(self, store: Store, result: int) -> None:
+        del self._stores[store.ticket]
+        block = store.block
+        done = result == block.record_bytes
+        if done:
+            block.ready = True
+            self._blocks.touch(block)
+            self._counters.stores += 1
+            self._counters.stored_bytes += block.num_bytes
+            self._log.recover()
+        else:
+            self._counters.failures += 1
+            self._forget(block)
+            self._log.cover(block.segment, block.offset, block.record_bytes)
+            self._log.report(OSError(-result, _reason(result)))
+        self._blocks.end_use(block)
+        now_s = self._now()
+        self._counters.store_speed.end(now_s, block.num_bytes if done else 0)
+        outcome = Outcome.DONE if done else Outcome.FAILED
+        self._complete(store.ticket, outcome, block, now_s - store.began_s)
+
+    def _end_load(self, load: Load, outcome: Outcome) -> None:
+        del self._loads[load.ticket]
+        block = load.block
+        if outcome is Outcome.DONE:
+            self._counters.loads += 1
+            self._counters.loaded_bytes += block.num_bytes
+        elif outcome is Outcome.CORRUPT:
+            self._counters.corrupt += 1
+            if self._blocks.get(block.key) is block:
+                self._forget(block)
+        else:
+            self._counters.failures += 1
+        self._blocks.end_use(block)
+        now_s = self._now()
+        num_bytes = block.num_bytes if outcome is Outcome.DONE else 0
+        self._counters.load_speed.end(now_s, num_bytes)
+        self._complete(load.ticket, outcome, block, now_s - load.began_s)
+
+    def _complete(self, ticket: int, outcome: Outcome, block: LogBlock, seconds: float) -> None:
+        self._ended.append(Completion(ticket, outcome, block.num_bytes, seconds))
+
+    def _report_if_error(self, result: object) -> None:
+        if isinstance(result, OSError):
+            self._log.report(result)
+
+
+def _reason(result: int) -> str:
+    return os.strerror(-result) if result < 0 else os.strerror(errno.EIO)
