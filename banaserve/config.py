@@ -25,6 +25,11 @@ class ServeConfig:
         devices: CUDA_VISIBLE_DEVICES of each instance in the order of their ids, or empty.
         kv_store: False serves without a store; only possible with ``colocated``.
         kv_store_size: Memory for KV blocks, in human units.
+        kv_store_ssd: Folder of a tier on a local disk; None for none.
+        kv_store_ssd_size: Its budget, in human units.
+        kv_store_distributed: URL of a distributed tier; empty for none.
+        kv_store_tenant_quota: Largest share of the memory that one tenant may use; 1 for no limit.
+        kv_store_verify: Whether memory gets checksums.
         threads_per_instance: OMP threads of each engine; 0 shares the cores among them.
         restart_grace_s: How long a request waits for a restart where nobody serves its role.
     """
@@ -40,6 +45,11 @@ class ServeConfig:
     engine_start: str = "auto"
     kv_store: bool = True
     kv_store_size: str = "1GiB"
+    kv_store_ssd: Path | None = None
+    kv_store_ssd_size: str = "20GiB"
+    kv_store_distributed: str = ""
+    kv_store_tenant_quota: float = 1.0
+    kv_store_verify: bool = False
     kv_store_salt: str = ""
     routing_policy: str = "load_aware"
     routing_options: tuple[tuple[str, str | int | float], ...] = ()
@@ -133,6 +143,11 @@ def _check(config: ServeConfig) -> None:
         raise UserError(f"--engine-start {config.engine_start}: one of auto, fork, spawn")
     if not config.kv_store and not config.colocated:
         raise UserError("--no-kv-store needs --colocated N: the store is how KV is handed over")
+    if not 0.0 < config.kv_store_tenant_quota <= 1.0:
+        raise UserError(
+            f"--kv-store-tenant-quota {config.kv_store_tenant_quota:g}: a share of the memory, "
+            "more than 0 and at most 1"
+        )
     if config.devices and len(config.devices) != config.num_instances:
         raise UserError(
             f"--devices names {len(config.devices)} sets for {config.num_instances} instances"

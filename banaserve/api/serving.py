@@ -30,6 +30,7 @@ from banaserve.engine.vllm.reports import SharedPrometheus
 from banaserve.errors import InstanceDeadError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.fingerprint import Fingerprint
+from banaserve.kvstore.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size
 from banaserve.kvstore.supervised import SupervisedStore
 from banaserve.orchestrator.routing import registry
@@ -114,12 +115,14 @@ async def _store(parts: Parts, say: Say) -> AsyncIterator[SupervisedStore]:
     say(f"starting the KV cache store ({parts.config.kv_store_size})")
     store = SupervisedStore(
         parts.run.sockets / "kv",
-        parts.config.kv_store_size,
+        StoreOptions.of(parts.config),
         parts.run.logs / "kvstore.log",
         metrics.STORE_RESTARTS.inc,
     )
     try:
         await store.start()
+        for problem in await store.problems():
+            say(problem)
         yield store
     finally:
         await store.stop()

@@ -1,7 +1,8 @@
-"""``banaserve kvstore``: start the KV cache store, look at it, clear it."""
+"""``banaserve kvstore``: start the KV cache store, look at it, check it, clear it."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -12,12 +13,12 @@ from typing import Annotated
 import msgspec
 import typer
 
+from banaserve.cli.kvstore_table import store_rows
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import clear_store, fetch_stats
 from banaserve.kvstore.daemon import announce_ready, serve
-from banaserve.kvstore.server import DaemonConfig
-from banaserve.kvstore.sizes import format_size, parse_size
-from banaserve.kvstore.stats import StoreStats
+from banaserve.kvstore.options import DEFAULT_SSD_SIZE, StoreOptions
+from banaserve.kvstore.sizes import format_size
 
 
 def default_socket_path() -> Path:
@@ -33,6 +34,7 @@ SocketOption = Annotated[
     Path,
     typer.Option("--socket", help="Unix socket of the store.", default_factory=default_socket_path),
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -40,6 +42,26 @@ def start(
     context: typer.Context,
     socket_path: SocketOption,
     size: Annotated[str, typer.Option(help="Memory for blocks, such as 2GiB or 512MB.")] = "2GiB",
+    ssd: Annotated[
+        Path | None, typer.Option(help="Folder of a tier on a local disk.", metavar="FOLDER")
+    ] = None,
+    ssd_size: Annotated[str, typer.Option(help="Its budget.")] = DEFAULT_SSD_SIZE,
+    distributed: Annotated[
+        str, typer.Option(help="A distributed tier, such as mooncake://HOST:PORT.", metavar="URL")
+    ] = "",
+    tenant_quota: Annotated[
+        float, typer.Option(help="Share of the memory that one tenant may use.", metavar="FRACTION")
+    ] = 1.0,
+    verify_memory: Annotated[
+        bool,
+        typer.Option(
+            "--verify-memory",
+            help="Keep checksums of blocks in memory; costs about 60 us for each MiB leased.",
+        ),
+    ] = False,
+    poison_free_slots: Annotated[
+        bool, typer.Option("--poison-free-slots", help="Overwrite freed memory; slow.")
+    ] = False,
     metrics_port: Annotated[
         int, typer.Option(help="Serve Prometheus metrics on this port of localhost; 0 for none.")
     ] = 0,
@@ -54,58 +76,74 @@ def start(
     if context.invoked_subcommand is not None:
         return
     logging.basicConfig(level=logging.INFO, format="%(asctime)s kvstore %(levelname)s %(message)s")
-    config = DaemonConfig(
-        socket_path=socket_path,
-        pool_bytes=parse_size(size),
-        metrics_port=metrics_port,
-        die_with_parent=die_with_parent,
+    options = StoreOptions(
+        size=size,
+        ssd=ssd,
+        ssd_size=ssd_size,
+        distributed=distributed,
+        tenant_quota=tenant_quota,
+        verify_memory=verify_memory,
+        poison_free_slots=poison_free_slots,
     )
+    config = options.config(socket_path, metrics_port=metrics_port, die_with_parent=die_with_parent)
     serve(config, lambda: announce_ready(ready_fd))
 
 
 @app.command()
-def status(
-    socket_path: SocketOption,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """Show how full the store is, its hit rate, leases and clients."""
+def status(socket_path: SocketOption, as_json: JsonOption = False) -> None:
+    """Show how full memory and tiers are, hit rates, leases and clients."""
     try:
         stats = fetch_stats(socket_path)
     except StoreUnavailableError as error:
         raise UserError(str(error)) from error
     if as_json:
         typer.echo(json.dumps(msgspec.to_builtins(stats), indent=2))
-        return
-    rows = _rows(stats)
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        typer.echo(f"{name:<{width}}  {value}")
+    else:
+        _print_rows(store_rows(stats))
+
+
+@app.command()
+def check(
+    ssd: Annotated[Path, typer.Option(help="Folder of the SSD tier.", metavar="FOLDER")],
+    as_json: JsonOption = False,
+) -> None:
+    """Verify every record of an SSD tier's folder; exit code 1 where one is damaged."""
+    from banaserve.kvstore.tiers.ssd.check import check_folder
+
+    report = check_folder(ssd)
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(report), indent=2))
+    else:
+        for problem in report.problems:
+            typer.echo(problem)
+        size = format_size(report.num_bytes)
+        _print_rows(
+            [
+                ("blocks", f"{report.num_ok} good, {report.num_dead} superseded or cleared"),
+                ("damage", f"{report.num_torn} torn, {report.num_corrupt} corrupt"),
+                ("files", f"{report.num_segments} with {size}"),
+                *(
+                    [("in use", "a store has it open: torn records may be unfinished")]
+                    if report.in_use
+                    else []
+                ),
+            ]
+        )
+    if not report.is_clean:
+        raise typer.Exit(1)
 
 
 @app.command()
 def clear(socket_path: SocketOption) -> None:
-    """Drop every block that is not in use."""
+    """Drop every block that is not in use, from memory and tiers."""
     try:
-        num_dropped = clear_store(socket_path)
+        cleared = clear_store(socket_path)
     except StoreUnavailableError as error:
         raise UserError(str(error)) from error
-    typer.echo(f"dropped {num_dropped} blocks")
+    typer.echo(f"dropped {cleared.from_memory} blocks from memory, {cleared.from_tiers} from tiers")
 
 
-def _rows(stats: StoreStats) -> list[tuple[str, str]]:
-    num_asked = stats.hits + stats.misses
-    hit_rate = f"{stats.hits / num_asked:.1%} of {num_asked} blocks" if num_asked else "none asked"
-    used, capacity = format_size(stats.used_bytes), format_size(stats.capacity_bytes)
-    slot_size = format_size(stats.slot_bytes)
-    return [
-        ("tiers", ", ".join(["memory", *(tier.stats.name for tier in stats.tiers)])),
-        ("memory", f"{used} of {capacity} used"),
-        ("slots", f"{stats.used_slots} of {stats.num_slots} used, {slot_size} each"),
-        ("being written", f"{stats.writing_slots} ({stats.quarantined_slots} quarantined)"),
-        ("leases", f"{stats.num_leases} on {stats.leased_slots} slots"),
-        ("hit rate", hit_rate),
-        ("evictions", str(stats.evictions)),
-        ("clients", f"{stats.clients} ({stats.refused_clients} refused)"),
-        ("layout mismatches", str(stats.layout_mismatches)),
-        ("protocol errors", str(stats.protocol_errors)),
-    ]
+def _print_rows(rows: list[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        typer.echo(f"{name:<{width}}  {value}")

@@ -18,6 +18,7 @@ from banaserve.cli.leaving import Leaving
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
+from banaserve.kvstore.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size
 from banaserve.orchestrator.routing import registry
 from banaserve.run_dir import RunDir, open_run_dir
@@ -49,6 +50,7 @@ def serve_command(argv: list[str]) -> int:
 def _check(config: ServeConfig) -> None:
     """Refuse at once what would otherwise be found out after vLLM has loaded."""
     parse_size(config.kv_store_size)
+    StoreOptions.of(config).tiers()
     parse_size(config.max_body_size)
     section: dict[str, Any] = dict(config.routing_options)
     registry.make(config.routing_policy, **section)

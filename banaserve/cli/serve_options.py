@@ -72,6 +72,11 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         engine_start=known.engine_start,
         kv_store=not known.no_kv_store,
         kv_store_size=known.kv_store_size,
+        kv_store_ssd=known.kv_store_ssd,
+        kv_store_ssd_size=known.kv_store_ssd_size,
+        kv_store_distributed=known.kv_store_distributed,
+        kv_store_tenant_quota=known.kv_store_tenant_quota,
+        kv_store_verify=known.kv_store_verify,
         kv_store_salt=known.kv_store_salt,
         routing_policy=known.routing_policy,
         routing_options=tuple(_pair(text) for text in known.routing_option),
@@ -108,7 +113,8 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     _add_instances(parser)
     _add_door(parser)
-    _add_store_and_routing(parser)
+    _add_store(parser)
+    _add_routing(parser)
     return parser
 
 
@@ -158,11 +164,35 @@ def _add_door(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_store_and_routing(parser: argparse.ArgumentParser) -> None:
+def _add_store(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--kv-store-size", default=_DEFAULTS.kv_store_size, help="memory for KV blocks")
+    add("--kv-store-ssd", type=Path, metavar="FOLDER", help="keep KV blocks on a local disk too")
+    add("--kv-store-ssd-size", default=_DEFAULTS.kv_store_ssd_size, metavar="SIZE")
+    add(
+        "--kv-store-distributed",
+        default="",
+        metavar="URL",
+        help="share KV blocks with other stores, such as mooncake://HOST:PORT",
+    )
+    add(
+        "--kv-store-tenant-quota",
+        type=float,
+        default=_DEFAULTS.kv_store_tenant_quota,
+        metavar="FRACTION",
+        help="share of the memory that the requests of one cache_salt may use",
+    )
+    add(
+        "--kv-store-verify",
+        action="store_true",
+        help="keep checksums of KV blocks in memory and check them before each use",
+    )
     add("--kv-store-salt", default="", help="deployments with other salts share no blocks")
     add("--no-kv-store", action="store_true", help="with --colocated: serve without the store")
+
+
+def _add_routing(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--routing-policy", default=_DEFAULTS.routing_policy)
     add(
         "--routing-option",

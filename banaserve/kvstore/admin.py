@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from banaserve.errors import ProtocolError, StoreUnavailableError
 from banaserve.kvstore import wire
@@ -23,15 +24,23 @@ def fetch_stats(socket_path: Path, timeout_s: float = 5.0) -> StoreStats:
         return channel.call(seq, wire.GetStats(seq), wire.Stats).stats
 
 
-def clear_store(socket_path: Path, timeout_s: float = 5.0) -> int:
-    """Drop every block that is not in use; how many were dropped.
+class Cleared(NamedTuple):
+    """Blocks dropped by ``clear_store``; one in memory and in a tier counts in both."""
+
+    from_memory: int
+    from_tiers: int
+
+
+def clear_store(socket_path: Path, timeout_s: float = 5.0) -> Cleared:
+    """Drop every block that is not in use, from memory and tiers.
 
     Raises:
         StoreUnavailableError: Nobody answers there.
     """
     with _operator_channel(socket_path, timeout_s) as channel:
         seq = channel.next_seq()
-        return channel.call(seq, wire.Clear(seq), wire.Cleared).num_dropped
+        reply = channel.call(seq, wire.Clear(seq), wire.Cleared)
+        return Cleared(reply.num_dropped, reply.num_dropped_from_tiers)
 
 
 @contextmanager

@@ -226,7 +226,11 @@ class StoreClient:
         return None if reply is None else reply.stats
 
     def clear(self) -> int | None:
-        """Drop every block of every client that is not in use; how many, None while away."""
+        """Drop every block of every client that is not in use, from memory and tiers.
+
+        Returns:
+            How many went from memory; None while away.
+        """
         with self._lock:
             reply = self._link.call(wire.Clear, wire.Cleared)
         return None if reply is None else reply.num_dropped

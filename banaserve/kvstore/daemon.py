@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from banaserve.errors import UserError
+from banaserve.kvstore.options import DEFAULT_SSD_SIZE, StoreOptions
 from banaserve.kvstore.server import DaemonConfig, StoreServer
-from banaserve.kvstore.sizes import parse_size
 
 if TYPE_CHECKING:
     from banaserve.kvstore.metrics import MetricsServer
@@ -57,6 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="banaserve-kvstore", description=__doc__)
     parser.add_argument("--socket", type=Path, required=True, help="where clients connect")
     parser.add_argument("--size", required=True, help="memory for blocks, such as 2GiB")
+    parser.add_argument("--ssd", type=Path, help="folder of a tier on a local disk")
+    parser.add_argument("--ssd-size", default=DEFAULT_SSD_SIZE, help="its budget")
+    parser.add_argument("--distributed", default="", help="URL of a distributed tier")
+    parser.add_argument("--tenant-quota", type=float, default=1.0, help="share of the memory")
+    parser.add_argument("--verify-memory", action="store_true", help="checksums of memory")
     parser.add_argument("--metrics-port", type=int, default=0, help="of localhost; 0 for none")
     parser.add_argument("--ready-fd", type=int, help="gets one line when clients can connect")
     parser.add_argument("--die-with-parent", action="store_true", help="stop with the starter")
@@ -64,10 +69,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s kvstore %(levelname)s %(message)s")
     try:
-        config = DaemonConfig(
-            socket_path=options.socket,
-            pool_bytes=parse_size(options.size),
+        config = StoreOptions(
+            size=options.size,
+            ssd=options.ssd,
+            ssd_size=options.ssd_size,
+            distributed=options.distributed,
+            tenant_quota=options.tenant_quota,
+            verify_memory=options.verify_memory,
             poison_free_slots=options.poison_free_slots,
+        ).config(
+            options.socket,
             metrics_port=options.metrics_port,
             die_with_parent=options.die_with_parent,
         )

@@ -39,13 +39,48 @@ _GAUGES = {
 }
 
 
+_TIER_COUNTERS = {
+    "stores": "Blocks written.",
+    "stored_bytes": "Bytes of blocks written.",
+    "loads": "Blocks read.",
+    "loaded_bytes": "Bytes of blocks read.",
+    "evictions": "Blocks dropped to make room.",
+    "missing": "Loads of blocks that were not there.",
+    "corrupt": "Records that were wrong: skipped, never served.",
+    "failures": "Loads and stores that failed otherwise.",
+    "promoted": "Blocks copied into memory.",
+    "promotion_failures": "Copies into memory that did not succeed.",
+    "declined": "Blocks not fetched because computing was predicted cheaper.",
+    "predicted_fetch_s": "Seconds predicted for promoted blocks.",
+    "measured_fetch_s": "Seconds that these blocks took.",
+    "demoted": "Blocks written behind.",
+    "demotion_failures": "Writes that were not carried out.",
+    "dropped_before_demotion": "Blocks that left memory before they were written.",
+}
+_TIER_GAUGES = {
+    "available": "1 while the tier is in service.",
+    "capacity_bytes": "Its budget; 0 where it has none of its own.",
+    "used_bytes": "Bytes taken up.",
+    "num_blocks": "Blocks that a load could return.",
+    "in_flight": "Loads and stores under way.",
+    "load_bytes_per_s": "Measured lately.",
+    "store_bytes_per_s": "Measured lately.",
+    "promoting_slots": "Slots that it fills or is about to fill.",
+    "backlog_blocks": "Blocks waiting to be written.",
+}
+
+
 def prometheus_text(stats: StoreStats) -> str:
     """``stats`` in Prometheus' text format."""
     lines = []
     for name, meaning in _COUNTERS.items():
-        lines += _series(f"{_PREFIX}{name}_total", "counter", meaning, getattr(stats, name))
+        lines += _series(f"{_PREFIX}{name}_total", "counter", meaning, stats, name)
     for name, meaning in _GAUGES.items():
-        lines += _series(_PREFIX + name, "gauge", meaning, getattr(stats, name))
+        lines += _series(_PREFIX + name, "gauge", meaning, stats, name)
+    for name, meaning in _TIER_COUNTERS.items():
+        lines += _tier_series(f"{_PREFIX}tier_{name}_total", "counter", meaning, stats, name)
+    for name, meaning in _TIER_GAUGES.items():
+        lines += _tier_series(f"{_PREFIX}tier_{name}", "gauge", meaning, stats, name)
     return "\n".join(lines) + "\n"
 
 
@@ -95,5 +130,17 @@ def _answer(handler: BaseHTTPRequestHandler, socket_path: Path) -> None:
     handler.wfile.write(body)
 
 
-def _series(name: str, kind: str, meaning: str, value: int) -> list[str]:
-    return [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}", f"{name} {value}"]
+def _head(name: str, kind: str, meaning: str) -> list[str]:
+    return [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
+
+
+def _series(name: str, kind: str, meaning: str, stats: StoreStats, field: str) -> list[str]:
+    return [*_head(name, kind, meaning), f"{name} {getattr(stats, field)}"]
+
+
+def _tier_series(name: str, kind: str, meaning: str, stats: StoreStats, field: str) -> list[str]:
+    lines = []
+    for tier in stats.tiers:
+        owner = tier if hasattr(tier, field) else tier.stats
+        lines.append(f'{name}{{tier="{tier.stats.name}"}} {+getattr(owner, field)}')
+    return [*_head(name, kind, meaning), *lines] if lines else []

@@ -11,10 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from banaserve.errors import UserError
+from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.options import StoreOptions
 from banaserve.processes import wait_ended
 
 FIRST_RESTART_S = 0.2
 LONGEST_RESTART_S = 10.0
+STOP_S = 12.0
+"""A little more than what the daemon takes for writing to tiers and closing them."""
 
 
 class SupervisedStore:
@@ -22,17 +26,21 @@ class SupervisedStore:
 
     Args:
         socket_path: Where it listens.
-        size: Memory for blocks, such as ``2GiB``.
+        options: How to run it.
         log_path: Gets its output.
         on_restart: Called each time it has to be started again.
     """
 
     def __init__(
-        self, socket_path: Path, size: str, log_path: Path, on_restart: Callable[[], None]
+        self,
+        socket_path: Path,
+        options: StoreOptions,
+        log_path: Path,
+        on_restart: Callable[[], None],
     ) -> None:
         self.socket_path = socket_path
         self.pid = 0
-        self._size = size
+        self._options = options
         self._log_path = log_path
         self._on_restart = on_restart
         self._process: subprocess.Popen[bytes] | None = None
@@ -47,11 +55,20 @@ class SupervisedStore:
         await self._launch()
         self._keeper = asyncio.create_task(self._keep_alive())
 
+    async def problems(self) -> list[str]:
+        """One line for each tier that is out of service."""
+        stats = await asyncio.to_thread(fetch_stats, self.socket_path)
+        return [
+            f"going on without the store's {tier.stats.name} tier: {tier.stats.problem}"
+            for tier in stats.tiers
+            if not tier.stats.available
+        ]
+
     async def _launch(self) -> None:
         readable, writable = os.pipe()
         command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--die-with-parent"]
-        command += ["--socket", str(self.socket_path), "--size", self._size]
-        command += ["--ready-fd", str(writable)]
+        command += ["--socket", str(self.socket_path), "--ready-fd", str(writable)]
+        command += self._options.arguments()
         self._process = self._spawn(command, writable)
         os.close(writable)
         self.pid = self._process.pid
@@ -87,7 +104,7 @@ class SupervisedStore:
                 await self._launch()
 
     async def stop(self) -> None:
-        """End the daemon and wait until its socket is gone."""
+        """End the daemon and wait until it has written to its tiers and its socket is gone."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -97,7 +114,7 @@ class SupervisedStore:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         try:
-            await asyncio.to_thread(process.wait, 3.0)
+            await asyncio.to_thread(process.wait, STOP_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

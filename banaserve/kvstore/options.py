@@ -1,0 +1,96 @@
+"""What a person may say about the store, in human units, and what the daemon makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from banaserve.config import ServeConfig
+from banaserve.errors import UserError
+from banaserve.kvstore.server import DaemonConfig
+from banaserve.kvstore.sizes import parse_size
+from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec
+
+DEFAULT_SSD_SIZE = "20GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """The same for ``banaserve kvstore``, ``banaserve serve`` and the daemon's own command line.
+
+    Attributes:
+        size: Memory for blocks.
+        ssd: Folder of the SSD tier; None for none.
+        ssd_size: Its budget.
+        distributed: URL of a distributed tier; empty for none.
+        tenant_quota: Largest share of the memory's slots that one tenant may use; 1 sets no limit.
+        verify_memory: See ``DaemonConfig``.
+        poison_free_slots: See ``DaemonConfig``.
+    """
+
+    size: str
+    ssd: Path | None = None
+    ssd_size: str = DEFAULT_SSD_SIZE
+    distributed: str = ""
+    tenant_quota: float = 1.0
+    verify_memory: bool = False
+    poison_free_slots: bool = False
+
+    @classmethod
+    def of(cls, config: ServeConfig) -> StoreOptions:
+        """Those that ``banaserve serve`` was given."""
+        return cls(
+            size=config.kv_store_size,
+            ssd=config.kv_store_ssd,
+            ssd_size=config.kv_store_ssd_size,
+            distributed=config.kv_store_distributed,
+            tenant_quota=config.kv_store_tenant_quota,
+            verify_memory=config.kv_store_verify,
+        )
+
+    def tiers(self) -> tuple[TierSpec, ...]:
+        """The tiers below memory, fastest first.
+
+        Raises:
+            UserError: A size or a URL makes no sense.
+        """
+        ssd_bytes = parse_size(self.ssd_size)
+        specs = [] if self.ssd is None else [TierSpec("ssd", str(self.ssd), ssd_bytes)]
+        if self.distributed:
+            specs.append(distributed_spec(self.distributed))
+        return tuple(specs)
+
+    def config(
+        self, socket_path: Path, *, metrics_port: int = 0, die_with_parent: bool = False
+    ) -> DaemonConfig:
+        """How to run a daemon with these options.
+
+        Raises:
+            UserError: An option makes no sense.
+        """
+        if not 0.0 < self.tenant_quota <= 1.0:
+            raise UserError(
+                f"a tenant quota of {self.tenant_quota:g} makes no sense: "
+                "write a share of the memory, more than 0 and at most 1"
+            )
+        return DaemonConfig(
+            socket_path=socket_path,
+            pool_bytes=parse_size(self.size),
+            tiers=self.tiers(),
+            tenant_quota=self.tenant_quota,
+            verify_memory=self.verify_memory,
+            poison_free_slots=self.poison_free_slots,
+            metrics_port=metrics_port,
+            die_with_parent=die_with_parent,
+        )
+
+    def arguments(self) -> list[str]:
+        """The daemon's command line that means the same."""
+        words = ["--size", self.size, "--tenant-quota", str(self.tenant_quota)]
+        if self.ssd is not None:
+            words += [f"--ssd={self.ssd}", f"--ssd-size={self.ssd_size}"]
+        if self.distributed:
+            words += [f"--distributed={self.distributed}"]
+        words += ["--verify-memory"] if self.verify_memory else []
+        words += ["--poison-free-slots"] if self.poison_free_slots else []
+        return words
