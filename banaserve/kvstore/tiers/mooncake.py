@@ -7,7 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.tiers.counters import Throughput, TierCounters
 from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, Outcome, TierStats
 from banaserve.kvstore.tiers.mooncake_config import MooncakeConfig, check_installed, parse_url
 from banaserve.kvstore.tiers.mooncake_events import Asked, Event, Health, Job, Removed
@@ -20,7 +23,6 @@ _MAX_ANSWERS = 65536
 _MAX_ASKED = 16384
 _MAX_OWN = 2**20
 _BATCH_KEYS = 1024
-_SPEED_WEIGHT = 0.2
 
 
 class _Answer(NamedTuple):
@@ -61,10 +63,7 @@ class MooncakeTier:
         self._asked: set[bytes] = set()
         self._own: dict[bytes, int] = {}
         self._own_bytes = 0
-        self._counts = dict.fromkeys(
-            ("stores", "stored_bytes", "loads", "loaded_bytes", "missing", "corrupt", "failures"), 0
-        )
-        self._bytes_per_s = {True: 0.0, False: 0.0}
+        self._counters = TierCounters()
 
     @classmethod
     def from_url(cls, url: str) -> MooncakeTier:
@@ -154,17 +153,15 @@ class MooncakeTier:
     def stats(self) -> TierStats:
         """Counters and gauges of this moment."""
         self._take_events()
-        return TierStats(
-            name=self.name,
-            available=self._health.available,
+        stats = self._counters.stats(
+            self.name,
             problem=self._health.problem,
+            capacity_bytes=0,
             used_bytes=self._own_bytes,
             num_blocks=len(self._own),
             in_flight=len(self._jobs),
-            load_bytes_per_s=self._bytes_per_s[False],
-            store_bytes_per_s=self._bytes_per_s[True],
-            **self._counts,
         )
+        return msgspec.structs.replace(stats, available=self._health.available)
 
     def check(self) -> None:
         """Assert what must hold between two calls."""
@@ -189,6 +186,7 @@ class MooncakeTier:
         job = Job(ticket, key, memory, is_store, now_s, now_s + self._config.timeout_s)
         self._jobs[ticket] = job
         self._busy[key] = self._busy.get(key, 0) + 1
+        self._speed(is_store).begin(now_s)
         self._link.orders.put(job)
         return ticket
 
@@ -216,33 +214,39 @@ class MooncakeTier:
         self._busy[job.key] -= 1
         if not self._busy[job.key]:
             del self._busy[job.key]
-        seconds = time.monotonic() - job.started_s
+        now_s = time.monotonic()
         num_bytes = job.memory.size
+        seconds = now_s - job.started_s
         self._completions.append(Completion(job.ticket, job.outcome, num_bytes, seconds))
-        match job.outcome:
+        is_done = job.outcome is Outcome.DONE
+        self._speed(job.is_store).end(now_s, num_bytes if is_done else 0)
+        self._account(job, job.outcome, num_bytes)
+
+    def _account(self, job: Job, outcome: Outcome, num_bytes: int) -> None:
+        counters = self._counters
+        match outcome:
+            case Outcome.DONE if job.is_store:
+                counters.stores += 1
+                counters.stored_bytes += num_bytes
+                self._learn(job.key, is_there=True, num_bytes=num_bytes)
             case Outcome.DONE:
-                self._count(("stores", 1) if job.is_store else ("loads", 1))
-                self._count(("stored_bytes" if job.is_store else "loaded_bytes", num_bytes))
-                self._note_speed(job.is_store, num_bytes / max(seconds, 1e-9))
+                counters.loads += 1
+                counters.loaded_bytes += num_bytes
                 self._learn(job.key, is_there=True, num_bytes=num_bytes)
             case Outcome.MISSING:
-                self._count(("missing", 1))
+                counters.missing += 1
                 self._learn(job.key, is_there=False)
             case Outcome.CORRUPT:
-                self._count(("corrupt", 1))
+                counters.corrupt += 1
                 self._remove([job.key])
             case Outcome.FAILED:
-                self._count(("failures", 1))
+                counters.failures += 1
                 if not job.is_store:
                     # Its place may be gone with a peer: not to be tried again at once.
                     self._learn(job.key, is_there=False)
 
-    def _count(self, counted: tuple[str, int]) -> None:
-        self._counts[counted[0]] += counted[1]
-
-    def _note_speed(self, is_store: bool, bytes_per_s: float) -> None:
-        before = self._bytes_per_s[is_store] or bytes_per_s
-        self._bytes_per_s[is_store] = before + _SPEED_WEIGHT * (bytes_per_s - before)
+    def _speed(self, is_store: bool) -> Throughput:
+        return self._counters.store_speed if is_store else self._counters.load_speed
 
     def _knows(self, key: bytes, *, is_there: bool) -> bool:
         answer = self._answers.get(key)
