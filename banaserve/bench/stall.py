@@ -57,6 +57,7 @@ async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Re
     overrides = json.dumps({"max_position_embeddings": _CONTEXT_TOKENS})
     options = ["--max-model-len", str(_CONTEXT_TOKENS), "--hf-overrides", overrides]
     options += ["--kv-store-size", "2GiB", "--max-num-batched-tokens", "512"]
+    options += ["--kv-cache-memory-bytes", str(5 << 29)]
     with banaserve_server(models.PACKAGED, "--pd", "1:1", *options) as server:
         async with OpenAiClient(server.url, model.served_name, return_token_ids=True) as client:
             calm, disturbed = await _gaps(client, short, long)
