@@ -30,6 +30,12 @@ BENCHMARKS = {
     "short-prompts": Benchmark(
         "banaserve.bench.short_prompts", "From how many tokens on does a prefill leg pay?"
     ),
+    "pipeline": Benchmark(
+        "banaserve.bench.pipeline", "How much of the store's transfers hides behind computing?"
+    ),
+    "prefix-ttft": Benchmark(
+        "banaserve.bench.prefix_ttft", "Is a cached prefix ever slower than computing it?"
+    ),
     "stall": Benchmark(
         "banaserve.bench.stall", "Does a very long prompt stall the streams of others?"
     ),

@@ -53,6 +53,7 @@ class WorkerSide:
         self.options = options
         self._loader = ThreadPoolExecutor(1, "kv-load")
         self._saver = ThreadPoolExecutor(1, "kv-save")
+        self._free_copier: BlockCopier | None = None
         self._copier: BlockCopier | None = None
         self._layer_index: dict[str, int] = {}
         self._page_bytes = 0
@@ -67,11 +68,19 @@ class WorkerSide:
         self._layer_index = {name: i for i, name in enumerate(kv_caches)}
         self._page_bytes = page_bytes
         self.trace.num_layers = len(kv_caches)
-        self._copier = make_copier(list(kv_caches.values()), page_bytes, self._part)
-        load, save = self.options.load_bytes_per_s, self.options.save_bytes_per_s
+        self._free_copier = make_copier(list(kv_caches.values()), page_bytes, self._part)
+        self.configure(self.options)
+
+    def configure(self, options: ConnectorOptions) -> None:
+        """Take other options between two steps: how copies are arranged and held back."""
+        assert self._free_copier is not None
+        self.options = options
+        self.trace.enabled = options.trace
+        self._copier = self._free_copier
+        load, save = options.load_bytes_per_s, options.save_bytes_per_s
         if load or save:
             logger.warning("copies are held back: loads %g, saves %g bytes/s (0: not)", load, save)
-            self._copier = ThrottledCopier(self._copier, page_bytes, load, save)
+            self._copier = ThrottledCopier(self._free_copier, self._page_bytes, load, save)
 
     # ---- one step, in the order in which vLLM calls
 
