@@ -1,0 +1,83 @@
+"""Copies between a KV cache on a GPU and the pool: bytes, order, and both directions at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from banaserve.engine.vllm.gpu_copies import GpuCopier
+from banaserve.kvstore.fingerprint import Fingerprint
+from banaserve.kvstore.pool import Pool, PoolView
+
+LAYERS, BLOCKS, SLOTS, PAGE_BYTES = 4, 64, 32, 64 << 10
+FINGERPRINT = Fingerprint(
+    model="m",
+    dtype="float32",
+    block_size_tokens=16,
+    num_layers=LAYERS,
+    num_kv_heads=8,
+    head_size=64,
+    layout="LBHNC",
+    page_bytes=PAGE_BYTES,
+)
+
+
+@pytest.fixture
+def view() -> Iterator[PoolView]:
+    pool = Pool(SLOTS * FINGERPRINT.slot_bytes)
+    yield PoolView(pool.fd, pool.num_bytes, 1, FINGERPRINT)
+    pool.close()
+
+
+def random_caches(seed: int) -> list[torch.Tensor]:
+    draws = torch.Generator("cuda").manual_seed(seed)
+    shape = (BLOCKS, PAGE_BYTES // 4)
+    return [torch.randn(shape, device="cuda", generator=draws) for _ in range(LAYERS)]
+
+
+def test_what_is_saved_is_loaded(view: PoolView) -> None:
+    caches, others = random_caches(1), random_caches(2)
+    writer, reader = GpuCopier(caches, PAGE_BYTES, 0), GpuCopier(others, PAGE_BYTES, 0)
+    blocks, slots, targets = [5, 0, 63, 17], [31, 2, 3, 0], [1, 2, 60, 4]
+    for layer in range(LAYERS):
+        assert writer.save(layer, view, blocks, slots, writer.mark()).finish() > 0
+    for layer in range(LAYERS):
+        reader.load(layer, view, targets, slots, reader.mark()).join()
+        # Without the join this would read what is there before the load.
+        assert torch.equal(others[layer][targets], caches[layer][blocks])
+
+
+def test_copies_wait_for_the_work_before_their_mark(view: PoolView) -> None:
+    caches = random_caches(3)
+    copier = GpuCopier(caches, PAGE_BYTES, 0)
+    busy = torch.randn(4096, 4096, device="cuda")
+    for layer in range(LAYERS):
+        for _ in range(20):
+            busy = busy @ busy / 64
+        caches[layer].fill_(float(layer))
+        copier.save(layer, view, [7], [layer], copier.mark()).finish()
+        first = layer * view.slot_bytes + view.fingerprint.offset_bytes(layer, 0)
+        saved = torch.from_numpy(view.memory[first : first + PAGE_BYTES]).view(torch.float32)
+        assert (saved == layer).all()
+
+
+def test_both_directions_at_once(view: PoolView) -> None:
+    caches = random_caches(4)
+    copier = GpuCopier(caches, PAGE_BYTES, 0)
+    expected = [cache.clone() for cache in caches]
+    blocks, slots = list(range(16)), list(range(16))
+    for layer in range(LAYERS):
+        copier.save(layer, view, blocks, slots, copier.mark()).finish()
+    for layer in range(LAYERS):
+        copier.load(layer, view, list(range(32, 48)), slots, copier.mark()).join()
+        copier.save(layer, view, list(range(16, 32)), list(range(16, 32)), copier.mark())
+    torch.cuda.synchronize()
+    for cache, before in zip(caches, expected, strict=True):
+        assert torch.equal(cache[32:48], before[:16])
+        assert torch.equal(cache[:32], before[:32])
