@@ -6,6 +6,7 @@ Usage: python mooncake_peer.py URL
     {"pid": true}                               answers {"pid": of Mooncake's process}
     {"raw": NAME, "hex": BYTES}                 past the tier; answers {"code": ...}
     {"copy": NAME, "to": NAME}                  past the tier; answers {"code": ...}
+    {"remove": NAME}                            past the tier; answers {"code": ...}
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ def main(url: str) -> None:
     raw: Any = None
     for line in sys.stdin:
         order = json.loads(line)
-        if "raw" in order or "copy" in order:
+        if order.keys() & {"raw", "copy", "remove"}:
             raw = raw or raw_client(url)
-            data = raw.get(order["copy"]) if "copy" in order else bytes.fromhex(order["hex"])
-            answer = {"code": raw.put(order.get("to") or order["raw"], data)}
+            answer = {"code": past_the_tier(raw, order)}
         else:
             tier = tier or joined(url)
             answer = {"pid": tier.pid} if "pid" in order else {"outcome": store(tier, order)}
@@ -54,6 +54,14 @@ def store(tier: MooncakeTier, order: dict[str, Any]) -> str:
     while not (ended := tier.poll()):
         select.select([tier.fd], [], [])
     return str(ended[0].outcome.value)
+
+
+def past_the_tier(client: Any, order: dict[str, Any]) -> int:
+    if "remove" in order:
+        return int(client.remove(order["remove"], True))
+    if "copy" in order:
+        return int(client.put(order["to"], client.get(order["copy"])))
+    return int(client.put(order["raw"], bytes.fromhex(order["hex"])))
 
 
 def raw_client(url: str) -> Any:

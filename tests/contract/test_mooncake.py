@@ -163,9 +163,17 @@ class TestExchange:
         assert tier.submit_store(BlockName(key(0), None), block) is None
         assert tier.submit_load(key(0), np.zeros(8192, np.uint8)) is None
         assert tier.submit_store(BlockName(key(1), None), random_block(1, 3 * MIB + 4096)) is None
-        assert load(tier, key(2), 4096)[0] is Outcome.MISSING
+        assert tier.submit_load(key(2), np.zeros(4096, np.uint8)) is None
         assert look(tier, key(2)) is Lookup.MISS
         assert tier.submit_load(key(2), np.zeros(4096, np.uint8)) is None
+
+    def test_what_another_has_removed_is_missing(self, tier, other):
+        assert store(tier, key(0), random_block(0, 4096)) is Outcome.DONE
+        assert other(remove=KEY_PREFIX + key(0).hex()) == 0
+        assert tier.lookup([key(0)]) == [Lookup.HIT]
+        assert load(tier, key(0), 4096)[0] is Outcome.MISSING
+        assert tier.lookup([key(0)]) == [Lookup.MISS]
+        assert (tier.stats().missing, tier.stats().num_blocks) == (1, 0)
 
     def test_evict_and_clear_forget_for_everybody(self, stack, master, other):
         now_s = [0.0]
@@ -209,6 +217,7 @@ class TestForeignBytes:
             assert load(tier, key(number), 4096)[0] is Outcome.CORRUPT, order
             assert tier.lookup([key(number)]) == [Lookup.MISS]
         assert tier.stats().corrupt == len(cases)
+        assert look(tier, key(1)) is Lookup.HIT
         assert load(tier, key(1), 4096)[0] is Outcome.DONE
         # The removal has reached the master: another tier does not find them either.
         fresh = MooncakeTier.from_url(url_of(master))

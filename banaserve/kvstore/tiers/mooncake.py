@@ -97,7 +97,9 @@ class MooncakeTier:
         found: list[Lookup] = []
         for key in keys:
             answer = self._answers.get(key)
-            if answer is not None and now_s < answer.valid_until_s:
+            if key in self._busy and not self._is_known(key):
+                found.append(Lookup.PENDING)
+            elif answer is not None and now_s < answer.valid_until_s:
                 found.append(Lookup.HIT if answer.is_there else Lookup.MISS)
             elif key in self._asked:
                 found.append(Lookup.PENDING)
@@ -114,15 +116,18 @@ class MooncakeTier:
     def submit_store(self, block: BlockName, source: BlockBytes) -> int | None:
         """Begin to write a block; the store evicts others where it is full."""
         self._take_events()
-        if source.size > self._config.max_block_bytes or self._knows(block.key, is_there=True):
+        is_too_large = source.size > self._config.max_block_bytes
+        if is_too_large or block.key in self._busy or self._knows(block.key, is_there=True):
             return None
         return self._submit(block.key, source, is_store=True)
 
     def submit_load(self, key: bytes, target: BlockBytes) -> int | None:
-        """Begin to read a block."""
+        """Begin to read a block that ``lookup`` has found, or that was stored from here."""
         self._take_events()
-        has_other_size = self._own.get(key, target.size) != target.size
-        if has_other_size or self._knows(key, is_there=False):
+        answer = self._answers.get(key)
+        is_there = key in self._own if answer is None else answer.is_there
+        if not is_there or self._own.get(key, target.size) != target.size:
+            self._counters.missing += 1
             return None
         return self._submit(key, target, is_store=False)
 
