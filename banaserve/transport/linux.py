@@ -1,0 +1,62 @@
+"""Linux calls that the standard library does not wrap, or wraps without letting go of the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+from typing import NamedTuple
+
+MADV_DONTNEED = 4
+MADV_REMOVE = 9
+MADV_POPULATE_WRITE = 23
+_SO_PEERPIDFD = 77
+_CREDENTIALS = struct.Struct("3i")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def madvise(address: int, num_bytes: int, advice: int) -> None:
+    """``madvise(2)``, without the GIL.
+
+    Raises:
+        OSError: The kernel refused.
+    """
+    if _libc.madvise(address, num_bytes, advice):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+class Credentials(NamedTuple):
+    """The process at the other end of a Unix socket when it connected or began to listen."""
+
+    pid: int
+    uid: int
+
+
+def peer_of(sock: socket.socket) -> Credentials:
+    """Who is at the other end; the kernel vouches for it."""
+    size = _CREDENTIALS.size
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return Credentials(pid, uid)
+
+
+def is_own(peer: Credentials) -> bool:
+    """Whether a peer is run by this process's user, or by root."""
+    return peer.uid in (os.geteuid(), 0)
+
+
+def open_peer_pidfd(sock: socket.socket) -> int:
+    """A pidfd of the peer's process, which becomes readable when that process is dead.
+
+    A closed socket alone does not tell: a process that the peer has forked may hold it open.
+
+    Raises:
+        OSError: The process is dead already or cannot be named from here.
+    """
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        return os.pidfd_open(peer_of(sock).pid)

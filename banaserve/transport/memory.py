@@ -1,0 +1,103 @@
+"""Bytes in this process, and which of them a transfer touches."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+PAGE_BYTES = mmap.PAGESIZE
+SLICE_BYTES = 4 * 2**20
+_NONE = np.empty(0, np.int64)
+
+
+class Memory(NamedTuple):
+    """A range of addresses of this process.
+
+    Attributes:
+        address: Of its first byte.
+        num_bytes: Its length.
+        writable: Whether a read may copy into it.
+        owner: Kept alive as long as this object; None where the caller sees to it.
+    """
+
+    address: int
+    num_bytes: int
+    writable: bool = True
+    owner: object = None
+
+    @staticmethod
+    def of(array: npt.NDArray[np.generic]) -> Memory:
+        """The bytes of a C-contiguous array.
+
+        Raises:
+            ValueError: It is not contiguous.
+        """
+        if not array.flags.c_contiguous:
+            raise ValueError("only a contiguous array is one range of memory")
+        return Memory(array.ctypes.data, array.nbytes, bool(array.flags.writeable), array)
+
+    def view(self) -> npt.NDArray[np.uint8]:
+        """The same bytes as an array, ``[num_bytes]`` uint8."""
+        if not self.num_bytes:
+            return np.empty(0, np.uint8)
+        array: npt.NDArray[np.uint8] = np.asarray(_Pointer(self))
+        return array
+
+
+class _Pointer:
+    """Tells numpy where the bytes lie; numpy keeps this object, and so the owner, alive."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self.__array_interface__ = {
+            "data": (memory.address, not memory.writable),
+            "shape": (memory.num_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+class Plan(NamedTuple):
+    """Runs of equal length between local memory and a region, checked.
+
+    Attributes:
+        local: Where the local bytes lie.
+        local_offsets: ``[num_runs]`` int64, bytes.
+        remote_offsets: ``[num_runs]`` int64, bytes.
+        num_bytes: Of each run.
+        epoch: Under which it was submitted.
+        writes: Whether bytes go to the region.
+    """
+
+    local: Memory
+    local_offsets: npt.NDArray[np.int64]
+    remote_offsets: npt.NDArray[np.int64]
+    num_bytes: int
+    epoch: int
+    writes: bool
+
+    def slices(self) -> Iterator[Plan]:
+        """At least one part, of at most ``SLICE_BYTES``: between two of them a transfer stops."""
+        if not self.num_bytes or not self.local_offsets.size:
+            yield self._replace(local_offsets=_NONE, remote_offsets=_NONE)
+            return
+        for first_byte in range(0, self.num_bytes, SLICE_BYTES):
+            num_bytes = min(SLICE_BYTES, self.num_bytes - first_byte)
+            runs_at_once = SLICE_BYTES // num_bytes
+            for first in range(0, self.local_offsets.size, runs_at_once):
+                yield self._replace(
+                    local_offsets=self.local_offsets[first : first + runs_at_once] + first_byte,
+                    remote_offsets=self.remote_offsets[first : first + runs_at_once] + first_byte,
+                    num_bytes=num_bytes,
+                )
+
+
+def whole_pages(first_byte: int, num_bytes: int) -> tuple[int, int]:
+    """The first byte and the length of the whole pages within a range."""
+    first = -(-first_byte // PAGE_BYTES) * PAGE_BYTES
+    end = (first_byte + num_bytes) // PAGE_BYTES * PAGE_BYTES
+    return first, max(0, end - first)

@@ -1,0 +1,49 @@
+"""Transports by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from banaserve.errors import UserError
+from banaserve.transport.interface import Transport
+from banaserve.transport.options import TransportOptions
+
+Factory = Callable[[TransportOptions], Transport]
+_factories: dict[str, Factory] = {}
+
+
+def register(name: str, factory: Factory) -> None:
+    """Make a transport known.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+    if name in _factories:
+        raise ValueError(f"there is a transport {name!r} already")
+    _factories[name] = factory
+
+
+def names() -> list[str]:
+    """Of all transports that are known, installed or not."""
+    return sorted(_factories)
+
+
+def create(name: str, options: TransportOptions) -> Transport:
+    """Build the transport ``name``.
+
+    Raises:
+        UserError: There is none of this name, or what it needs is not installed.
+    """
+    factory = _factories.get(name)
+    if factory is None:
+        raise UserError(f"unknown transport {name!r}: choose one of {', '.join(names())}")
+    return factory(options)
+
+
+def _shm(options: TransportOptions) -> Transport:
+    from banaserve.transport.shm import ShmTransport
+
+    return ShmTransport(options)
+
+
+register("shm", _shm)

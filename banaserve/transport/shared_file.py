@@ -1,0 +1,166 @@
+"""A memory file that two processes map, with the epoch under which it may be touched.
+
+The first page holds the epoch; the region's bytes follow. A peer takes a shared file lock for each
+slice and reads the epoch under it; the owner writes the epoch and then waits for the exclusive
+lock. So nothing of an old epoch is under way afterwards, and the kernel takes back the lock of a
+process that dies.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from banaserve.transport.errors import RefusedError, StaleEpochError, TransferTimeoutError
+from banaserve.transport.linux import MADV_POPULATE_WRITE, MADV_REMOVE, madvise
+from banaserve.transport.memory import PAGE_BYTES, Memory, whole_pages
+
+_CLOSED = 2**64 - 1
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_DRAIN_POLL_S = 0.0005
+_POPULATE_STEP_BYTES = 64 * 2**20
+
+
+class SharedFile:
+    """One process's mapping of the file.
+
+    Args:
+        fd: Of the file, closed by ``close``. Its open file description must be this process's own,
+            because locks belong to that.
+        num_bytes: Of the region.
+
+    Raises:
+        RefusedError: It is not such a file.
+    """
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        self._fd = fd
+        self._locks = threading.Lock()
+        size_bytes = file_bytes(num_bytes)
+        if os.fstat(fd).st_size != size_bytes or not _is_sealed(fd):
+            raise RefusedError("what the peer offers is no sealed memory file of the right size")
+        mapping = np.frombuffer(mmap.mmap(fd, size_bytes), np.uint8)
+        self._epoch = mapping[:8].view(np.uint64)
+        data = mapping[PAGE_BYTES : PAGE_BYTES + num_bytes]
+        self.memory = Memory.of(data)
+
+    @staticmethod
+    def create(num_bytes: int, epoch: int) -> SharedFile:
+        """Make a file of zeroes. It has no name and ends with its last user.
+
+        Raises:
+            RefusedError: The system cannot.
+        """
+        fd = os.memfd_create("banaserve-transport", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, file_bytes(num_bytes))
+            # Without the seals one side could shrink the file and kill the other with SIGBUS.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            file = SharedFile(fd, num_bytes)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise RefusedError(f"cannot make a memory file of {num_bytes} bytes: {error}") from None
+        file._epoch[0] = epoch
+        return file
+
+    def reopen(self) -> int:
+        """A descriptor with locks of its own, the caller's to close."""
+        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+
+    @contextmanager
+    def use(self, epoch: int) -> Iterator[None]:
+        """Hold off the owner's ``advance`` while bytes of a peer's transfer move.
+
+        Raises:
+            StaleEpochError: The region has another epoch.
+            RefusedError: The region is closed.
+        """
+        with self._locks:
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
+            try:
+                now = int(self._epoch[0])
+                if now == _CLOSED:
+                    raise RefusedError("the region is closed")
+                if now != epoch:
+                    raise StaleEpochError(f"the region is at epoch {now}, not {epoch}")
+                yield
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def advance(self, epoch: int, timeout_s: float) -> None:
+        """Set the epoch and wait until nobody moves bytes under another one.
+
+        Raises:
+            TransferTimeoutError: Somebody still does.
+        """
+        with self._locks:
+            self._epoch[0] = epoch
+            self._drain(timeout_s)
+
+    def retire(self, timeout_s: float) -> None:
+        """Refuse everything from here on and give the pages back.
+
+        Raises:
+            TransferTimeoutError: Somebody still moves bytes; the pages were given back.
+        """
+        try:
+            self.advance(_CLOSED, timeout_s)
+        finally:
+            self.release(0, self.memory.num_bytes)
+
+    def release(self, first_byte: int, num_bytes: int) -> int:
+        """Punch a hole; returns its length in bytes."""
+        first, length = whole_pages(first_byte, num_bytes)
+        if length:
+            madvise(self.memory.address + first, length, MADV_REMOVE)
+        return length
+
+    def populate(self, first_byte: int, num_bytes: int) -> None:
+        """Take the pages of a range and map them here, without changing their bytes."""
+        first = self.memory.address + first_byte // PAGE_BYTES * PAGE_BYTES
+        end = self.memory.address + first_byte + num_bytes
+        for address in range(first, end, _POPULATE_STEP_BYTES):
+            length = min(_POPULATE_STEP_BYTES, end - address)
+            try:
+                madvise(address, length, MADV_POPULATE_WRITE)
+            except OSError as error:
+                if error.errno == errno.EINVAL:
+                    return  # Linux before 5.14: the copies take the faults.
+                raise
+
+    def close(self) -> None:
+        """Close the descriptor; the mapping ends with the last user of ``memory``."""
+        os.close(self._fd)
+
+    def _drain(self, timeout_s: float) -> None:
+        event = threading.Event()
+        for _ in range(max(1, int(timeout_s / _DRAIN_POLL_S))):
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                event.wait(_DRAIN_POLL_S)
+                continue
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            return
+        raise TransferTimeoutError(
+            f"a peer has not ended its transfer within {timeout_s:g} s and stands still"
+        )
+
+
+def file_bytes(num_bytes: int) -> int:
+    """Size of the file that holds a region of ``num_bytes``."""
+    return PAGE_BYTES + -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _is_sealed(fd: int) -> bool:
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:
+        return False

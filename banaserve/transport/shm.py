@@ -1,0 +1,238 @@
+"""Shared memory on one machine: a copy is a memcpy, and nobody at the other side takes part."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from banaserve import _native
+from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
+from banaserve.transport.interface import RegionDescriptor
+from banaserve.transport.linux import is_own, peer_of
+from banaserve.transport.memory import Memory
+from banaserve.transport.options import TransportOptions
+from banaserve.transport.peer import PeerWatch
+from banaserve.transport.plans import check_offer, check_range
+from banaserve.transport.remote import PlannedRegion
+from banaserve.transport.service import GREETING_S, Service, listen_unix
+from banaserve.transport.shared_file import SharedFile
+from banaserve.transport.tickets import PlanTicket
+
+NAME = "shm"
+Runs = npt.NDArray[np.int64]
+_ID_BYTES = 16
+_CLOSE_WAIT_S = 1.0
+
+
+class ShmTransport:
+    """Hands out memory files over a Unix socket that only this user can connect to."""
+
+    name = NAME
+
+    def __init__(self, options: TransportOptions) -> None:
+        self._folder = options.folder
+        self._lock = threading.Lock()
+        self._offered: dict[bytes, ShmOffer] = {}
+        self._opened: set[ShmRemote] = set()
+        self._service: Service | None = None
+        self._path: Path | None = None
+
+    def offer(self, num_bytes: int, epoch: int) -> ShmOffer:
+        check_offer(num_bytes, epoch)
+        with self._lock:
+            if self._service is None:
+                listener, self._path = listen_unix(self._folder, NAME)
+                self._service = Service("transport-shm", listener, self._hand_out)
+            region_id = secrets.token_bytes(_ID_BYTES)
+            descriptor = RegionDescriptor(NAME, region_id, num_bytes, epoch, str(self._path))
+            offer = ShmOffer(self, SharedFile.create(num_bytes, epoch), descriptor)
+            self._offered[region_id] = offer
+            return offer
+
+    def open(self, descriptor: RegionDescriptor, timeout_s: float) -> ShmRemote:
+        if descriptor.transport != NAME:
+            raise RefusedError(f"a region of transport {descriptor.transport!r} is not one of shm")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            fd = _ask_for_file(sock, descriptor)
+            remote = ShmRemote(self, descriptor, _take_file(fd, descriptor), PeerWatch(sock))
+        except TimeoutError:
+            sock.close()
+            raise TransferTimeoutError(
+                f"the peer has not answered within {timeout_s:g} s"
+            ) from None
+        except (OSError, ValueError) as error:
+            sock.close()
+            raise PeerGoneError(f"nobody offers the region: {error}") from error
+        except BaseException:
+            sock.close()
+            raise
+        with self._lock:
+            self._opened.add(remote)
+        return remote
+
+    def close(self) -> None:
+        with self._lock:
+            service, self._service = self._service, None
+            offered, opened = list(self._offered.values()), list(self._opened)
+        for remote in opened:
+            remote.close()
+        for offer in offered:
+            offer.close()
+        if service is not None:
+            service.close()
+            assert self._path is not None
+            self._path.unlink(missing_ok=True)
+
+    def forget(self, region: ShmOffer | ShmRemote) -> bool:
+        """Take a region off the books; False where it is off already."""
+        with self._lock:
+            if isinstance(region, ShmOffer):
+                return self._offered.pop(region.descriptor.region_id, None) is not None
+            known = region in self._opened
+            self._opened.discard(region)
+            return known
+
+    def _hand_out(self, sock: socket.socket) -> None:
+        if not is_own(peer_of(sock)):
+            return
+        sock.settimeout(GREETING_S)
+        region_id = sock.recv(_ID_BYTES, socket.MSG_WAITALL)
+        with self._lock:
+            offer = self._offered.get(region_id)
+            fd = offer.file.reopen() if offer is not None else -1
+        if offer is None:
+            sock.sendall(b"n")
+            return
+        try:
+            socket.send_fds(sock, [b"y"], [fd])
+        finally:
+            os.close(fd)
+        # The peer sees in the end of this connection that this process has gone.
+        sock.settimeout(None)
+        sock.recv(1)
+
+
+class ShmOffer:
+    """A memory file of this process."""
+
+    def __init__(
+        self, transport: ShmTransport, file: SharedFile, descriptor: RegionDescriptor
+    ) -> None:
+        self.file = file
+        self._transport = transport
+        self._descriptor = descriptor
+        self._epoch = descriptor.epoch
+
+    @property
+    def memory(self) -> Memory:
+        return self.file.memory
+
+    @property
+    def descriptor(self) -> RegionDescriptor:
+        return self._descriptor
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def advance(self, epoch: int, timeout_s: float) -> None:
+        check_offer(self._descriptor.num_bytes, epoch)
+        if epoch < self._epoch:
+            raise RefusedError(f"epoch {epoch} lies before {self._epoch}")
+        self._epoch = epoch
+        self.file.advance(epoch, timeout_s)
+
+    def release(self, first_byte: int, num_bytes: int) -> int:
+        check_range(first_byte, num_bytes, self._descriptor.num_bytes)
+        return self.file.release(first_byte, num_bytes)
+
+    def close(self) -> None:
+        if self._transport.forget(self):
+            # A peer that stands still in a copy has its own mapping to write to, and no other.
+            with suppress(TransferTimeoutError):
+                self.file.retire(_CLOSE_WAIT_S)
+            self.file.close()
+
+
+class ShmRemote(PlannedRegion):
+    """A peer's memory file, mapped here."""
+
+    def __init__(
+        self,
+        transport: ShmTransport,
+        descriptor: RegionDescriptor,
+        file: SharedFile,
+        watch: PeerWatch,
+    ) -> None:
+        self._transport = transport
+        self._file = file
+        self._watch = watch
+        super().__init__(descriptor)
+
+    def warm(self, first_byte: int, num_bytes: int) -> None:
+        super().warm(first_byte, num_bytes)
+        self._file.populate(first_byte, num_bytes)
+
+    def close(self) -> None:
+        if self._transport.forget(self):
+            super().close()
+            self._watch.close()
+            self._file.close()
+
+    def _carry_out(self, ticket: PlanTicket) -> None:
+        plan = ticket.plan
+        ours, theirs = plan.local, self._file.memory
+        for part in plan.slices():
+            ticket.check()
+            self._watch.check()
+            with self._file.use(plan.epoch):
+                if plan.writes:
+                    _copy(theirs, ours, part.remote_offsets, part.local_offsets, part.num_bytes)
+                else:
+                    _copy(ours, theirs, part.local_offsets, part.remote_offsets, part.num_bytes)
+        # Bytes in the memory of a process that is dead are no completed write.
+        self._watch.check()
+
+
+def _copy(
+    target: Memory, source: Memory, target_offsets: Runs, source_offsets: Runs, num_bytes: int
+) -> None:
+    _native.copy_regions(
+        target.address,
+        source.address,
+        target_offsets,
+        source_offsets,
+        num_bytes,
+        target.num_bytes,
+        source.num_bytes,
+    )
+
+
+def _ask_for_file(sock: socket.socket, descriptor: RegionDescriptor) -> int:
+    sock.connect(descriptor.address)
+    if not is_own(peer_of(sock)):
+        raise RefusedError(f"{descriptor.address} is run by another user")
+    sock.sendall(descriptor.region_id)
+    answer, fds, _, _ = socket.recv_fds(sock, 1, 1)
+    if not answer:
+        raise PeerGoneError("the peer has closed the connection")
+    if not fds:
+        raise RefusedError("the peer does not offer this region any more")
+    return fds[0]
+
+
+def _take_file(fd: int, descriptor: RegionDescriptor) -> SharedFile:
+    try:
+        return SharedFile(fd, descriptor.num_bytes)
+    except BaseException:
+        os.close(fd)
+        raise

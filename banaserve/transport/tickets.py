@@ -1,0 +1,155 @@
+"""Transfers that wait for their turn, are carried out by one thread, and can be waited for."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from banaserve.transport.errors import (
+    PeerGoneError,
+    TransferCancelledError,
+    TransferTimeoutError,
+    TransportError,
+)
+from banaserve.transport.memory import Plan
+
+CANCEL_WAIT_S = 1.0
+
+
+class PlanTicket:
+    """The ticket of one plan.
+
+    Attributes:
+        plan: What to copy.
+    """
+
+    def __init__(self, plan: Plan, interrupt: Callable[[PlanTicket], None]) -> None:
+        self.plan = plan
+        self._interrupt = interrupt
+        self._ended = threading.Event()
+        self._cancelled = False
+        self._error: TransportError | None = None
+
+    def poll(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float) -> None:
+        if not self._ended.wait(max(0.0, timeout_s)):
+            raise TransferTimeoutError(f"a transfer has not ended within {timeout_s:g} s")
+        if self._error is not None:
+            # A copy, so that two waiting threads do not write to one traceback.
+            raise type(self._error)(*self._error.args)
+
+    def cancel(self) -> bool:
+        if self._ended.is_set():
+            return False
+        self._cancelled = True
+        self._interrupt(self)
+        self._ended.wait()
+        return isinstance(self._error, TransferCancelledError)
+
+    def check(self) -> None:
+        """Raise where the transfer was cancelled; called by the thread that carries it out.
+
+        Raises:
+            TransferCancelledError: It was.
+        """
+        if self._cancelled:
+            raise TransferCancelledError("the transfer was cancelled")
+
+    def end(self, error: TransportError | None) -> None:
+        """Note how it ended and wake whoever waits."""
+        self._error = error
+        self.plan = self.plan._replace(local=self.plan.local._replace(owner=None))
+        self._ended.set()
+
+
+class CopyThread:
+    """Carries out plans in the order of their submission.
+
+    Args:
+        name: Of the thread.
+        carry_out: Copies all bytes of a ticket's plan. Calls ``ticket.check()`` between slices;
+            raises a TransportError where it fails.
+        break_off: Makes a ``carry_out`` that waits for the peer return with PeerGoneError. Called
+            from any thread, when a cancelled transfer has not stopped by itself.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        carry_out: Callable[[PlanTicket], None],
+        break_off: Callable[[], None],
+    ) -> None:
+        self._carry_out = carry_out
+        self._break_off = break_off
+        self._changed = threading.Condition()
+        self._waiting: deque[PlanTicket] = deque()
+        self._current: PlanTicket | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, plan: Plan) -> PlanTicket:
+        """Queue a plan.
+
+        Raises:
+            PeerGoneError: The thread was closed.
+        """
+        ticket = PlanTicket(plan, self._interrupt)
+        with self._changed:
+            if self._closed:
+                raise PeerGoneError("the region is closed")
+            self._waiting.append(ticket)
+            self._changed.notify_all()
+        return ticket
+
+    def close(self) -> None:
+        """Cancel everything and end the thread."""
+        with self._changed:
+            self._closed = True
+            tickets = [*self._waiting, *([self._current] if self._current else [])]
+            self._changed.notify_all()
+        for ticket in tickets:
+            ticket.cancel()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _interrupt(self, ticket: PlanTicket) -> None:
+        with self._changed:
+            if ticket in self._waiting:
+                self._waiting.remove(ticket)
+                ticket.end(TransferCancelledError("the transfer was cancelled"))
+                return
+            stopped = self._changed.wait_for(
+                lambda: self._current is not ticket, timeout=CANCEL_WAIT_S
+            )
+        if not stopped:
+            self._break_off()
+
+    def _run(self) -> None:
+        while (ticket := self._next()) is not None:
+            error: TransportError | None = None
+            try:
+                ticket.check()
+                self._carry_out(ticket)
+            except TransportError as raised:
+                error = raised
+            except Exception as raised:
+                error = PeerGoneError(f"the transfer failed: {raised!r}")
+            self._finish(ticket, error)
+
+    def _next(self) -> PlanTicket | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if self._waiting:
+                self._current = self._waiting.popleft()
+                return self._current
+            return None
+
+    def _finish(self, ticket: PlanTicket, error: TransportError | None) -> None:
+        with self._changed:
+            self._current = None
+            ticket.end(error)
+            self._changed.notify_all()
