@@ -6,6 +6,14 @@
 
 namespace banaserve {
 
+std::int64_t DiskTransfer::num_bytes_left() const {
+  std::int64_t num_bytes = 0;
+  for (std::size_t i = first_part_; i < request_.parts.size(); ++i) {
+    num_bytes += static_cast<std::int64_t>(request_.parts[i].iov_len);
+  }
+  return num_bytes;
+}
+
 bool DiskTransfer::advance(std::int64_t result) {
   if (result == -EINTR || result == -EAGAIN) return false;
   if (result < 0) {

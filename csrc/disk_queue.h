@@ -39,6 +39,7 @@ class DiskTransfer {
   std::int64_t offset() const { return request_.offset + moved_; }
   const iovec* parts() const { return request_.parts.data() + first_part_; }
   unsigned num_parts() const { return static_cast<unsigned>(request_.parts.size() - first_part_); }
+  std::int64_t num_bytes_left() const;
   DiskCompletion completion() const { return {request_.tag, result_}; }
 
   // Takes in what one system call returned (bytes or -errno). True when nothing is left to do.

@@ -16,8 +16,9 @@ from banaserve.kvstore.tiers.ssd.folder import (
     segment_ids,
     segment_path,
 )
+from banaserve.kvstore.tiers.ssd.limits import MAX_UNFINISHED
 from banaserve.kvstore.tiers.ssd.record import Header, Kind
-from banaserve.kvstore.tiers.ssd.recovery import MAX_UNFINISHED, newest_records
+from banaserve.kvstore.tiers.ssd.recovery import newest_records
 from banaserve.kvstore.tiers.ssd.scan import Damage, Found, payload_is_good, scan
 
 NAMESPACE_BYTES = 16

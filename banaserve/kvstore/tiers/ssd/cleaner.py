@@ -8,11 +8,11 @@ from banaserve.kvstore.tiers.chains import ChainedBlocks
 from banaserve.kvstore.tiers.counters import TierCounters
 from banaserve.kvstore.tiers.interface import BlockBytes
 from banaserve.kvstore.tiers.ssd.device import Device, aligned_bytes
+from banaserve.kvstore.tiers.ssd.limits import MAX_COPIES
 from banaserve.kvstore.tiers.ssd.log import SegmentLog
 from banaserve.kvstore.tiers.ssd.record import PAGE_BYTES, Header, Kind, encode
 from banaserve.kvstore.tiers.ssd.segments import LogBlock, Segment
 
-MAX_COPIES = 4
 # A segment is cleaned once half of it is dead: so at most as many bytes are copied as are freed.
 MAX_LIVE_FRACTION = 0.5
 # For each call: an eviction takes microseconds, and an event loop waits.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 
 from banaserve.kvstore.tiers.ssd.device import Device
 from banaserve.kvstore.tiers.ssd.folder import Folder, describe
-from banaserve.kvstore.tiers.ssd.record import PAGE_BYTES
 from banaserve.kvstore.tiers.ssd.segments import (
     LogBlock,
     Segment,
@@ -19,16 +18,7 @@ from banaserve.kvstore.tiers.ssd.segments import (
 )
 
 RETRY_S = 5.0
-_MIN_SEGMENT_BYTES = 64 * 2**20
-_MAX_SEGMENTS = 64
-_MIN_SEGMENTS = 8
 log = logging.getLogger(__name__)
-
-
-def default_segment_bytes(capacity_bytes: int) -> int:
-    """A 64th of the budget, more where that is little, at most an eighth."""
-    wanted = max(capacity_bytes // _MAX_SEGMENTS, _MIN_SEGMENT_BYTES)
-    return min(wanted, capacity_bytes // _MIN_SEGMENTS) // PAGE_BYTES * PAGE_BYTES
 
 
 class Lane:

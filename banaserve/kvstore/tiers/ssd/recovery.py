@@ -11,12 +11,11 @@ from heapq import nlargest
 from pathlib import Path
 
 from banaserve.kvstore.tiers.ssd.folder import Folder, segment_ids
+from banaserve.kvstore.tiers.ssd.limits import MAX_UNFINISHED
 from banaserve.kvstore.tiers.ssd.record import Header, Kind, padded
 from banaserve.kvstore.tiers.ssd.scan import Damage, Found, payload_is_good, scan
 from banaserve.kvstore.tiers.ssd.segments import LogBlock, Segment, open_direct, write_filler
 
-# A process that was killed has left at most this many records unfinished.
-MAX_UNFINISHED = 256
 _SILENT_S = 2.0
 log = logging.getLogger(__name__)
 

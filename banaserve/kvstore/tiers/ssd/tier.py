@@ -21,17 +21,17 @@ from banaserve.kvstore.tiers.interface import (
     Outcome,
     TierStats,
 )
-from banaserve.kvstore.tiers.ssd.cleaner import MAX_COPIES, Cleaner
+from banaserve.kvstore.tiers.ssd.cleaner import Cleaner
 from banaserve.kvstore.tiers.ssd.device import Device
 from banaserve.kvstore.tiers.ssd.folder import Folder, describe
-from banaserve.kvstore.tiers.ssd.log import SegmentLog, default_segment_bytes
-from banaserve.kvstore.tiers.ssd.record import MAX_BLOCK_BYTES, PAGE_BYTES, record_bytes
-from banaserve.kvstore.tiers.ssd.recovery import MAX_UNFINISHED, Recovered, recover
+from banaserve.kvstore.tiers.ssd.limits import MAX_COPIES, check_limits, default_segment_bytes
+from banaserve.kvstore.tiers.ssd.log import SegmentLog
+from banaserve.kvstore.tiers.ssd.record import MAX_BLOCK_BYTES, record_bytes
+from banaserve.kvstore.tiers.ssd.recovery import Recovered, recover
 from banaserve.kvstore.tiers.ssd.segments import LogBlock
 from banaserve.kvstore.tiers.ssd.transfers import Load, Store
 
 DEFAULT_QUEUE_DEPTH = 16
-MIN_CAPACITY_BYTES = 64 * PAGE_BYTES
 log = logging.getLogger(__name__)
 
 
@@ -63,13 +63,7 @@ class SsdTier:
         segment_bytes: int | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        if capacity_bytes < MIN_CAPACITY_BYTES:
-            least, given = format_size(MIN_CAPACITY_BYTES), format_size(capacity_bytes)
-            raise UserError(f"the SSD tier needs at least {least}, not {given}")
-        if not 1 <= queue_depth <= MAX_UNFINISHED - MAX_COPIES:
-            raise UserError(
-                f"a queue depth of {queue_depth} is not within 1 to {MAX_UNFINISHED - MAX_COPIES}"
-            )
+        check_limits(capacity_bytes, queue_depth)
         self._now = now
         self._queue_depth = queue_depth
         self._max_stores = max(1, queue_depth * 3 // 4)
@@ -110,6 +104,11 @@ class SsdTier:
     def direct(self) -> bool:
         """Whether files are read and written past the page cache; some file systems refuse."""
         return self._log.direct
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way, be it loads, stores or making room."""
+        return self._device.is_idle
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         """What is known of each key."""
