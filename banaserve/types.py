@@ -39,12 +39,12 @@ class InstanceFacts:
     Attributes:
         layer_weight_bytes: Weights of one decoder layer.
         layer_token_bytes: K and V of one token in one layer, all heads.
-        block_tokens: Tokens of one KV block.
         memory_bytes: What weights, KV blocks, guests and ``fixed_bytes`` share.
         fixed_bytes: What no migration moves: embeddings, output head, the process.
+        hidden_bytes: Hidden state of one token between two layers.
+        queries_a_head: Query heads of one KV head.
         granule_bytes: The slab of one layer and KV head grows and shrinks in steps of this.
-        can_move_layers, can_move_heads: Whether its layers or KV heads may run elsewhere.
-        can_switch_role: The router may change what it sends there.
+        can_move_layers, can_move_heads, can_switch_role: What migrations may do to it.
     """
 
     num_layers: int
@@ -54,6 +54,8 @@ class InstanceFacts:
     block_tokens: int
     memory_bytes: int
     fixed_bytes: int = 0
+    hidden_bytes: int = 0
+    queries_a_head: int = 1
     granule_bytes: int = 1
     can_move_layers: bool = True
     can_move_heads: bool = True
@@ -70,8 +72,8 @@ class InstanceReport:
         kv_used_fraction: Share of the KV blocks in use, in [0, 1].
         busy_fraction: Share of wall time spent in forward passes, smoothed, in [0, 1].
         at_s: When the report was made, on the router's clock.
-        step_fill_fraction: Share of a step's time that grows with its work, smoothed, in [0, 1]:
-            a small batch keeps an engine busy and still leaves room. 1 where it is not measured.
+        step_fill_fraction: Share of a step's time that grows with its work, smoothed, in [0, 1];
+            1 where it is not measured.
         step_s: Time of one step, smoothed; 0 where it is not measured.
         num_kv_blocks: KV blocks that it has at present; 0 where it does not say.
         weight_bytes: Weights of the layers that it holds at present.
@@ -92,10 +94,9 @@ class InstanceReport:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Module:
-    """What a migration moves: a contiguous range of layers, whole or some KV heads of it.
+    """What a migration moves: contiguous layers up to ``end_layer``, which is not among them.
 
     Attributes:
-        end_layer: The layer after the last one.
         heads: KV heads that move, KV only, ascending; empty for whole layers, weights and KV.
     """
 
@@ -116,13 +117,12 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A module that does not run at home.
+    """A module that serves the requests of ``host`` and runs at ``guest``.
 
     Attributes:
-        host: Whose requests it serves.
-        guest: Where it runs.
         epoch: The host's epoch in which it moved there.
         since_s: When it did, on the router's clock.
+        guest_bytes: Memory that it takes there: KV slabs, and weights that were not there yet.
     """
 
     module: Module
@@ -130,6 +130,7 @@ class Placement:
     guest: InstanceId
     epoch: int
     since_s: float
+    guest_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class ReturnModule:
 
 @dataclass(frozen=True, slots=True)
 class SwitchRole:
-    """Let the router send ``instance`` the legs of ``role``; nothing restarts."""
+    """Send ``instance`` the legs of ``role``; nothing restarts."""
 
     instance: InstanceId
     old: Role
@@ -238,7 +239,7 @@ class InstanceView:
         facts: None where the instance cannot take part in migrations.
         placements: Its modules that run elsewhere; what is not listed is at home.
         epoch: Rises with each change of its placements.
-        changed_s: When its placements, its guests or its role last changed; None where never.
+        changed_s: When its placements, guests or role last changed; None where never.
     """
 
     id: InstanceId

@@ -99,12 +99,18 @@ def test_scalars_refuse_what_makes_no_sense() -> None:
 
 
 def test_pressure_sees_one_of_two_equal_maxima_fall() -> None:
-    """Sum of fourth powers: 2 x 0.8145 + 2 x 0.0150 = 1.6590, its fourth root 1.1349."""
-    before = utilisation.pressure([0.95, 0.35, 0.35, 0.95])
-    assert before == pytest.approx(1.1349, abs=1e-4)
-    after = utilisation.pressure([0.95, 0.55, 0.35, 0.75])
-    assert after < before
-    assert utilisation.pressure([0.7]) == pytest.approx(0.7)
+    """Fourth powers: 2 x 0.81451 + 2 x 0.01501 = 1.65903; then 0.81451 + 0.31641 + ..."""
+    before = sum(utilisation.pressure(load) for load in (0.95, 0.35, 0.35, 0.95))
+    assert before == pytest.approx(1.65903 / 4, abs=1e-5)
+    after = sum(utilisation.pressure(load) for load in (0.95, 0.55, 0.35, 0.75))
+    assert before - after == pytest.approx((0.81451 - 0.31641 + 0.01501 - 0.09151) / 4, abs=1e-5)
+
+
+def test_relief_counts_in_full_at_full_load_and_an_eighth_of_it_at_half() -> None:
+    at_full = utilisation.pressure(1.0) - utilisation.pressure(0.999)
+    at_half = utilisation.pressure(0.5) - utilisation.pressure(0.499)
+    assert at_full == pytest.approx(0.001, rel=0.01)
+    assert at_half == pytest.approx(0.001 / 8, rel=0.01)
 
 
 def test_efficiency_as_published_and_with_a_unit() -> None:

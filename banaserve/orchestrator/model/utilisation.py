@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -103,17 +103,19 @@ def published_efficiency(gap_before: float, gap_after: float, cost_s: float) -> 
 
 
 PRESSURE_POWER = 4
-"""Steep enough that the fullest resource decides, and no steeper: see ``pressure``."""
+"""Steep enough that the fullest resources decide, and no steeper: see ``pressure``."""
 
 
-def pressure(loads: Sequence[float]) -> float:
-    """A smooth maximum of ``loads``: (sum U^4)^(1/4) (stands in for BanaServe Eq. 1).
+def pressure(load: float) -> float:
+    """What one resource at ``load`` adds to the objective: U^4 / 4 (stands in for Eq. 1).
 
-    The true maximum does not fall when one of two equal maxima is relieved, which is figure
-    2(b): compute of one instance and memory of the other are both at 0.95. Any strictly convex
-    sum falls with each useful move; that makes the repaired algorithm terminate.
+    The maximum of Eq. 1 does not fall when one of two equal maxima is relieved, which is figure
+    2(b): compute of one instance and memory of the other are both at 0.95. A sum of convex terms
+    falls with each useful move, which makes the repaired algorithm terminate, and is nearly the
+    maximum where one is far above the rest. Relief counts in full at load 1 and an eighth of it
+    at load 1/2. Not cut at 1: what waits is load too.
     """
-    return sum(load**PRESSURE_POWER for load in loads) ** (1 / PRESSURE_POWER)
+    return load**PRESSURE_POWER / PRESSURE_POWER
 
 
 def efficiency(pressure_fall: float, horizon_s: float, cost_s: float) -> float:

@@ -1,0 +1,124 @@
+"""What a move changes: KV blocks, compute, step times. Nothing here judges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from banaserve.orchestrator.migration import slabs
+from banaserve.orchestrator.migration.options import MoveOptions, RepairedOptions
+from banaserve.orchestrator.migration.projection import Projected
+from banaserve.orchestrator.model import moving
+from banaserve.types import Influence, Module
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEffect:
+    """Of a module that goes to its guest or comes home.
+
+    Attributes:
+        host_blocks: Added to the host's KV blocks; negative when a module comes home.
+        guest_blocks: Added to the guest's.
+        guest_bytes: Added to what the guest holds.
+        moved_bytes: What travels.
+    """
+
+    host_blocks: int
+    guest_blocks: int
+    guest_bytes: int
+    moved_bytes: int
+
+
+def leaving(
+    host: Projected, guest: Projected, module: Module, options: MoveOptions
+) -> MemoryEffect:
+    """Returns what happens to memory when ``module`` goes from ``host`` to ``guest``."""
+    shared = options.weights_are_shared
+    host_after = host.blocks_with([*host.away, module], host.guest_bytes)
+    held = slabs.guest_bytes(host.facts, module, host_after, shared)
+    guest_after = guest.blocks_with(guest.away, guest.guest_bytes + held)
+    used = min(host.wanted_blocks, host.kv_blocks)
+    return MemoryEffect(
+        host_after - host.kv_blocks,
+        guest_after - guest.kv_blocks,
+        held,
+        slabs.moved_bytes(host.facts, module, used, shared),
+    )
+
+
+def returning(
+    host: Projected, guest: Projected, module: Module, options: MoveOptions
+) -> MemoryEffect:
+    """Returns what happens to memory when ``module`` comes home to ``host``."""
+    stays = [other for other in host.away if other != module]
+    host_after = host.blocks_with(stays, host.guest_bytes)
+    held = host.away[module].guest_bytes
+    guest_after = guest.blocks_with(guest.away, max(0, guest.guest_bytes - held))
+    used = min(host.wanted_blocks, host.kv_blocks)
+    return MemoryEffect(
+        host_after - host.kv_blocks,
+        guest_after - guest.kv_blocks,
+        -held,
+        slabs.moved_bytes(host.facts, module, used, options.weights_are_shared),
+    )
+
+
+def module_share(host: Projected, module: Module, attention_fraction: float) -> float:
+    """Share of the host's compute that runs where ``module`` is."""
+    facts = host.facts
+    share = slabs.num_slabs(facts, module) / (facts.num_layers * facts.num_kv_heads)
+    return share * attention_fraction if module.heads else share
+
+
+def hop_step_s(host: Projected, module: Module, options: MoveOptions) -> float:
+    """Seconds that a remote module adds to each step of its host."""
+    facts, link = host.facts, options.link
+    if not module.heads:
+        return moving.layers_step_s(host.batch_tokens, facts.hidden_bytes, 1, link)
+    head_bytes = facts.layer_token_bytes // (2 * facts.num_kv_heads)
+    return moving.heads_step_s(
+        host.batch_tokens,
+        module.num_layers,
+        len(module.heads),
+        head_bytes,
+        1,
+        link,
+        facts.queries_a_head,
+    )
+
+
+def influences(
+    host: Projected,
+    guest: Projected,
+    module: Module,
+    effect: MemoryEffect,
+    options: RepairedOptions,
+) -> tuple[Influence, Influence]:
+    """Returns what host and guest will feel of a module that leaves, or comes home.
+
+    The work of the module, ``share`` of what the host does in all, loads the guest in full. It
+    relieves the host only by ``overlap_fraction``: for the rest host and guest take turns, and
+    the host's step lasts as long as before. Each hop lengthens the step, which costs the host
+    compute too. A module that is away already is taken to come home.
+    """
+    share = module_share(host, module, options.attention_fraction)
+    gone = sum(module_share(host, other, options.attention_fraction) for other in host.away)
+    overlap = options.overlap_fraction
+    whole_compute = host.compute / max(1 - overlap * gone, 1e-9)
+    whole_step_s = host.step_s / max(1 - overlap * gone, 1e-9)
+    hop_s = hop_step_s(host, module, options)
+    hop_compute = host.compute * min(1.0, hop_s / host.step_s) if host.step_s > 0 else 0.0
+    sign = -1.0 if module in host.away else 1.0
+    work = sign * share * whole_compute
+    on_host = Influence(
+        compute=sign * hop_compute - overlap * work,
+        kv_blocks=effect.host_blocks,
+        step_s=sign * (hop_s - overlap * share * whole_step_s),
+    )
+    room = max(0.1, 1 - max(0.0, work))
+    on_guest = Influence(
+        compute=work,
+        kv_blocks=effect.guest_blocks,
+        guest_bytes=effect.guest_bytes,
+        step_s=guest.step_s * (1 / room - 1),
+    )
+    return on_host, on_guest

@@ -1,0 +1,80 @@
+"""What a migration policy is, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from banaserve.orchestrator.measure import LeftOut
+from banaserve.types import ClusterView, InstanceId, Step
+
+
+class Reason(StrEnum):
+    """Why a candidate was not taken: shown to people, and a metric's label."""
+
+    NOT_SUPPORTED = "the instance does not support it"
+    OTHER_MODEL = "host and guest run different models"
+    BUSY = "an instance takes part in as many moves as it may"
+    DWELL = "an instance changed too recently"
+    GUEST_SHEDS = "the guest has given away modules itself"
+    HOST_IS_GUEST = "the host holds modules of others"
+    NO_MODULE = "no module of this size is free to move"
+    TOO_MUCH_AWAY = "too much of the host would be away"
+    GAP_TOO_SMALL = "the gap is too small for this kind of move"
+    NO_OVERLAP = "host and guest would take turns: no relief of compute"
+    NO_BLOCK_FREED = "the bytes that it frees make no KV block"
+    NO_ROOM = "no room: KV blocks in use would not fit"
+    TTFT_BUDGET = "time to first token would be over its budget"
+    TPOT_BUDGET = "time per output token would be over its budget"
+    MIGRATION_BUDGET = "the migration time budget is spent"
+    NO_BENEFIT = "it does not lower the pressure"
+    NOT_WORTH_IT = "benefit over cost is below rho"
+    LAST_OF_ROLE = "the role would have too few instances"
+    WORSE = "another candidate brings more for its cost"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A candidate that was considered.
+
+    Attributes:
+        candidate: In words: what, from where, to where.
+        value: The number that decided (efficiency, seconds, load), where there is one.
+    """
+
+    candidate: str
+    reason: Reason
+    value: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationPlan:
+    """What to do, in this order, and what was not done for which reason.
+
+    Attributes:
+        left_out: Instances that took no part in the decision.
+        gap: Greatest difference of load between two instances, as the policy measures it.
+        is_balancing: To be handed back in the next ``ClusterView``.
+        reason: Why there are no more steps than these.
+    """
+
+    steps: tuple[Step, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
+    left_out: Mapping[InstanceId, LeftOut] = field(default_factory=dict)
+    gap: float = 0.0
+    is_balancing: bool = False
+    reason: str = ""
+
+
+class MigrationPolicy(Protocol):
+    """Chooses what should run elsewhere.
+
+    A policy moves nothing, reads no clock, draws no random number and keeps nothing from one
+    call to the next: equal views give equal plans.
+    """
+
+    def plan(self, cluster: ClusterView) -> MigrationPlan:
+        """Returns the next steps for ``cluster``, which it does not change."""
+        ...

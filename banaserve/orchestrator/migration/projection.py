@@ -1,0 +1,196 @@
+"""Instances as they will be once the steps under way, and those planned so far, are done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from banaserve.orchestrator.measure import ScalarLoad
+from banaserve.orchestrator.migration import slabs
+from banaserve.types import (
+    ClusterView,
+    Influence,
+    InstanceFacts,
+    InstanceId,
+    InstanceView,
+    Load,
+    Module,
+    MoveModule,
+    Placement,
+    Role,
+    Step,
+    SwitchRole,
+)
+
+MAX_WAITING_SHARE = 4.0
+"""Waiting work beyond this many horizons says nothing more."""
+
+
+@dataclass(slots=True)
+class Projected:
+    """One instance; mutable while a plan is made.
+
+    Attributes:
+        compute: Share of compute that running work takes; not cut at 1.
+        waiting: Work that waits, as a share of what can be done within the horizon.
+        wanted_blocks: KV blocks in use and those that waiting requests would take.
+        kv_blocks: KV blocks that it has; at least one, so that shares of them mean something.
+        step_s: Time of a step; 0 where it is not measured.
+        batch_tokens: Tokens of a step.
+        away: Modules that run elsewhere.
+        moving: Modules that a step under way is about.
+        num_guests: Modules of others that it holds.
+        num_moves: Steps that it takes part in.
+        model_blocks: KV blocks by ``slabs.blocks``; None until asked for since the last change.
+    """
+
+    id: InstanceId
+    facts: InstanceFacts
+    role: Role
+    compute: float
+    waiting: float
+    wanted_blocks: float
+    kv_blocks: int
+    guest_bytes: int
+    step_s: float
+    batch_tokens: float
+    changed_s: float | None
+    away: dict[Module, Placement] = field(default_factory=dict)
+    moving: list[Module] = field(default_factory=list)
+    num_guests: int = 0
+    num_moves: int = 0
+    model_blocks: int | None = None
+
+    @property
+    def compute_load(self) -> float:
+        return self.compute + self.waiting
+
+    @property
+    def memory_load(self) -> float:
+        return self.wanted_blocks / self.kv_blocks
+
+    @property
+    def load(self) -> Load:
+        """Both loads cut to [0, 1]."""
+        return Load(min(1.0, max(0.0, self.compute_load)), min(1.0, max(0.0, self.memory_load)))
+
+    @property
+    def away_share(self) -> float:
+        """Share of the model's slabs that is elsewhere."""
+        facts = self.facts
+        return slabs.away_slabs(facts, self.away) / (facts.num_layers * facts.num_kv_heads)
+
+    @property
+    def taken(self) -> list[Module]:
+        """Modules that cannot move: those away and those on their way."""
+        return [*self.away, *self.moving]
+
+    def blocks_with(self, away: Iterable[Module], guest_bytes: int) -> int:
+        """KV blocks that it would have, told from the blocks that it says it has."""
+        if self.model_blocks is None:
+            self.model_blocks = slabs.blocks(self.facts, self.away, self.guest_bytes)
+        after = slabs.blocks(self.facts, away, guest_bytes)
+        return max(0, self.kv_blocks + after - self.model_blocks)
+
+    def feel(self, influence: Influence, horizon_s: float) -> None:
+        """Add what a step is predicted to change."""
+        self.model_blocks = None
+        self.compute = max(0.0, self.compute + influence.compute)
+        self.waiting = max(0.0, self.waiting + influence.waiting_s / horizon_s)
+        self.wanted_blocks = max(0.0, self.wanted_blocks + influence.memory * self.kv_blocks)
+        self.kv_blocks = max(1, self.kv_blocks + influence.kv_blocks)
+        self.guest_bytes = max(0, self.guest_bytes + influence.guest_bytes)
+        self.step_s = max(0.0, self.step_s + influence.step_s)
+
+
+Projection = dict[InstanceId, Projected]
+
+
+def project(cluster: ClusterView, views: Sequence[InstanceView], horizon_s: float) -> Projection:
+    """Returns ``views``, which have facts and reports, with all steps under way done."""
+    projection = {view.id: _projected(view, horizon_s) for view in views}
+    for view in cluster.instances.values():
+        for placement in view.placements:
+            if placement.guest in projection:
+                projection[placement.guest].num_guests += 1
+    for step in cluster.under_way:
+        take(projection, step, horizon_s, cluster.now_s)
+    return projection
+
+
+def _projected(view: InstanceView, horizon_s: float) -> Projected:
+    report, facts = view.report, view.facts
+    assert report is not None
+    assert facts is not None
+    away = {placement.module: placement for placement in view.placements}
+    kv_blocks = max(1, report.num_kv_blocks or slabs.blocks(facts, away, report.guest_bytes))
+    waiting_s = (
+        view.inflight_prefill_tokens / view.prefill_tokens_per_s
+        if (view.prefill_tokens_per_s > 0)
+        else 0.0
+    )
+    # What waits at a decode instance waits for blocks; elsewhere it waits for compute.
+    waits_for_blocks = report.num_waiting if view.role is Role.DECODE else 0
+    share = report.kv_used_fraction / report.num_running if report.num_running else 0.0
+    prefill_tokens = view.prefill_tokens_per_s * report.step_s
+    return Projected(
+        id=view.id,
+        facts=facts,
+        role=view.role,
+        compute=report.busy_fraction * report.step_fill_fraction,
+        waiting=min(MAX_WAITING_SHARE, waiting_s / horizon_s),
+        wanted_blocks=(report.kv_used_fraction + min(MAX_WAITING_SHARE, waits_for_blocks * share))
+        * kv_blocks,
+        kv_blocks=kv_blocks,
+        guest_bytes=report.guest_bytes,
+        step_s=report.step_s,
+        batch_tokens=report.num_running if view.role is Role.DECODE else prefill_tokens,
+        changed_s=view.changed_s,
+        away=away,
+    )
+
+
+def take(projection: Projection, step: Step, horizon_s: float, now_s: float) -> None:
+    """Change ``projection`` to what it is once ``step`` is done."""
+    action = step.action
+    for instance_id, influence in step.influence:
+        if instance_id in projection:
+            projection[instance_id].feel(influence, horizon_s)
+    for instance_id in step.instances:
+        if instance_id in projection:
+            projection[instance_id].num_moves += 1
+    if isinstance(action, SwitchRole):
+        if action.instance in projection:
+            projection[action.instance].role = action.role
+        return
+    host, guest = projection.get(action.host), projection.get(action.guest)
+    is_move = isinstance(action, MoveModule)
+    if guest is not None:
+        guest.num_guests += 1 if is_move else -1
+    if host is None:
+        return
+    host.model_blocks = None
+    host.moving.append(action.module)
+    if is_move:
+        placement = Placement(action.module, action.host, action.guest, 0, now_s)
+        host.away[action.module] = placement
+    else:
+        host.away.pop(action.module, None)
+
+
+def gap_of(projection: Projection, scalar: ScalarLoad) -> float:
+    """Returns the greatest difference between two instances.
+
+    Under ``maximum`` the greatest of any one resource: the maxima of two vectors can be equal
+    while each is full where the other is empty.
+    """
+    if len(projection) < 2:
+        return 0.0
+    loads = [instance.load for instance in projection.values()]
+    if scalar.how == "maximum":
+        return max(
+            max(values) - min(values)
+            for values in ([load.compute for load in loads], [load.memory for load in loads])
+        )
+    numbers = [scalar.of(load) for load in loads]
+    return max(numbers) - min(numbers)

@@ -1,0 +1,182 @@
+"""BanaServe Algorithm 1, repaired.
+
+What was wrong with it, and what is done instead:
+  - The sets of Eq. 33 are computed once, so the loop never ends. Here every step that is taken
+    lowers the pressure (a convex sum over all instances and both resources) by a least amount,
+    in the same projection in which the next one is weighed; and steps of a plan are limited.
+  - One number for a load hides figure 2(b). Gaps are taken for each resource on its own.
+  - Layers and heads have the same condition. Layers have a higher threshold, both are weighed
+    wherever they apply, role switches and returns too, and the greatest benefit after cost wins.
+  - A coarse move can overshoot and come back for ever. One that does not lower the pressure is
+    no candidate, so under constant load no state comes back.
+  - Eq. 35, the budgets of Eqs. 2 and 29 and the two thresholds stand in the text alone. They are
+    part of the loop here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from banaserve.orchestrator.measure import ScalarLoad, judge
+from banaserve.orchestrator.migration import refusals, seeking, switching, weighing
+from banaserve.orchestrator.migration.interface import MigrationPlan, Reason, Rejected
+from banaserve.orchestrator.migration.options import RepairedOptions
+from banaserve.orchestrator.migration.projection import Projected, Projection, gap_of, project, take
+from banaserve.orchestrator.migration.seeking import Pair
+from banaserve.orchestrator.migration.weighing import Weighed
+from banaserve.types import ClusterView, InstanceId, Module, Step
+
+_RETURNS_KEPT = 8
+"""Returns that are weighed again after each step of a plan; all are weighed before the first."""
+
+
+class Repaired:
+    """Weighs moves of layers and heads, role switches and returns, and takes the best."""
+
+    def __init__(self, options: RepairedOptions) -> None:
+        self._options = options
+        self._scalar = ScalarLoad(options.scalar, options.compute_weight)
+
+    def plan(self, cluster: ClusterView) -> MigrationPlan:
+        options = self._options
+        judged = judge(cluster, options.stale_after_s)
+        projection = project(cluster, judged.views, options.horizon_s)
+        gap = gap_of(projection, self._scalar)
+        is_active = gap > options.delta_up
+        is_active |= cluster.is_balancing and gap > options.delta_down
+        search = _Search(projection, cluster, options, is_active)
+        reason = search.run()
+        left = gap_of(projection, self._scalar)
+        return MigrationPlan(
+            tuple(search.steps),
+            tuple(search.rejected),
+            judged.left_out,
+            gap,
+            is_active and left > options.delta_down,
+            reason,
+        )
+
+
+@dataclass(slots=True)
+class _Search:
+    """One plan in the making."""
+
+    projection: Projection
+    cluster: ClusterView
+    options: RepairedOptions
+    is_active: bool
+    steps: list[Step] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    returns: list[tuple[InstanceId, Module]] | None = None
+
+    def run(self) -> str:
+        """Takes steps until none is worth it; returns why there are no more."""
+        while len(self.steps) < self.options.max_moves:
+            best = self._best()
+            if best is None:
+                return "no candidate is worth it" if self.is_active else "the loads are even"
+            self.steps.append(best.step)
+            take(self.projection, best.step, self.options.horizon_s, self.cluster.now_s)
+        return "as many steps as one plan may have"
+
+    def _best(self) -> Weighed | None:
+        """The candidate that brings most after its cost; the first by name among equals."""
+        weighed = []
+        left_s = self._left_s()
+        for candidate in self._candidates():
+            if isinstance(candidate, Rejected):
+                self.rejected.append(candidate)
+            elif candidate.step.cost_s > left_s:
+                too_long = candidate.step.cost_s
+                self.rejected.append(Rejected(candidate.words, Reason.MIGRATION_BUDGET, too_long))
+            else:
+                weighed.append(candidate)
+        if not weighed:
+            return None
+        best = min(weighed, key=lambda candidate: (-candidate.net_s, candidate.words))
+        self.rejected += [
+            Rejected(other.words, Reason.WORSE, other.efficiency)
+            for other in weighed
+            if other is not best
+        ]
+        return best
+
+    def _left_s(self) -> float:
+        """What is left of T_budget (Eq. 2), steps under way counted in."""
+        spent_s = sum(step.cost_s for step in (*self.cluster.under_way, *self.steps))
+        return self.options.migration_budget_s - spent_s
+
+    def _candidates(self) -> Iterator[Weighed | Rejected]:
+        if self.is_active:
+            yield from self._moves()
+            yield from self._switches()
+        yield from self._returns()
+
+    def _moves(self) -> Iterator[Weighed | Rejected]:
+        """For each resource, from the fullest host that can give anything worth it."""
+        for seek in (seeking.memory_pairs, seeking.compute_pairs):
+            helped: InstanceId | None = None
+            for pair in seek(self.projection, self.cluster.now_s, self.options, self.rejected):
+                if helped not in (None, pair.host.id):
+                    break
+                for heads in (False, True):
+                    for weighed in self._sizes(pair, heads):
+                        yield weighed
+                        if isinstance(weighed, Weighed):
+                            helped = pair.host.id
+
+    def _sizes(self, pair: Pair, heads: bool) -> Iterator[Weighed | Rejected]:
+        """Weighs modules of growing size while a larger one can still be better."""
+        most_s = float("-inf")
+        for module in seeking.modules(pair, heads, self.options, self.rejected):
+            weighed = weighing.weigh_move(pair.host, pair.guest, module, self.options)
+            yield weighed
+            if isinstance(weighed, Rejected):
+                if weighed.reason in (Reason.NO_ROOM, Reason.TOO_MUCH_AWAY):
+                    return
+            elif weighed.net_s < most_s:
+                return
+            else:
+                most_s = weighed.net_s
+
+    def _switches(self) -> Iterator[Weighed | Rejected]:
+        now_s, options = self.cluster.now_s, self.options
+        for switch in switching.switches(self.projection, options.min_per_role):
+            limits = (now_s, options.dwell_s, options.max_moves_per_instance)
+            if reason := refusals.may_change(switch.instance, *limits):
+                yield Rejected(f"switch {switch.words}", reason)
+            else:
+                yield weighing.weigh_switch(self.projection, switch, options)
+
+    def _returns(self) -> Iterator[Weighed | Rejected]:
+        """Weighs every return before the first step, then only the best of them again."""
+        promising = []
+        for host, module in self._away():
+            guest = self.projection.get(host.away[module].guest)
+            if guest is None:
+                continue
+            limits = (self.cluster.now_s, self.options.dwell_s, self.options.max_moves_per_instance)
+            reason = refusals.may_change(host, *limits) or refusals.may_change(guest, *limits)
+            if reason:
+                words = weighing.words_of("return", module, guest.id, host.id)
+                yield Rejected(words, reason)
+                continue
+            weighed = weighing.weigh_return(host, guest, module, self.options)
+            if isinstance(weighed, Weighed):
+                promising.append((-weighed.net_s, host.id, module))
+            yield weighed
+        if self.returns is None:
+            self.returns = [(host, module) for _, host, module in sorted(promising)[:_RETURNS_KEPT]]
+
+    def _away(self) -> list[tuple[Projected, Module]]:
+        """Modules that may come home: away, and no step is about them."""
+        if self.returns is not None:
+            kept = [(self.projection[host], module) for host, module in self.returns]
+        else:
+            kept = [(host, module) for host in self.projection.values() for module in host.away]
+        return [
+            (host, module)
+            for host, module in kept
+            if module in host.away and module not in host.moving
+        ]

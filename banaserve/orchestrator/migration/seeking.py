@@ -1,0 +1,115 @@
+"""Where to look for candidates: the fullest and the emptiest instances of each resource."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from banaserve.orchestrator.migration import refusals, slabs
+from banaserve.orchestrator.migration.interface import Reason, Rejected
+from banaserve.orchestrator.migration.options import RepairedOptions
+from banaserve.orchestrator.migration.projection import Projected, Projection
+from banaserve.types import Module
+
+BREADTH = 2
+"""Hosts, and guests for each of them, that are looked at for one resource."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A host, a guest and the load that lies between them."""
+
+    host: Projected
+    guest: Projected
+    gap: float
+
+
+def sizes(limit: int) -> Iterator[int]:
+    """Yields 1, 2, 4 and so on up to ``limit``."""
+    size = 1
+    while size <= limit:
+        yield size
+        size *= 2
+
+
+def memory_pairs(
+    projection: Projection, now_s: float, options: RepairedOptions, refused: list[Rejected]
+) -> list[Pair]:
+    """Returns pairs between which memory could be evened out."""
+    return _pairs(projection, attrgetter("memory_load"), now_s, options, refused)
+
+
+def compute_pairs(
+    projection: Projection, now_s: float, options: RepairedOptions, refused: list[Rejected]
+) -> list[Pair]:
+    """Returns pairs between which compute could be evened out.
+
+    None where host and guest take turns: a remote layer then takes its host as long as one of
+    its own.
+    """
+    pairs = _pairs(projection, attrgetter("compute_load"), now_s, options, refused)
+    if options.overlap_fraction > 0:
+        return pairs
+    for pair in pairs[:1]:
+        words = f"move layers for compute from {pair.host.id} to {pair.guest.id}"
+        refused.append(Rejected(words, Reason.NO_OVERLAP, pair.gap))
+    return []
+
+
+def _pairs(
+    projection: Projection,
+    load: Callable[[Projected], float],
+    now_s: float,
+    options: RepairedOptions,
+    refused: list[Rejected],
+) -> list[Pair]:
+    def usable(
+        found: Sequence[Projected], role: str, may: Callable[[Projected], Reason | None]
+    ) -> list[Projected]:
+        able = []
+        for instance in found:
+            limits = (now_s, options.dwell_s, options.max_moves_per_instance)
+            if reason := may(instance) or refusals.may_change(instance, *limits):
+                refused.append(Rejected(f"{instance.id} as {role}", reason, load(instance)))
+            else:
+                able.append(instance)
+        return able[:BREADTH]
+
+    # Some more than needed, since the very fullest and emptiest may not change at present.
+    look = 4 * BREADTH
+    everyone = projection.values()
+    hosts = heapq.nlargest(look, everyone, key=lambda p: (load(p), p.id))
+    guests = heapq.nsmallest(look, everyone, key=lambda p: (load(p), p.id))
+    able_hosts = usable(hosts, "host", refusals.may_host)
+    able_guests = usable(guests, "guest", refusals.may_guest)
+    return [
+        Pair(host, guest, load(host) - load(guest))
+        for host in able_hosts
+        for guest in able_guests
+        if load(host) - load(guest) > options.delta_down
+    ]
+
+
+def modules(
+    pair: Pair, heads: bool, options: RepairedOptions, refused: list[Rejected]
+) -> Iterator[Module]:
+    """Yields the layers, or the heads of all layers, that could move, smallest first."""
+    facts = pair.host.facts
+    kind = f"move {'heads' if heads else 'layers'} from {pair.host.id} to {pair.guest.id}"
+    if pair.gap < (options.delta_heads if heads else options.delta_layers):
+        refused.append(Rejected(kind, Reason.GAP_TOO_SMALL, pair.gap))
+        return
+    if reason := refusals.may_pair(pair.host, pair.guest, heads):
+        refused.append(Rejected(kind, reason))
+        return
+    total = facts.num_kv_heads if heads else facts.num_layers
+    free = slabs.free_heads if heads else slabs.free_layers
+    taken = pair.host.taken
+    for size in sizes(int(total * options.max_away_fraction)):
+        module = free(facts, taken, size)
+        if module is None:
+            refused.append(Rejected(f"{kind}, {size} of {total}", Reason.NO_MODULE))
+            return
+        yield module

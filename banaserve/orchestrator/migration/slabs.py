@@ -1,0 +1,102 @@
+"""How many KV blocks fit, once modules are away.
+
+The KV of one layer and one KV head lies in a slab of its own, which grows and shrinks by granules.
+A block needs its part of every slab that is at home, so bytes that one slab gives up are worth
+something only once they have made every other one longer by a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from banaserve.types import InstanceFacts, Module
+
+
+def slab_block_bytes(facts: InstanceFacts) -> int:
+    """Bytes of one block in one slab."""
+    return facts.layer_token_bytes * facts.block_tokens // facts.num_kv_heads
+
+
+def num_slabs(facts: InstanceFacts, module: Module) -> int:
+    """Slabs of ``module``."""
+    return module.num_layers * (len(module.heads) or facts.num_kv_heads)
+
+
+def away_slabs(facts: InstanceFacts, away: Iterable[Module]) -> int:
+    """Slabs of modules that do not overlap."""
+    return sum(num_slabs(facts, module) for module in away)
+
+
+def blocks(facts: InstanceFacts, away: Iterable[Module], guest_bytes: int) -> int:
+    """Returns how many KV blocks fit beside what cannot move, guests and the weights at home."""
+    gone = tuple(away)
+    home_layers = facts.num_layers - sum(m.num_layers for m in gone if not m.heads)
+    home_slabs = facts.num_layers * facts.num_kv_heads - away_slabs(facts, gone)
+    pool_bytes = facts.memory_bytes - facts.fixed_bytes - guest_bytes
+    pool_bytes -= home_layers * facts.layer_weight_bytes
+    if home_slabs <= 0 or pool_bytes <= 0:
+        return 0
+    granule = facts.granule_bytes
+    return pool_bytes // home_slabs // granule * granule // slab_block_bytes(facts)
+
+
+def guest_bytes(
+    facts: InstanceFacts, module: Module, num_blocks: int, weights_are_shared: bool
+) -> int:
+    """Memory that ``module`` takes at its guest: slabs for all blocks of the host, and weights."""
+    granule = facts.granule_bytes
+    slab_bytes = -(-num_blocks * slab_block_bytes(facts) // granule) * granule
+    return num_slabs(facts, module) * slab_bytes + _weights(facts, module, weights_are_shared)
+
+
+def moved_bytes(
+    facts: InstanceFacts, module: Module, used_blocks: float, weights_are_shared: bool
+) -> int:
+    """What travels: the KV in use, and weights (BanaServe Eqs. 3 and 11)."""
+    kv_bytes = round(used_blocks * num_slabs(facts, module) * slab_block_bytes(facts))
+    return kv_bytes + _weights(facts, module, weights_are_shared)
+
+
+def _weights(facts: InstanceFacts, module: Module, are_shared: bool) -> int:
+    if module.heads or are_shared:
+        return 0
+    return module.num_layers * facts.layer_weight_bytes
+
+
+def free_layers(
+    facts: InstanceFacts, taken: Iterable[Module], num_layers: int, heads: tuple[int, ...] = ()
+) -> Module | None:
+    """Returns the last ``num_layers`` contiguous layers of which nothing is ``taken``, or None.
+
+    Args:
+        heads: Look at these KV heads only; empty looks at whole layers.
+    """
+    gone = tuple(taken)
+    first = facts.num_layers - num_layers
+    while first >= 0:
+        module = Module(first, first + num_layers, heads)
+        clash = [other for other in gone if other.overlaps(module)]
+        if not clash:
+            return module
+        first = min(other.first_layer for other in clash) - num_layers
+    return None
+
+
+def free_heads(facts: InstanceFacts, taken: Iterable[Module], num_heads: int) -> Module | None:
+    """Returns the last ``num_heads`` KV heads that are at home in all home layers, or None.
+
+    The layers are the last contiguous range in which no whole layer is away.
+    """
+    gone = tuple(taken)
+    whole = [module for module in gone if not module.heads]
+    end = facts.num_layers
+    while blocking := [m for m in whole if m.first_layer < end <= m.end_layer]:
+        end = min(m.first_layer for m in blocking)
+    first = max((m.end_layer for m in whole if m.end_layer <= end), default=0)
+    if end - first < 1:
+        return None
+    away = {head for m in gone for head in m.heads if m.first_layer < end and first < m.end_layer}
+    home = [head for head in range(facts.num_kv_heads) if head not in away]
+    if len(home) < num_heads:
+        return None
+    return Module(first, end, tuple(home[-num_heads:]))

@@ -1,0 +1,23 @@
+"""No migration: the static baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from banaserve.orchestrator.migration.interface import MigrationPlan
+from banaserve.types import ClusterView
+
+
+@dataclass(frozen=True, slots=True)
+class StillOptions:
+    """Options of ``still``: none."""
+
+
+class Still:
+    """Leaves everything where it is."""
+
+    def __init__(self, options: StillOptions) -> None:
+        pass
+
+    def plan(self, cluster: ClusterView) -> MigrationPlan:
+        return MigrationPlan(reason="the policy moves nothing")

@@ -1,0 +1,126 @@
+"""Role switches: a whole instance goes over to the other side of prefill and decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from banaserve.orchestrator.migration.projection import Projected, Projection
+from banaserve.orchestrator.model.utilisation import PRESSURE_POWER
+from banaserve.types import Influence, InstanceId, Role
+
+_SWITCHES = ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL))
+
+
+@dataclass(frozen=True, slots=True)
+class PowerSums:
+    """Number of loads and the sums of their first to fourth powers.
+
+    With them the pressure after every load has grown by the same amount is known without a look
+    at each: switching one of n instances changes the load of all others.
+    """
+
+    n: int
+    s1: float
+    s2: float
+    s3: float
+    s4: float
+
+    @classmethod
+    def of(cls, loads: Iterable[float]) -> PowerSums:
+        n, s1, s2, s3, s4 = 0, 0.0, 0.0, 0.0, 0.0
+        for load in loads:
+            square = load * load
+            n, s1, s2 = n + 1, s1 + load, s2 + square
+            s3, s4 = s3 + square * load, s4 + square * square
+        return cls(n, s1, s2, s3, s4)
+
+    def without(self, load: float) -> PowerSums:
+        return PowerSums(
+            self.n - 1, self.s1 - load, self.s2 - load**2, self.s3 - load**3, self.s4 - load**4
+        )
+
+    def fourth_powers_plus(self, c: float) -> float:
+        """The sum of (load + c)^4."""
+        return self.s4 + 4 * c * self.s3 + 6 * c**2 * self.s2 + 4 * c**3 * self.s1 + self.n * c**4
+
+
+def pressure_fall(old: PowerSums, new: PowerSums, load: float) -> float:
+    """How much pressure falls when an instance of ``load`` goes from one role to the other.
+
+    Routing spreads what it leaves evenly over the others of its old role, and gives it an even
+    share of its new one. One resource; the work of a role is what it was.
+    """
+    rest = old.without(load)
+    ratio = new.n / (new.n + 1)
+    after = rest.fourth_powers_plus(load / rest.n)
+    after += new.s4 * ratio**PRESSURE_POWER + (new.s1 / (new.n + 1)) ** PRESSURE_POWER
+    return (old.s4 + new.s4 - after) / PRESSURE_POWER
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """A candidate: ``instance`` goes from ``old`` to ``new``."""
+
+    instance: Projected
+    old: Role
+    new: Role
+    fall: float
+
+    @property
+    def words(self) -> str:
+        return f"{self.instance.id} from {self.old.value} to {self.new.value}"
+
+
+def switches(projection: Projection, min_per_role: int) -> list[Switch]:
+    """Returns the best candidate of each direction, the one that leaves the least work behind."""
+    by_role = {
+        role: [p for p in projection.values() if p.role is role]
+        for role in (Role.PREFILL, Role.DECODE)
+    }
+    compute = {role: PowerSums.of(p.compute_load for p in by_role[role]) for role in by_role}
+    memory = {role: PowerSums.of(p.memory_load for p in by_role[role]) for role in by_role}
+    found = []
+    for old, new in _SWITCHES:
+        if len(by_role[old]) <= min_per_role or not by_role[new]:
+            continue
+        free = [p for p in by_role[old] if not p.away and not p.num_guests and not p.num_moves]
+        able = [p for p in free if p.facts.can_switch_role]
+        if not able:
+            continue
+        least = min(able, key=lambda p: (p.compute_load + p.memory_load, p.id))
+        fall = pressure_fall(compute[old], compute[new], least.compute_load)
+        fall += pressure_fall(memory[old], memory[new], least.memory_load)
+        found.append(Switch(least, old, new, fall))
+    return found
+
+
+def influence(
+    projection: Projection, switch: Switch, horizon_s: float
+) -> tuple[tuple[InstanceId, Influence], ...]:
+    """Returns what every instance of both roles will feel of ``switch``."""
+    leaver = switch.instance
+    stays = [p for p in projection.values() if p.role is switch.old and p is not leaver]
+    joined = [p for p in projection.values() if p.role is switch.new]
+    on_each = _part(leaver, 1 / len(stays), horizon_s)
+    shares = {p.id: on_each for p in stays}
+    ratio = len(joined) / (len(joined) + 1)
+    shares |= {p.id: _part(p, ratio - 1, horizon_s) for p in joined}
+    total_compute = sum(p.compute for p in joined) / (len(joined) + 1)
+    total_waiting = sum(p.waiting for p in joined) / (len(joined) + 1)
+    total_memory = sum(p.memory_load for p in joined) / (len(joined) + 1)
+    shares[leaver.id] = Influence(
+        compute=total_compute - leaver.compute,
+        waiting_s=(total_waiting - leaver.waiting) * horizon_s,
+        memory=total_memory - leaver.memory_load,
+    )
+    return tuple(sorted(shares.items()))
+
+
+def _part(source: Projected, factor: float, horizon_s: float) -> Influence:
+    """``factor`` of what ``source`` does, as an influence."""
+    return Influence(
+        compute=source.compute * factor,
+        waiting_s=source.waiting * factor * horizon_s,
+        memory=source.memory_load * factor,
+    )

@@ -1,0 +1,172 @@
+"""What a candidate brings and what it costs: BanaServe Eqs. 2, 29 and 35 in corrected form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from banaserve.orchestrator.migration import effects, slabs, switching
+from banaserve.orchestrator.migration.effects import MemoryEffect
+from banaserve.orchestrator.migration.interface import Reason, Rejected
+from banaserve.orchestrator.migration.options import MoveOptions, RepairedOptions
+from banaserve.orchestrator.migration.projection import Projected, Projection
+from banaserve.orchestrator.migration.switching import Switch
+from banaserve.orchestrator.model.moving import migration_s, within_budget
+from banaserve.orchestrator.model.utilisation import efficiency, pressure
+from banaserve.types import (
+    Action,
+    Influence,
+    InstanceId,
+    Module,
+    MoveModule,
+    ReturnModule,
+    Role,
+    Step,
+    SwitchRole,
+)
+
+LEAST_FALL = 1e-6
+"""A smaller fall of the pressure is rounding; without a least one, plans could follow for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """A candidate that may be taken.
+
+    Attributes:
+        efficiency: Its benefit over its cost, at least rho.
+        net_s: Its benefit less rho times its cost: what candidates are compared by. Efficiency
+            alone would always take the smallest module, since relief has falling returns.
+    """
+
+    words: str
+    step: Step
+    efficiency: float
+    net_s: float
+
+
+def words_of(kind: str, module: Module, source: InstanceId, target: InstanceId) -> str:
+    """Names a move for people."""
+    what = f"layers {module.first_layer}:{module.end_layer}"
+    if module.heads:
+        what = f"heads {','.join(map(str, module.heads))} of {what}"
+    return f"{kind} {what} from {source} to {target}"
+
+
+def room_refusal(instance: Projected, added_blocks: int, options: MoveOptions) -> Reason | None:
+    """Returns whether ``instance`` would keep room for the KV blocks that it uses.
+
+    One that gains blocks is always better off, full or not.
+    """
+    if added_blocks >= 0:
+        return None
+    left_blocks = instance.kv_blocks + added_blocks
+    if left_blocks < 1 or instance.wanted_blocks > options.memory_limit_fraction * left_blocks:
+        return Reason.NO_ROOM
+    return None
+
+
+def weigh_move(
+    host: Projected, guest: Projected, module: Module, options: RepairedOptions
+) -> Weighed | Rejected:
+    """Returns what moving ``module`` to ``guest`` is worth, or why it may not be done."""
+    words = words_of("move", module, host.id, guest.id)
+    size = slabs.num_slabs(host.facts, module)
+    share = size / (host.facts.num_layers * host.facts.num_kv_heads)
+    heads_share = len(module.heads) / host.facts.num_kv_heads
+    if max(host.away_share + share, heads_share) > options.max_away_fraction:
+        return Rejected(words, Reason.TOO_MUCH_AWAY, host.away_share + share)
+    effect = effects.leaving(host, guest, module, options)
+    if effect.host_blocks <= 0 and options.overlap_fraction == 0:
+        return Rejected(words, Reason.NO_BLOCK_FREED)
+    action = MoveModule(host.id, guest.id, module, effect.moved_bytes)
+    return _weigh_module(words, action, host, guest, effect, options)
+
+
+def weigh_return(
+    host: Projected, guest: Projected, module: Module, options: RepairedOptions
+) -> Weighed | Rejected:
+    """Returns what taking ``module`` home is worth, or why it may not be done."""
+    words = words_of("return", module, guest.id, host.id)
+    effect = effects.returning(host, guest, module, options)
+    action = ReturnModule(host.id, guest.id, module, effect.moved_bytes)
+    return _weigh_module(words, action, host, guest, effect, options)
+
+
+def _weigh_module(
+    words: str,
+    action: MoveModule | ReturnModule,
+    host: Projected,
+    guest: Projected,
+    effect: MemoryEffect,
+    options: RepairedOptions,
+) -> Weighed | Rejected:
+    for instance, added in ((host, effect.host_blocks), (guest, effect.guest_blocks)):
+        if refusal := room_refusal(instance, added, options):
+            return Rejected(words, refusal, (instance.kv_blocks + added) / instance.kv_blocks)
+    on_host, on_guest = effects.influences(host, guest, action.module, effect, options)
+    for instance, influence in ((host, on_host), (guest, on_guest)):
+        if over := _over_budget(instance, influence, options):
+            return Rejected(words, over, instance.step_s + influence.step_s)
+    size = slabs.num_slabs(host.facts, action.module)
+    share = size / (host.facts.num_layers * host.facts.num_kv_heads)
+    remote = options.remote_cost * (share if isinstance(action, MoveModule) else -share)
+    fall = _fall(host, on_host) + _fall(guest, on_guest) - remote
+    cost_s = migration_s(effect.moved_bytes, options.link)
+    both = tuple(sorted(((host.id, on_host), (guest.id, on_guest))))
+    return _judged(words, action, both, fall, cost_s, options)
+
+
+def weigh_switch(
+    projection: Projection, switch: Switch, options: RepairedOptions
+) -> Weighed | Rejected:
+    """Returns what a role switch is worth, or why it may not be done."""
+    words = f"switch {switch.words}"
+    if switch.fall <= LEAST_FALL:
+        return Rejected(words, Reason.NO_BENEFIT, switch.fall)
+    influence = switching.influence(projection, switch, options.horizon_s)
+    action = SwitchRole(switch.instance.id, switch.old, switch.new)
+    cost_s = options.role_switch_s
+    return _judged(words, action, influence, switch.fall, cost_s, options)
+
+
+def _judged(
+    words: str,
+    action: Action,
+    influence: tuple[tuple[InstanceId, Influence], ...],
+    fall: float,
+    cost_s: float,
+    options: RepairedOptions,
+) -> Weighed | Rejected:
+    if fall <= LEAST_FALL:
+        return Rejected(words, Reason.NO_BENEFIT, fall)
+    ratio = efficiency(fall, options.horizon_s, cost_s)
+    if ratio < options.rho:
+        return Rejected(words, Reason.NOT_WORTH_IT, ratio)
+    benefit_s = fall * options.horizon_s
+    step = Step(action, influence, cost_s, benefit_s, options.timeout_s(cost_s))
+    return Weighed(words, step, ratio, benefit_s - options.rho * cost_s)
+
+
+def _over_budget(
+    instance: Projected, influence: Influence, options: RepairedOptions
+) -> Reason | None:
+    """Eq. 29: a step is a decode instance's TPOT; queue and step are a prefill instance's TTFT."""
+    after_s = instance.step_s + influence.step_s
+    if instance.role is not Role.PREFILL and not within_budget(
+        instance.step_s, after_s, options.tpot_budget_s
+    ):
+        return Reason.TPOT_BUDGET
+    waiting_s = instance.waiting * options.horizon_s
+    if instance.role is not Role.DECODE and not within_budget(
+        waiting_s + instance.step_s, waiting_s + after_s, options.ttft_budget_s
+    ):
+        return Reason.TTFT_BUDGET
+    return None
+
+
+def _fall(instance: Projected, influence: Influence) -> float:
+    """How much the pressure of one instance falls."""
+    compute = max(0.0, instance.compute + influence.compute) + instance.waiting
+    memory = instance.wanted_blocks / max(1, instance.kv_blocks + influence.kv_blocks)
+    before = pressure(instance.compute_load) + pressure(instance.memory_load)
+    return before - pressure(compute) - pressure(memory)

@@ -1,0 +1,283 @@
+"""Cases of the migration policies whose answer is known, figure 2(b) first."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from banaserve.errors import UserError
+from banaserve.orchestrator.migration.interface import MigrationPlan, Reason
+from banaserve.orchestrator.migration.registry import make, names
+from banaserve.types import Module, MoveModule, ReturnModule, Role, SwitchRole
+
+_path = Path(__file__).parent / "migration_clusters.py"
+_spec = importlib.util.spec_from_file_location("migration_clusters", _path)
+assert _spec is not None
+assert _spec.loader is not None
+known = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(known)
+OPT_13B, cluster, instance = known.OPT_13B, known.cluster, known.instance
+
+FIGURE_2B = cluster(instance("p0", 0.95, 0.35), instance("d0", 0.35, 0.95))
+
+
+def reasons(plan: MigrationPlan, words: str = "") -> set[Reason]:
+    return {r.reason for r in plan.rejected if words in r.candidate}
+
+
+def test_figure_2b_moves_nothing_as_published() -> None:
+    plan = make("published").plan(FIGURE_2B)
+    assert plan.gap == pytest.approx(0.0)
+    assert plan.steps == ()
+    assert plan.reason == "no instance is overloaded while another is underloaded"
+
+
+def test_figure_2b_moves_memory_from_decode_to_prefill_when_repaired() -> None:
+    plan = make("repaired").plan(FIGURE_2B)
+    assert plan.gap == pytest.approx(0.6)
+    assert plan.is_balancing
+    [step] = plan.steps
+    assert isinstance(step.action, MoveModule)
+    assert (step.action.host, step.action.guest) == ("d0", "p0")
+    felt = dict(step.influence)
+    assert felt["d0"].kv_blocks > 0 > felt["p0"].kv_blocks
+    # Host and guest take turns, so nothing may be promised for the compute of p0.
+    assert Reason.NO_OVERLAP in reasons(plan, "from p0")
+
+
+def test_heads_of_figure_2b_by_hand() -> None:
+    """Eight of 40 heads: 4134 blocks of 1,600 slabs become 4134 x 1600 / 1280 = 5167.5."""
+    options = {"delta_layers": 2.0, "max_away_fraction": 0.2, "rho": 0.0}
+    [step] = make("repaired", **options).plan(FIGURE_2B).steps
+    assert isinstance(step.action, MoveModule)
+    assert step.action.module == Module(0, 40, tuple(range(32, 40)))
+    felt = dict(step.influence)
+    assert felt["d0"].kv_blocks == 5167 - 4134
+    # What travels is in use: 0.95 x 4134 blocks of 320 slabs of 8,192 bytes.
+    assert step.action.num_bytes == pytest.approx(0.95 * 4134 * 320 * 8192, abs=1)
+    assert step.cost_s == pytest.approx(step.action.num_bytes / 12.5e9 + 0.005)
+    # Attention is 0.3 of a layer, a fifth of the heads moves: 0.06 of d0's 0.35.
+    assert felt["p0"].compute == pytest.approx(0.06 * 0.35)
+    assert felt["p0"].guest_bytes == 5167 * 320 * 8192
+
+
+@pytest.mark.parametrize(("overlap_fraction", "relief"), [(0.0, 0.0), (0.5, 0.5), (1.0, 1.0)])
+def test_layers_relieve_compute_only_as_far_as_host_and_guest_overlap(
+    overlap_fraction: float, relief: float
+) -> None:
+    """A quarter of the layers is a quarter of 0.9; the guest takes it whole."""
+    facts = replace(OPT_13B, can_move_heads=False)
+    view = cluster(
+        instance("p0", 0.9, 0.1, facts=facts, step_s=0.0),
+        instance("p1", 0.1, 0.1, facts=facts, step_s=0.0),
+    )
+    options = {"overlap_fraction": overlap_fraction, "max_away_fraction": 0.2, "rho": 0.0}
+    plan = make("repaired", **options).plan(view)
+    if not relief:
+        assert plan.steps == ()
+        assert Reason.NO_OVERLAP in reasons(plan)
+        return
+    [step] = plan.steps
+    felt = dict(step.influence)
+    assert felt["p0"].compute == pytest.approx(-relief * 0.2 * 0.9)
+    assert felt["p1"].compute == pytest.approx(0.2 * 0.9)
+
+
+def test_bytes_that_free_no_block_count_for_nothing() -> None:
+    """40 slabs of 100 blocks, granules of 100: a head away gives each other slab a third of one."""
+    facts = replace(
+        OPT_13B,
+        num_kv_heads=4,
+        layer_token_bytes=2048,
+        granule_bytes=100 * 16 * 512,
+        memory_bytes=40 * OPT_13B.layer_weight_bytes + OPT_13B.fixed_bytes + 160 * 100 * 16 * 512,
+        can_move_layers=False,
+    )
+    view = cluster(instance("d0", 0.3, 0.95, facts=facts), instance("d1", 0.1, 0.1, facts=facts))
+    plan = make("repaired", rho=0.0, max_away_fraction=0.25).plan(view)
+    assert plan.steps == ()
+    assert reasons(plan, "heads 3") == {Reason.NO_BLOCK_FREED}
+    fine = replace(facts, granule_bytes=1)
+    view = cluster(instance("d0", 0.3, 0.95, facts=fine), instance("d1", 0.1, 0.1, facts=fine))
+    [step] = make("repaired", rho=0.0, max_away_fraction=0.25).plan(view).steps
+    assert dict(step.influence)["d0"].kv_blocks == 133 - 100
+
+
+def test_a_prefill_flood_makes_a_decode_instance_prefill() -> None:
+    view = cluster(
+        instance("p0", 1.0, 0.2, waiting_s=30.0),
+        *(instance(f"d{n}", 0.1 + n / 100, 0.05) for n in range(3)),
+    )
+    plan = make("repaired", max_moves=1).plan(view)
+    [step] = plan.steps
+    assert step.action == SwitchRole("d0", Role.DECODE, Role.PREFILL)
+    felt = dict(step.influence)
+    # p0 did 1.0 and kept 30 s waiting; two prefill instances share both.
+    assert felt["p0"].compute == pytest.approx(-0.5)
+    assert felt["p0"].waiting_s == pytest.approx(-15.0)
+    assert felt["d0"].compute == pytest.approx(0.5 - 0.1)
+    assert felt["d1"].compute == pytest.approx(0.1 / 2)
+
+
+def test_a_role_keeps_its_last_instance() -> None:
+    view = cluster(instance("p0", 1.0, 0.2, waiting_s=90.0), instance("d0", 0.0, 0.0))
+    plan = make("repaired").plan(view)
+    assert not any(isinstance(step.action, SwitchRole) for step in plan.steps)
+
+
+def returnable(changed_s: float | None = None) -> Any:
+    """d0 has had a quarter of its layers at p0 and is idle again; p0 has much to do."""
+    busy = cluster(instance("p0", 0.3, 0.2), instance("d0", 0.4, 0.94))
+    policy = make("repaired", delta_heads=0.2, max_away_fraction=0.25)
+    plan = policy.plan(busy)
+    there = known.settled(busy, plan.steps, 50.0)
+    quiet = {
+        name: replace(
+            view,
+            changed_s=changed_s,
+            report=replace(view.report, kv_used_fraction=0.02, busy_fraction=0.05, at_s=100.0),
+        )
+        for name, view in there.instances.items()
+    }
+    return replace(there, now_s=100.0, instances=quiet)
+
+
+def test_modules_come_home_when_the_load_has_gone() -> None:
+    view = returnable()
+    [placement] = view.instances["d0"].placements
+    [step] = make("repaired", weights_are_shared=True).plan(view).steps
+    assert isinstance(step.action, ReturnModule)
+    assert step.action.module == placement.module
+    felt = dict(step.influence)
+    assert felt["p0"].guest_bytes == -placement.guest_bytes
+    assert felt["d0"].kv_blocks < 0 < felt["p0"].kv_blocks
+
+
+def test_dwell_keeps_what_has_just_changed() -> None:
+    plan = make("repaired", weights_are_shared=True).plan(returnable(changed_s=95.0))
+    assert plan.steps == ()
+    assert reasons(plan, "return") == {Reason.DWELL}
+
+
+def test_a_module_under_way_home_is_not_sent_home_again() -> None:
+    view = returnable()
+    policy = make("repaired", weights_are_shared=True, max_moves_per_instance=5)
+    plan = policy.plan(view)
+    assert policy.plan(replace(view, under_way=plan.steps)).steps == ()
+
+
+@pytest.mark.parametrize(
+    ("gap", "is_balancing", "moves"),
+    [(0.25, False, True), (0.15, False, False), (0.15, True, True), (0.05, True, False)],
+)
+def test_two_thresholds(gap: float, is_balancing: bool, moves: bool) -> None:
+    view = cluster(
+        instance("d0", 0.2, 0.9), instance("d1", 0.2, 0.9 - gap), is_balancing=is_balancing
+    )
+    plan = make("repaired", rho=0.0, delta_layers=0.1, delta_heads=0.02).plan(view)
+    assert bool(plan.steps) is moves
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ({"rho": 1e6}, Reason.NOT_WORTH_IT),
+        ({"migration_budget_s": 0.01}, Reason.MIGRATION_BUDGET),
+        ({"tpot_budget_s": 0.03, "link_hop_s": 0.01}, Reason.TPOT_BUDGET),
+        ({"ttft_budget_s": 0.01, "tpot_budget_s": 9.0}, Reason.TTFT_BUDGET),
+        ({"delta_layers": 0.7, "delta_heads": 0.7}, Reason.GAP_TOO_SMALL),
+        ({"memory_limit_fraction": 0.05}, Reason.NO_ROOM),
+        ({"max_away_fraction": 0.01}, None),
+    ],
+)
+def test_limits_forbid_the_move_of_figure_2b(
+    section: dict[str, Any], reason: Reason | None
+) -> None:
+    plan = make("repaired", **section).plan(FIGURE_2B)
+    assert plan.steps == ()
+    assert reason is None or reason in reasons(plan)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"can_move_layers": False, "can_move_heads": False}, Reason.NOT_SUPPORTED),
+        ({"layer_weight_bytes": 1}, Reason.OTHER_MODEL),
+    ],
+)
+@pytest.mark.parametrize("name", ["repaired", "published"])
+def test_what_the_guest_cannot_run_is_not_sent_there(
+    name: str, change: dict[str, Any], reason: Reason
+) -> None:
+    view = cluster(
+        instance("d0", 0.35, 0.95), instance("p0", 0.3, 0.35, facts=replace(OPT_13B, **change))
+    )
+    plan = make(name).plan(view)
+    assert plan.steps == ()
+    assert reason in reasons(plan)
+
+
+def test_the_published_preset_moves_until_the_sums_are_even() -> None:
+    """d0 at 1.6, p0 at 0.4: each four layers take a tenth of what d0 has left along."""
+    view = cluster(instance("d0", 0.9, 0.7), instance("p0", 0.2, 0.2))
+    plan = make("published", delta=0.4).plan(view)
+    loads, moves = [1.6, 0.4], 0
+    while loads[0] - loads[1] > 0.4:
+        loads, moves = [loads[0] * 0.9, loads[1] + loads[0] * 0.1], moves + 1
+    assert moves == 3
+    assert [step.action.module for step in plan.steps if isinstance(step.action, MoveModule)] == [
+        Module(36, 40),
+        Module(32, 36),
+        Module(28, 32),
+    ]
+
+
+def test_the_published_preset_moves_heads_only_where_layers_cannot() -> None:
+    heads_only = replace(OPT_13B, can_move_layers=False)
+    view = cluster(
+        instance("d0", 0.9, 0.9, facts=heads_only), instance("p0", 0.1, 0.1, facts=heads_only)
+    )
+    plan = make("published", delta=1.5, heads_a_move=2).plan(view)
+    [first, *_] = plan.steps
+    assert isinstance(first.action, MoveModule)
+    assert first.action.module == Module(0, 40, (38, 39))
+
+
+def test_the_published_preset_ends_when_a_pass_changes_nothing() -> None:
+    """To the letter it would spin: overloaded and underloaded instances stay, nothing can move."""
+    nothing = replace(OPT_13B, can_move_layers=False, can_move_heads=False)
+    view = cluster(instance("d0", 0.9, 0.9, facts=nothing), instance("p0", 0.1, 0.1, facts=nothing))
+    plan = make("published").plan(view)
+    assert plan.steps == ()
+    assert plan.reason == "the fullest instance can give nothing to the emptiest"
+
+
+def test_the_static_baseline_stays_still() -> None:
+    assert names() == ["published", "repaired", "still"]
+    assert make("still").plan(FIGURE_2B).steps == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "words"),
+    [
+        ("repared", {}, "did you mean repaired"),
+        ("repaired", {"delta_upp": 0.3}, "did you mean delta_up"),
+        ("published", {"rho": 1.0}, "did you mean rho_per_s"),
+        ("still", {"delta": 1.0}, "unknown option"),
+        ("repaired", {"rho": -1.0}, "rho is -1.0: give 0 or more"),
+        ("repaired", {"overlap_fraction": 1.5}, r"overlap_fraction is 1.5: give a number in"),
+        ("repaired", {"horizon_s": float("nan")}, "horizon_s is nan"),
+        ("repaired", {"max_moves": "many"}, "max_moves is 'many'"),
+        ("repaired", {"delta_down": 0.5}, "delta_down is above delta_up"),
+        ("repaired", {"scalar": "som"}, "did you mean sum"),
+        ("published", {"layers_a_move": 0}, "layers_a_move is 0"),
+    ],
+)
+def test_wrong_options_are_named(name: str, section: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as failure:
+        make(name, **section)
+    assert words in str(failure.value)
