@@ -26,8 +26,8 @@ class Board:
         return [self.states[slot.index] for slot in slots]
 
 
-def waiting(num_ready: int, predicted_s: float = 1.0) -> promotion.Promotion:
-    return promotion.Promotion(SLOTS, num_ready, BEGAN_S, predicted_s)
+def waiting(num_ready: int) -> promotion.Promotion:
+    return promotion.Promotion(SLOTS, num_ready, BEGAN_S, predicted_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,20 @@ def test_what_was_settled_stays_settled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("predicted_s", "wait_s"), [(0.0, 0.05), (0.001, 0.05), (0.5, 2.0), (100.0, 10.0)]
+    ("predicted_s", "compute_s", "wait_s"),
+    [
+        (0.0, 0.0, 0.25),
+        (0.001, 0.0, 0.25),
+        (0.5, 0.0, 2.0),
+        (0.5, 1.0, 2.0),
+        (0.5, 3.0, 3.0),
+        (100.0, 0.0, 10.0),
+        (0.1, 100.0, 10.0),
+    ],
 )
-def test_patience_is_a_multiple_of_the_prediction(predicted_s: float, wait_s: float) -> None:
+def test_patience_has_bounds(predicted_s: float, compute_s: float, wait_s: float) -> None:
     board = Board([HIT, HIT, HIT, PENDING, HIT])
-    wait = waiting(1, predicted_s)
+    wait = promotion.Promotion(SLOTS, 1, BEGAN_S, predicted_s, compute_s)
     assert wait.look(board, BEGAN_S + 0.999 * wait_s) is None
     assert wait.look(board, BEGAN_S + wait_s) == 3
     assert wait.outcome is promotion.Outcome.LATE

@@ -95,16 +95,20 @@ class Matcher:
         keys = [*request.block_hashes[: covered // self._block_size], *([tail] if tail else [])]
         offers = self._offers(tracked, first, tail)
         held = tracked.lease
+        block_s = self._gate.block_budget_s(first, covered)
         answer = self._client.exchange(
             acquire=[] if request.skip_reading_prefix_cache else keys[first:],
             reserve=[(offer.key, offer.parent) for offer in offers],
             tenant=tracked.tenant,
-            compute_block_s=self._gate.block_budget_s(first, covered),
+            compute_block_s=block_s,
         )
         if held is not None:
             self._client.release(held)
         tracked.lease, tracked.hits, tracked.first_hit = answer.lease, list(answer.slots), first
-        tracked.promotion = Promotion(answer.slots, answer.num_ready, now_s, answer.wait_s)
+        pending_s = block_s * (len(answer.slots) - answer.num_ready)
+        tracked.promotion = Promotion(
+            answer.slots, answer.num_ready, now_s, answer.wait_s, pending_s
+        )
         tracked.offers, tracked.undecided_until_s = offers, until_s
         tracked.keep(offers, answer.reserved)
         tracked.ask_again_at_s = None

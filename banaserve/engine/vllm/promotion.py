@@ -10,8 +10,8 @@ from banaserve.kvstore.interface import Lookup, Slot
 
 PATIENCE = 4.0
 """Waits up to so many times the predicted time."""
-SHORTEST_WAIT_S = 0.05
-"""A prediction of a few milliseconds says little on a busy machine."""
+SHORTEST_WAIT_S = 0.25
+"""A prediction of a few milliseconds says little on a busy machine, the first ones nothing."""
 LONGEST_WAIT_S = 10.0
 
 Arrivals = Callable[[Sequence[Slot]], list[Lookup]]
@@ -33,6 +33,7 @@ class Promotion:
         slots: In the order of the prefix; only the first ``num_ready`` are known to be readable.
         began_s: When the store was asked, on the engine's clock.
         predicted_s: The store's prediction of when the last is readable, from then on.
+        compute_s: What computing the ones on their way would take; 0 if not known.
         outcome: None while it is worth waiting.
         num_pending: How many were on their way at first.
     """
@@ -41,6 +42,7 @@ class Promotion:
     num_ready: int
     began_s: float
     predicted_s: float
+    compute_s: float = 0.0
     outcome: Outcome | None = field(default=None, init=False)
     num_pending: int = field(init=False)
 
@@ -54,8 +56,11 @@ class Promotion:
 
     @property
     def deadline_s(self) -> float:
-        """Until when it is worth waiting."""
-        wait_s = max(SHORTEST_WAIT_S, PATIENCE * self.predicted_s)
+        """Until when it is worth waiting.
+
+        Who waits as long as computing takes, and then computes, has lost half of the time at most.
+        """
+        wait_s = max(SHORTEST_WAIT_S, PATIENCE * self.predicted_s, self.compute_s)
         return self.began_s + min(wait_s, LONGEST_WAIT_S)
 
     def look(self, arrivals: Arrivals, now_s: float) -> int | None:

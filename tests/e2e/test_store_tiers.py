@@ -1,0 +1,295 @@
+"""The store with an SSD folder below it: tokens never change, whatever happens to the folder.
+
+The tests run in their order and share what they can: two servers in turn over one folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from banaserve import models
+from banaserve.bench import workloads
+from banaserve.bench.client import Call, OpenAiClient
+from banaserve.bench.record import RequestRecord
+from banaserve.bench.servers import Server, banaserve_server
+
+pytestmark = pytest.mark.e2e
+
+BLOCK_TOKENS = 128
+NUM_PROMPTS = 5
+# The last token of a prompt is always computed.
+CACHED_TOKENS = 3 * BLOCK_TOKENS - 1
+OUTPUT_TOKENS = 16
+DEADLINE_S = 90.0
+GREEDY = {"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+# Ten blocks in memory, where the prompts have fifteen.
+STORE = ("--kv-store-size", "64MiB", "--kv-store-ssd-size", "2GiB")
+# Nine usable blocks in the engine: three prompts, and none left for what they decode.
+TIGHT = ("--kv-cache-memory-bytes", str(60 << 20), "--max-model-len", "1024")
+CHUNKED = ("--max-num-batched-tokens", "256")
+ALICE, BOB = "alice", "bob"
+
+
+@dataclass
+class Deployment:
+    """A folder that outlives the servers over it.
+
+    Attributes:
+        folder: Of the SSD tier.
+        run_dir: Of the server that runs.
+    """
+
+    folder: Path
+    run_dir: Path
+    server: Server | None = None
+    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def start(self, *options: str) -> Server:
+        """End the server that runs, if any, and start another over the same folder."""
+        self.stop()
+        words = ("--colocated", "1", "--dtype", "float32", *STORE, *options)
+        words += ("--kv-store-ssd", str(self.folder), "--run-dir", str(self.run_dir))
+        self.server = self._stack.enter_context(banaserve_server(models.PACKAGED, *words))
+        return self.server
+
+    def stop(self) -> None:
+        self._stack.close()
+        self.server = None
+
+    def store_pid(self) -> int:
+        """The store's process: the one that writes its log."""
+        log = str(self.run_dir / "kvstore.log")
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{process.pid}/fd/1") == log:
+                    return process.pid
+        raise AssertionError(f"no process writes {log}")
+
+
+@pytest.fixture(scope="module")
+def model() -> models.ResolvedModel:
+    return models.resolve(models.PACKAGED, None, print)
+
+
+@pytest.fixture(scope="module")
+def prompts(model: models.ResolvedModel) -> list[list[int]]:
+    """Three whole blocks each, so that decoding begins a fourth."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model.path_or_id)
+
+    def tokenize(text: str) -> list[int]:
+        return list(tokenizer(text, verbose=False)["input_ids"])
+
+    found = workloads.prompts("synthetic", NUM_PROMPTS, 400, 500, 31, tokenize)
+    return [tokenize(prompt.text)[: 3 * BLOCK_TOKENS] for prompt in found]
+
+
+@pytest.fixture(scope="module")
+def reference(
+    model: models.ResolvedModel, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> list[list[int]]:
+    folder = tmp_path_factory.mktemp("reference")
+    job = {"model": model.path_or_id, "prompts": prompts, "samplings": {"greedy": GREEDY}}
+    (folder / "job.json").write_text(json.dumps(job))
+    script = Path(__file__).with_name("reference_tokens.py")
+    command = [sys.executable, str(script), str(folder / "job.json"), str(folder / "out.json")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    found: list[list[int]] = json.loads((folder / "out.json").read_text())["greedy"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("tiers")
+    made = Deployment(folder / "ssd", folder / "run")
+    yield made
+    made.stop()
+
+
+async def stream(
+    server: Server, prompts: list[list[int]], salt: str, concurrency: int
+) -> list[RequestRecord]:
+    limit = asyncio.Semaphore(concurrency)
+    extra = {"ignore_eos": True, "cache_salt": salt}
+    async with OpenAiClient(
+        server.url, "smollm2-135m", return_token_ids=True, timeout_s=DEADLINE_S
+    ) as client:
+
+        async def one(number: int, prompt: list[int]) -> RequestRecord:
+            async with limit:
+                return await client.send(
+                    Call(str(number), prompt=prompt, max_tokens=OUTPUT_TOKENS, extra=extra)
+                )
+
+        return list(await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts))))
+
+
+def ask(
+    server: Server, prompts: list[list[int]], salt: str = ALICE, concurrency: int = 1
+) -> list[list[int]]:
+    """The answers' tokens."""
+    records = asyncio.run(stream(server, prompts, salt, concurrency))
+    assert [record.error for record in records] == [None] * len(prompts)
+    return [record.token_ids for record in records]
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline_s, f"not within {DEADLINE_S:.0f} s: {what}"
+        time.sleep(0.05)
+
+
+def tier(server: Server, name: str) -> float:
+    return server.metric(f"banaserve_kvstore_tier_{name}", tier="ssd")
+
+
+def engine(server: Server, name: str, **labels: str) -> float:
+    return server.metric(f"banaserve_{name}_total", **labels)
+
+
+def nothing_is_held(server: Server) -> None:
+    for gauge in ("leased_slots", "writing_slots", "promoting_slots"):
+        until(lambda gauge=gauge: server.metric(f"banaserve_kvstore_{gauge}") == 0, f"no {gauge}")  # type: ignore[misc]
+
+
+def test_what_does_not_fit_in_memory_goes_to_ssd(
+    deployment: Deployment, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    server = deployment.start()
+    assert ask(server, prompts) == reference
+    until(lambda: tier(server, "stores_total") >= 3 * NUM_PROMPTS, "all blocks are on SSD")
+    assert server.metric("banaserve_kvstore_evictions_total") > 0
+    assert engine(server, "promoted_blocks") == 0
+    nothing_is_held(server)
+
+
+def test_after_a_restart_prefixes_come_from_ssd(
+    deployment: Deployment, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    server = deployment.start(*TIGHT, *CHUNKED)
+    assert ask(server, prompts) == reference
+    assert engine(server, "promoted_blocks") == 3 * NUM_PROMPTS
+    assert engine(server, "promotions", kind="arrived") == NUM_PROMPTS
+    assert tier(server, "loads_total") == 3 * NUM_PROMPTS
+    assert tier(server, "corrupt_total") == 0
+    assert engine(server, "prompt_tokens_cached") == CACHED_TOKENS * NUM_PROMPTS
+    nothing_is_held(server)
+
+
+def test_another_tenant_hits_nothing_and_the_same_one_does(
+    deployment: Deployment, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    server = deployment.server
+    assert server is not None
+    seen = {name: engine(server, name) for name in ("prompt_tokens_cached", "loaded_blocks")}
+    loads = tier(server, "loads_total")
+    assert ask(server, prompts[:2], salt=BOB) == reference[:2]
+    assert {name: engine(server, name) for name in seen} == seen
+    assert tier(server, "loads_total") == loads
+    # Then nothing of these is left in the engine, whose cache is smaller than three prompts.
+    ask(server, prompts[2:])
+    cached, loaded = engine(server, "prompt_tokens_cached"), engine(server, "loaded_blocks")
+    assert ask(server, prompts[:2], salt=BOB) == reference[:2]
+    assert engine(server, "prompt_tokens_cached") == cached + 2 * CACHED_TOKENS
+    assert engine(server, "loaded_blocks") == loaded + 2 * 3
+
+
+def test_preemption_and_chunked_prefill_change_no_token(
+    deployment: Deployment, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    server = deployment.server
+    assert server is not None
+    for salt in ("carol", ALICE):  # computed in chunks, and fetched from SSD
+        assert ask(server, prompts, salt=salt, concurrency=NUM_PROMPTS) == reference
+    assert server.metric("vllm:num_preemptions_total") > 0
+    nothing_is_held(server)
+
+
+def test_flipped_bytes_are_found_and_computed_again(
+    deployment: Deployment, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    server = deployment.server
+    assert server is not None
+    stored = tier(server, "num_blocks")
+    deployment.stop()
+    assert flip_bytes(deployment.folder) > stored
+    server = deployment.start()
+    assert ask(server, prompts) == reference
+    assert tier(server, "corrupt_total") > 0
+    # Each record has at least one wrong byte, so none may be served.
+    assert engine(server, "promoted_blocks") == 0
+    nothing_is_held(server)
+
+
+def flip_bytes(folder: Path) -> int:
+    """Change a byte in every 4 MiB of every large file: a block is larger than that."""
+    num_flipped = 0
+    for path in folder.rglob("*"):
+        if not path.is_file() or path.stat().st_size < 4 << 20:
+            continue
+        with path.open("r+b") as file:
+            for offset in range(2 << 20, path.stat().st_size, 4 << 20):
+                file.seek(offset)
+                byte = file.read(1)
+                file.seek(offset)
+                file.write(bytes([byte[0] ^ 0x55]))
+                num_flipped += 1
+    return num_flipped
+
+
+@pytest.mark.parametrize(("kill", "loses_folder"), [(1, False), (2, False), (3, False), (4, True)])
+def test_the_store_is_killed_under_streams(
+    deployment: Deployment,
+    prompts: list[list[int]],
+    reference: list[list[int]],
+    kill: int,
+    loses_folder: bool,
+) -> None:
+    server = deployment.server
+    assert server is not None
+    pid = deployment.store_pid()
+
+    async def load_and_kill() -> list[RequestRecord]:
+        began = engine(server, "scheduled_requests")
+        streams = asyncio.create_task(stream(server, prompts, ALICE, concurrency=3))
+        await asyncio.to_thread(
+            until, lambda: engine(server, "scheduled_requests") > began + 1, "streams began"
+        )
+        if loses_folder:
+            shutil.rmtree(deployment.folder)
+        os.kill(pid, signal.SIGKILL)
+        return await streams
+
+    records = asyncio.run(load_and_kill())
+    assert [record.error for record in records] == [None] * NUM_PROMPTS
+    assert [record.token_ids for record in records] == reference
+    until(lambda: server.metric("banaserve_kvstore_up") == 1, "the store is back")
+    assert deployment.store_pid() != pid
+    nothing_is_held(server)
+
+
+def test_all_is_well_after_that(
+    deployment: Deployment, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    server = deployment.server
+    assert server is not None
+    assert ask(server, prompts[:2], salt="dave") == reference[:2]
+    until(lambda: tier(server, "stores_total") > 0, "blocks go to SSD again")
+    assert tier(server, "available") == 1
