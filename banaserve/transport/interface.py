@@ -253,6 +253,10 @@ class Channel(Protocol):
         """Readable when something has arrived or the peer is gone."""
         ...
 
+    def has_pending(self) -> bool:
+        """Whether something that has arrived was read from ``fileno`` already."""
+        ...
+
     def send(self, message: Message, timeout_s: float) -> None:
         """Send one way.
 

@@ -46,4 +46,11 @@ def _shm(options: TransportOptions) -> Transport:
     return ShmTransport(options)
 
 
+def _tcp(options: TransportOptions) -> Transport:
+    from banaserve.transport.tcp import TcpTransport
+
+    return TcpTransport(options)
+
+
 register("shm", _shm)
+register("tcp", _tcp)

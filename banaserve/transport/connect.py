@@ -1,0 +1,168 @@
+"""How the two ends of a channel find each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Protocol
+
+from banaserve.transport import seal
+from banaserve.transport.channel import StreamChannel
+from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
+from banaserve.transport.linux import is_own, peer_of
+from banaserve.transport.options import TransportOptions
+from banaserve.transport.service import listen_tcp, listen_unix
+from banaserve.transport.stream import SocketStream
+
+
+class Listener(Protocol):
+    """Where peers come to get a channel.
+
+    Attributes:
+        address: What ``connect`` takes: ``unix:PATH`` or ``tcp:HOST:PORT``.
+    """
+
+    @property
+    def address(self) -> str: ...
+
+    def accept(self, timeout_s: float) -> StreamChannel:
+        """A channel to the next peer that proves who it is.
+
+        Raises:
+            TransferTimeoutError: Nobody has come.
+            RefusedError: Somebody came who may not.
+            PeerGoneError: Somebody came and left.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class UnixListener:
+    """Listens in the run's private folder; lets in processes of this user only."""
+
+    def __init__(self, options: TransportOptions) -> None:
+        self._sock, self._path = listen_unix(options.folder, "channel")
+        self.address = f"unix:{self._path}"
+
+    def accept(self, timeout_s: float) -> StreamChannel:
+        return over_unix(_accept(self._sock, timeout_s))
+
+    def close(self) -> None:
+        self._sock.close()
+        self._path.unlink(missing_ok=True)
+
+
+class TcpListener:
+    """Listens on a free port of the options' host; lets in whoever knows the secret."""
+
+    def __init__(self, options: TransportOptions) -> None:
+        self._secret = options.secret
+        self._sock = listen_tcp(options.host)
+        self.address = tcp_address(self._sock)
+
+    def accept(self, timeout_s: float) -> StreamChannel:
+        deadline = time.monotonic() + timeout_s
+        sock = _accept(self._sock, timeout_s)
+        return over_tcp(sock, self._secret, deadline, listening=True)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def connect(address: str, options: TransportOptions, timeout_s: float) -> StreamChannel:
+    """Connect to a listener.
+
+    Raises:
+        PeerGoneError: Nobody listens there.
+        TransferTimeoutError: Nobody answers in time.
+        RefusedError: The address is none, or the listener is not one of this run.
+    """
+    deadline = time.monotonic() + timeout_s
+    kind, _, rest = address.partition(":")
+    if kind == "unix":
+        return over_unix(_connect(socket.AF_UNIX, os.fspath(Path(rest)), timeout_s))
+    if kind == "tcp":
+        sock = connect_tcp(rest, timeout_s)
+        return over_tcp(sock, options.secret, deadline, listening=False)
+    raise RefusedError(f"{address!r} begins with neither unix: nor tcp:")
+
+
+def over_unix(sock: socket.socket) -> StreamChannel:
+    """A channel over a connected Unix socket, of a socket pair for instance.
+
+    Raises:
+        RefusedError: The peer is run by another user.
+    """
+    peer = peer_of(sock)
+    if not is_own(peer):
+        sock.close()
+        raise RefusedError(f"the peer is run by user {peer.uid}")
+    return StreamChannel(SocketStream(sock))
+
+
+def over_tcp(
+    sock: socket.socket, secret: bytes, deadline: float, *, listening: bool
+) -> StreamChannel:
+    """A channel over a connected TCP socket.
+
+    Raises:
+        RefusedError: The peer does not know the secret.
+        PeerGoneError: The peer has gone, perhaps because it does not accept this side's proof.
+        TransferTimeoutError: The peer says nothing in time.
+    """
+    stream = SocketStream(sock)
+    try:
+        shake = seal.welcome if listening else seal.greet
+        return StreamChannel(stream, shake(stream, secret, deadline))
+    except BaseException:
+        stream.close()
+        raise
+
+
+def tcp_address(sock: socket.socket) -> str:
+    """``tcp:HOST:PORT`` of a listening socket."""
+    host, port = sock.getsockname()[:2]
+    return f"tcp:{host}:{port}"
+
+
+def connect_tcp(host_and_port: str, timeout_s: float) -> socket.socket:
+    """Connect to ``HOST:PORT``.
+
+    Raises:
+        RefusedError: That is none.
+        PeerGoneError: Nobody listens there.
+        TransferTimeoutError: Nobody answers in time.
+    """
+    host, _, port = host_and_port.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise RefusedError(f"{host_and_port!r} is no HOST:PORT")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return _connect(family, (host, int(port)), timeout_s)
+
+
+def _connect(family: int, address: str | tuple[str, int], timeout_s: float) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.settimeout(max(0.001, timeout_s))
+    try:
+        sock.connect(address)
+    except TimeoutError:
+        sock.close()
+        raise TransferTimeoutError(f"nobody answers at {address}") from None
+    except OSError as error:
+        sock.close()
+        raise PeerGoneError(f"nobody listens at {address}: {error}") from None
+    return sock
+
+
+def _accept(listener: socket.socket, timeout_s: float) -> socket.socket:
+    listener.settimeout(max(0.001, timeout_s))
+    try:
+        sock, _ = listener.accept()
+    except TimeoutError:
+        raise TransferTimeoutError("nobody has connected in time") from None
+    except OSError as error:
+        raise PeerGoneError(f"the listener is closed: {error}") from None
+    return sock

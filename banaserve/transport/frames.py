@@ -1,0 +1,143 @@
+"""How a message lies on a stream, and what of it is accepted.
+
+A frame is a prefix (lengths of header and payload), a msgpack header, the tensors' bytes one after
+the other, and on TCP a message authentication code over all of it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Annotated
+
+import msgspec
+
+from banaserve.errors import ProtocolError
+from banaserve.transport.errors import RefusedError
+from banaserve.transport.interface import MAX_DIMENSIONS, MAX_EPOCH, Bytes, Message, Tensor
+
+MAX_HEADER_BYTES = 2**20
+MAX_PAYLOAD_BYTES = 2**28
+MAX_TENSORS = 256
+PREFIX = struct.Struct("<IQ")
+
+ONE_WAY, REQUEST, REPLY, REFUSAL = range(4)
+
+ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "uint16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
+_Shape = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+_Serial = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What precedes the tensors.
+
+    Attributes:
+        seq: One more than of the frame before it in this direction.
+        kind: ONE_WAY, REQUEST, REPLY or REFUSAL.
+        token: Of a REPLY or REFUSAL: the request's ``seq``.
+        epoch: The sender's.
+        body: As in ``Message``.
+        tensors: Data type and shape of each.
+    """
+
+    seq: _Serial
+    kind: Annotated[int, msgspec.Meta(ge=ONE_WAY, le=REFUSAL)]
+    token: _Serial
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
+    body: bytes
+    tensors: Annotated[tuple[tuple[str, _Shape], ...], msgspec.Meta(max_length=MAX_TENSORS)]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Header)
+
+
+def encode(message: Message, seq: int, kind: int, token: int) -> list[memoryview | bytes]:
+    """The parts of a frame, ready to be sent.
+
+    Raises:
+        RefusedError: A peer would not accept it.
+    """
+    described = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors)
+    header = _encoder.encode(Header(seq, kind, token, message.epoch, message.body, described))
+    try:
+        sizes = tensor_sizes(decode(header))
+        payload_bytes = check_lengths(len(header), sum(sizes))
+        payload = [_bytes_of(tensor, n) for tensor, n in zip(message.tensors, sizes, strict=True)]
+    except ProtocolError as error:
+        raise RefusedError(f"the message cannot be sent: {error}") from None
+    return [PREFIX.pack(len(header), payload_bytes) + header, *payload]
+
+
+def check_lengths(header_bytes: int, payload_bytes: int) -> int:
+    """``payload_bytes``, where both lengths may be.
+
+    Raises:
+        ProtocolError: One is too large.
+    """
+    if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        raise ProtocolError(f"a header of {header_bytes} and {payload_bytes} bytes is too large")
+    return payload_bytes
+
+
+def decode(header: bytes | bytearray) -> Header:
+    """The header of a frame that has arrived.
+
+    Raises:
+        ProtocolError: The bytes are none.
+    """
+    try:
+        return _decoder.decode(header)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"not a message: {error}") from None
+
+
+def tensor_sizes(header: Header) -> list[int]:
+    """Bytes of each tensor.
+
+    Raises:
+        ProtocolError: A data type is unknown, or a tensor is too large.
+    """
+    sizes = []
+    for dtype, shape in header.tensors:
+        item_bytes = ITEM_BYTES.get(dtype)
+        if item_bytes is None:
+            raise ProtocolError(f"unknown data type {dtype[:64]!r}")
+        num_bytes = math.prod(shape) * item_bytes
+        if num_bytes > MAX_PAYLOAD_BYTES:
+            raise ProtocolError(f"a tensor of {num_bytes} bytes is too large")
+        sizes.append(num_bytes)
+    return sizes
+
+
+def view_of(data: Bytes) -> memoryview:
+    """The bytes of an array; of an empty one, too, whose own memoryview cannot be cast."""
+    return data.data.cast("B") if data.nbytes else memoryview(b"")
+
+
+def _bytes_of(tensor: Tensor, num_bytes: int) -> memoryview:
+    data = tensor.data
+    if data.nbytes != num_bytes or not data.flags.c_contiguous:
+        raise ProtocolError(
+            f"a tensor {tensor.dtype} {tensor.shape} has {num_bytes} contiguous bytes, "
+            f"not {data.nbytes}"
+        )
+    return view_of(data)

@@ -1,0 +1,175 @@
+"""Bytes over a connected socket, with a deadline on every wait and notice of the peer's death."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
+from banaserve.transport.linux import open_peer_pidfd
+
+# Of a peer that has begun a message and sends nothing more, while nobody waits that long.
+STALL_S = 1.0
+_BUFFER_BYTES = 64 * 1024
+_MAX_PARTS = 512
+# Asking the socket again costs less than the wake-up of a sleeping thread, as long as the answer
+# comes about as fast as that.
+SPIN_S = 40e-6
+
+
+class ByteStream(Protocol):
+    """What a channel writes to and reads from; all deadlines are of ``time.monotonic``."""
+
+    def fileno(self) -> int: ...
+
+    def num_buffered(self) -> int: ...
+
+    def write(self, parts: Sequence[memoryview | bytes], deadline: float) -> None: ...
+
+    def read_into(self, target: memoryview, deadline: float) -> None: ...
+
+    def wait_readable(self, deadline: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SocketStream:
+    """A byte stream over a stream socket, which it owns. One reader and one writer at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._first = self._end = 0
+        self._pidfd = -1
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._writable.register(sock, select.POLLOUT)
+        if sock.family == socket.AF_UNIX:
+            self._watch_process()
+        else:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def num_buffered(self) -> int:
+        """Bytes that were received and not read yet."""
+        return self._end - self._first
+
+    def write(self, parts: Sequence[memoryview | bytes], deadline: float) -> None:
+        """Send all parts.
+
+        Raises:
+            TransferTimeoutError: The peer does not read; the stream is of no use any more.
+            PeerGoneError: The peer has gone.
+        """
+        left = [view for part in parts if (view := memoryview(part)).nbytes]
+        while left:
+            try:
+                sent = self._sock.sendmsg(left[:_MAX_PARTS])
+            except BlockingIOError:
+                self._wait(self._writable, deadline)
+                continue
+            except OSError as error:
+                raise PeerGoneError(f"the peer has closed the connection: {error}") from None
+            while left and sent >= left[0].nbytes:
+                sent -= left.pop(0).nbytes
+            if sent:
+                left[0] = left[0][sent:]
+
+    def read_into(self, target: memoryview, deadline: float) -> None:
+        """Fill ``target``. Past the deadline it goes on as long as bytes keep coming.
+
+        Raises:
+            PeerGoneError: The peer has gone, or stands still.
+        """
+        done = 0
+        while done < target.nbytes:
+            if self._first < self._end:
+                taken = min(target.nbytes - done, self._end - self._first)
+                target[done : done + taken] = self._view[self._first : self._first + taken]
+                self._first += taken
+                done += taken
+            elif target.nbytes - done >= _BUFFER_BYTES:
+                done += self._receive(target[done:], deadline)
+            else:
+                self._fill(deadline)
+
+    def wait_readable(self, deadline: float) -> None:
+        """Return when at least one byte can be read without waiting.
+
+        Raises:
+            TransferTimeoutError: Nothing has come in time.
+            PeerGoneError: The peer has gone.
+        """
+        if self._first == self._end:
+            count = self._receive_now(self._view)
+            spin_end = time.monotonic() + SPIN_S
+            while not count and time.monotonic() < spin_end:
+                count = self._receive_now(self._view)
+            while not count:
+                self._wait(self._readable, deadline)
+                count = self._receive_now(self._view)
+            self._first, self._end = 0, count
+
+    def abort(self) -> None:
+        """Make whoever waits on this stream fail, from any thread; ``close`` is still due."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.abort()
+        self._sock.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _watch_process(self) -> None:
+        # Where the process cannot be named, the end of the connection has to do.
+        with suppress(OSError):
+            self._pidfd = open_peer_pidfd(self._sock)
+            for poll in (self._readable, self._writable):
+                poll.register(self._pidfd, select.POLLIN)
+
+    def _fill(self, deadline: float) -> None:
+        self._end = self._receive(self._view, deadline)
+        self._first = 0
+
+    def _receive(self, target: memoryview, deadline: float) -> int:
+        while not (count := self._receive_now(target)):
+            try:
+                self._wait(self._readable, max(deadline, time.monotonic() + STALL_S))
+            except TransferTimeoutError:
+                raise PeerGoneError("the peer stands still in the middle of a message") from None
+        return count
+
+    def _receive_now(self, target: memoryview) -> int:
+        try:
+            count = self._sock.recv_into(target)
+        except BlockingIOError:
+            return 0
+        except (OSError, ValueError) as error:
+            raise PeerGoneError(f"the connection is broken: {error}") from None
+        if not count:
+            raise PeerGoneError("the peer has closed the connection")
+        return count
+
+    def _wait(self, poll: select.poll, deadline: float) -> None:
+        left_s = deadline - time.monotonic()
+        events = poll.poll(max(0.0, left_s) * 1000.0)
+        if not events:
+            if left_s <= 0:
+                raise TransferTimeoutError("the peer has not answered in time")
+            return
+        # Bytes that a dead process has sent before are still read.
+        if len(events) == 1 and events[0][0] == self._pidfd:
+            raise PeerGoneError("the peer's process has died")
+        if any(event & select.POLLNVAL for _, event in events):
+            raise PeerGoneError("the connection is closed")

@@ -1,0 +1,224 @@
+"""TCP: slices are received by a thread of the offering side, checked, and copied to the region."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from banaserve import _native
+from banaserve.errors import ProtocolError
+from banaserve.transport import bulk_frames as bulk
+from banaserve.transport.bulk_frames import Answer, Request
+from banaserve.transport.errors import (
+    PeerGoneError,
+    RefusedError,
+    StaleEpochError,
+    TransportError,
+)
+from banaserve.transport.interface import RegionDescriptor
+from banaserve.transport.local_region import LocalRegion
+from banaserve.transport.memory import SLICE_BYTES, Memory, Plan
+from banaserve.transport.plans import check_offsets
+from banaserve.transport.remote import PlannedRegion
+from banaserve.transport.seal import Seal
+from banaserve.transport.served import ServedTransport
+from banaserve.transport.stream import SocketStream
+from banaserve.transport.tickets import PlanTicket
+
+NAME = "tcp"
+# Slices under way at once: the peer checks one while the next is sent.
+_WINDOW = 3
+# Deadlines are the business of whoever waits for a ticket; the connection itself has none.
+_FOREVER_S = 1e6
+_NO_ID = bytes(16)
+_NO_OFFSETS = np.empty(0, np.int64)
+
+Runs = npt.NDArray[np.int64]
+
+
+class TcpTransport(ServedTransport):
+    """One connection for each region that a peer opens."""
+
+    name = NAME
+
+    def _open(
+        self, descriptor: RegionDescriptor, stream: SocketStream, seal: Seal, deadline: float
+    ) -> PlannedRegion:
+        hello = Request(bulk.OPEN, 1, 0, 0, 0, 0, descriptor.region_id)
+        stream.write(bulk.sign_request(hello, _NO_OFFSETS, seal), deadline)
+        stream.wait_readable(deadline)
+        try:
+            answer = bulk.read_answer(stream, seal, 1, deadline)
+        except ProtocolError as error:
+            raise PeerGoneError(str(error)) from None
+        if answer.status != bulk.DONE:
+            raise RefusedError("the peer does not offer this region any more")
+        return TcpRemote(self, descriptor, stream, seal)
+
+    def _serve(self, stream: SocketStream, seal: Seal) -> None:
+        request, _ = bulk.read_request(stream, seal, 1, time.monotonic() + _FOREVER_S)
+        region = self._find(request.region_id) if request.kind == bulk.OPEN else None
+        status = bulk.DONE if region is not None else bulk.CLOSED
+        stream.write(bulk.sign_answer(Answer(status, 1, 0, 0), seal), time.monotonic() + _FOREVER_S)
+        if region is not None:
+            _Responder(stream, seal, region).run()
+
+
+class _Responder:
+    """Carries out one peer's requests on one region."""
+
+    def __init__(self, stream: SocketStream, seal: Seal, region: LocalRegion) -> None:
+        self._stream = stream
+        self._seal = seal
+        self._region = region
+        self._bytes = np.empty(SLICE_BYTES, np.uint8)
+
+    def run(self) -> None:
+        seq = 1
+        while True:
+            seq += 1
+            deadline = time.monotonic() + _FOREVER_S
+            request, offsets = bulk.read_request(self._stream, self._seal, seq, deadline)
+            data = self._bytes[: request.run_bytes * request.num_runs]
+            if request.kind == bulk.WRITE:
+                self._stream.read_into(memoryview(data.data), deadline)
+            status = self._do(request, offsets, data)
+            follows = request.kind == bulk.READ and status == bulk.DONE
+            answer = Answer(status, seq, self._region.epoch, bulk.checksum(data) if follows else 0)
+            parts = bulk.sign_answer(answer, self._seal)
+            self._stream.write([*parts, data.data] if follows else parts, deadline)
+
+    def _do(self, request: Request, offsets: Runs, data: npt.NDArray[np.uint8]) -> int:
+        region = self._region
+        if request.kind == bulk.OPEN:
+            raise ProtocolError("a region is opened once on a connection")
+        try:
+            check_offsets(offsets, request.run_bytes, region.descriptor.num_bytes, "the region")
+            if request.kind == bulk.WRITE and bulk.checksum(data) != request.checksum:
+                return bulk.DAMAGED
+            with region.use(request.epoch):
+                memory, staged = region.memory, Memory.of(data)
+                if request.kind == bulk.WRITE:
+                    scatter(memory, offsets, staged, request.run_bytes)
+                else:
+                    gather(staged, memory, offsets, request.run_bytes)
+        except StaleEpochError:
+            return bulk.STALE
+        except RefusedError:
+            return bulk.CLOSED if region.is_closed else bulk.OUTSIDE
+        return bulk.DONE
+
+
+class TcpRemote(PlannedRegion):
+    """A peer's region at the other end of a connection."""
+
+    def __init__(
+        self,
+        transport: TcpTransport,
+        descriptor: RegionDescriptor,
+        stream: SocketStream,
+        seal: Seal,
+    ) -> None:
+        self._transport = transport
+        self._stream = stream
+        self._seal = seal
+        self._seq = 1
+        self._broken = False
+        self._staging = np.empty(SLICE_BYTES, np.uint8)
+        super().__init__(descriptor)
+
+    def close(self) -> None:
+        if self._transport.forget(self):
+            super().close()
+            self._stream.close()
+
+    def _break_off(self) -> None:
+        self._stream.abort()
+
+    def _carry_out(self, ticket: PlanTicket) -> None:
+        if self._broken:
+            raise PeerGoneError("the connection was broken off: open the region again")
+        under_way: deque[tuple[int, Plan]] = deque()
+        failure: TransportError | None = None
+        try:
+            for part in ticket.plan.slices():
+                try:
+                    ticket.check()
+                    if len(under_way) == _WINDOW:
+                        self._take_answer(*under_way.popleft())
+                except PeerGoneError:
+                    raise
+                except TransportError as error:
+                    failure = error
+                    break
+                under_way.append((self._send(part), part))
+            failure = self._take_rest(under_way, failure)
+        except (PeerGoneError, ProtocolError) as error:
+            self._broken = True
+            ticket.check()
+            raise PeerGoneError(str(error)) from None
+        if failure is not None:
+            raise failure
+
+    def _take_rest(
+        self, under_way: deque[tuple[int, Plan]], failure: TransportError | None
+    ) -> TransportError | None:
+        # Whatever went wrong, the answers to what was sent must leave the connection.
+        while under_way:
+            try:
+                self._take_answer(*under_way.popleft())
+            except PeerGoneError:
+                raise
+            except TransportError as error:
+                failure = failure or error
+        return failure
+
+    def _send(self, part: Plan) -> int:
+        self._seq += 1
+        kind, total, data = bulk.READ, 0, self._staging[:0]
+        if part.writes:
+            data = self._staging[: part.local_offsets.size * part.num_bytes]
+            gather(Memory.of(data), part.local, part.local_offsets, part.num_bytes)
+            kind, total = bulk.WRITE, bulk.checksum(data)
+        offsets = part.remote_offsets
+        request = Request(kind, self._seq, part.epoch, part.num_bytes, offsets.size, total, _NO_ID)
+        parts = bulk.sign_request(request, offsets, self._seal)
+        self._stream.write([*parts, data.data], time.monotonic() + _FOREVER_S)
+        return self._seq
+
+    def _take_answer(self, seq: int, part: Plan) -> None:
+        deadline = time.monotonic() + _FOREVER_S
+        answer = bulk.read_answer(self._stream, self._seal, seq, deadline)
+        if answer.status == bulk.STALE:
+            raise StaleEpochError(f"the region is at epoch {answer.detail}, not {part.epoch}")
+        if answer.status == bulk.DAMAGED:
+            raise PeerGoneError("bytes were damaged on their way to the peer")
+        if answer.status != bulk.DONE:
+            raise RefusedError("the region is closed or smaller than its descriptor says")
+        if not part.writes:
+            data = self._staging[: part.local_offsets.size * part.num_bytes]
+            self._stream.read_into(memoryview(data.data), deadline)
+            if bulk.checksum(data) != answer.checksum:
+                raise PeerGoneError("bytes were damaged on their way from the peer")
+            scatter(part.local, part.local_offsets, Memory.of(data), part.num_bytes)
+
+
+def gather(target: Memory, source: Memory, offsets: Runs, run_bytes: int) -> None:
+    """Copy runs at ``offsets`` of ``source`` one after the other into ``target``."""
+    packed = np.arange(offsets.size, dtype=np.int64) * run_bytes
+    _native.copy_regions(
+        target.address, source.address, packed, offsets, run_bytes,
+        target.num_bytes, source.num_bytes,
+    )  # fmt: skip
+
+
+def scatter(target: Memory, offsets: Runs, source: Memory, run_bytes: int) -> None:
+    """Copy runs that lie one after the other in ``source`` to ``offsets`` of ``target``."""
+    packed = np.arange(offsets.size, dtype=np.int64) * run_bytes
+    _native.copy_regions(
+        target.address, source.address, offsets, packed, run_bytes,
+        target.num_bytes, source.num_bytes,
+    )  # fmt: skip
