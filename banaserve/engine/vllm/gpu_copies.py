@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,7 @@ class GpuCopier:
         self._part = part
         self._load_stream = torch.cuda.Stream(layers[0].device)
         self._save_stream = torch.cuda.Stream(layers[0].device)
+        self._pinning = threading.Lock()
         self._pinned: PoolView | None = None
         self._copy = compat.batch_copier()
 
@@ -111,12 +113,13 @@ class GpuCopier:
 
     def _pin(self, view: PoolView) -> None:
         """Lock the pool's pages for this process's GPU: only then do copies run on their own."""
-        if self._pinned is view:
-            return
-        runtime = torch.cuda.cudart()
-        if self._pinned is not None:
-            runtime.cudaHostUnregister(self._pinned.base_address)
-        code = int(runtime.cudaHostRegister(view.base_address, view.memory.size, 0))
-        if code:
-            logger.warning("the pool cannot be pinned (CUDA error %d): copies are slower", code)
-        self._pinned = view
+        with self._pinning:
+            if self._pinned is view:
+                return
+            runtime = torch.cuda.cudart()
+            if self._pinned is not None:
+                runtime.cudaHostUnregister(self._pinned.base_address)
+            code = int(runtime.cudaHostRegister(view.base_address, view.memory.size, 0))
+            if code:
+                logger.warning("the pool cannot be pinned (CUDA error %d): slower copies", code)
+            self._pinned = view
