@@ -9,14 +9,14 @@ import re
 from pathlib import Path
 
 from banaserve.errors import UserError
-from banaserve.kvstore.tiers.ssd.record import FORMAT_VERSION
+from banaserve.kvstore.tiers.ssd.record import FORMAT_VERSION, MAX_SEQUENCE
 
 _LOCK = "lock"
 _FORMAT = "format"
 _CLEARED = "cleared"
 _TEMPORARY = ".tmp"
 _FORMAT_LINE = re.compile(rb"banaserve ssd log (\d{1,9})\n")
-_SEGMENT = re.compile(r"segment-([0-9a-f]{16})\.log")
+_SEGMENT = re.compile(r"segment-([0-3][0-9a-f]{15})\.log")
 _OURS = {_LOCK, _FORMAT, _CLEARED, _FORMAT + _TEMPORARY, _CLEARED + _TEMPORARY}
 
 
@@ -162,7 +162,7 @@ def read_cleared(path: Path) -> int:
             text = file.read(64)
     except FileNotFoundError:
         return 0
-    if not re.fullmatch(rb"\d{1,20}\n", text):
+    if not re.fullmatch(rb"\d{1,19}\n", text) or int(text) > MAX_SEQUENCE:
         raise UserError(f"{path / _CLEARED} is damaged: remove the folder {path}")
     return int(text)
 

@@ -19,6 +19,8 @@ PAGE_BYTES = 4096
 MIN_KEY_BYTES = 32
 MAX_KEY_BYTES = 80
 MAX_BLOCK_BYTES = 2**30
+# No log ever gets there; a damaged one must not make the next number overflow its field.
+MAX_SEQUENCE = 2**62
 FORMAT_VERSION = 1
 MAGIC = b"\x93BANASSD"
 
@@ -145,6 +147,8 @@ def _unpack(page: bytes) -> Header:
         raise RecordError(f"the header is of version {version}")
     if kind not in (Kind.BLOCK, Kind.FILLER):
         raise RecordError(f"records of kind {kind} are unknown")
+    if max(sequence, age) > MAX_SEQUENCE:
+        raise RecordError("the header's sequence is impossible")
     _check_sizes(Kind(kind), num_bytes, num_key_bytes, num_parent_bytes)
     key = page[_KEY_START : _KEY_START + num_key_bytes]
     parent = page[_PARENT_START : _PARENT_START + num_parent_bytes] or None

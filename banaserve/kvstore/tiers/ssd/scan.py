@@ -7,17 +7,18 @@ import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import xxhash
+
 from banaserve.kvstore.tiers.ssd.record import (
     MAGIC,
     PAGE_BYTES,
     Header,
     RecordError,
-    checksum,
     decode,
     is_blank,
 )
 
-_WINDOW_PAGES = 256
+_WINDOW_BYTES = 2**20
 
 
 class Found(NamedTuple):
@@ -82,16 +83,17 @@ def payload_is_good(fd: int, header: Header) -> bool:
     Raises:
         OSError: The file cannot be read.
     """
-    data = bytearray(header.num_bytes)
-    view = memoryview(data)
-    position = header.offset + PAGE_BYTES
-    while view:
-        num_read = os.preadv(fd, [view[: 2**20]], position)
+    digest = xxhash.xxh3_64()
+    buffer = bytearray(min(header.num_bytes, _WINDOW_BYTES))
+    position, end = header.offset + PAGE_BYTES, header.offset + PAGE_BYTES + header.num_bytes
+    while position < end:
+        window = memoryview(buffer)[: end - position]
+        num_read = os.preadv(fd, [window], position)
         if not num_read:
             return False
-        view = view[num_read:]
+        digest.update(window[:num_read])
         position += num_read
-    return checksum(data) == header.checksum
+    return bool(digest.intdigest() == header.checksum)
 
 
 def _header(page: bytes, segment_id: int, offset: int, size: int) -> Header | None:
@@ -105,7 +107,7 @@ def _header(page: bytes, segment_id: int, offset: int, size: int) -> Header | No
 def _next_candidate(fd: int, offset: int, size: int) -> int:
     """The next page that begins like a header or is blank; the end where there is none."""
     while offset < size:
-        window = os.pread(fd, _WINDOW_PAGES * PAGE_BYTES, offset)
+        window = os.pread(fd, _WINDOW_BYTES, offset)
         if not window:
             break
         for start in range(0, len(window), PAGE_BYTES):
