@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -10,13 +11,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from banaserve.kvstore.index import BlockIndex
 from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.records import Entry
 
 NUM_SLOTS = 3
 KEYS = [bytes([ord("a") + i]) for i in range(5)]
 OWNERS = [1, 2]
+TENANTS = [b"", b"t"]
 
 keys = st.sampled_from(KEYS)
 owners = st.sampled_from(OWNERS)
+tenants = st.sampled_from(TENANTS)
+MISSES = dict.fromkeys(KEYS, Lookup.MISS)
 
 
 @dataclass
@@ -24,61 +29,183 @@ class Block:
     parent: bytes | None
     slot: int
     serial: int
-    owner: int
-    num_parts: int
+    tenant: bytes
+    owner: int = 0
+    num_parts: int = 1
     ended: set[int] = field(default_factory=set)
     failed: bool = False
     ready: bool = False
+    promoting: bool = False
     leases: int = 0
+    pins: int = 0
     last_used: int = 0
 
 
-READY_BLOCK = Block(None, 0, 0, 0, 1, ready=True)
+READY_BLOCK = Block(None, 0, 0, b"", ready=True)
+
+
+class Board:
+    """What clients are told of each slot: (state, serial)."""
+
+    def __init__(self) -> None:
+        self.words: dict[int, tuple[str, int]] = {}
+
+    def became_pending(self, entry: Entry) -> None:
+        self.words[entry.slot] = ("pending", entry.serial)
+
+    def became_ready(self, entry: Entry) -> None:
+        self.words[entry.slot] = ("ready", entry.serial)
+
+    def failed(self, entry: Entry) -> None:
+        self.words[entry.slot] = ("failed", entry.serial)
+
+    def became_free(self, entry: Entry) -> None:
+        self.words.pop(entry.slot, None)
 
 
 class IndexMachine(RuleBasedStateMachine):
+    """Blocks by key, and blocks that were dropped while somebody uses their slot."""
+
+    quota_slots = NUM_SLOTS
+
     def __init__(self) -> None:
         super().__init__()
-        self.index = BlockIndex(NUM_SLOTS)
+        self.board = Board()
+        quota = self.quota_slots / NUM_SLOTS
+        self.corrupt: set[int] = set()
+        self.index = BlockIndex(NUM_SLOTS, self.board, None, quota, self.is_intact)
         self.blocks: dict[bytes, Block] = {}
-        self.leases: dict[int, tuple[int, list[bytes]]] = {}
+        self.dropped: list[Block] = []
+        self.leases: dict[int, tuple[int, list[Block]]] = {}
         self.serials: list[int] = []
+        self.pinned: list[Entry] = []
+        self.promotions: dict[int, Entry] = {}
         self.tick = 0
 
-    @rule(key=keys, parent=st.none() | keys, owner=owners, num_parts=st.integers(1, 2))
-    def reserve(self, key: bytes, parent: bytes | None, owner: int, num_parts: int) -> None:
-        reserved = self.index.reserve(key, parent, owner, num_parts)
+    def is_intact(self, entry: Entry) -> bool:
+        return entry.serial not in self.corrupt
+
+    @rule(
+        key=keys, parent=st.none() | keys, owner=owners, num_parts=st.integers(1, 2), tenant=tenants
+    )
+    def reserve(
+        self, key: bytes, parent: bytes | None, owner: int, num_parts: int, tenant: bytes
+    ) -> None:
+        reserved = self.index.reserve(key, parent, owner, num_parts, tenant)
+        block = self.place(key, parent, tenant, reserved)
+        if block is not None:
+            block.owner, block.num_parts = owner, num_parts
+
+    @rule(key=keys, parent=st.none() | keys, tenant=tenants)
+    def promote(self, key: bytes, parent: bytes | None, tenant: bytes) -> None:
+        entry = self.index.promote(key, parent, tenant)
+        placed = None if entry is None else (entry.slot, entry.serial)
+        block = self.place(key, parent, tenant, placed)
+        if block is not None and entry is not None:
+            block.promoting, block.pins, block.last_used = True, 1, self.tick
+            self.promotions[entry.serial] = entry
+
+    @precondition(lambda self: self.promotions)
+    @rule(data=st.data(), filled=st.booleans())
+    def end_promotion(self, data: st.DataObject, filled: bool) -> None:
+        serial = data.draw(st.sampled_from(sorted(self.promotions)))
+        self.index.end_promotion(self.promotions.pop(serial), filled=filled)
+        key = self.key_of(serial)
+        if key is not None and filled:
+            block = self.blocks[key]
+            self.tick += 1
+            block.promoting, block.ready, block.last_used = False, True, self.tick
+        elif key is not None:
+            self.drop_block(key)
+        self.unpin_block(serial)
+
+    @rule(key=keys)
+    def pin(self, key: bytes) -> None:
+        entry = self.index.get(key)
+        if entry is not None and entry.ready:
+            self.index.pin(entry)
+            self.blocks[key].pins += 1
+            self.pinned.append(entry)
+
+    @precondition(lambda self: self.pinned)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        entry = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
+        self.index.unpin(entry)
+        self.unpin_block(entry.serial)
+
+    @rule(key=keys)
+    def drop(self, key: bytes) -> None:
+        entry = self.index.get(key)
+        if entry is not None and (entry.ready or entry.promoting):
+            self.index.drop(entry)
+            self.drop_block(key)
+
+    @rule(key=keys)
+    def corrupt_memory(self, key: bytes) -> None:
+        if key in self.blocks and self.blocks[key].ready:
+            self.corrupt.add(self.blocks[key].serial)
+
+    def place(
+        self, key: bytes, parent: bytes | None, tenant: bytes, placed: tuple[int, int] | None
+    ) -> Block | None:
+        """What ``reserve`` and ``promote`` have in common."""
         if key in self.blocks:
-            assert reserved is None
-            return
+            assert placed is None
+            return None
         if parent is not None and self.is_ancestor(key, parent):
             parent = None
-        if len(self.blocks) == NUM_SLOTS:
+        in_use = [*self.blocks.values(), *self.dropped]
+        is_over = sum(block.tenant == tenant for block in in_use) >= self.quota_slots
+        if is_over or len(in_use) == NUM_SLOTS:
             victims = [k for k in self.evictable() if k != parent]
+            if is_over and self.quota_slots < NUM_SLOTS:
+                victims = [k for k in victims if self.blocks[k].tenant == tenant]
             if not victims:
-                assert reserved is None
-                return
+                assert placed is None
+                return None
             del self.blocks[min(victims, key=self.age)]
-        assert reserved is not None
-        slot, serial = reserved
-        assert slot not in {block.slot for block in self.blocks.values()}
+        assert placed is not None
+        slot, serial = placed
+        assert slot not in {block.slot for block in [*self.blocks.values(), *self.dropped]}
         assert serial not in self.serials
         self.serials.append(serial)
-        self.blocks[key] = Block(parent, slot, serial, owner, num_parts)
+        self.blocks[key] = Block(parent, slot, serial, tenant)
+        return self.blocks[key]
+
+    def drop_block(self, key: bytes) -> None:
+        block = self.blocks.pop(key)
+        block.ready = block.promoting = False
+        self.dropped.append(block)
+        self.settle()
+
+    def unpin_block(self, serial: int) -> None:
+        for block in [*self.blocks.values(), *self.dropped]:
+            if block.serial == serial:
+                block.pins -= 1
+        self.settle()
+
+    def settle(self) -> None:
+        self.dropped = [block for block in self.dropped if block.leases or block.pins]
+
+    def key_of(self, serial: int) -> bytes | None:
+        return next((k for k, block in self.blocks.items() if block.serial == serial), None)
 
     # Most random sequences would never fill the index with readable chains. The next two rules
     # get there in few steps.
-    @rule(key=keys, parent=st.none() | keys)
-    def write(self, key: bytes, parent: bytes | None) -> None:
-        self.reserve(key, parent, OWNERS[0], 1)
-        if not self.blocks.get(key, READY_BLOCK).ready:
+    @rule(key=keys, parent=st.none() | keys, tenant=tenants)
+    def write(self, key: bytes, parent: bytes | None, tenant: bytes) -> None:
+        self.reserve(key, parent, OWNERS[0], 1, tenant)
+        block = self.blocks.get(key, READY_BLOCK)
+        if not block.ready and not block.promoting:
             for part in range(self.blocks[key].num_parts):
                 self.end(self.blocks[key].serial, part, fails=False)
 
     @rule(key=keys)
     def use(self, key: bytes) -> None:
         self.acquire([key], OWNERS[0])
-        for lease_id in [i for i, (_, held) in self.leases.items() if held == [key]]:
+        held = [self.blocks[key]] if key in self.blocks else []
+        for lease_id in [i for i, (_, blocks) in self.leases.items() if blocks == held]:
             self.release(lease_id)
 
     @precondition(lambda self: self.serials)
@@ -115,23 +242,48 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(asked=st.lists(keys, unique=True, max_size=5), owner=owners)
     def acquire(self, asked: list[bytes], owner: int) -> None:
+        counters = self.index.counters
+        hits, misses = counters.hits, counters.misses
         grant = self.index.acquire(asked, owner)
-        prefix: list[bytes] = []
-        for key in asked:
-            if key not in self.blocks or not self.blocks[key].ready:
-                break
-            prefix.append(key)
-        if not prefix:
+        blocks = self.prefix(asked)
+        num_ready = sum(block.ready for block in blocks)
+        assert counters.hits - hits == num_ready
+        assert counters.misses - misses == len(asked) - num_ready
+        if not blocks:
             assert grant is None
             return
         assert grant is not None
-        blocks = [self.blocks[key] for key in prefix]
         assert grant.slots == [(block.slot, block.serial) for block in blocks]
+        assert all(block.ready for block in blocks[: grant.num_ready])
+        assert not any(block.ready for block in blocks[grant.num_ready : grant.num_ready + 1])
         self.tick += 1
         for block in blocks:
             block.leases += 1
             block.last_used = self.tick
-        self.leases[grant.lease_id] = (owner, prefix)
+        self.leases[grant.lease_id] = (owner, blocks)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), asked=st.lists(keys, unique=True, max_size=3))
+    def extend(self, data: st.DataObject, asked: list[bytes]) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.leases)))
+        self.index.extend(self.index._leases[lease_id], self.index.find(asked))
+        for block in self.prefix(asked):
+            block.leases += 1
+            block.last_used = self.tick
+            self.leases[lease_id][1].append(block)
+
+    def prefix(self, asked: Sequence[bytes]) -> list[Block]:
+        """The blocks that a lease covers; the first corrupt one is dropped and ends it."""
+        blocks: list[Block] = []
+        for key in asked:
+            block = self.blocks.get(key)
+            if block is None or not (block.ready or block.promoting):
+                break
+            if block.ready and block.serial in self.corrupt:
+                self.drop_block(key)
+                break
+            blocks.append(block)
+        return blocks
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -149,7 +301,7 @@ class IndexMachine(RuleBasedStateMachine):
         for lease_id in [i for i, (holder, _) in self.leases.items() if holder == owner]:
             self.forget_lease(lease_id)
         for key, block in list(self.blocks.items()):
-            if block.owner == owner and not block.ready:
+            if block.owner == owner and not block.ready and not block.promoting:
                 del self.blocks[key]
 
     @precondition(lambda self: len(self.blocks) == NUM_SLOTS)
@@ -164,13 +316,21 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.index.check()
-        states = dict.fromkeys(KEYS, Lookup.MISS)
+        states = dict(MISSES)
         for key, block in self.blocks.items():
             states[key] = Lookup.HIT if block.ready else Lookup.PENDING
         assert self.index.lookup(KEYS) == list(states.values())
-        assert self.index.num_used == len(self.blocks)
+        in_use = [*self.blocks.values(), *self.dropped]
+        assert self.index.num_used == len(in_use)
+        assert self.index.num_promoting == sum(block.promoting for block in in_use)
+        assert self.index.num_tenants == len({block.tenant for block in in_use})
         assert self.index.num_leases == len(self.leases)
-        assert self.index.num_leased == sum(block.leases > 0 for block in self.blocks.values())
+        assert self.index.num_leased == sum(block.leases > 0 for block in in_use)
+        words = {block.slot: ("failed", block.serial) for block in self.dropped}
+        for block in self.blocks.values():
+            if block.ready or block.promoting:
+                words[block.slot] = ("ready" if block.ready else "pending", block.serial)
+        assert self.board.words == words
 
     def age(self, key: bytes) -> tuple[int, int]:
         return self.blocks[key].last_used, self.blocks[key].serial
@@ -180,7 +340,7 @@ class IndexMachine(RuleBasedStateMachine):
         return [
             key
             for key, block in self.blocks.items()
-            if block.ready and not block.leases and key not in parents
+            if block.ready and not block.leases and not block.pins and key not in parents
         ]
 
     def is_ancestor(self, key: bytes, of: bytes | None) -> bool:
@@ -190,16 +350,24 @@ class IndexMachine(RuleBasedStateMachine):
 
     def writing(self, serial: int) -> bytes | None:
         for key, block in self.blocks.items():
-            if block.serial == serial and not block.ready:
+            if block.serial == serial and not block.ready and not block.promoting:
                 return key
         return None
 
     def forget_lease(self, lease_id: int) -> None:
-        for key in self.leases.pop(lease_id)[1]:
-            self.blocks[key].leases -= 1
+        for block in self.leases.pop(lease_id)[1]:
+            block.leases -= 1
+        self.settle()
 
 
-IndexMachine.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=30, deadline=None, derandomize=True
-)
+class QuotaMachine(IndexMachine):
+    """The same with tenants that may use two of the three slots each."""
+
+    quota_slots = 2
+
+
+seeded = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)
+IndexMachine.TestCase.settings = seeded
+QuotaMachine.TestCase.settings = seeded
 TestIndex = IndexMachine.TestCase
+TestIndexWithQuotas = QuotaMachine.TestCase

@@ -192,6 +192,63 @@ def test_clear_keeps_what_is_in_use_and_its_ancestors() -> None:
     index.check()
 
 
+def fill(index: BlockIndex, tenant: bytes, *keys: bytes) -> int:
+    """Write blocks without parents; how many got a slot."""
+    num_written = 0
+    for key in keys:
+        reserved = index.reserve(key, None, ALICE, tenant=tenant)
+        if reserved is not None:
+            assert index.commit(reserved[1], 0)
+            num_written += 1
+    index.check()
+    return num_written
+
+
+def test_a_tenant_over_its_quota_evicts_its_own_blocks() -> None:
+    index = BlockIndex(6, tenant_quota=0.5)
+    fill(index, b"older", b"a", b"b")
+    assert fill(index, b"newer", b"t", b"u", b"v", b"w") == 4
+    assert present(index, b"abtuvw") == "abuvw"
+    counters = index.counters
+    assert (counters.evictions, counters.quota_evictions, index.num_tenants) == (1, 1, 2)
+
+
+def test_a_tenant_below_its_quota_takes_the_block_used_longest_ago() -> None:
+    index = BlockIndex(4, tenant_quota=0.75)
+    fill(index, b"first", b"a", b"b", b"c")
+    assert fill(index, b"second", b"t", b"u") == 2
+    assert present(index, b"abctu") == "bctu"
+    assert index.counters.quota_evictions == 0
+
+
+def test_a_tenant_whose_slots_are_all_in_use_is_refused() -> None:
+    index = BlockIndex(4, tenant_quota=0.5)
+    fill(index, b"t", b"a", b"b")
+    grant = index.acquire([b"a", b"b"], BOB)
+    assert grant is not None
+    assert index.reserve(b"c", None, ALICE, tenant=b"t") is None
+    assert index.promote(b"c", None, b"t") is None
+    assert index.counters.quota_refusals == 2
+    assert fill(index, b"other", b"c") == 1
+
+
+def test_a_tenant_without_slots_is_forgotten() -> None:
+    index = BlockIndex(2, tenant_quota=0.5)
+    for number in range(100):
+        fill(index, b"tenant %d" % number, b"%d" % number)
+    assert index.num_tenants == 2
+    index.clear()
+    assert index.num_tenants == 0
+    index.check()
+
+
+def test_a_quota_of_many_evictions_keeps_the_queues_small() -> None:
+    index = BlockIndex(8, tenant_quota=0.5)
+    for number in range(2000):
+        fill(index, b"t", number.to_bytes(2, "big"))
+    assert len(index._queue._heap) < 200
+
+
 class Freed:
     """Watches which slots become free."""
 

@@ -1,0 +1,126 @@
+"""Tiers by name, options in human units, the board: what a user or a client can get wrong."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from banaserve.cli.serve_options import parse_serve_argv
+from banaserve.errors import UserError
+from banaserve.kvstore.attached_tier import attach
+from banaserve.kvstore.board import Board, BoardView
+from banaserve.kvstore.daemon import main
+from banaserve.kvstore.interface import Lookup, Slot
+from banaserve.kvstore.options import StoreOptions
+from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec, open_tier, register
+
+SOCKET = Path("store.sock")
+
+
+def test_a_tier_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="ssd already"):
+        register("ssd", lambda spec: open_tier(spec))
+
+
+def test_an_unknown_tier_lists_the_known_ones() -> None:
+    with pytest.raises(UserError, match=r"unknown tier: sdd \(known: .*ssd.*did you mean ssd"):
+        open_tier(TierSpec("sdd"))
+
+
+def test_what_a_factory_raises_becomes_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(spec: TierSpec) -> None:
+        raise RuntimeError("two\nlines")
+
+    register("failing", fail)  # type: ignore[arg-type]
+    tier = attach(TierSpec("failing"))
+    assert not tier.is_open
+    assert tier.report().stats.problem == "RuntimeError: two lines"
+    assert [record.message for record in caplog.records] == [
+        "going on without the failing tier: RuntimeError: two lines"
+    ]
+    assert tier.lookup([b"k"]) == [Lookup.MISS]
+
+
+@pytest.mark.parametrize("url", ["redis://host:1", "host:1", "", "mooncakes://host"])
+def test_only_known_schemes(url: str) -> None:
+    with pytest.raises(UserError, match="mooncake"):
+        distributed_spec(url)
+
+
+def test_the_scheme_chooses_the_tier() -> None:
+    url = "mooncake://host:1?segment=1GiB"
+    assert distributed_spec(url) == TierSpec("mooncake", url)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (StoreOptions(size="x"), "not a size"),
+        (StoreOptions(size="1GiB", ssd=Path("f"), ssd_size="big"), "not a size"),
+        (StoreOptions(size="1GiB", distributed="redis://h"), "scheme"),
+        (StoreOptions(size="1GiB", tenant_quota=0.0), "quota"),
+        (StoreOptions(size="1GiB", tenant_quota=1.5), "quota"),
+        (StoreOptions(size="1GiB", tenant_quota=float("nan")), "quota"),
+    ],
+)
+def test_options_that_make_no_sense(options: StoreOptions, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        options.config(SOCKET)
+
+
+def test_the_daemon_gets_what_serve_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["--kv-store-size", "3GiB", "--kv-store-ssd", "/cache", "--kv-store-ssd-size", "5GiB"]
+    argv += ["--kv-store-distributed", "mooncake://h:1", "--kv-store-tenant-quota", "0.25"]
+    options = StoreOptions.of(parse_serve_argv([*argv, "--kv-store-verify"]))
+    seen = []
+    monkeypatch.setattr("banaserve.kvstore.daemon.serve", lambda config, _: seen.append(config))
+    assert main(["--socket", str(SOCKET), *options.arguments()]) == 0
+    assert seen == [options.config(SOCKET)]
+    (config,) = seen
+    assert config.tiers == (
+        TierSpec("ssd", "/cache", 5 * 2**30),
+        TierSpec("mooncake", "mooncake://h:1"),
+    )
+    assert (config.pool_bytes, config.tenant_quota, config.verify_memory) == (3 * 2**30, 0.25, True)
+
+
+@pytest.mark.parametrize("quota", ["0", "-1", "2", "nan"])
+def test_serve_refuses_a_quota_that_makes_no_sense(quota: str) -> None:
+    with pytest.raises(UserError, match="--kv-store-tenant-quota"):
+        parse_serve_argv(["--kv-store-tenant-quota", quota])
+
+
+def test_the_board_cannot_be_mapped_for_writing() -> None:
+    board = Board(2**20)
+    with pytest.raises(PermissionError):
+        mmap.mmap(board.fd, board.num_bytes)
+    with pytest.raises(PermissionError):
+        os.pwrite(board.fd, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(board.fd, 0)
+    board.close()
+
+
+def test_what_the_board_says_of_a_slot() -> None:
+    board = Board(2**20)
+    view = BoardView(board.fd, 2**20, 5)
+
+    def says(generation: int = 5) -> list[Lookup]:
+        return view.states([Slot(3, generation, 7), Slot(3, generation, 8)])
+
+    assert says() == [Lookup.MISS, Lookup.MISS]
+    board.show_pending(3, 7)
+    assert says() == [Lookup.PENDING, Lookup.MISS]
+    board.show_ready(3, 7)
+    assert says() == [Lookup.HIT, Lookup.MISS]
+    assert says(generation=6) == [Lookup.MISS, Lookup.MISS]
+    board.show_failed(3, 7)
+    assert says() == [Lookup.MISS, Lookup.MISS]
+    board.show_ready(3, 8)
+    assert says() == [Lookup.MISS, Lookup.HIT]
+    board.show_free(3)
+    assert says() == [Lookup.MISS, Lookup.MISS]
+    board.close()
