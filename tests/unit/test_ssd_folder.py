@@ -1,0 +1,162 @@
+"""What a user can get wrong with an SSD tier's folder: one line each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from banaserve.errors import UserError
+from banaserve.kvstore.tiers.ssd.check import check_folder
+from banaserve.kvstore.tiers.ssd.tier import SsdTier
+
+MIB = 2**20
+
+
+def refusal(folder: Path, capacity_bytes: int = MIB, queue_depth: int = 4) -> str:
+    with pytest.raises(UserError) as caught:
+        SsdTier(folder, capacity_bytes, queue_depth=queue_depth)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_folder_is_created_private(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    SsdTier(folder, MIB).close()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert all(path.stat().st_mode & 0o077 in (0, 0o044) for path in folder.iterdir())
+    assert (folder / "format").read_bytes() == b"banaserve ssd log 1\n"
+
+
+def test_a_second_store_is_turned_away(tmp_path: Path) -> None:
+    tier = SsdTier(tmp_path, MIB)
+    message = refusal(tmp_path)
+    assert f"in use by another store (process {os.getpid()})" in message
+    tier.close()
+    SsdTier(tmp_path, MIB).close()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"banaserve ssd log 2\n", "has format 2 and this version reads 1"),
+        (b"banaserve ssd log 999999999\n", "has format 999999999"),
+        (b"banaserve ssd log -1\n", "no SSD tier's folder"),
+        (b"something else", "no SSD tier's folder"),
+        (b"", "no SSD tier's folder"),
+        (b"\xff" * 10000, "no SSD tier's folder"),
+    ],
+)
+def test_other_formats_are_refused_and_left_alone(
+    tmp_path: Path, content: bytes, said: str
+) -> None:
+    (tmp_path / "format").write_bytes(content)
+    assert said in refusal(tmp_path)
+    assert (tmp_path / "format").read_bytes() == content
+    with pytest.raises(UserError, match=said):
+        check_folder(tmp_path)
+    # The refusal has let go of the lock.
+    (tmp_path / "format").write_bytes(b"banaserve ssd log 1\n")
+    SsdTier(tmp_path, MIB).close()
+
+
+def test_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("dear")
+    assert "holds thesis.tex" in refusal(tmp_path)
+    with pytest.raises(UserError, match="no SSD tier's folder"):
+        check_folder(tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "dear"
+    assert not (tmp_path / "format").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"x\n", b"-1\n", b"9" * 19 + b"\n", b"9" * 50])
+def test_a_damaged_note_of_what_was_cleared(tmp_path: Path, content: bytes) -> None:
+    SsdTier(tmp_path, MIB).close()
+    (tmp_path / "cleared").write_bytes(content)
+    assert "is damaged: remove the folder" in refusal(tmp_path)
+    with pytest.raises(UserError, match="is damaged"):
+        check_folder(tmp_path)
+
+
+def test_a_file_instead_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "name a folder" in refusal(tmp_path / "file")
+    assert "name a folder" in refusal(tmp_path / "file" / "below")
+
+
+def test_a_folder_instead_of_a_segment(tmp_path: Path) -> None:
+    SsdTier(tmp_path, MIB).close()
+    (tmp_path / f"segment-{7:016x}.log").mkdir()
+    assert "cannot use" in refusal(tmp_path)
+
+
+def test_limits(tmp_path: Path) -> None:
+    assert "at least 256 KiB" in refusal(tmp_path, capacity_bytes=1000)
+    assert "at least 256 KiB" in refusal(tmp_path, capacity_bytes=-1)
+    assert "within 1 to" in refusal(tmp_path, queue_depth=0)
+    assert "within 1 to" in refusal(tmp_path, queue_depth=5000)
+    assert not list(tmp_path.iterdir())
+
+
+OPEN = """
+import os, sys
+from pathlib import Path
+from banaserve.errors import UserError
+from banaserve.kvstore.tiers.ssd.check import check_folder
+from banaserve.kvstore.tiers.ssd.tier import SsdTier
+folder = Path(sys.argv[1])
+# Whoever may do everything becomes somebody else.
+if sys.argv[3:] and os.geteuid() == 0:
+    os.setuid(65534)
+try:
+    if sys.argv[2] == "open":
+        SsdTier(folder, 2**20).close()
+    else:
+        print(check_folder(folder))
+except UserError as error:
+    print(error)
+"""
+
+
+def in_a_process(folder: Path, what: str, *prefix: str, as_nobody: bool = False) -> str:
+    # Relative, so that another user needs no right to the folders above.
+    command = [*prefix, sys.executable, "-c", OPEN, folder.name, what]
+    command += ["as nobody"] if as_nobody else []
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder.parent, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot be tried here: {done.stderr.splitlines()[-1:]}")
+    assert done.stdout.count("\n") == 1
+    return done.stdout
+
+
+def test_wrong_permissions(tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    SsdTier(folder, MIB).close()
+    folder.chmod(0)
+    try:
+        for what in ("open", "check"):
+            said = in_a_process(folder, what, as_nobody=True)
+            assert "Permission denied; give this user the right to read and write" in said
+    finally:
+        folder.chmod(0o700)
+
+
+def test_a_read_only_disk(tmp_path: Path) -> None:
+    SsdTier(tmp_path, MIB).close()
+    mount = f"mount --bind {tmp_path} {tmp_path} && mount -o remount,ro,bind {tmp_path}"
+    prefix = ("unshare", "-rm", "sh", "-c", f'{mount} && exec "$0" "$@"')
+    assert "Read-only file system; name a folder on a disk" in in_a_process(
+        tmp_path, "open", *prefix
+    )
+    assert "num_corrupt=0" in in_a_process(tmp_path, "check", *prefix)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    fill = f"mount -t tmpfs -o size=64k tmpfs {tmp_path} && head -c 64k /dev/zero > {tmp_path}/f"
+    prefix = ("unshare", "-rm", "sh", "-c", f'{fill}; cd {tmp_path} && mkdir log; exec "$0" "$@"')
+    said = in_a_process(tmp_path / "log", "open", *prefix)
+    assert "No space left on device; make room on that disk" in said
