@@ -36,6 +36,9 @@ BENCHMARKS = {
     "prefix-ttft": Benchmark(
         "banaserve.bench.prefix_ttft", "Is a cached prefix ever slower than computing it?"
     ),
+    "kvstore": Benchmark(
+        "banaserve.bench.kvstore", "What does the KV cache store cost beside plain copies?"
+    ),
     "stall": Benchmark(
         "banaserve.bench.stall", "Does a very long prompt stall the streams of others?"
     ),

@@ -1,0 +1,259 @@
+"""Put and get through the pool beside plain memcpy, lookups, and round trips of a request."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+import banaserve._native as _native
+from banaserve.errors import UserError
+from banaserve.kvstore.channel import Channel
+from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.fingerprint import Fingerprint
+from banaserve.kvstore.interface import Slot
+from banaserve.kvstore.pool import PoolView, populate
+
+MIB = 2**20
+NUM_LAYERS = 32
+BLOCK_BYTES = (3 * MIB // 2, 3 * MIB)
+ARRANGEMENTS = ("layers", "whole")
+LOOKUP_KEYS = 64
+RING_BYTES = 128 * MIB
+
+Memory = npt.NDArray[np.uint8]
+Offsets = npt.NDArray[np.int64]
+
+
+class Times(NamedTuple):
+    """Seconds that one request's blocks took, each once."""
+
+    memcpy_s: float
+    put_s: float
+    get_s: float
+
+
+def plain_memory(num_bytes: int, seed: int | None = None) -> Memory:
+    """Memory such as an engine has: present, of small pages; random where there is a seed."""
+    memory = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+    memory[:] = 1
+    if seed is not None:
+        memory[:] = np.frombuffer(np.random.default_rng(seed).bytes(num_bytes), np.uint8)
+    return memory
+
+
+@contextlib.contextmanager
+def store_daemon(size: str) -> Iterator[Path]:
+    """A store daemon as a process; yields its socket's path."""
+    readable, writable = os.pipe()
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        path = Path(folder) / "store.sock"
+        command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--die-with-parent"]
+        command += ["--socket", str(path), "--size", size, "--ready-fd", str(writable)]
+        log = (Path(folder) / "log").open("w+b")
+        process = subprocess.Popen(command, pass_fds=(writable,), stdout=log, stderr=log)
+        os.close(writable)
+        try:
+            with os.fdopen(readable, "rb") as ready:
+                if not ready.read(1):
+                    log.seek(0)
+                    raise UserError(log.read().decode().strip().splitlines()[-1])
+            yield path
+        finally:
+            process.terminate()
+            process.wait()
+            log.close()
+
+
+class PoolBench:
+    """One client and the blocks of one request, of one size.
+
+    Args:
+        socket_path: Of the daemon.
+        block_bytes: Of one block of all layers.
+        num_blocks: Of a request.
+        seed: Of the blocks' bytes.
+        ring_bytes: Requests take turns over so many bytes, so that no cache of the processor holds
+            what a copy is about to touch.
+    """
+
+    def __init__(
+        self,
+        socket_path: Path,
+        block_bytes: int,
+        num_blocks: int,
+        seed: int,
+        ring_bytes: int = RING_BYTES,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self._page_bytes = block_bytes // NUM_LAYERS
+        self._block_bytes = block_bytes
+        fingerprint = Fingerprint(
+            model=f"bench-{block_bytes}-{num_blocks}",
+            dtype="bfloat16",
+            block_size_tokens=16,
+            num_layers=NUM_LAYERS,
+            num_kv_heads=8,
+            head_size=128,
+            layout="bench",
+            page_bytes=self._page_bytes,
+        )
+        self.client = StoreClient(
+            socket_path, fingerprint, client_name="bench", timeout_s=30.0, populate=False
+        )
+        self.client.connect()
+        self._view: PoolView = self.client.view()
+        populate(self._view.memory)
+        self._request_bytes = num_blocks * block_bytes
+        self._num_turns = max(2, -(-ring_bytes // self._request_bytes))
+        # Of each request layer by layer, as an engine has a cache for each layer.
+        self._source = plain_memory(self._num_turns * self._request_bytes, seed)
+        self._target = plain_memory(self._num_turns * self._request_bytes)
+        self._turn = 0
+        self._last_key = 0
+
+    def close(self) -> None:
+        """Leave the store."""
+        self.client.close()
+
+    def run(self, arrangement: str) -> Times:
+        """Copy, put and get one request's blocks.
+
+        Args:
+            arrangement: ``layers`` copies layer by layer, as an engine does; ``whole`` each block
+                in one piece.
+
+        Raises:
+            UserError: The bytes that came back are others.
+        """
+        self._turn = (self._turn + 1) % self._num_turns
+        memcpy_s = self._timed(self._memcpy)
+        self._turn = (self._turn + 1) % self._num_turns
+        keys = self.new_keys()
+        source, target = self._bytes_of(self._source), self._bytes_of(self._target)
+        # What an earlier turn left in the target must not pass for what the store returned.
+        source[:: self._page_bytes] = self._last_key // self.num_blocks % 251
+        put_s = self._timed(lambda: self.put(keys, arrangement))
+        get_s = self._timed(lambda: self.get(keys, arrangement))
+        if not np.array_equal(source, target):
+            raise UserError("the store returned other bytes than were put into it")
+        return Times(memcpy_s, put_s, get_s)
+
+    def new_keys(self) -> list[bytes]:
+        """Keys of a chain that nobody has used."""
+        first = self._last_key
+        self._last_key += self.num_blocks
+        return [number.to_bytes(32, "big") for number in range(first, self._last_key)]
+
+    def put(self, keys: list[bytes], arrangement: str) -> None:
+        """Reserve, copy, commit."""
+        parents = [None, *keys[:-1]]
+        slots = self.client.exchange(reserve=list(zip(keys, parents, strict=True))).reserved
+        reserved = [slot for slot in slots if slot is not None]
+        assert len(reserved) == len(keys)
+        self._copy(reserved, arrangement, is_put=True)
+        assert self.client.commit(reserved)
+
+    def get(self, keys: list[bytes], arrangement: str) -> None:
+        """Lease, copy, release."""
+        got = self.client.exchange(acquire=keys)
+        assert got.lease is not None
+        assert len(got.slots) == len(keys)
+        self._copy(list(got.slots), arrangement, is_put=False)
+        self.client.release(got.lease)
+
+    def lookups_per_s(self, num_calls: int) -> float:
+        """Calls a second, of 64 keys each, half of them there."""
+        keys = self.new_keys()
+        self.put(keys, "whole")
+        missing = [b"\xff" * 24 + number.to_bytes(8, "big") for number in range(LOOKUP_KEYS)]
+        half = (keys * LOOKUP_KEYS)[: LOOKUP_KEYS // 2]
+        asked = [key for pair in zip(half, missing, strict=False) for key in pair]
+        seconds = self._timed(lambda: [self.client.lookup(asked) for _ in range(num_calls)])
+        return num_calls / seconds
+
+    def round_trips(self) -> int:
+        """Waits for the daemon in a request whose first half is in the store.
+
+        They are counted where the client waits for a reply, so messages that need none are not.
+        """
+        keys = self.new_keys()
+        half = keys[: len(keys) // 2]
+        self.put(half, "layers")
+        with _counted_calls() as calls:
+            rest = keys[len(half) :]
+            parents = [half[-1], *rest[:-1]]
+            got = self.client.exchange(acquire=half, reserve=list(zip(rest, parents, strict=True)))
+            self._copy(list(got.slots), "layers", is_put=False)
+            reserved = [slot for slot in got.reserved if slot is not None]
+            self._copy(reserved, "layers", is_put=True)
+            assert got.lease is not None
+            self.client.release(got.lease)
+            assert self.client.commit(reserved)
+        return len(calls)
+
+    def _bytes_of(self, memory: Memory) -> Memory:
+        """This turn's part of ``memory``."""
+        first = self._turn * self._request_bytes
+        return memory[first : first + self._request_bytes]
+
+    def _memcpy(self) -> None:
+        offsets = np.arange(self.num_blocks, dtype=np.int64) * self._block_bytes
+        source, target = self._bytes_of(self._source), self._bytes_of(self._target)
+        size = source.size
+        _native.copy_regions(
+            target.ctypes.data, source.ctypes.data, offsets, offsets, self._block_bytes, size, size
+        )
+
+    def _copy(self, slots: list[Slot], arrangement: str, *, is_put: bool) -> None:
+        indices = np.asarray([slot.index for slot in slots], dtype=np.int64)
+        pool = indices * self._view.slot_bytes
+        numbers = np.arange(len(slots), dtype=np.int64)
+        if arrangement == "whole":
+            self._move(pool, numbers * self._block_bytes, self._block_bytes, is_put)
+            return
+        for layer in range(NUM_LAYERS):
+            inside = self._view.fingerprint.offset_bytes(layer)
+            own = (layer * self.num_blocks + numbers) * self._page_bytes
+            self._move(pool + inside, own, self._page_bytes, is_put)
+
+    def _move(self, pool: Offsets, own: Offsets, num_bytes: int, is_put: bool) -> None:
+        memory = self._bytes_of(self._source if is_put else self._target)
+        here, there = memory.ctypes.data, self._view.base_address
+        own_size, pool_size = memory.size, self._view.memory.size
+        if is_put:
+            _native.copy_regions(there, here, pool, own, num_bytes, pool_size, own_size)
+        else:
+            _native.copy_regions(here, there, own, pool, num_bytes, own_size, pool_size)
+
+    def _timed(self, work: Any) -> float:
+        started_s = time.perf_counter()
+        work()
+        return time.perf_counter() - started_s
+
+
+@contextlib.contextmanager
+def _counted_calls() -> Iterator[list[str]]:
+    """The type of each request that a client in this process waits for an answer to."""
+    calls: list[str] = []
+    plain = Channel.call
+
+    def counted(self: Channel, seq: int, request: Any, reply_type: Any) -> Any:
+        calls.append(type(request).__name__)
+        return plain(self, seq, request, reply_type)
+
+    Channel.call = counted  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        Channel.call = plain  # type: ignore[method-assign]

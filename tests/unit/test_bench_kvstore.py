@@ -1,0 +1,101 @@
+"""The parts of the store's benchmark: that they move the bytes that they time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from banaserve.bench.kvstore_disk import DiskBench
+from banaserve.bench.kvstore_memory import (
+    ARRANGEMENTS,
+    NUM_LAYERS,
+    PoolBench,
+    plain_memory,
+    store_daemon,
+)
+from banaserve.bench.kvstore_others import OtherBench, redis_bench
+from banaserve.bench.kvstore_peers import missing_redis
+from banaserve.errors import UserError
+
+BLOCK_BYTES = NUM_LAYERS * 4096
+
+
+@pytest.fixture
+def pool() -> Iterator[PoolBench]:
+    with store_daemon("4MiB") as path:
+        bench = PoolBench(path, BLOCK_BYTES, 4, seed=1, ring_bytes=8 * BLOCK_BYTES)
+        yield bench
+        bench.close()
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_pool_requests_are_timed_and_checked(pool: PoolBench, arrangement: str) -> None:
+    # More than the pool holds, so that blocks are evicted.
+    for _ in range(12):
+        assert min(pool.run(arrangement)) > 0
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_other_bytes_from_the_pool_are_noticed(
+    pool: PoolBench, arrangement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.run(arrangement)
+    put = pool.put
+
+    def put_and_spoil(keys: list[bytes], how: str) -> None:
+        put(keys, how)
+        pool.client.view().memory[:] ^= 1
+
+    monkeypatch.setattr(pool, "put", put_and_spoil)
+    with pytest.raises(UserError, match="other bytes"):
+        pool.run(arrangement)
+
+
+def test_a_request_waits_twice_for_the_daemon(pool: PoolBench) -> None:
+    assert pool.round_trips() == 2
+    assert pool.lookups_per_s(3) > 0
+
+
+def test_blocks_go_to_disk_and_back_in_both_ways(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path, BLOCK_BYTES, num_blocks=6, depth=2, seed=1)
+    for tier_first in (False, True):
+        assert min(bench.run(tier_first)) > 0
+    bench.close()
+    assert not (tmp_path / "raw").exists()
+
+
+class Kept:
+    """A store in a dictionary; ``spoil`` changes a byte on the way."""
+
+    def __init__(self, spoil: int) -> None:
+        self.spoil = spoil
+        self.blocks: dict[str, bytes] = {}
+
+    def put(self, keys: Sequence[str], blocks: np.ndarray) -> None:
+        self.blocks.update(zip(keys, (block.tobytes() for block in blocks), strict=True))
+
+    def get(self, keys: Sequence[str], blocks: np.ndarray) -> None:
+        for key, block in zip(keys, blocks, strict=True):
+            block[:] = np.frombuffer(self.blocks[key], np.uint8)
+        blocks[-1, -1] ^= self.spoil
+
+
+@pytest.mark.parametrize("spoil", [0, 1])
+def test_other_stores_are_checked_too(spoil: int) -> None:
+    source, target = (plain_memory(3 * 8192, seed).reshape(3, 8192) for seed in (1, None))
+    bench = OtherBench(Kept(spoil), source, target)
+    if spoil:
+        with pytest.raises(UserError, match="other bytes"):
+            bench.run()
+    else:
+        assert min(bench.run()) >= 0
+
+
+@pytest.mark.skipif(missing_redis() is not None, reason=str(missing_redis()))
+def test_blocks_go_through_redis() -> None:
+    with redis_bench(BLOCK_BYTES, 3, seed=1) as bench:
+        for _ in range(3):
+            assert min(bench.run()) > 0
