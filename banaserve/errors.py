@@ -36,3 +36,11 @@ class NoInstanceError(BanaServeError):
 
 class DeadlineExceededError(BanaServeError):
     """The request ran out of its time budget."""
+
+
+class MigrationError(UserError):
+    """A move cannot be made or go on: nothing of it has changed the host."""
+
+
+class GuestLostError(BanaServeError):
+    """A guest died, stalled or answered nonsense: its modules come home, their KV is lost."""

@@ -5,21 +5,15 @@ Tried with vLLM 0.32. When a release moves one of these, this file is where it b
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import vllm.envs as vllm_envs
 from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.model_executor.model_loader.utils import (
-    initialize_model,
-    process_weights_after_loading,
-)
 from vllm.renderers import renderer_from_config
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -66,27 +60,21 @@ __all__ = [
     "StatLoggerBase",
     "adopt",
     "batch_copier",
-    "adopt_kv_layout",
     "block_hasher",
     "build_app",
     "cpu_model_runner",
-    "end_alone",
     "generate_block_hash_extra_keys",
     "get_hash_fn_by_name",
     "get_request_block_hasher",
     "hash_block_tokens",
     "init_app_state",
     "init_none_hash",
-    "initialize_model",
     "make_arg_parser",
     "mark_dead",
-    "pipeline_stage",
-    "process_weights_after_loading",
     "put_first_token",
     "register",
     "renderer_from_config",
     "request_state",
-    "start_alone",
     "start_output_handler",
     "submit",
     "validate_parsed_serve_args",
@@ -194,64 +182,3 @@ def batch_copier() -> Callable[[Any, Any, Any], None]:
 
     copy: Callable[[Any, Any, Any], None] = _custom_ops.swap_blocks_batch
     return copy
-
-
-# ---- guests: layers without an engine
-
-
-class _MiddleStage:
-    """A pipeline group in which this process is neither first nor last."""
-
-    rank_in_group = 1
-    world_size = 3
-    is_first_rank = False
-    is_last_rank = False
-
-
-@contextlib.contextmanager
-def pipeline_stage(start: int, end: int) -> Iterator[None]:
-    """Models built inside hold decoder layers ``start`` to ``end - 1`` and nothing else.
-
-    ``make_layers`` imports both names when it is called, and the models' loaders skip what a
-    pipeline stage lacks.
-    """
-    import vllm.distributed.parallel_state as parallel_state
-    import vllm.distributed.utils as distributed_utils
-
-    with (
-        mock.patch.object(distributed_utils, "get_pp_indices", lambda *_: (start, end)),
-        mock.patch.object(parallel_state, "_PP", _MiddleStage()),
-    ):
-        yield
-
-
-def start_alone(rendezvous: str) -> None:
-    """Make the process groups that vLLM's layers expect, with this process alone in each.
-
-    Args:
-        rendezvous: Path of a file that does not exist yet.
-    """
-    from vllm.distributed import parallel_state
-
-    parallel_state.init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
-    parallel_state.initialize_model_parallel(1, 1)
-
-
-def end_alone() -> None:
-    """Undo ``start_alone``."""
-    from vllm.distributed import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    parallel_state.destroy_distributed_environment()
-
-
-def adopt_kv_layout(config: VllmConfig, layout: str, block_size: int) -> None:
-    """What an engine core has resolved after its configuration was made.
-
-    Raises:
-        ValueError: Another layout was adopted before.
-    """
-    from vllm.v1.attention.backends.utils import record_kv_cache_layout
-
-    config.cache_config.block_size = block_size
-    record_kv_cache_layout(config.cache_config, layout)

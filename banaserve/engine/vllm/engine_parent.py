@@ -19,6 +19,7 @@ from banaserve.engine.vllm.engine_process import (
     die_with_parent,
     redirect_output,
     run_engine_core,
+    run_guest,
 )
 
 _PRE_IMPORTED = (
@@ -29,6 +30,8 @@ _PRE_IMPORTED = (
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.model_executor.models.llama",
     "banaserve.engine.vllm.connector",
+    "banaserve.engine.vllm.migration.guest",
+    "banaserve.engine.vllm.migration.install",
     "banaserve.engine.vllm.worker",
 )
 
@@ -73,7 +76,7 @@ def _in_child(body: Callable[[], None]) -> None:
 
 
 class _EngineParent:
-    """Takes StartEngine orders, forks, reports starts and exits; single-threaded."""
+    """Starts engines and guests when told, reports starts and exits; single-threaded."""
 
     def __init__(self, config: VllmConfig, control: socket.socket) -> None:
         self._config = config
@@ -110,22 +113,29 @@ class _EngineParent:
             pid = self._fork(order)
             self._pids.add(pid)
             wire.send(self._control, wire.EngineStarted(order.instance_id, pid))
+        elif isinstance(order, wire.StartGuest):
+            pid = self._fork(order)
+            self._pids.add(pid)
+            wire.send(self._control, wire.GuestStarted(order.address.guest_id, pid))
         return True
 
-    def _fork(self, order: wire.StartEngine) -> int:
+    def _fork(self, order: wire.StartEngine | wire.StartGuest) -> int:
         pid = os.fork()
         if pid == 0:
-            _in_child(lambda: self._become_engine(order))
+            _in_child(lambda: self._become(order))
         return pid
 
-    def _become_engine(self, order: wire.StartEngine) -> None:
+    def _become(self, order: wire.StartEngine | wire.StartGuest) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         die_with_parent()
         for inherited in (self._control, self._wake_read, self._wake_write):
             inherited.close()
         redirect_output(order.log_path)
-        run_engine_core(self._config, order.instance_id, order.handshake_address)
+        if isinstance(order, wire.StartGuest):
+            run_guest(self._config, order.address)
+        else:
+            run_engine_core(self._config, order.instance_id, order.handshake_address)
 
     def _reap(self) -> bool:
         self._wake_read.recv(4096)

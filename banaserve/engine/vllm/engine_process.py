@@ -13,6 +13,9 @@ import torch
 from vllm.config import VllmConfig
 
 from banaserve.engine.vllm import compat, cpu_seeds, options
+from banaserve.engine.vllm.migration import guest_process
+from banaserve.engine.vllm.migration import install as migration
+from banaserve.engine.vllm.migration.guest_address import GuestAddress
 
 _PR_SET_PDEATHSIG = 1
 INSTANCE_VARIABLE = "BANASERVE_INSTANCE"
@@ -38,6 +41,7 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
     _keep_files_in(Path(handshake_address.removeprefix("ipc://")).parent)
     if options.is_on_cpu():
         cpu_seeds.install(compat.cpu_model_runner())
+        migration.install(config, compat.cpu_model_runner())
     if config.model_config.enforce_eager and options.is_on_cpu():
         # vLLM still compiles parts of its sampler at their first use: all streams would wait 10 s
         # for the first request with logprobs, and the engine would die where no compiler is.
@@ -49,6 +53,12 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
         executor_class=compat.Executor.get_class(config),
         log_stats=True,
     )
+
+
+def run_guest(config: VllmConfig, address: GuestAddress) -> None:
+    """Serve as a guest until its host is gone."""
+    _keep_files_in(Path(address.folder))
+    guest_process.serve(config, address)
 
 
 def _keep_files_in(folder: Path) -> None:

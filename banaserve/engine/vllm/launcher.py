@@ -15,6 +15,8 @@ import msgspec
 
 from banaserve.engine.vllm import wire
 from banaserve.engine.vllm.engine_main import Launch
+from banaserve.engine.vllm.migration.guest_address import GuestAddress
+from banaserve.engine.vllm.migration.guest_main import GuestLaunch
 from banaserve.errors import InstanceDeadError
 
 
@@ -25,8 +27,12 @@ class Launcher(Protocol):
         """Start one and return its process id."""
         ...
 
+    async def start_guest(self, address: GuestAddress, log_path: Path) -> int:
+        """Start a guest that answers at ``address`` and return its process id."""
+        ...
+
     def close(self) -> None:
-        """End every engine core that is still there."""
+        """End every engine core and guest that is still there."""
         ...
 
 
@@ -43,11 +49,23 @@ class ForkLauncher:
         async with self._lock:
             return await asyncio.to_thread(self._order, order)
 
-    def _order(self, order: wire.StartEngine) -> int:
+    async def start_guest(self, address: GuestAddress, log_path: Path) -> int:
+        order = wire.StartGuest(address, str(log_path))
+        async with self._lock:
+            return await asyncio.to_thread(self._order, order)
+
+    def _order(self, order: wire.StartEngine | wire.StartGuest) -> int:
         wire.send(self._control, order)
         while (answer := wire.receive(self._control)) is not None:
-            if isinstance(answer, wire.EngineStarted) and answer.instance_id == order.instance_id:
-                return answer.pid
+            match order, answer:
+                case wire.StartEngine(), wire.EngineStarted() if (
+                    answer.instance_id == order.instance_id
+                ):
+                    return answer.pid
+                case wire.StartGuest(), wire.GuestStarted() if (
+                    answer.guest_id == order.address.guest_id
+                ):
+                    return answer.pid
         raise InstanceDeadError("the engine parent has ended: restart banaserve")
 
     def close(self) -> None:
@@ -80,6 +98,16 @@ class SpawnLauncher:
             msgspec.json.encode(launch).decode(),
         ]
         return self._spawn(command, environment).pid
+
+    async def start_guest(self, address: GuestAddress, log_path: Path) -> int:
+        launch = GuestLaunch(address, self._vllm_argv, str(log_path))
+        command = [
+            sys.executable,
+            "-m",
+            "banaserve.engine.vllm.migration.guest_main",
+            msgspec.json.encode(launch).decode(),
+        ]
+        return self._spawn(command, dict(os.environ)).pid
 
     def _spawn(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
         self._processes = [p for p in self._processes if p.poll() is None]

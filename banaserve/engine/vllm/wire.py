@@ -7,6 +7,7 @@ import struct
 
 import msgspec
 
+from banaserve.engine.vllm.migration.guest_address import GuestAddress
 from banaserve.errors import ProtocolError
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -21,19 +22,35 @@ class StartEngine(msgspec.Struct, tag=True, frozen=True):
     log_path: str
 
 
+class StartGuest(msgspec.Struct, tag=True, frozen=True):
+    """Fork a guest that answers at ``address`` and logs to ``log_path``."""
+
+    address: GuestAddress
+    log_path: str
+
+
+class GuestStarted(msgspec.Struct, tag=True, frozen=True):
+    guest_id: str
+    pid: int
+
+
 class EngineStarted(msgspec.Struct, tag=True, frozen=True):
     instance_id: str
     pid: int
 
 
 class EngineExited(msgspec.Struct, tag=True, frozen=True):
-    """``status`` as from ``os.waitstatus_to_exitcode``: negative for a signal."""
+    """An engine or a guest has ended.
+
+    Attributes:
+        status: As from ``os.waitstatus_to_exitcode``: negative for a signal.
+    """
 
     pid: int
     status: int
 
 
-Message = StartEngine | EngineStarted | EngineExited
+Message = StartEngine | EngineStarted | EngineExited | StartGuest | GuestStarted
 _decoder = msgspec.msgpack.Decoder(Message)
 
 

@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
+from banaserve.engine.vllm.migration.worker_methods import MigrationMethods
 
-class WorkerExtension:
+
+class WorkerExtension(MigrationMethods):
     """Mixed into the worker by ``worker_extension_cls``."""
 
     def banaserve_fingerprint(self) -> dict[str, Any] | None:

@@ -1,0 +1,99 @@
+"""Copies of whole blocks of a unit between the host and a guest, or from guest to guest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from banaserve.engine.vllm.migration.host_kv import HostKv
+from banaserve.engine.vllm.migration.remote_kv import RemoteKv, cancel_all, wait_all
+from banaserve.engine.vllm.migration.units import Unit
+from banaserve.transport.interface import Ticket
+from banaserve.transport.memory import Memory
+
+_BOUNCE_BYTES = 8 << 20
+
+
+class BlockMover:
+    """One direction of one unit: ``source`` and ``target`` are None for the host.
+
+    Attributes:
+        num_bytes: Copied so far.
+        seconds: That it took.
+    """
+
+    def __init__(
+        self, unit: Unit, host: HostKv, source: RemoteKv | None, target: RemoteKv | None
+    ) -> None:
+        assert source is not target
+        self._unit = unit
+        self._host = host
+        self._source = source
+        self._target = target
+        self._block_bytes = {
+            name: sum(run.num_bytes for run in host.runs(unit.heads(name))) for name in unit.names
+        }
+        self._bounce = np.empty(0, np.uint8)
+        self.num_bytes = 0
+        self.seconds = 0.0
+
+    def copy(self, blocks: Sequence[int], stop: Callable[[], bool] = lambda: False) -> int:
+        """Copy these blocks of every layer; blocks the caller, not the GIL.
+
+        Args:
+            stop: Asked between two layers: whether to give up.
+
+        Returns:
+            Bytes copied.
+
+        Raises:
+            GuestLostError: One of the guests is gone; the host's own KV may hold half a copy.
+        """
+        began_s = time.perf_counter()
+        copied = 0
+        if blocks:
+            if self._source is not None and self._target is not None:
+                copied = self._between_guests(blocks, stop)
+            else:
+                copied = self._with_host(blocks, stop)
+        self.num_bytes += copied
+        self.seconds += time.perf_counter() - began_s
+        return copied
+
+    def _with_host(self, blocks: Sequence[int], stop: Callable[[], bool]) -> int:
+        remote, to_guest = self._target or self._source, self._target is not None
+        assert remote is not None
+        offsets = np.asarray(blocks, np.int64) * self._host.page_bytes
+        tickets: list[Ticket] = []
+        num_bytes = 0
+        for name in self._unit.names:
+            if stop():
+                cancel_all(tickets)
+                return num_bytes
+            memory = self._host.memory(name)
+            tickets += remote.copy(name, blocks, memory, offsets, to_guest=to_guest)
+            num_bytes += len(blocks) * self._block_bytes[name]
+        wait_all(tickets, num_bytes)
+        return num_bytes
+
+    def _between_guests(self, blocks: Sequence[int], stop: Callable[[], bool]) -> int:
+        assert self._source is not None
+        assert self._target is not None
+        num_bytes = 0
+        per_time = max(1, _BOUNCE_BYTES // self._host.page_bytes)
+        if not self._bounce.size:
+            self._bounce = np.empty(per_time * self._host.page_bytes, np.uint8)
+        memory = Memory.of(self._bounce)
+        for name in self._unit.names:
+            for first in range(0, len(blocks), per_time):
+                if stop():
+                    return num_bytes
+                part = blocks[first : first + per_time]
+                offsets = np.arange(len(part), dtype=np.int64) * self._host.page_bytes
+                size = len(part) * self._block_bytes[name]
+                wait_all(self._source.copy(name, part, memory, offsets, to_guest=False), size)
+                wait_all(self._target.copy(name, part, memory, offsets, to_guest=True), size)
+                num_bytes += size
+        return num_bytes

@@ -1,0 +1,120 @@
+"""Why an engine cannot take part in live migration: asked before anything moves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from vllm.config import CompilationMode, VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+from banaserve.errors import MigrationError
+
+_PARTIAL_LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "mistral", "dummy")
+_WHOLE_MODEL_QUANTISATION = ("bitsandbytes", "gguf", "torchao")
+
+
+def check_config(config: VllmConfig) -> None:
+    """Refuse what the configuration alone rules out.
+
+    Raises:
+        MigrationError: With the reason and, where there is one, the way out.
+    """
+    reason = _why_not(config)
+    if reason is not None:
+        raise MigrationError(f"this engine cannot migrate: {reason}")
+
+
+def _why_not(config: VllmConfig) -> str | None:
+    model, parallel = config.model_config, config.parallel_config
+    if model.use_mla:
+        return "MLA keeps one latent for all heads, which cannot be split or moved by layer yet"
+    if config.speculative_config is not None:
+        return "speculative decoding reads states of layers that may be elsewhere"
+    if config.compilation_config.mode != CompilationMode.NONE:
+        return "compiled graphs hold the layers that would move; start it with --enforce-eager"
+    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
+        return "tensor and pipeline parallel engines need a guest for each worker"
+    if config.lora_config is not None:
+        return "LoRA adapters would have to move with their layers"
+    if model.quantization in _WHOLE_MODEL_QUANTISATION:
+        return f"{model.quantization} weights cannot be loaded for some layers alone"
+    load_format = str(config.load_config.load_format)
+    if load_format not in _PARTIAL_LOAD_FORMATS:
+        return f"weights of format {load_format} cannot be loaded for some layers alone"
+    return None
+
+
+def check_groups(groups: Iterable[Any]) -> None:
+    """Refuse models that mix kinds of attention.
+
+    Args:
+        groups: vLLM's KV cache groups.
+
+    Raises:
+        MigrationError: Not one group of plain attention.
+    """
+    specs = [group.kv_cache_spec for group in groups]
+    if len(specs) != 1:
+        raise MigrationError(
+            "this engine cannot migrate: the model mixes kinds of attention, whose blocks have "
+            "ids of their own"
+        )
+    if not isinstance(specs[0], FullAttentionSpec) or isinstance(specs[0], MLAAttentionSpec):
+        raise MigrationError(
+            f"this engine cannot migrate: {type(specs[0]).__name__} is not plain attention"
+        )
+
+
+def find_layers(model: nn.Module, names: Mapping[int, str]) -> tuple[str, nn.ModuleList]:
+    """The model's list of decoder layers and its path.
+
+    Args:
+        names: Of the attentions by layer.
+
+    Raises:
+        MigrationError: The attentions do not lie in one list, or its layers take no
+            hidden states.
+    """
+    paths = {name.split(f".{layer}.")[0] for layer, name in names.items()}
+    path = paths.pop() if len(paths) == 1 else ""
+    try:
+        layers = model.get_submodule(path) if path else None
+    except AttributeError:
+        layers = None
+    if not isinstance(layers, nn.ModuleList) or len(layers) != len(names):
+        raise MigrationError("this engine cannot migrate: its layers do not lie in one list")
+    if any("hidden_states" not in inspect.signature(m.forward).parameters for m in layers):
+        raise MigrationError("this engine cannot migrate: its layers take no hidden_states")
+    return path, layers
+
+
+def check_heads(attention: Any, name: str) -> None:
+    """Refuse to split an attention whose heads are not alike.
+
+    Raises:
+        MigrationError: With the reason.
+    """
+    impl = getattr(attention.impl, "inner", attention.impl)
+    for attribute, what in (("alibi_slopes", "ALiBi"), ("sinks", "attention sinks")):
+        if getattr(impl, attribute, None) is not None:
+            raise MigrationError(f"{name} has {what} by head: move the whole layer instead")
+    if str(attention.kv_cache_dtype).startswith("fp8"):
+        raise MigrationError(f"{name} keeps scaled KV: move the whole layer instead")
+
+
+def check_tensors(kv_caches: Mapping[str, Any]) -> None:
+    """Refuse a KV cache that cannot be given slabs of its own.
+
+    Raises:
+        MigrationError: Not in host memory, shared by layers, or of different shapes.
+    """
+    tensors = list(kv_caches.values())
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        raise MigrationError("this engine cannot migrate: its KV does not lie in host memory")
+    if len({tensor.data_ptr() for tensor in tensors}) != len(tensors):
+        raise MigrationError("this engine cannot migrate: layers share one KV cache")
+    if len({(tensor.shape, tensor.dtype) for tensor in tensors}) != 1:
+        raise MigrationError("this engine cannot migrate: its layers' KV differs in shape")

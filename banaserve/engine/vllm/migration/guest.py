@@ -1,0 +1,189 @@
+"""A guest: runs the layers and heads that a host has moved here, one message at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hmac
+import logging
+import os
+import time
+import traceback
+
+import psutil
+import torch
+from vllm.config import VllmConfig
+
+from banaserve.engine.vllm import compat_migration as compat
+from banaserve.engine.vllm.migration import messages
+from banaserve.engine.vllm.migration.guest_units import HeadsUnit, LayersUnit
+from banaserve.engine.vllm.migration.parcel import Parcel, from_wire
+from banaserve.errors import MigrationError, ProtocolError
+from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
+from banaserve.transport.interface import Channel, Message, Transport
+
+logger = logging.getLogger(__name__)
+
+REPLY_TIMEOUT_S = 10.0
+_IDLE_S = 60.0
+
+Answer = tuple[messages.Reply, Parcel]
+
+
+class Guest:
+    """Single-threaded: vLLM's forward context and its CPU kernels are the process's own.
+
+    Args:
+        config: Of the host's engine.
+        channel: To the host; when it closes, the guest's work is over.
+        transport: Offers the guest's KV to the host.
+        token: What the host has to say first.
+    """
+
+    def __init__(
+        self, config: VllmConfig, channel: Channel, transport: Transport, token: str
+    ) -> None:
+        self._config = _own_config(config)
+        self._channel = channel
+        self._transport = transport
+        self._token = token
+        self._host: str | None = None
+        self._units: dict[str, LayersUnit | HeadsUnit] = {}
+        self._step: tuple[int, HeadsUnit.Step] | None = None
+        self._busy_s = 0.0
+        self._num_runs = 0
+
+    def serve(self) -> None:
+        """Answer the host until it is gone."""
+        with contextlib.suppress(PeerGoneError):
+            while True:
+                try:
+                    self._answer(self._channel.receive(_IDLE_S))
+                except TransferTimeoutError:
+                    continue
+        self._close()
+
+    def _answer(self, message: Message) -> None:
+        try:
+            reply, parcel = self._obey(messages.decode_request(message.body), message)
+        except (MigrationError, ProtocolError, ValueError, TypeError) as refused:
+            reply, parcel = messages.Refused(str(refused)), Parcel()
+        except Exception as broken:
+            logger.error("%s", traceback.format_exc())
+            reply, parcel = messages.Refused(f"{type(broken).__name__}: {broken}"), Parcel()
+        answer = Message(messages.encode(reply), tuple(parcel.tensors), message.epoch)
+        if message.token:
+            self._channel.reply(message, answer, REPLY_TIMEOUT_S)
+        else:
+            self._channel.send(answer, REPLY_TIMEOUT_S)
+
+    def _obey(self, request: messages.Request, message: Message) -> Answer:
+        if isinstance(request, messages.Hello):
+            return self._hello(request)
+        if self._host is None:
+            raise MigrationError("a guest answers to nobody who has not shown its token")
+        match request:
+            case messages.RunLayers():
+                return self._run_layers(request, message)
+            case messages.RunHeads():
+                return self._run_heads(request, message)
+            case messages.BuildLayers() | messages.BuildHeads():
+                return self._build(request, message.epoch), Parcel()
+            case messages.Activate():
+                self._unit(request.unit_id).activate(request.epoch)
+                self._channel.min_epoch = max(self._channel.min_epoch, request.epoch)
+            case messages.Release():
+                if unit := self._units.pop(request.unit_id, None):
+                    unit.close()
+            case messages.GetUsage():
+                return self._usage(), Parcel()
+        return messages.Done(), Parcel()
+
+    def _hello(self, hello: messages.Hello) -> Answer:
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            raise MigrationError("the token is not this guest's")
+        self._host = hello.host
+        return messages.Ready(os.getpid()), Parcel()
+
+    def _build(
+        self, request: messages.BuildLayers | messages.BuildHeads, epoch: int
+    ) -> messages.Built:
+        if request.unit_id in self._units:
+            raise MigrationError(f"{request.unit_id} is here already")
+        if isinstance(request, messages.BuildLayers) and self._serves():
+            raise MigrationError(
+                "this guest serves and would stand still while it loads layers: start another"
+            )
+        began_s = time.perf_counter()
+        compat.adopt_kv_layout(self._config, request.kv.layout, request.kv.block_size_tokens)
+        kind = LayersUnit if isinstance(request, messages.BuildLayers) else HeadsUnit
+        unit = kind(self._config, self._transport, request, epoch)  # type: ignore[arg-type]
+        self._units[request.unit_id] = unit
+        seconds = time.perf_counter() - began_s
+        return messages.Built(
+            request.unit_id, unit.descriptor, unit.places, unit.weight_bytes, seconds
+        )
+
+    def _serves(self) -> bool:
+        return any(unit.epoch is not None for unit in self._units.values())
+
+    def _run_layers(self, request: messages.RunLayers, message: Message) -> Answer:
+        began_s = time.perf_counter()
+        unit = self._unit(request.unit_id, request.epoch)
+        if not isinstance(unit, LayersUnit):
+            raise ProtocolError(f"{request.unit_id} are no layers")
+        returned = unit.run(request.step, request.arguments, message.tensors)
+        values = returned if isinstance(returned, tuple) else (returned,)
+        parcel = Parcel()
+        indices = tuple(None if value is None else parcel.put(value) for value in values)
+        self._count(began_s)
+        return messages.Outputs(isinstance(returned, tuple), indices), parcel
+
+    def _run_heads(self, request: messages.RunHeads, message: Message) -> Answer:
+        began_s = time.perf_counter()
+        unit = self._unit(request.unit_id, request.epoch)
+        if not isinstance(unit, HeadsUnit):
+            raise ProtocolError(f"{request.unit_id} are no heads")
+        if request.step is not None:
+            self._step = request.step_id, HeadsUnit.read_step(request.step, message.tensors)
+        if self._step is None or self._step[0] != request.step_id:
+            raise ProtocolError(f"step {request.step_id} has not been described")
+        query, key, value = (from_wire(tensor) for tensor in message.tensors[:3])
+        parcel = Parcel()
+        parcel.put(unit.run(request.name, self._step[1], query, key, value))
+        self._count(began_s)
+        return messages.Outputs(False, (0,)), parcel
+
+    def _unit(self, unit_id: str, epoch: int | None = None) -> LayersUnit | HeadsUnit:
+        unit = self._units.get(unit_id)
+        if unit is None:
+            raise MigrationError(f"{unit_id} is not here (any more)")
+        if epoch is not None and epoch != unit.epoch:
+            raise MigrationError(f"{unit_id} is at epoch {unit.epoch}, not {epoch}")
+        return unit
+
+    def _count(self, began_s: float) -> None:
+        self._busy_s += time.perf_counter() - began_s
+        self._num_runs += 1
+
+    def _usage(self) -> messages.Usage:
+        memory = psutil.Process().memory_full_info()
+        busy_s, self._busy_s = self._busy_s, 0.0
+        num_runs, self._num_runs = self._num_runs, 0
+        weights = sum(unit.weight_bytes for unit in self._units.values())
+        return messages.Usage(memory.rss, memory.uss, weights, busy_s, num_runs)
+
+    def _close(self) -> None:
+        for unit in self._units.values():
+            unit.close()
+        self._channel.close()
+        self._transport.close()
+
+
+def _own_config(config: VllmConfig) -> VllmConfig:
+    """The host's configuration without what belongs to its engine."""
+    own = copy.deepcopy(config)
+    own.kv_transfer_config = None
+    own.compilation_config.static_forward_context = {}
+    torch.compiler.set_stance("force_eager")
+    return own

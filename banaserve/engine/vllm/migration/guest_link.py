@@ -1,0 +1,196 @@
+"""The host's end of the connection to one guest."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from banaserve.engine.vllm.migration import messages
+from banaserve.engine.vllm.migration.parcel import Parcel, from_wire
+from banaserve.errors import GuestLostError, MigrationError, ProtocolError
+from banaserve.transport.errors import PeerGoneError, TransportError
+from banaserve.transport.interface import Channel, Message, Transport
+
+CONTROL_TIMEOUT_S = 5.0
+_FACTOR = 10.0
+_SMOOTHING = 0.2
+
+
+class GuestLink:
+    """One guest as its host knows it. Control and steps take turns on one channel.
+
+    Args:
+        epoch: The host's present epoch, asked for each message.
+        stall_s: How long a guest may say nothing beyond what its work should take.
+
+    Attributes:
+        lost: Why the guest is given up; None while it is not.
+        round_trips: Steps that it has answered.
+        described_step: Whose metadata it has last been sent with heads.
+    """
+
+    def __init__(
+        self,
+        guest_id: str,
+        channel: Channel,
+        transport: Transport,
+        epoch: Callable[[], int],
+        stall_s: float,
+    ) -> None:
+        self.guest_id = guest_id
+        self.transport = transport
+        self.lost: str | None = None
+        self.round_trips = 0
+        self.described_step = 0
+        self._channel = channel
+        self._epoch = epoch
+        self._stall_s = stall_s
+        self._lock = threading.RLock()
+        self._seconds_per_token = 0.0
+        self._sent_s = 0.0
+
+    # ---- control
+
+    def ask(
+        self, request: messages.Request, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> messages.Reply:
+        """One request and its answer.
+
+        Raises:
+            MigrationError: The guest refuses.
+            GuestLostError: It is gone or does not answer.
+        """
+        with self._lock:
+            reply, _ = self._call(request, Parcel(), timeout_s)
+        if isinstance(reply, messages.Refused):
+            raise MigrationError(f"guest {self.guest_id} refuses: {reply.reason}")
+        return reply
+
+    def check(self) -> None:
+        """Notice a guest that has died while nobody talked to it.
+
+        Raises:
+            GuestLostError: It is gone.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            poll = select.poll()
+            poll.register(self._channel.fileno(), select.POLLIN | select.POLLHUP)
+            if self.lost is None and poll.poll(0):
+                self._channel.receive(0.0)
+        except TransportError as error:
+            if isinstance(error, PeerGoneError):
+                raise self._give_up(str(error)) from error
+        finally:
+            self._lock.release()
+
+    # ---- steps
+
+    def run(
+        self, request: messages.Request, parcel: Parcel, num_tokens: int
+    ) -> list[torch.Tensor | None]:
+        """One step there and back.
+
+        Raises:
+            GuestLostError: It is gone, stalls, or cannot do it.
+        """
+        with self._lock:
+            began_s = time.perf_counter()
+            reply, tensors = self._call(request, parcel, self._deadline_s(num_tokens))
+            self._learn(time.perf_counter() - began_s, num_tokens)
+        return self._outputs(reply, tensors)
+
+    def post(self, request: messages.Request, parcel: Parcel) -> None:
+        """Send one step's work without waiting; ``collect`` must follow on the same thread.
+
+        Raises:
+            GuestLostError: It is gone or does not read.
+        """
+        self._lock.acquire()
+        try:
+            self._refuse_lost()
+            self._sent_s = time.perf_counter()
+            self._channel.send(self._message(request, parcel), self._stall_s)
+        except TransportError as error:
+            self._lock.release()
+            raise self._give_up(str(error)) from error
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def collect(self, num_tokens: int) -> list[torch.Tensor | None]:
+        """The answer to what was posted.
+
+        Raises:
+            GuestLostError: It is gone, stalls, or cannot do it.
+        """
+        try:
+            answer = self._channel.receive(self._deadline_s(num_tokens))
+            self._learn(time.perf_counter() - self._sent_s, num_tokens)
+            reply, tensors = self._read(answer)
+        except (TransportError, ProtocolError) as error:
+            raise self._give_up(str(error)) from error
+        finally:
+            self._lock.release()
+        return self._outputs(reply, tensors)
+
+    def close(self) -> None:
+        """End the connection; the guest ends by itself."""
+        self.lost = self.lost or "closed"
+        self._channel.close()
+
+    # ---- inside
+
+    def _call(
+        self, request: messages.Request, parcel: Parcel, timeout_s: float
+    ) -> tuple[messages.Reply, list[torch.Tensor]]:
+        self._refuse_lost()
+        try:
+            answer = self._channel.call(self._message(request, parcel), timeout_s)
+            return self._read(answer)
+        except (TransportError, ProtocolError) as error:
+            raise self._give_up(str(error)) from error
+
+    def _message(self, request: messages.Request, parcel: Parcel) -> Message:
+        return Message(messages.encode(request), tuple(parcel.tensors), self._epoch())
+
+    @staticmethod
+    def _read(answer: Message) -> tuple[messages.Reply, list[torch.Tensor]]:
+        reply = messages.decode_reply(answer.body)
+        return reply, [from_wire(tensor) for tensor in answer.tensors]
+
+    def _outputs(
+        self, reply: messages.Reply, tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        if isinstance(reply, messages.Refused):
+            raise self._give_up(reply.reason)
+        if not isinstance(reply, messages.Outputs):
+            raise self._give_up(f"a step was answered with {type(reply).__name__}")
+        self.round_trips += 1
+        return [None if index is None else tensors[index] for index in reply.values]
+
+    def _refuse_lost(self) -> None:
+        if self.lost is not None:
+            raise GuestLostError(f"guest {self.guest_id} is lost: {self.lost}")
+
+    def _give_up(self, reason: str) -> GuestLostError:
+        """A guest that has failed once is not trusted with another step."""
+        self.lost = self.lost or reason
+        self._channel.close()
+        return GuestLostError(f"guest {self.guest_id}: {reason}")
+
+    def _deadline_s(self, num_tokens: int) -> float:
+        if not self._seconds_per_token:
+            return _FACTOR * self._stall_s
+        return self._stall_s + _FACTOR * self._seconds_per_token * num_tokens
+
+    def _learn(self, seconds: float, num_tokens: int) -> None:
+        sample = seconds / max(1, num_tokens)
+        if not self._seconds_per_token:
+            self._seconds_per_token = sample
+        self._seconds_per_token += _SMOOTHING * (sample - self._seconds_per_token)

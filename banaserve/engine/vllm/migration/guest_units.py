@@ -1,0 +1,147 @@
+"""What a guest holds for its host: ranges of layers, and heads of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from banaserve.engine.vllm.migration.head_attention import HeadAttention
+from banaserve.engine.vllm.migration.messages import BuildHeads, BuildLayers, KvShape
+from banaserve.engine.vllm.migration.parcel import dtype_named, restore
+from banaserve.engine.vllm.migration.stage import Stage
+from banaserve.engine.vllm.migration.step_fields import common_from
+from banaserve.transport.interface import OfferedRegion, RegionDescriptor, Tensor, Transport
+from banaserve.transport.memory import PAGE_BYTES
+
+_ADVANCE_TIMEOUT_S = 5.0
+
+
+class _Unit:
+    """One offered region with the KV of all attentions of the unit, and the epoch of its use.
+
+    Attributes:
+        places: Offset of each attention's KV in the region, by name.
+        epoch: None until the host has activated the unit.
+    """
+
+    weight_bytes = 0
+
+    def __init__(self) -> None:
+        self._region: OfferedRegion | None = None
+        self.places: dict[str, int] = {}
+        self.epoch: int | None = None
+
+    def _offer(
+        self, transport: Transport, kv: KvShape, heads: Mapping[str, int], epoch: int
+    ) -> dict[str, torch.Tensor]:
+        """Reserve and offer the KV caches: ``[num_blocks, num_heads, ...]`` by name.
+
+        Args:
+            heads: KV heads of each attention.
+        """
+        dtype = dtype_named(kv.dtype)
+        end = 0
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, num_heads in heads.items():
+            shapes[name] = (kv.num_blocks, num_heads, *kv.block_shape[1:])
+            self.places[name] = end
+            end += -(-torch.Size(shapes[name]).numel() * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
+        self._region = transport.offer(end, epoch)
+        raw = torch.from_numpy(self._region.memory.view())
+        return {
+            name: raw[start : start + torch.Size(shapes[name]).numel() * dtype.itemsize]
+            .view(dtype)
+            .view(shapes[name])
+            for name, start in self.places.items()
+        }
+
+    @property
+    def descriptor(self) -> RegionDescriptor:
+        assert self._region is not None
+        return self._region.descriptor
+
+    def activate(self, epoch: int) -> None:
+        """Run for messages of ``epoch`` only, and take no copies of an older one."""
+        assert self._region is not None
+        self._region.advance(epoch, _ADVANCE_TIMEOUT_S)
+        self.epoch = epoch
+
+    def close(self) -> None:
+        """Let go of the KV."""
+        if self._region is not None:
+            self._region.close()
+            self._region = None
+
+
+class LayersUnit(_Unit):
+    """A range of layers with weights and KV."""
+
+    def __init__(
+        self, config: VllmConfig, transport: Transport, request: BuildLayers, epoch: int
+    ) -> None:
+        super().__init__()
+        device = torch.device("cpu")
+        self._stage = Stage(config, request.path, request.start, request.end, device)
+        self.weight_bytes = self._stage.weight_bytes
+        heads = dict.fromkeys(self._stage.attentions, request.kv.block_shape[0])
+        self._stage.bind(self._offer(transport, request.kv, heads, epoch))
+
+    def run(
+        self, step: Mapping[str, Any], arguments: Mapping[str, Any], tensors: Sequence[Tensor]
+    ) -> Any:
+        common = common_from(restore(step, tensors))
+        return self._stage.run(common, restore(arguments, tensors))
+
+    def close(self) -> None:
+        self._stage.close()
+        super().close()
+
+
+class HeadsUnit(_Unit):
+    """Heads of some layers: KV and attention, no weights."""
+
+    class Step:
+        """One step's metadata, built once for all layers that have as many heads."""
+
+        def __init__(self, common: CommonAttentionMetadata) -> None:
+            self.common = common
+            self._built: dict[int, Any] = {}
+
+        def metadata(self, attention: HeadAttention, num_kv_heads: int) -> Any:
+            if num_kv_heads not in self._built:
+                self._built[num_kv_heads] = attention.metadata(self.common)
+            return self._built[num_kv_heads]
+
+    @staticmethod
+    def read_step(step: Mapping[str, Any], tensors: Sequence[Tensor]) -> Step:
+        return HeadsUnit.Step(common_from(restore(step, tensors)))
+
+    def __init__(
+        self, config: VllmConfig, transport: Transport, request: BuildHeads, epoch: int
+    ) -> None:
+        super().__init__()
+        device = torch.device("cpu")
+        heads = {part.name: part.num_kv_heads for part in request.slices}
+        kv_caches = self._offer(transport, request.kv, heads, epoch)
+        self._attentions: dict[str, HeadAttention] = {}
+        for part in request.slices:
+            attention = HeadAttention(config, part, request.unit_id, device)
+            attention.bind(kv_caches[part.name])
+            self._attentions[part.name] = attention
+
+    def run(
+        self, name: str, step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        attention = self._attentions[name]
+        metadata = step.metadata(attention, key.shape[1])
+        return attention.run(metadata, step.common.slot_mapping, query, key, value)
+
+    def close(self) -> None:
+        for attention in self._attentions.values():
+            attention.close()
+        self._attentions.clear()
+        super().close()

@@ -1,0 +1,289 @@
+"""The host of a migration: one in each engine's worker, asked between two steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from banaserve.engine.vllm.migration import checks
+from banaserve.engine.vllm.migration.guest_link import GuestLink
+from banaserve.engine.vllm.migration.host_kv import HostKv, blocks_gained
+from banaserve.engine.vllm.migration.lost_steps import LostSteps
+from banaserve.engine.vllm.migration.messages import Reply, Request
+from banaserve.engine.vllm.migration.modules import (
+    HeadSet,
+    ModelShape,
+    Modules,
+    check_free,
+    check_shape,
+)
+from banaserve.engine.vllm.migration.move import Move
+from banaserve.engine.vllm.migration.phases import Phase
+from banaserve.engine.vllm.migration.placement import Placement
+from banaserve.engine.vllm.migration.settings import MigrationSettings
+from banaserve.engine.vllm.migration.step_watch import StepWatch
+from banaserve.engine.vllm.migration.unit_builder import UnitBuilder
+from banaserve.engine.vllm.migration.units import Unit
+from banaserve.errors import GuestLostError, MigrationError
+
+logger = logging.getLogger(__name__)
+
+_ABORT_WAIT_S = 1.0
+
+
+class MigrationHost:
+    """Moves units of one engine between this worker and its guests.
+
+    Every method is called by the engine's thread between two steps, but for ``guest_lost``, which
+    may come in the middle of one.
+
+    Attributes:
+        epoch: Of the placement; grows with each change of it.
+        links: Guests by id.
+        attaching: Guests that are not linked yet: ``state`` and ``reason``.
+        moves: By id, ended ones included.
+    """
+
+    def __init__(self, runner: Any, settings: MigrationSettings, host_kv: HostKv) -> None:
+        self.settings = settings
+        self.epoch = 1
+        self.links: dict[str, GuestLink] = {}
+        self.attaching: dict[str, dict[str, str]] = {}
+        self.moves: dict[str, Move] = {}
+        self.num_guests_lost = 0
+        self._runner = runner
+        self._config = runner.vllm_config
+        self.kv = host_kv
+        context = self._config.compilation_config.static_forward_context
+        self._attentions = {name: context[name] for name in host_kv.tensors}
+        self._names = dict(enumerate(host_kv.tensors))
+        path, layers = checks.find_layers(runner.get_model(), self._names)
+        (group,) = [g for groups in runner.attn_groups for g in groups]
+        spec = group.kv_cache_spec
+        self.watch = StepWatch(group.get_metadata_builder(0), spec.block_size)
+        kv_shape = host_kv.shape(runner.cache_config.kv_cache_layout, spec.block_size)
+        self._builder = UnitBuilder(path, kv_shape, host_kv, self._attentions)
+        self._shape = ModelShape(len(self._names), host_kv.num_heads)
+        self.lost_steps = LostSteps(runner)
+        self.placement = Placement(
+            self._config, layers, self._attentions, host_kv, self.watch, self.guest_lost
+        )
+
+    # ---- a move, step by step
+
+    def prepare(self, move_id: str, modules: Modules, guest_id: str) -> Move:
+        """Begin to build ``modules``, which are at home, in a guest.
+
+        Raises:
+            MigrationError: They cannot move, or the guest or the move's id is not to be had.
+        """
+        check_shape(modules, self._shape)
+        away = {u.unit_id: u.modules for u in self.placement}
+        moving = {m.unit.unit_id: m.unit.modules for m in self.moves.values() if m.is_open}
+        check_free(modules, away | moving)
+        if isinstance(modules, HeadSet):
+            for layer in modules.layers:
+                name = self._names[layer]
+                checks.check_heads(self._attentions[name], name)
+        return self._begin(move_id, Unit(move_id, modules, self._names), self._link(guest_id))
+
+    def prepare_again(self, move_id: str, unit_id: str, guest_id: str | None) -> Move:
+        """Begin to move a unit that is away on to another guest, or home.
+
+        Raises:
+            MigrationError: There is no such unit, it moves already, or it is there already.
+        """
+        unit = next((u for u in self.placement if u.unit_id == unit_id), None)
+        if unit is None:
+            raise MigrationError(f"{unit_id} is not away: name what is to move instead")
+        if any(m.is_open and m.unit is unit for m in self.moves.values()):
+            raise MigrationError(f"{unit_id} is moving: wait for that to end, or abort it")
+        target = None if guest_id is None else self._link(guest_id)
+        assert unit.residence is not None
+        if target is unit.residence.link:
+            raise MigrationError(f"{unit_id} is in {guest_id} already")
+        return self._begin(move_id, unit, target)
+
+    def _begin(self, move_id: str, unit: Unit, target: GuestLink | None) -> Move:
+        if move_id in self.moves:
+            raise MigrationError(f"there was a move {move_id} already: name another")
+        move = Move(move_id, unit, target)
+        self.moves[move_id] = move
+        move.prepare(self._builder)
+        return move
+
+    def precopy(self, move_id: str) -> Move:
+        """Begin to copy what has been written, or what has been since."""
+        move = self.move(move_id)
+        move.precopy(self.watch.written)
+        return move
+
+    def commit(self, move_id: str) -> Move:
+        """Copy what is left and let the target serve: the stall of the engine.
+
+        Raises:
+            MigrationError: Not ready, or a guest was lost; then the source serves on.
+        """
+        move = self.move(move_id)
+        if move.phase not in (Phase.PREPARED, Phase.COPIED) or move.mover is None:
+            raise MigrationError(f"move {move_id} is {move.phase.value}: nothing to commit yet")
+        began_s = time.perf_counter()
+        try:
+            blocks = self._copy_left(move)
+            copied_s = time.perf_counter()
+            if move.new_residence is not None:
+                move.new_residence.activate(self.epoch + 1)
+        except (GuestLostError, MigrationError) as failed:
+            self._failed(move, str(failed))
+            raise MigrationError(f"move {move_id}: {failed}") from failed
+        self.epoch += 1
+        activated_s = time.perf_counter()
+        self.placement.put(move.unit, move.new_residence)
+        move.enter(Phase.COMMITTED)
+        ended_s = time.perf_counter()
+        move.end_watch()
+        move.facts |= {
+            "commit_blocks": len(blocks),
+            "copy_s": copied_s - began_s,
+            "activate_s": activated_s - copied_s,
+            "swap_s": ended_s - activated_s,
+            "stall_s": ended_s - began_s,
+        }
+        if self.settings.poison and move.source is None:
+            self._builder.poison(move.unit)
+        return move
+
+    def _copy_left(self, move: Move) -> list[int]:
+        assert move.mover is not None
+        self.watch.written.step_ended()
+        blocks = move.take_left(self.watch.written)
+        move.facts["commit_bytes"] = move.mover.copy(blocks)
+        return blocks
+
+    def free(self, move_id: str) -> Move:
+        """Give back what the source still holds of a committed move.
+
+        Raises:
+            MigrationError: It is not committed, or its unit has moved again since.
+        """
+        move = self.move(move_id)
+        if move.unit.residence is not move.new_residence:
+            raise MigrationError(f"{move.unit.unit_id} has moved since {move_id}")
+        move.enter(Phase.FREED)
+        began_s = time.perf_counter()
+        if move.source is not None:
+            move.source.leave()
+        else:
+            freed = [self.kv.free(name, move.unit.heads(name)) for name in move.unit.names]
+            move.facts["predicted_bytes"] = sum(f.predicted_bytes for f in freed)
+            move.facts["freed_bytes"] = sum(f.freed_bytes for f in freed)
+        move.facts["free_s"] = time.perf_counter() - began_s
+        return move
+
+    def abort(self, move_id: str) -> Move:
+        """Give up an open move: the source has never stopped to serve.
+
+        Raises:
+            MigrationError: It is committed or has ended.
+        """
+        move = self.move(move_id)
+        move.enter(Phase.ABORTED)
+        move.give_up()
+        move.join(_ABORT_WAIT_S)
+        return move
+
+    def move(self, move_id: str) -> Move:
+        """A move by its id.
+
+        Raises:
+            MigrationError: There is none.
+        """
+        found = self.moves.get(move_id)
+        if found is None:
+            raise MigrationError(f"there is no move {move_id}")
+        return found
+
+    # ---- faults
+
+    def guest_lost(self, link: GuestLink, error: GuestLostError) -> None:
+        """Bring home what a guest held, with the weights kept here; its KV is lost.
+
+        All KV of the engine starts over: blocks are shared by requests, and recomputing one in
+        place would let another request read it before.
+        """
+        lost = self.placement.at(link)
+        for move in self.moves.values():
+            if move.is_open and (move.target is link or move.unit in lost):
+                self._failed(move, str(error))
+        if not lost:
+            return
+        logger.error("%s: %s come home", error, ", ".join(str(u.modules) for u in lost))
+        self.num_guests_lost += 1
+        for unit in lost:
+            assert unit.residence is not None
+            unit.residence.kv.close()
+            self.placement.put(unit, None)
+        self.epoch += 1
+        self.watch.written.forget()
+        self.lost_steps.kv_lost()
+
+    def check_guests(self) -> None:
+        """Notice guests that have died while nobody talked to them."""
+        for link in list(self.links.values()):
+            try:
+                link.check()
+            except GuestLostError as error:
+                self.guest_lost(link, error)
+
+    def _failed(self, move: Move, reason: str) -> None:
+        move.fail(reason)
+        move.give_up()
+        source = move.source.link if move.source else None
+        if source is not None and source.lost and self.placement.at(source):
+            self.guest_lost(source, GuestLostError(reason))
+
+    # ---- guests
+
+    def detach(self, guest_id: str) -> None:
+        """End the connection to a guest, and so the guest.
+
+        Raises:
+            MigrationError: Something runs there or moves there.
+        """
+        link = self.links.get(guest_id)
+        if link is None:
+            raise MigrationError(f"guest {guest_id} is not attached")
+        held = [str(unit.modules) for unit in self.placement.at(link)]
+        held += [str(m.unit.modules) for m in self.moves.values() if m.is_open and m.target is link]
+        if held:
+            raise MigrationError(f"guest {guest_id} holds {', '.join(held)}: move it first")
+        link.close()
+        del self.links[guest_id]
+
+    def ask_idle(self, guest_id: str, request: Request) -> Reply:
+        """A short question to a guest that is not building.
+
+        Raises:
+            MigrationError: It is, or is not attached, or is lost.
+        """
+        link = self._link(guest_id)
+        if any(m.phase is Phase.PREPARING and m.target is link for m in self.moves.values()):
+            raise MigrationError(f"guest {guest_id} is building: ask later")
+        return link.ask(request)
+
+    @property
+    def blocks_gained(self) -> int:
+        """Blocks by which the pool can grow by what is away."""
+        kv = self.kv
+        away = round(self.placement.away_pages() * kv.page_bytes)
+        kept = len(self._names) * kv.page_bytes - away
+        return blocks_gained(kv.num_blocks, kv.max_blocks, away, kept)
+
+    def _link(self, guest_id: str) -> GuestLink:
+        link = self.links.get(guest_id)
+        if link is None:
+            raise MigrationError(f"guest {guest_id} is not attached")
+        if link.lost is not None:
+            raise MigrationError(f"guest {guest_id} is lost: {link.lost}")
+        return link

@@ -1,0 +1,182 @@
+"""What a host says to its guest, and the answers. Tensors travel beside a message, not in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from banaserve.transport.interface import RegionDescriptor
+
+
+class AttentionSlice(msgspec.Struct, frozen=True):
+    """Some KV heads of one layer, as a guest has to build their attention.
+
+    Attributes:
+        name: Of the layer's attention on the host.
+        num_heads: Query heads, of all KV heads together.
+        num_kv_heads: How many move.
+        sliding_window: As the attention was built; None where there is none.
+    """
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    sliding_window: int | None
+    logits_soft_cap: float | None
+
+
+class KvShape(msgspec.Struct, frozen=True):
+    """How the host lays its KV cache out: a guest uses the same block ids.
+
+    Attributes:
+        num_blocks: Room to reserve, as many as the host's pool can ever have.
+        block_shape: Of one block of one layer with all its heads, ``[heads, ...]``.
+        dtype: Of its elements.
+        layout: vLLM's name of it.
+        block_size_tokens: Tokens in a block.
+    """
+
+    num_blocks: int
+    block_shape: tuple[int, ...]
+    dtype: str
+    layout: str
+    block_size_tokens: int
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First of all messages; ``token`` is the secret that the guest was started with."""
+
+    token: str
+    host: str
+
+
+class BuildLayers(msgspec.Struct, frozen=True, tag=True):
+    """Build layers ``start`` to ``end - 1`` of the model's list ``path`` from the checkpoint."""
+
+    unit_id: str
+    path: str
+    start: int
+    end: int
+    kv: KvShape
+
+
+class BuildHeads(msgspec.Struct, frozen=True, tag=True):
+    unit_id: str
+    slices: tuple[AttentionSlice, ...]
+    kv: KvShape
+
+
+class Activate(msgspec.Struct, frozen=True, tag=True):
+    """From here on the unit runs, for messages of this epoch only, and takes no copies of old."""
+
+    unit_id: str
+    epoch: int
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Forget a unit, its weights and its KV."""
+
+    unit_id: str
+
+
+class RunLayers(msgspec.Struct, frozen=True, tag=True):
+    """One step of a range of layers.
+
+    Attributes:
+        step: Attention metadata by field: a plain value, or a list that begins with the index of
+            a tensor.
+        arguments: Of the first layer by parameter name, likewise.
+    """
+
+    unit_id: str
+    epoch: int
+    step: dict[str, Any]
+    arguments: dict[str, Any]
+
+
+class RunHeads(msgspec.Struct, frozen=True, tag=True):
+    """One step of some heads of one layer; the first three tensors are query, key and value.
+
+    Attributes:
+        step_id: Names the step; ``step`` is None where this guest has its metadata already.
+        name: The attention on the host.
+    """
+
+    unit_id: str
+    epoch: int
+    step_id: int
+    name: str
+    step: dict[str, Any] | None
+
+
+class GetUsage(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+Request = Hello | BuildLayers | BuildHeads | Activate | Release | RunLayers | RunHeads | GetUsage
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    pid: int
+
+
+class Built(msgspec.Struct, frozen=True, tag=True):
+    """A unit is there and its KV is offered.
+
+    Attributes:
+        region: With the KV of all its attentions.
+        places: Offset of each attention's KV in the region, by name.
+        weight_bytes: Of the parameters that were loaded.
+        seconds: That it took.
+    """
+
+    unit_id: str
+    region: RegionDescriptor
+    places: dict[str, int]
+    weight_bytes: int
+    seconds: float
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """What was returned: one tensor, or a tuple of them, by index; None stays None."""
+
+    is_tuple: bool
+    values: tuple[int | None, ...]
+
+
+class Usage(msgspec.Struct, frozen=True, tag=True):
+    """What a guest takes from its machine.
+
+    Attributes:
+        resident_bytes: Of the whole process, pages that it shares with its parent included.
+        own_bytes: Of pages that no other process shares.
+        weight_bytes: Of the layers that it has built.
+        busy_s: Spent computing since it was asked last.
+        num_runs: Runs of units since then.
+    """
+
+    resident_bytes: int
+    own_bytes: int
+    weight_bytes: int
+    busy_s: float
+    num_runs: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Not done, and nothing has changed; ``reason`` is for people."""
+
+    reason: str
+
+
+Reply = Ready | Built | Done | Outputs | Usage | Refused
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode

@@ -1,0 +1,127 @@
+"""Which units are where, and the proxies in the model that make it so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+
+from banaserve.engine.vllm.migration.guest_link import GuestLink
+from banaserve.engine.vllm.migration.host_kv import HostKv, Run
+from banaserve.engine.vllm.migration.layer_proxy import RemoteRange
+from banaserve.engine.vllm.migration.modules import LayerRange
+from banaserve.engine.vllm.migration.remote_kv import RemoteKv
+from banaserve.engine.vllm.migration.split_attention import RemoteHeads, SplitAttention
+from banaserve.engine.vllm.migration.step_watch import StepWatch
+from banaserve.engine.vllm.migration.units import Residence, Unit
+from banaserve.errors import GuestLostError
+
+
+class Placement:
+    """Owner of the model's proxies; changed between two steps, or when a guest is lost in one.
+
+    Args:
+        layers: The model's list.
+        attentions: By name, in layer order.
+        on_lost: Called with the guest that is lost in the middle of a step.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        layers: nn.ModuleList,
+        attentions: Mapping[str, Any],
+        host: HostKv,
+        watch: StepWatch,
+        on_lost: Callable[[GuestLink, GuestLostError], None],
+    ) -> None:
+        self._config = config
+        self._layers = layers
+        self._attentions = attentions
+        self._host = host
+        self._watch = watch
+        self._on_lost = on_lost
+        self._units: dict[str, Unit] = {}
+        self._ranges: dict[str, RemoteRange] = {}
+        self._splits: dict[str, SplitAttention] = {}
+        self._runs: dict[str, list[tuple[Run, RemoteKv | None]]] = {}
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(list(self._units.values()))
+
+    def at(self, link: GuestLink) -> list[Unit]:
+        """The units that run in a guest."""
+        return [u for u in self if u.residence is not None and u.residence.link is link]
+
+    def put(self, unit: Unit, residence: Residence | None) -> None:
+        """Let a unit run in ``residence``, or at home."""
+        unit.residence = residence
+        if residence is None:
+            self._units.pop(unit.unit_id, None)
+        else:
+            self._units[unit.unit_id] = unit
+        if isinstance(unit.modules, LayerRange):
+            self._put_layers(unit, unit.modules, residence)
+        else:
+            for name in unit.names:
+                self._arrange_heads(name)
+        self._runs = {name: self._find_runs(name) for name in self._attentions}
+
+    def _put_layers(self, unit: Unit, modules: LayerRange, residence: Residence | None) -> None:
+        if residence is None:
+            self._ranges.pop(unit.unit_id).swap_in()
+            return
+
+        def run(arguments: Mapping[str, Any]) -> Sequence[torch.Tensor | None]:
+            return residence.run_layers(self._watch, arguments)
+
+        def lost(error: GuestLostError) -> None:
+            self._on_lost(residence.link, error)
+
+        if unit.unit_id in self._ranges:
+            self._ranges[unit.unit_id].redirect(run, lost)
+            return
+        span = RemoteRange(self._layers, modules.start, modules.end, unit.names, run, lost)
+        self._ranges[unit.unit_id] = span
+        span.swap_out()
+
+    def _arrange_heads(self, name: str) -> None:
+        remote: dict[Sequence[int], RemoteHeads] = {}
+        for unit in self:
+            heads = unit.heads(name) if name in unit.names else None
+            if heads is not None and unit.residence is not None:
+                remote[heads] = unit.residence.heads_of(name, self._watch)
+        if name not in self._splits:
+            self._splits[name] = SplitAttention(
+                self._config, self._attentions[name], name, self._watch, self._on_lost
+            )
+        self._splits[name].arrange(remote)
+
+    # ---- where a block lies
+
+    def where_is(self, name: str) -> Sequence[tuple[Run, RemoteKv | None]]:
+        """The runs of an attention's page, each with the guest's KV; None: here."""
+        return self._runs.get(name) or [(Run(0, self._host.page_bytes), None)]
+
+    def _find_runs(self, name: str) -> list[tuple[Run, RemoteKv | None]]:
+        found: list[tuple[Run, RemoteKv | None]] = []
+        away: set[int] = set()
+        for unit in self:
+            if name not in unit.names or unit.residence is None:
+                continue
+            heads = unit.heads(name)
+            found += [(run, unit.residence.kv) for run in self._host.runs(heads)]
+            away.update(range(self._host.num_heads) if heads is None else heads)
+        here = [head for head in range(self._host.num_heads) if head not in away]
+        return found + [(run, None) for run in self._host.runs(here)]
+
+    def away_pages(self) -> float:
+        """Whole layers' KV that lies elsewhere."""
+        return sum(unit.num_pages(self._host.num_heads) for unit in self)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._attentions)

@@ -1,0 +1,53 @@
+"""What live migration needs to know when an engine starts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+from vllm.config import VllmConfig
+
+from banaserve.errors import UserError
+
+KEY = "banaserve_migration"
+
+
+class MigrationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options in ``--additional-config '{"banaserve_migration": {...}}'``.
+
+    Attributes:
+        kv_growth: How many times the blocks of the start the pool may have one day: address
+            space that is reserved, not memory.
+        stall_s: How long a guest may be silent beyond what its work should take.
+        poison: Overwrite KV that has moved away with NaN: for tests.
+    """
+
+    kv_growth: float = 2.0
+    stall_s: float = 1.0
+    poison: bool = False
+
+
+def settings_of(config: VllmConfig) -> MigrationSettings | None:
+    """The settings of an engine; None where it does not migrate.
+
+    Raises:
+        UserError: They are malformed.
+    """
+    extra = config.additional_config
+    given = extra.get(KEY) if isinstance(extra, dict) else None
+    if given is None:
+        return None
+    try:
+        settings = msgspec.convert(given, MigrationSettings)
+    except msgspec.ValidationError as wrong:
+        raise UserError(f"{KEY}: {wrong}") from wrong
+    if settings.kv_growth < 1 or settings.stall_s <= 0:
+        raise UserError(f"{KEY}: kv_growth is at least 1 and stall_s above 0")
+    return settings
+
+
+def migration_options(settings: MigrationSettings) -> list[str]:
+    """vLLM options of an engine whose layers and heads can move."""
+    extra: dict[str, Any] = {KEY: msgspec.to_builtins(settings)}
+    return ["--additional-config", json.dumps(extra)]

@@ -1,0 +1,67 @@
+"""What the host knows of the step under way: its batch, and which blocks it writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from banaserve.engine.vllm.migration.step_fields import fields_of
+from banaserve.engine.vllm.migration.written_blocks import WrittenBlocks
+
+
+class StepWatch:
+    """Listens to the builder of one attention group, from the first step on.
+
+    Attributes:
+        written: Blocks marked from each step's slot mapping.
+        step_id: Counts the steps.
+        common: The batch of the step under way; None before the first.
+    """
+
+    def __init__(self, builder: Any, block_size_tokens: int) -> None:
+        self.written = WrittenBlocks()
+        self.step_id = 0
+        self.common: CommonAttentionMetadata | None = None
+        self._block_size = block_size_tokens
+        self._fields: dict[str, Any] | None = None
+        self._local: dict[int, Any] = {}
+        self._listen(builder)
+
+    def _listen(self, builder: Any) -> None:
+        build = builder.build
+
+        def build_and_watch(
+            common_prefix_len: int, common: CommonAttentionMetadata, *args: Any, **kwargs: Any
+        ) -> Any:
+            self._begin(common)
+            return build(common_prefix_len, common, *args, **kwargs)
+
+        builder.build = build_and_watch
+
+    def _begin(self, common: CommonAttentionMetadata) -> None:
+        self.written.step_ended()
+        self.common = common
+        self.step_id += 1
+        self._fields = None
+        self._local.clear()
+        slots = common.slot_mapping[: common.num_actual_tokens]
+        blocks = slots[slots >= 0].div(self._block_size, rounding_mode="floor")
+        self.written.mark(blocks.unique().tolist())
+
+    @property
+    def num_tokens(self) -> int:
+        return self.common.num_actual_tokens if self.common is not None else 0
+
+    def fields(self) -> dict[str, Any]:
+        """The batch for a guest; taken apart once a step."""
+        if self._fields is None:
+            assert self.common is not None
+            self._fields = fields_of(self.common, self._block_size)
+        return self._fields
+
+    def metadata(self, builder: Any) -> Any:
+        """What ``builder`` makes of the batch, once a step."""
+        if id(builder) not in self._local:
+            self._local[id(builder)] = builder.build(0, self.common)
+        return self._local[id(builder)]

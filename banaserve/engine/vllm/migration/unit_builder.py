@@ -1,0 +1,88 @@
+"""Makes a unit in a guest, and its memory ready at home: the work of PREPARE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from banaserve.engine.vllm.migration import messages
+from banaserve.engine.vllm.migration.block_mover import BlockMover
+from banaserve.engine.vllm.migration.guest_link import GuestLink
+from banaserve.engine.vllm.migration.host_kv import HostKv
+from banaserve.engine.vllm.migration.modules import LayerRange
+from banaserve.engine.vllm.migration.remote_kv import RemoteKv
+from banaserve.engine.vllm.migration.units import Residence, Unit
+
+BUILD_TIMEOUT_S = 600.0
+
+
+class UnitBuilder:
+    """Called by the threads of moves.
+
+    Args:
+        path: Of the model's list of layers.
+        kv_shape: How a guest has to lay out its KV.
+        attentions: By name.
+    """
+
+    def __init__(
+        self, path: str, kv_shape: messages.KvShape, kv: HostKv, attentions: Mapping[str, Any]
+    ) -> None:
+        self._path = path
+        self._kv_shape = kv_shape
+        self._kv = kv
+        self._attentions = attentions
+
+    def build(self, unit: Unit, link: GuestLink) -> Residence:
+        """Let a guest build a unit, and open its KV.
+
+        Raises:
+            MigrationError: The guest refuses.
+            GuestLostError: It is gone.
+        """
+        request: messages.Request
+        if isinstance(unit.modules, LayerRange):
+            start, end = unit.modules.start, unit.modules.end
+            request = messages.BuildLayers(unit.unit_id, self._path, start, end, self._kv_shape)
+        else:
+            slices = tuple(self._slice(unit, name) for name in unit.names)
+            request = messages.BuildHeads(unit.unit_id, slices, self._kv_shape)
+        built = link.ask(request, BUILD_TIMEOUT_S)
+        assert isinstance(built, messages.Built)
+        runs = {name: self._kv.runs(unit.heads(name)) for name in unit.names}
+        kv = RemoteKv(link.transport, built.region, built.places, runs)
+        for name in unit.names:
+            kv.warm(name, self._kv.num_blocks)
+        return Residence(unit.unit_id, link, kv, built.weight_bytes)
+
+    def _slice(self, unit: Unit, name: str) -> messages.AttentionSlice:
+        layer = self._attentions[name]
+        impl = getattr(layer.impl, "inner", layer.impl)
+        heads = unit.heads(name) or ()
+        group = layer.num_heads // layer.num_kv_heads
+        window = impl.sliding_window
+        return messages.AttentionSlice(
+            name=name,
+            num_heads=len(heads) * group,
+            num_kv_heads=len(heads),
+            head_size=layer.head_size,
+            scale=impl.scale,
+            sliding_window=None if window is None or window < 0 else window,
+            logits_soft_cap=impl.logits_soft_cap or None,
+        )
+
+    def mover(self, unit: Unit, source: Residence | None, target: Residence | None) -> BlockMover:
+        """For the copies of a move."""
+        return BlockMover(
+            unit, self._kv, source.kv if source else None, target.kv if target else None
+        )
+
+    def make_room(self, unit: Unit) -> None:
+        """Back a unit's KV at home with memory again."""
+        for name in unit.names:
+            self._kv.populate(name, self._kv.num_blocks)
+
+    def poison(self, unit: Unit) -> None:
+        """Overwrite a unit's KV at home with NaN."""
+        for name in unit.names:
+            self._kv.poison(name, unit.heads(name), range(self._kv.num_blocks))

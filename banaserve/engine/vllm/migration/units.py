@@ -1,0 +1,135 @@
+"""What has moved or is moving, seen from the host: one object for each range or set of heads."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from banaserve.engine.vllm.migration import messages
+from banaserve.engine.vllm.migration.guest_link import GuestLink
+from banaserve.engine.vllm.migration.modules import HeadSet, LayerRange, Modules
+from banaserve.engine.vllm.migration.parcel import Parcel
+from banaserve.engine.vllm.migration.remote_kv import RemoteKv
+from banaserve.engine.vllm.migration.step_watch import StepWatch
+
+
+class Residence:
+    """One unit in one guest.
+
+    Attributes:
+        link: To the guest.
+        kv: The unit's KV there.
+        epoch: In which it was put to work; None until then.
+        weight_bytes: That the guest has loaded for it.
+    """
+
+    def __init__(self, unit_id: str, link: GuestLink, kv: RemoteKv, weight_bytes: int) -> None:
+        self.unit_id = unit_id
+        self.link = link
+        self.kv = kv
+        self.weight_bytes = weight_bytes
+        self.epoch: int | None = None
+
+    def activate(self, epoch: int) -> None:
+        """Put it to work: from here on it takes messages and copies of ``epoch`` only."""
+        self.link.ask(messages.Activate(self.unit_id, epoch))
+        self.kv.epoch = epoch
+        self.epoch = epoch
+
+    def leave(self) -> None:
+        """Let the guest forget the unit; a guest that is lost has forgotten already."""
+        self.kv.close()
+        if self.link.lost is None:
+            self.link.ask(messages.Release(self.unit_id))
+
+    def run_layers(
+        self, watch: StepWatch, arguments: Mapping[str, Any]
+    ) -> Sequence[torch.Tensor | None]:
+        """One step of a range of layers."""
+        parcel = Parcel()
+        request = messages.RunLayers(
+            self.unit_id,
+            self.working_epoch,
+            parcel.put_all(watch.fields()),
+            parcel.put_all(arguments),
+        )
+        return self.link.run(request, parcel, watch.num_tokens)
+
+    @property
+    def working_epoch(self) -> int:
+        assert self.epoch is not None
+        return self.epoch
+
+    def heads_of(self, name: str, watch: StepWatch) -> HeadsHere:
+        """The unit's heads of one layer, as split attention wants them."""
+        return HeadsHere(self, name, watch)
+
+
+class HeadsHere:
+    """Some heads of one layer in one guest."""
+
+    def __init__(self, residence: Residence, name: str, watch: StepWatch) -> None:
+        self._residence = residence
+        self._name = name
+        self._watch = watch
+
+    @property
+    def link(self) -> GuestLink:
+        return self._residence.link
+
+    def post(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Send queries and new keys and values, ``[num_tokens, heads, head_size]``."""
+        residence, watch = self._residence, self._watch
+        parcel = Parcel()
+        for tensor in (query, key, value):
+            parcel.put(tensor)
+        link = residence.link
+        step = parcel.put_all(watch.fields()) if link.described_step != watch.step_id else None
+        link.described_step = watch.step_id
+        request = messages.RunHeads(
+            residence.unit_id, residence.working_epoch, watch.step_id, self._name, step
+        )
+        link.post(request, parcel)
+
+    def collect(self) -> torch.Tensor:
+        (output,) = self._residence.link.collect(self._watch.num_tokens)
+        assert output is not None
+        return output
+
+
+class Unit:
+    """A range of layers, or a set of heads, with one place at a time.
+
+    Attributes:
+        unit_id: Named by the coordinator through the move that took it away first.
+        modules: What it is.
+        names: Of its attentions, in layer order.
+        residence: Where it runs; None at home.
+    """
+
+    def __init__(self, unit_id: str, modules: Modules, names: Mapping[int, str]) -> None:
+        self.unit_id = unit_id
+        self.modules = modules
+        self.names = [names[layer] for layer in modules.layers]
+        self.residence: Residence | None = None
+
+    def heads(self, name: str) -> tuple[int, ...] | None:
+        """Which KV heads of an attention belong to it, ascending; None: all, with the layer."""
+        if isinstance(self.modules, LayerRange):
+            return None
+        layer = self.modules.layers[self.names.index(name)]
+        return tuple(sorted(self.modules.heads[layer]))
+
+    @property
+    def is_layers(self) -> bool:
+        return isinstance(self.modules, LayerRange)
+
+    def num_pages(self, num_kv_heads: int) -> float:
+        """How many whole layers' KV it amounts to."""
+        if isinstance(self.modules, HeadSet):
+            heads = itertools.chain.from_iterable(self.modules.heads.values())
+            return sum(1 for _ in heads) / num_kv_heads
+        return float(len(self.names))

@@ -1,0 +1,146 @@
+"""What a coordinator may call on a worker whose layers and heads can move.
+
+Call them with ``collective_rpc(method, args=(...))``; they run between two engine steps. All but
+``commit`` and ``free`` return at once: what takes long runs in a thread, ask ``status`` how far it
+is. Arguments and replies are plain values. Every reply is a dictionary with ``error``: empty, or
+one line that says why nothing was done.
+
+    banaserve_migration_attach(address)
+        address: fields of ``GuestAddress``. Begins to connect; ``status()["guests"][guest_id]``
+        has ``state`` connecting, ready or lost. Start the guest first, or right after.
+    banaserve_migration_detach(guest_id)
+        Ends the connection, and so the guest. Refused while a unit runs there or moves there.
+    banaserve_migration_prepare(move_id, modules, guest_id)
+        modules: ``{"type": "layers", "start": 10, "end": 20}`` or
+        ``{"type": "heads", "heads": [[5, [1, 2]], [12, [0]]]}``, all of them at home. The unit is
+        called ``move_id`` from here on. A guest that serves cannot load layers: start another.
+    banaserve_migration_move_on(move_id, unit_id, guest_id)
+        Begins to move a unit that is away to another guest; ``guest_id`` None: back home. Home: if
+        the pool has grown, shrink it first. Then as for ``prepare``.
+    banaserve_migration_precopy(move_id)
+        Begins to copy rounds of written blocks until they stop shrinking; callable again.
+    banaserve_migration_commit(move_id)
+        Phase must be prepared (then everything is copied at a standstill) or copied. Blocks for
+        the stall. Reply: ``stall_s = copy_s + activate_s + swap_s``, ``commit_blocks``,
+        ``commit_bytes``, ``epoch``.
+    banaserve_migration_free(move_id)
+        Gives back the source's memory: ``predicted_bytes`` and ``freed_bytes`` where it was the
+        host's. Blocks for milliseconds.
+    banaserve_migration_abort(move_id)
+        Any time before commit.
+    banaserve_migration_status()
+        ``can_migrate`` (empty or the reason why not), ``epoch``, ``guests``, ``moves``, ``units``
+        (away: ``unit_id``, ``modules``, ``guest``, ``epoch``), ``guests_lost``, ``steps_lost``,
+        ``kv``: ``num_blocks`` of the start, ``max_blocks``, ``blocks_gained`` (by how much the
+        pool may be larger than at the start), ``page_bytes``, ``num_layers``, ``resident_bytes``,
+        ``written_blocks``. Notices dead guests.
+    banaserve_migration_usage(guest_id)
+        What a guest takes of its target: fields of ``Usage``. Waits for the guest's answer, which
+        comes between two of its steps; refused while it loads layers.
+
+A move is a dictionary: ``move_id``, ``unit_id``, ``phase`` (preparing, prepared, copying, copied,
+committed, freed, aborted, failed), ``target``, ``dirty_blocks``, ``reason`` (of failed),
+``prepare_s``, ``weight_bytes``, ``rounds``, ``precopy_bytes``, ``precopy_s``, and the replies of
+commit and free.
+
+The pool is the scheduler's: ``call_utility("banaserve_pool_info")`` and
+``call_utility("banaserve_resize_pool", num_blocks)`` on the engine core, see ``pool.py``. Grow to
+``kv.num_blocks + kv.blocks_gained`` after FREE; a reply with ``busy`` above 0 to shrinking means
+that blocks in use are in the way: ask again later, and do not move home before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+
+from banaserve.engine.vllm.migration.attaching import Attaching
+from banaserve.engine.vllm.migration.guest_address import GuestAddress
+from banaserve.engine.vllm.migration.host import MigrationHost
+from banaserve.engine.vllm.migration.host_status import status_of
+from banaserve.engine.vllm.migration.messages import GetUsage
+from banaserve.engine.vllm.migration.modules import read_modules
+from banaserve.errors import BanaServeError, MigrationError
+
+HOST_ATTRIBUTE = "banaserve_migration"
+"""Of the model runner: its ``MigrationHost``, or the reason why there is none."""
+
+Reply = dict[str, Any]
+Method = Callable[..., Reply]
+
+
+def _answered(method: Method) -> Method:
+    """Turn what is refused into a reply: an exception would lose its class on the way."""
+
+    @functools.wraps(method)
+    def answer(*args: Any, **kwargs: Any) -> Reply:
+        try:
+            return {"error": "", **method(*args, **kwargs)}
+        except (BanaServeError, msgspec.ValidationError) as refused:
+            return {"error": str(refused)}
+
+    return answer
+
+
+class MigrationMethods:
+    """Mixed into vLLM's worker; see the module's text for arguments and replies."""
+
+    def _migration(self) -> MigrationHost:
+        found = getattr(self.model_runner, HOST_ATTRIBUTE, None)  # type: ignore[attr-defined]
+        if isinstance(found, MigrationHost):
+            return found
+        raise MigrationError(found or "this engine was started without live migration")
+
+    @_answered
+    def banaserve_migration_attach(self, address: Reply) -> Reply:
+        guest = msgspec.convert(address, GuestAddress)
+        Attaching.begin(self._migration(), guest)
+        return {"guest_id": guest.guest_id}
+
+    @_answered
+    def banaserve_migration_detach(self, guest_id: str) -> Reply:
+        self._migration().detach(guest_id)
+        return {"guest_id": guest_id}
+
+    @_answered
+    def banaserve_migration_prepare(self, move_id: str, modules: Reply, guest_id: str) -> Reply:
+        return self._migration().prepare(move_id, read_modules(modules), guest_id).status()
+
+    @_answered
+    def banaserve_migration_move_on(
+        self, move_id: str, unit_id: str, guest_id: str | None = None
+    ) -> Reply:
+        return self._migration().prepare_again(move_id, unit_id, guest_id).status()
+
+    @_answered
+    def banaserve_migration_precopy(self, move_id: str) -> Reply:
+        return self._migration().precopy(move_id).status()
+
+    @_answered
+    def banaserve_migration_commit(self, move_id: str) -> Reply:
+        host = self._migration()
+        return {**host.commit(move_id).status(), "epoch": host.epoch}
+
+    @_answered
+    def banaserve_migration_free(self, move_id: str) -> Reply:
+        return self._migration().free(move_id).status()
+
+    @_answered
+    def banaserve_migration_abort(self, move_id: str) -> Reply:
+        return self._migration().abort(move_id).status()
+
+    @_answered
+    def banaserve_migration_usage(self, guest_id: str) -> Reply:
+        return cast(Reply, msgspec.to_builtins(self._migration().ask_idle(guest_id, GetUsage())))
+
+    @_answered
+    def banaserve_migration_status(self) -> Reply:
+        try:
+            host = self._migration()
+        except MigrationError as reason:
+            return {"can_migrate": str(reason)}
+        host.check_guests()
+        return {"can_migrate": "", **status_of(host)}
