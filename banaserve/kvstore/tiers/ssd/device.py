@@ -45,7 +45,10 @@ class Worker:
         self._thread.start()
 
     def submit(self, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Make ``call``; ``then`` gets what it returned, or the OSError that it raised."""
+        """Make ``call``; ``then`` gets what it returned, or the OSError that it raised.
+
+        Whatever else it raises comes out of ``poll``.
+        """
         self.num_under_way += 1
         self._jobs.put((call, then))
 
@@ -54,6 +57,8 @@ class Worker:
         while self._ended:
             then, result = self._ended.popleft()
             self.num_under_way -= 1
+            if isinstance(result, Exception) and not isinstance(result, OSError):
+                raise result
             then(result)
 
     def close(self) -> None:
@@ -66,7 +71,7 @@ class Worker:
             call, then = job
             try:
                 result = call()
-            except OSError as error:
+            except Exception as error:
                 result = error
             # Not kept until the next job: a call may hold on to a block's memory.
             del job, call
