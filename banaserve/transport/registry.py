@@ -52,5 +52,23 @@ def _tcp(options: TransportOptions) -> Transport:
     return TcpTransport(options)
 
 
+def _torch_distributed(options: TransportOptions) -> Transport:
+    try:
+        from banaserve.transport.torch_distributed import TorchDistributedTransport
+    except ImportError as error:
+        raise UserError(f"transport torch_distributed needs torch: {error}") from None
+    return TorchDistributedTransport(options)
+
+
+def _nixl(options: TransportOptions) -> Transport:
+    try:
+        from banaserve.transport.nixl import NixlTransport
+    except ImportError as error:
+        raise UserError(f"transport nixl needs `pip install banaserve[nixl]`: {error}") from None
+    return NixlTransport(options)
+
+
 register("shm", _shm)
 register("tcp", _tcp)
+register("torch_distributed", _torch_distributed)
+register("nixl", _nixl)

@@ -9,10 +9,6 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
-from banaserve import _native
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
 from banaserve.transport.interface import RegionDescriptor
 from banaserve.transport.linux import is_own, peer_of
@@ -21,12 +17,12 @@ from banaserve.transport.options import TransportOptions
 from banaserve.transport.peer import PeerWatch
 from banaserve.transport.plans import check_offer, check_range
 from banaserve.transport.remote import PlannedRegion
+from banaserve.transport.runs import copy_runs
 from banaserve.transport.service import GREETING_S, Service, listen_unix
 from banaserve.transport.shared_file import SharedFile
 from banaserve.transport.tickets import PlanTicket
 
 NAME = "shm"
-Runs = npt.NDArray[np.int64]
 _ID_BYTES = 16
 _CLOSE_WAIT_S = 1.0
 
@@ -196,25 +192,11 @@ class ShmRemote(PlannedRegion):
             self._watch.check()
             with self._file.use(plan.epoch):
                 if plan.writes:
-                    _copy(theirs, ours, part.remote_offsets, part.local_offsets, part.num_bytes)
+                    copy_runs(theirs, ours, part.remote_offsets, part.local_offsets, part.num_bytes)
                 else:
-                    _copy(ours, theirs, part.local_offsets, part.remote_offsets, part.num_bytes)
+                    copy_runs(ours, theirs, part.local_offsets, part.remote_offsets, part.num_bytes)
         # Bytes in the memory of a process that is dead are no completed write.
         self._watch.check()
-
-
-def _copy(
-    target: Memory, source: Memory, target_offsets: Runs, source_offsets: Runs, num_bytes: int
-) -> None:
-    _native.copy_regions(
-        target.address,
-        source.address,
-        target_offsets,
-        source_offsets,
-        num_bytes,
-        target.num_bytes,
-        source.num_bytes,
-    )
 
 
 def _ask_for_file(sock: socket.socket, descriptor: RegionDescriptor) -> int:

@@ -119,6 +119,18 @@ class SocketStream:
                 count = self._receive_now(self._view)
             self._first, self._end = 0, count
 
+    def check_peer(self) -> None:
+        """Raise where the peer has gone; meant for moments at which it says nothing.
+
+        Raises:
+            PeerGoneError: It has.
+        """
+        if not self.num_buffered() and self._readable.poll(0):
+            self._end = self._receive_now(self._view)
+            self._first = 0
+            if not self._end:
+                raise PeerGoneError("the peer's process has died")
+
     def abort(self) -> None:
         """Make whoever waits on this stream fail, from any thread; ``close`` is still due."""
         with suppress(OSError):

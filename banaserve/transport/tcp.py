@@ -8,7 +8,6 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from banaserve import _native
 from banaserve.errors import ProtocolError
 from banaserve.transport import bulk_frames as bulk
 from banaserve.transport.bulk_frames import Answer, Request
@@ -23,6 +22,7 @@ from banaserve.transport.local_region import LocalRegion
 from banaserve.transport.memory import SLICE_BYTES, Memory, Plan
 from banaserve.transport.plans import check_offsets
 from banaserve.transport.remote import PlannedRegion
+from banaserve.transport.runs import Runs, gather, scatter
 from banaserve.transport.seal import Seal
 from banaserve.transport.served import ServedTransport
 from banaserve.transport.stream import SocketStream
@@ -35,8 +35,6 @@ _WINDOW = 3
 _FOREVER_S = 1e6
 _NO_ID = bytes(16)
 _NO_OFFSETS = np.empty(0, np.int64)
-
-Runs = npt.NDArray[np.int64]
 
 
 class TcpTransport(ServedTransport):
@@ -204,21 +202,3 @@ class TcpRemote(PlannedRegion):
             if bulk.checksum(data) != answer.checksum:
                 raise PeerGoneError("bytes were damaged on their way from the peer")
             scatter(part.local, part.local_offsets, Memory.of(data), part.num_bytes)
-
-
-def gather(target: Memory, source: Memory, offsets: Runs, run_bytes: int) -> None:
-    """Copy runs at ``offsets`` of ``source`` one after the other into ``target``."""
-    packed = np.arange(offsets.size, dtype=np.int64) * run_bytes
-    _native.copy_regions(
-        target.address, source.address, packed, offsets, run_bytes,
-        target.num_bytes, source.num_bytes,
-    )  # fmt: skip
-
-
-def scatter(target: Memory, offsets: Runs, source: Memory, run_bytes: int) -> None:
-    """Copy runs that lie one after the other in ``source`` to ``offsets`` of ``target``."""
-    packed = np.arange(offsets.size, dtype=np.int64) * run_bytes
-    _native.copy_regions(
-        target.address, source.address, offsets, packed, run_bytes,
-        target.num_bytes, source.num_bytes,
-    )  # fmt: skip

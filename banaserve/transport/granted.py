@@ -1,0 +1,238 @@
+"""Transports whose bytes travel by a library: a channel of ours decides whether they may.
+
+For each slice the peer asks for a grant, moves the bytes, and gives the grant back. While a grant
+is out, the region's epoch cannot move on. The library's own connections are not signed: use these
+transports on a network where nobody else can reach the machines.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import msgspec
+import numpy as np
+
+from banaserve.errors import ProtocolError
+from banaserve.transport.channel import StreamChannel
+from banaserve.transport.errors import PeerGoneError, RefusedError, StaleEpochError
+from banaserve.transport.interface import Bytes, Message, RegionDescriptor, Tensor
+from banaserve.transport.local_region import LocalRegion
+from banaserve.transport.memory import SLICE_BYTES, Memory, Plan
+from banaserve.transport.plans import check_offsets
+from banaserve.transport.remote import PlannedRegion
+from banaserve.transport.runs import Runs, gather, scatter
+from banaserve.transport.seal import Seal
+from banaserve.transport.served import ServedTransport
+from banaserve.transport.stream import SocketStream
+from banaserve.transport.tickets import PlanTicket
+
+# Deadlines are the business of whoever waits for a ticket; the connection itself has none.
+FOREVER_S = 1e6
+
+
+class _Struct(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    pass
+
+
+class Open(_Struct, frozen=True, tag="open"):
+    region_id: bytes
+
+
+class Begin(_Struct, frozen=True, tag="begin"):
+    """The offsets travel as a tensor beside it."""
+
+    epoch: int
+    num_bytes: int
+    writes: bool
+
+
+class End(_Struct, frozen=True, tag="end"):
+    pass
+
+
+class Granted(_Struct, frozen=True, tag="granted"):
+    """``data`` answers an Open: what the library needs to connect."""
+
+    data: bytes = b""
+
+
+class Denied(_Struct, frozen=True, tag="denied"):
+    stale: bool
+    reason: str
+
+
+_requests = msgspec.msgpack.Decoder(Open | Begin | End)
+_answers = msgspec.msgpack.Decoder(Granted | Denied)
+
+
+class Mover(ABC):
+    """One side of one connection of the library."""
+
+    def connect(self) -> None:
+        """Finish connecting, after the answer to Open is on its way. Blocks."""
+        return
+
+    @abstractmethod
+    def move(self, part: Plan, check_peer: Callable[[], None]) -> None:
+        """Do this side's share of a slice's copy.
+
+        Args:
+            part: The slice.
+            check_peer: Raises PeerGoneError where the other process has gone.
+
+        Raises:
+            TransportError: It did not work.
+        """
+
+    def abort(self) -> None:
+        """Make a ``move`` under way fail, from any thread."""
+        return
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the library's connection."""
+
+
+class GrantedTransport(ServedTransport):
+    """Asks ``_accept`` and ``_join`` for the two sides' movers."""
+
+    @abstractmethod
+    def _accept(self, region: LocalRegion) -> tuple[Mover, bytes]:
+        """The offering side's mover, and what the peer needs to connect to it."""
+
+    @abstractmethod
+    def _join(self, data: bytes, staging: Bytes) -> Mover:
+        """The opening side's mover, which moves between the peer and ``staging``."""
+
+    def _open(
+        self, descriptor: RegionDescriptor, stream: SocketStream, seal: Seal, deadline: float
+    ) -> PlannedRegion:
+        channel = StreamChannel(stream, seal)
+        data = ask(channel, Open(descriptor.region_id))
+        staging = np.empty(SLICE_BYTES, np.uint8)
+        return GrantedRemote(self, descriptor, stream, channel, self._join(data, staging), staging)
+
+    def _serve(self, stream: SocketStream, seal: Seal) -> None:
+        channel = StreamChannel(stream, seal)
+        request = channel.receive(FOREVER_S)
+        message = _requests.decode(request.body)
+        region = self._find(message.region_id) if isinstance(message, Open) else None
+        if region is None:
+            _answer(channel, request, Denied(False, "the peer does not offer this region any more"))
+            return
+        mover, data = self._accept(region)
+        try:
+            _answer(channel, request, Granted(data))
+            mover.connect()
+            _give_grants(channel, stream, region, mover)
+        finally:
+            mover.close()
+
+
+class GrantedRemote(PlannedRegion):
+    """A peer's region. Slices pass through ``staging``, which the library knows for good."""
+
+    def __init__(
+        self,
+        transport: GrantedTransport,
+        descriptor: RegionDescriptor,
+        stream: SocketStream,
+        channel: StreamChannel,
+        mover: Mover,
+        staging: Bytes,
+    ) -> None:
+        self._transport = transport
+        self._stream = stream
+        self._channel = channel
+        self._mover = mover
+        self._staging = staging
+        self._broken = False
+        super().__init__(descriptor)
+
+    def close(self) -> None:
+        if self._transport.forget(self):
+            super().close()
+            self._channel.close()
+            self._mover.close()
+
+    def _break_off(self) -> None:
+        self._stream.abort()
+        self._mover.abort()
+
+    def _carry_out(self, ticket: PlanTicket) -> None:
+        if self._broken:
+            raise PeerGoneError("the connection was broken off: open the region again")
+        staged = Memory.of(self._staging)
+        try:
+            for part in ticket.plan.slices():
+                ticket.check()
+                begin = Begin(part.epoch, part.num_bytes, part.writes)
+                ask(self._channel, begin, part.remote_offsets)
+                if part.writes:
+                    gather(staged, part.local, part.local_offsets, part.num_bytes)
+                self._mover.move(part, self._stream.check_peer)
+                ask(self._channel, End())
+                if not part.writes:
+                    scatter(part.local, part.local_offsets, staged, part.num_bytes)
+        except (PeerGoneError, RuntimeError) as error:
+            self._broken = True
+            self._channel.close()
+            ticket.check()
+            raise PeerGoneError(str(error)) from None
+
+
+def ask(channel: StreamChannel, request: Open | Begin | End, offsets: Runs | None = None) -> bytes:
+    """Ask the offering side and return the data of its grant.
+
+    Raises:
+        RefusedError: Denied; StaleEpochError where the epoch is the reason.
+        PeerGoneError: The peer has gone.
+    """
+    tensors = () if offsets is None else (Tensor("int64", offsets.shape, offsets.view(np.uint8)),)
+    reply = channel.call(Message(msgspec.msgpack.encode(request), tensors), FOREVER_S)
+    try:
+        answer = _answers.decode(reply.body)
+    except msgspec.MsgspecError as error:
+        raise PeerGoneError(f"the peer breaks the protocol: {error}") from None
+    if isinstance(answer, Denied):
+        raise (StaleEpochError if answer.stale else RefusedError)(answer.reason)
+    return answer.data
+
+
+def _give_grants(
+    channel: StreamChannel, stream: SocketStream, region: LocalRegion, mover: Mover
+) -> None:
+    while True:
+        request = channel.receive(FOREVER_S)
+        begin = _requests.decode(request.body)
+        if not isinstance(begin, Begin) or len(request.tensors) != 1:
+            raise ProtocolError("a grant begins with Begin")
+        with ExitStack() as held:
+            try:
+                part = _checked(begin, request.tensors[0], region)
+                held.enter_context(region.use(begin.epoch))
+            except RefusedError as error:
+                _answer(channel, request, Denied(isinstance(error, StaleEpochError), str(error)))
+                continue
+            _answer(channel, request, Granted())
+            mover.move(part, stream.check_peer)
+            request = channel.receive(FOREVER_S)
+            if not isinstance(_requests.decode(request.body), End):
+                raise ProtocolError("a grant ends with End")
+        _answer(channel, request, Granted())
+
+
+def _checked(begin: Begin, offsets: Tensor, region: LocalRegion) -> Plan:
+    if offsets.dtype != "int64" or len(offsets.shape) != 1:
+        raise RefusedError("offsets are int64 of one dimension")
+    runs = offsets.data.view(np.int64)
+    if begin.num_bytes < 0 or begin.num_bytes * runs.size > SLICE_BYTES:
+        raise RefusedError("a slice is too large")
+    runs = check_offsets(runs, begin.num_bytes, region.descriptor.num_bytes, "the region")
+    return Plan(region.memory, runs, runs, begin.num_bytes, begin.epoch, begin.writes)
+
+
+def _answer(channel: StreamChannel, request: Message, answer: Granted | Denied) -> None:
+    channel.reply(request, Message(msgspec.msgpack.encode(answer)), FOREVER_S)

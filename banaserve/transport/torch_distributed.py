@@ -1,0 +1,120 @@
+"""torch.distributed: two-sided sends and receives of gloo, served by a thread of the owner.
+
+The groups stand apart from the process's default group, which belongs to the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from banaserve.transport.errors import PeerGoneError
+from banaserve.transport.granted import GrantedTransport, Mover
+from banaserve.transport.interface import Bytes
+from banaserve.transport.local_region import LocalRegion
+from banaserve.transport.memory import SLICE_BYTES, Memory, Plan
+from banaserve.transport.options import TransportOptions
+from banaserve.transport.runs import gather, scatter
+
+NAME = "torch_distributed"
+_CONNECT = timedelta(seconds=10)
+_OWNER, _PEER = range(2)
+_TAG = 1
+
+
+class Rendezvous(msgspec.Struct, frozen=True, array_like=True):
+    """Where the two ranks of a group meet."""
+
+    host: str
+    port: int
+
+
+class TorchDistributedTransport(GrantedTransport):
+    """One group of two for each region that a peer opens."""
+
+    name = NAME
+
+    def __init__(self, options: TransportOptions) -> None:
+        super().__init__(options)
+        self._host = options.host
+
+    def _accept(self, region: LocalRegion) -> tuple[Mover, bytes]:
+        store = dist.TCPStore(
+            self._host, 0, 2, is_master=True, timeout=_CONNECT, wait_for_workers=False
+        )
+        where = Rendezvous(self._host, store.port)
+        return _Owner(store, self._host), msgspec.msgpack.encode(where)
+
+    def _join(self, data: bytes, staging: Bytes) -> Mover:
+        try:
+            where = msgspec.msgpack.decode(data, type=Rendezvous)
+            store = dist.TCPStore(where.host, where.port, 2, is_master=False, timeout=_CONNECT)
+            return _Peer(_group(store, self._host, _PEER), torch.from_numpy(staging))
+        except (msgspec.MsgspecError, RuntimeError) as error:
+            raise PeerGoneError(f"the process group does not come up: {error}") from None
+
+
+class _TorchMover(Mover):
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroupGloo | None = None
+        self._work: dist.Work | None = None
+
+    def abort(self) -> None:
+        if (work := self._work) is not None:
+            work.abort()
+
+    def close(self) -> None:
+        self._group = None
+
+    def _exchange(self, tensor: torch.Tensor, peer: int, *, sends: bool) -> None:
+        if not tensor.numel():
+            return
+        assert self._group is not None
+        exchange = self._group.send if sends else self._group.recv
+        self._work = exchange([tensor], peer, _TAG)
+        self._work.wait()
+        self._work = None
+
+
+class _Owner(_TorchMover):
+    def __init__(self, store: dist.Store, host: str) -> None:
+        super().__init__()
+        self._store = store
+        self._host = host
+        self._staging = np.empty(SLICE_BYTES, np.uint8)
+
+    def connect(self) -> None:
+        self._group = _group(self._store, self._host, _OWNER)
+
+    def move(self, part: Plan, check_peer: Callable[[], None]) -> None:
+        data = self._staging[: part.num_bytes * part.remote_offsets.size]
+        staged, tensor = Memory.of(data), torch.from_numpy(data)
+        if part.writes:
+            self._exchange(tensor, _PEER, sends=False)
+            scatter(part.local, part.remote_offsets, staged, part.num_bytes)
+        else:
+            gather(staged, part.local, part.remote_offsets, part.num_bytes)
+            self._exchange(tensor, _PEER, sends=True)
+
+
+class _Peer(_TorchMover):
+    def __init__(self, group: dist.ProcessGroupGloo, staging: torch.Tensor) -> None:
+        super().__init__()
+        self._group = group
+        self._staging = staging
+
+    def move(self, part: Plan, check_peer: Callable[[], None]) -> None:
+        tensor = self._staging[: part.num_bytes * part.remote_offsets.size]
+        self._exchange(tensor, _OWNER, sends=part.writes)
+
+
+def _group(store: dist.Store, host: str, rank: int) -> dist.ProcessGroupGloo:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = _CONNECT
+    return dist.ProcessGroupGloo(store, rank, 2, options)

@@ -1,0 +1,83 @@
+"""The other process of the transport tests.
+
+Usage: python transport_peer.py offer TRANSPORT FOLDER SECRET
+       python transport_peer.py echo unix|tcp FOLDER SECRET
+
+``offer`` takes JSON commands, one a line, and answers each with one line; ``echo`` prints its
+address and answers every request with itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from typing import Any
+
+import msgspec
+
+from banaserve.transport.connect import TcpListener, UnixListener
+from banaserve.transport.errors import PeerGoneError, TransportError
+from banaserve.transport.options import TransportOptions
+from banaserve.transport.registry import create
+
+
+def offer(name: str, options: TransportOptions) -> None:
+    transport = create(name, options)
+    regions: dict[str, Any] = {}
+    print("ready", flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = obey(transport, regions, **command)
+        except TransportError as error:
+            answer = type(error).__name__
+        print(json.dumps(answer), flush=True)
+
+
+def obey(transport: Any, regions: dict[str, Any], do: str, region: str = "", **given: Any) -> Any:
+    if do == "offer":
+        made = transport.offer(given["num_bytes"], given["epoch"])
+        key = made.descriptor.region_id.hex()
+        regions[key] = made
+        return [key, msgspec.msgpack.encode(made.descriptor).hex()]
+    found = regions[region]
+    if do == "digest":
+        first, end = given["first"], given["end"]
+        return hashlib.sha256(found.memory.view()[first:end]).hexdigest()
+    if do == "fill":
+        found.memory.view()[:] = given["value"]
+    if do == "advance":
+        found.advance(given["epoch"], 2.0)
+    if do == "release":
+        return found.release(given["first"], given["num_bytes"])
+    if do == "close":
+        regions.pop(region).close()
+    return "done"
+
+
+def echo(kind: str, options: TransportOptions) -> None:
+    listener = (UnixListener if kind == "unix" else TcpListener)(options)
+    print(listener.address, flush=True)
+    while True:
+        try:
+            serve(listener.accept(3600.0))
+        except TransportError:
+            continue
+
+
+def serve(channel: Any) -> None:
+    try:
+        while True:
+            message = channel.receive(3600.0)
+            channel.min_epoch = max(channel.min_epoch, message.epoch)
+            if message.token:
+                channel.reply(message, message, 5.0)
+    except PeerGoneError:
+        channel.close()
+
+
+if __name__ == "__main__":
+    what, kind, folder, secret = sys.argv[1:]
+    made = TransportOptions(folder=folder, secret=bytes.fromhex(secret))
+    (offer if what == "offer" else echo)(kind, made)
