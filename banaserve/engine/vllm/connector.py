@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+    from banaserve.engine.vllm.copies import BlockCopier
 
 
 class StoreConnector(KVConnectorBase_V1):
@@ -170,6 +173,16 @@ class StoreConnector(KVConnectorBase_V1):
         if self._worker is not None:
             self._worker.close()
         self._client.close()
+
+    def wrap_copier(self, wrap: Callable[[BlockCopier], BlockCopier]) -> None:
+        """Let the worker's copies go through another copier."""
+        assert self._worker is not None
+        self._worker.wrap_copier(wrap)
+
+    def abandon_step(self) -> None:
+        """Commit nothing of the step under way, or of the next one."""
+        assert self._worker is not None
+        self._worker.abandon_step()
 
     def _plan(self) -> StepPlan:
         plan = self._get_connector_metadata()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -60,6 +60,7 @@ class WorkerSide:
         self._view: PoolView | None = None
         self._step = _Step(0.0)
         self._failed_blocks: set[int] = set()
+        self._is_abandoned = False
         self.stats = Counters()
         self.trace = Tracer(options.trace)
 
@@ -81,6 +82,16 @@ class WorkerSide:
         if load or save:
             logger.warning("copies are held back: loads %g, saves %g bytes/s (0: not)", load, save)
             self._copier = ThrottledCopier(self._free_copier, self._page_bytes, load, save)
+
+    def wrap_copier(self, wrap: Callable[[BlockCopier], BlockCopier]) -> None:
+        """Let copies go through another copier from here on: parts of the cache lie elsewhere."""
+        assert self._free_copier is not None
+        self._free_copier = wrap(self._free_copier)
+        self.configure(self.options)
+
+    def abandon_step(self) -> None:
+        """Nothing that this step, or the next one before it begins, saves may be committed."""
+        self._is_abandoned = True
 
     # ---- one step, in the order in which vLLM calls
 
@@ -240,13 +251,14 @@ class WorkerSide:
 
     def _commit(self, plan: StepPlan) -> None:
         copies = [future.result() for future in self._step.saves]
+        is_abandoned, self._is_abandoned = self._is_abandoned, False
         save_s = self._finish([copy for copy in copies if copy is not None])
         if not plan.saves:
             return
         self.stats.add(save_seconds=save_s)
         slots = [copy.slot for copy in plan.saves]
         # Blocks computed after a failed fetch hold garbage until vLLM has run the step again.
-        if len(copies) < len(self._layer_index) or self._failed_blocks:
+        if is_abandoned or len(copies) < len(self._layer_index) or self._failed_blocks:
             self._client.abandon(slots, self._part)
             return
         if self._client.commit(slots, part=self._part):

@@ -37,6 +37,5 @@ def save_layers(names: Iterable[str], metadata: Any) -> None:
 
 def abandon_step() -> None:
     """Nothing that this step computes may reach the store."""
-    connector = _connector()
-    if connector is not None and hasattr(connector, "abandon_step"):
-        connector.abandon_step()
+    if has_kv_transfer_group() and hasattr(get_kv_transfer_group(), "abandon_step"):
+        get_kv_transfer_group().abandon_step()
