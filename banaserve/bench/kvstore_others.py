@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import importlib
 import io
-import select
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -15,11 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from banaserve.bench.kvstore_memory import Memory, plain_memory
-from banaserve.bench.kvstore_peers import mooncake_master, redis_server
+from banaserve.bench.kvstore_peers import joined_mooncake, mooncake_master, redis_server
 from banaserve.errors import UserError
-from banaserve.kvstore.tiers.mooncake import MooncakeTier
 
-_START_TIMEOUT_S = 60.0
 _MIB = 2**20
 
 
@@ -81,10 +78,9 @@ def mooncake_bench(block_bytes: int, num_blocks: int, seed: int) -> Iterator[Oth
     """Mooncake Store, whose memory another process lends, with its zero-copy calls."""
     source, target = _buffers(block_bytes, num_blocks, seed)
     with mooncake_master() as master:
-        lender = MooncakeTier.from_url(f"mooncake://127.0.0.1:{master.port}?segment=512MiB")
+        lender = joined_mooncake(master, "segment=512MiB")
         store = None
         try:
-            _wait_joined(lender)
             store = Mooncake(f"127.0.0.1:{master.port}", [source, target])
             yield OtherBench(store, source, target)
         finally:
@@ -185,12 +181,3 @@ def _addresses(blocks: Memory) -> list[int]:
 
 def _sizes(blocks: Memory) -> list[int]:
     return [block.size for block in blocks]
-
-
-def _wait_joined(tier: MooncakeTier) -> None:
-    until_s = time.monotonic() + _START_TIMEOUT_S
-    while not tier.stats().available:
-        left_s = until_s - time.monotonic()
-        if left_s <= 0 or not select.select([tier.fd], [], [], left_s)[0]:
-            raise UserError(f"Mooncake did not start: {tier.stats().problem}")
-        tier.poll()

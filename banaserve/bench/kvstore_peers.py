@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import shutil
 import signal
 import socket
@@ -14,6 +15,8 @@ from pathlib import Path
 
 from banaserve.bench.servers import end_with_parent, free_port
 from banaserve.errors import UserError
+from banaserve.kvstore.tiers.mooncake import MooncakeTier
+from banaserve.kvstore.tiers.mooncake_config import check_installed
 
 _START_TIMEOUT_S = 30.0
 
@@ -70,8 +73,6 @@ class Peer:
 
 def missing_mooncake() -> str | None:
     """Why Mooncake cannot be used here; None where it can."""
-    from banaserve.kvstore.tiers.mooncake_config import check_installed
-
     try:
         check_installed()
     except UserError as error:
@@ -84,6 +85,24 @@ def missing_redis() -> str | None:
     if shutil.which("redis-server") is None:
         return "redis-server is not on PATH"
     return None
+
+
+def joined_mooncake(master: Peer, options: str) -> MooncakeTier:
+    """A tier that has joined ``master``; ``options`` are those of its URL.
+
+    Raises:
+        UserError: It cannot join; says why.
+    """
+    tier = MooncakeTier.from_url(f"mooncake://127.0.0.1:{master.port}?{options}")
+    until_s = time.monotonic() + 2 * _START_TIMEOUT_S
+    while not tier.stats().available:
+        left_s = until_s - time.monotonic()
+        if left_s <= 0 or not select.select([tier.fd], [], [], left_s)[0]:
+            problem = tier.stats().problem
+            tier.close()
+            raise UserError(f"Mooncake did not start: {problem}")
+        tier.poll()
+    return tier
 
 
 @contextlib.contextmanager

@@ -189,7 +189,7 @@ class MooncakeChild:
 
 def _checksum(key: bytes, block: BlockBytes) -> bytes:
     checksum = xxhash.xxh3_128()
-    checksum.update(memoryview(block))
+    checksum.update(block.data)
     # With the key, a block filed under another's name is caught too.
     checksum.update(key)
     return bytes(checksum.digest())
