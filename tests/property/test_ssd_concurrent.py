@@ -40,6 +40,8 @@ class Traffic:
         self.stores: dict[int, int] = {}
         self.loads: dict[int, tuple[int, BlockBytes]] = {}
         self.num_done = 0
+        # Blocks in use outlive clear, but not the next restart.
+        self.outlived_clear = False
 
     def busy(self, number: int) -> bool:
         loading = [loaded for loaded, _ in self.loads.values()]
@@ -60,6 +62,7 @@ class Traffic:
                 self.tier.clear()
                 left = [n for n, s in enumerate(self.tier.lookup(KEYS)) if s is not Lookup.MISS]
                 assert all(map(self.busy, left))
+                self.outlived_clear |= bool(left)
             case _:
                 self.wait()
         self.tier.check()
@@ -121,4 +124,4 @@ def test_many_at_a_time(engine: str, seed: int, tmp_path: Path) -> None:
     tier.close()
     report = check_folder(tmp_path)
     assert report.is_clean, report.problems
-    assert report.num_ok >= stats.num_blocks
+    assert report.num_ok >= stats.num_blocks or traffic.outlived_clear

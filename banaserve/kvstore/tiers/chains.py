@@ -95,19 +95,27 @@ class ChainedBlocks(Generic[BlockT]):
             if (parent_block := self._blocks.get(parent)) is not None:
                 self._enqueue_if_evictable(parent_block)
 
-    def pop_victim(self) -> BlockT | None:
-        """Remove and return the next to go; None where all are in use or above one that is."""
+    def next_victim(self) -> BlockT | None:
+        """The next to go; None where all are in use or above one that is."""
         while self._queue:
-            last_used, _, block = heappop(self._queue)
-            block.queued = False
-            if self._blocks.get(block.key) is not block:
-                continue
-            if block.last_used != last_used:
-                self._enqueue_if_evictable(block)
-            elif self._is_evictable(block):
-                self.remove(block)
+            last_used, _, block = self._queue[0]
+            here = self._blocks.get(block.key) is block
+            if here and block.last_used == last_used and self._is_evictable(block):
                 return block
+            heappop(self._queue)
+            block.queued = False
+            if here:
+                self._enqueue_if_evictable(block)
         return None
+
+    def pop_victim(self) -> BlockT | None:
+        """Remove and return the next to go."""
+        block = self.next_victim()
+        if block is not None:
+            heappop(self._queue)
+            block.queued = False
+            self.remove(block)
+        return block
 
     def check(self) -> None:
         """Assert what must hold between two operations."""

@@ -87,6 +87,11 @@ class Cleaner:
             return False
         if not self._log.has_room(self._log.copies, segment.live_bytes):
             return False
+        # Blocks that are about to be evicted are not worth a copy: where little is used twice, the
+        # oldest segment empties itself.
+        coldest = self._blocks.next_victim()
+        if coldest is not None and coldest.segment is segment:
+            return False
         self._victim = segment
         segment.num_users += 1
         self._waiting = sorted(segment.blocks.values(), key=lambda block: -block.offset)

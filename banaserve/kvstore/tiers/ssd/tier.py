@@ -171,7 +171,7 @@ class SsdTier:
         return True
 
     def clear(self) -> int:
-        """Forget every block that is not being read or written; a restart finds none of them."""
+        """Forget every block that is not in use; a restart finds not even those being read."""
         idle = [block for block in self._blocks if not block.is_busy]
         for block in idle:
             self._forget(block)
