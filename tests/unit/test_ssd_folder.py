@@ -94,6 +94,14 @@ def test_a_folder_instead_of_a_segment(tmp_path: Path) -> None:
     assert "cannot use" in refusal(tmp_path)
 
 
+def test_a_link_instead_of_a_segment(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_bytes(b"x" * 5000)
+    SsdTier(tmp_path / "log", MIB).close()
+    (tmp_path / "log" / f"segment-{7:016x}.log").symlink_to(tmp_path / "precious")
+    assert "cannot use" in refusal(tmp_path / "log")
+    assert (tmp_path / "precious").read_bytes() == b"x" * 5000
+
+
 def test_limits(tmp_path: Path) -> None:
     assert "at least 256 KiB" in refusal(tmp_path, capacity_bytes=1000)
     assert "at least 256 KiB" in refusal(tmp_path, capacity_bytes=-1)

@@ -19,7 +19,7 @@ from banaserve.kvstore.tiers.ssd.folder import (
 from banaserve.kvstore.tiers.ssd.limits import MAX_UNFINISHED
 from banaserve.kvstore.tiers.ssd.record import Header, Kind
 from banaserve.kvstore.tiers.ssd.recovery import newest_records
-from banaserve.kvstore.tiers.ssd.scan import Damage, Found, payload_is_good, scan
+from banaserve.kvstore.tiers.ssd.scan import Damage, Found, open_to_read, payload_is_good, scan
 
 NAMESPACE_BYTES = 16
 MAX_PROBLEM_LINES = 100
@@ -127,7 +127,7 @@ class _Check:
 
     def _open(self, segment_id: int) -> int | None:
         try:
-            return os.open(segment_path(self.path, segment_id), os.O_RDONLY | os.O_CLOEXEC)
+            return open_to_read(segment_path(self.path, segment_id))
         except FileNotFoundError:
             # A store that has the folder open removes segments.
             return None

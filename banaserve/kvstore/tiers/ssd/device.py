@@ -5,6 +5,7 @@ Each operation ends with a callback, which ``poll`` calls on the caller's thread
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import select
@@ -20,6 +21,7 @@ from banaserve._native import DiskQueue
 from banaserve.kvstore.tiers.interface import BlockBytes
 from banaserve.kvstore.tiers.ssd.record import checksum
 
+log = logging.getLogger(__name__)
 _Job = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
@@ -90,6 +92,8 @@ class Device:
 
     def __init__(self, depth: int, engine: str) -> None:
         self.queue = DiskQueue(depth, engine)
+        if self.queue.fallback_reason:
+            log.warning("the SSD tier uses threads: %s", self.queue.fallback_reason)
         self.fd = self.queue.fd
         self._hasher = Worker("ssd-checksums", self.fd)
         self._caller = Worker("ssd-files", self.fd)

@@ -133,6 +133,12 @@ class SegmentLog:
         last.is_open = True
         self.stores.current = last
 
+    def note_direct(self, direct: bool) -> None:
+        """Say once where the file system refuses direct I/O."""
+        if self.direct and not direct:
+            log.warning("%s takes no direct I/O: blocks go through memory", self._folder.path)
+        self.direct = direct
+
     def sealed(self) -> Iterator[Segment]:
         """Segments that nothing is appended to any more."""
         return (segment for segment in self._segments.values() if not segment.is_open)
@@ -250,7 +256,8 @@ class SegmentLog:
                 self.used_bytes -= size_bytes
                 self.report(result)
                 return
-            fd, self.direct = result
+            fd, direct = result
+            self.note_direct(direct)
             self._replace_next(lane, Segment(segment_id, fd, size_bytes))
 
         self._device.call(lambda: create_segment(path, size_bytes), end)

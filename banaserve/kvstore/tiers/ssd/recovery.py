@@ -13,7 +13,7 @@ from pathlib import Path
 from banaserve.kvstore.tiers.ssd.folder import Folder, segment_ids
 from banaserve.kvstore.tiers.ssd.limits import MAX_UNFINISHED
 from banaserve.kvstore.tiers.ssd.record import Header, Kind, padded
-from banaserve.kvstore.tiers.ssd.scan import Damage, Found, payload_is_good, scan
+from banaserve.kvstore.tiers.ssd.scan import Damage, Found, open_to_read, payload_is_good, scan
 from banaserve.kvstore.tiers.ssd.segments import LogBlock, Segment, open_direct, write_filler
 
 _SILENT_S = 2.0
@@ -98,7 +98,7 @@ def newest_records(headers: list[Header], cleared_sequence: int) -> dict[bytes, 
 
 
 def _scan(path: Path, segment_id: int) -> list[Found | Damage]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = open_to_read(path)
     try:
         # Reading ahead would fetch the blocks as well.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -112,7 +112,7 @@ def _unfinished(folder: Folder, headers: list[Header]) -> list[tuple[int, Damage
     blocks = (header for header in headers if header.kind is Kind.BLOCK)
     damages = []
     for header in nlargest(MAX_UNFINISHED, blocks, key=lambda header: header.sequence):
-        fd = os.open(folder.segment_path(header.segment_id), os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_to_read(folder.segment_path(header.segment_id))
         try:
             if not payload_is_good(fd, header):
                 damage = Damage(header.offset, header.record_bytes, torn=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
@@ -38,6 +39,15 @@ class Damage(NamedTuple):
     offset: int
     num_bytes: int
     torn: bool
+
+
+def open_to_read(path: Path) -> int:
+    """A segment's descriptor for ``scan``, whatever somebody has put in its place.
+
+    Raises:
+        OSError: It cannot be opened, or is a link.
+    """
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def scan(fd: int, segment_id: int) -> Iterator[Found | Damage]:

@@ -226,7 +226,7 @@ class SsdTier:
         for block in recovered.blocks:
             self._blocks.add(block)
         self._counters.corrupt += recovered.num_corrupt
-        self._log.direct = recovered.direct
+        self._log.note_direct(recovered.direct)
         self._log.adopt(recovered.segments, recovered.last_sequence)
 
     def _step(self) -> None:
