@@ -16,6 +16,7 @@ from banaserve.kvstore.tiers.mooncake_config import parse_url
         ("http://h:1", "mooncake://HOST:PORT"),
         ("mooncake://h", "mooncake://HOST:PORT"),
         ("mooncake://h:99999", "99999|Port"),
+        ("mooncake://[::1]:1", "IPv6"),
         ("mooncake://h:1/path", "mooncake://HOST:PORT"),
         ("mooncake://h:1?segmnt=1GiB", "did you mean segment"),
         ("mooncake://h:1?protocol=udp", "protocol"),

@@ -63,6 +63,8 @@ def parse_url(url: str) -> MooncakeConfig:
         raise UserError(f"{url!r} is not {_EXAMPLE}: {error}") from error
     if parts.scheme != "mooncake" or not host or not port or parts.path not in ("", "/"):
         raise UserError(f"{url!r} is not {_EXAMPLE}")
+    if ":" in host:
+        raise UserError(f"{url!r} has an IPv6 address: give an IPv4 address or a name")
     for name, _ in given:
         check_known("option of mooncake://", name, _OPTIONS)
     options = dict(given)

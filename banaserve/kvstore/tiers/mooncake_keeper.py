@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import selectors
 import time
@@ -128,7 +129,8 @@ class Keeper:
         if self._child is None:
             return
         if self.health.available:
-            self._child.send(Leave())
+            with contextlib.suppress(OSError):
+                self._child.send(Leave())
         self._child.end(_LEAVE_TIMEOUT_S if self.health.available else 0.0)
 
     def _start(self) -> None:
