@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from banaserve.errors import UserError
+from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.options import StoreOptions
 from banaserve.processes import wait_ended
@@ -56,8 +56,11 @@ class SupervisedStore:
         self._keeper = asyncio.create_task(self._keep_alive())
 
     async def problems(self) -> list[str]:
-        """One line for each tier that is out of service."""
-        stats = await asyncio.to_thread(fetch_stats, self.socket_path)
+        """One line for each tier that is out of service; none where the store does not answer."""
+        try:
+            stats = await asyncio.to_thread(fetch_stats, self.socket_path)
+        except StoreUnavailableError:
+            return []
         return [
             f"going on without the store's {tier.stats.name} tier: {tier.stats.problem}"
             for tier in stats.tiers

@@ -110,6 +110,7 @@ def store() -> Iterator[LiveStore]:
         readable, writable = os.pipe()
         command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--socket", str(path)]
         command += ["--size", "256KiB", "--ready-fd", str(writable), "--die-with-parent"]
+        command += ["--ssd", f"{folder}/ssd", "--ssd-size", "1MiB", "--tenant-quota", "0.5"]
         process = subprocess.Popen(command, pass_fds=[writable], stderr=subprocess.DEVNULL)
         os.close(writable)
         with os.fdopen(readable) as pipe:
@@ -120,6 +121,10 @@ def store() -> Iterator[LiveStore]:
         live.witness.close()
         process.terminate()
         assert process.wait(TIMEOUT_S) == 0
+
+
+def exchange(tenant: bytes, compute_block_s: float) -> bytes:
+    return wire.encode(wire.Exchange(2, [KEY], [], tenant, compute_block_s))
 
 
 def frame(payload: bytes) -> bytes:
@@ -193,6 +198,18 @@ def test_a_client_that_does_not_read_its_replies_is_stopped(store: LiveStore) ->
                 store.check()
     assert num_bytes < MUCH_BYTES, "the store takes requests without end"
     store.check()
+
+
+@pytest.mark.parametrize(
+    ("tenant", "compute_block_s"),
+    [(b"x" * 65, 0.0), (b"", -1.0), (b"", float("nan")), (b"", float("inf")), (b"", 1e9)],
+)
+def test_hostile_terms_of_an_exchange(
+    store: LiveStore, tenant: bytes, compute_block_s: float
+) -> None:
+    before = fetch_stats(store.path, TIMEOUT_S).protocol_errors
+    store.attack(exchange(tenant, compute_block_s), greets=True)
+    assert fetch_stats(store.path, TIMEOUT_S).protocol_errors == before + 1
 
 
 @given(data=st.binary(max_size=64), step=st.integers(1, 7))
