@@ -55,8 +55,13 @@ def fork_engine_parent(config: VllmConfig) -> tuple[int, socket.socket]:
         theirs.close()
         return pid, ours
     ours.close()
-    _in_child(lambda: _EngineParent(config, theirs).run())
+    _in_child(lambda: run_engine_parent(config, theirs))
     raise AssertionError("a forked child never returns")
+
+
+def run_engine_parent(config: VllmConfig, control: socket.socket) -> None:
+    """Be the parent of engines and guests in this process until ``control`` closes."""
+    _EngineParent(config, control).run()
 
 
 def _in_child(body: Callable[[], None]) -> None:

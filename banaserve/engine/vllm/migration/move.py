@@ -188,7 +188,7 @@ class Move:
             "unit_id": self.unit.unit_id,
             "phase": self._phase.value,
             "target": self.target.guest_id if self.target else None,
-            "error": self.error,
+            "reason": self.error,
             "dirty_blocks": len(self._watch) if self._watch is not None else None,
             **self.facts,
         }

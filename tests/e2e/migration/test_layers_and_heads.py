@@ -1,0 +1,187 @@
+"""Tokens and logprobs do not change, whatever moves and whenever; greedy, float32, real model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import pytest
+
+from banaserve import models
+
+pytestmark = pytest.mark.e2e
+
+NUM_TOKENS = 48
+TEXTS = (
+    "The capital of France is",
+    "Once upon a time there was a little girl who",
+    "List the planets of the solar system in order:",
+    "The history of the Roman Empire began " + "and then the empire grew larger. " * 60,
+    "def fibonacci(n):",
+)
+LAYERS = {"type": "layers", "start": 10, "end": 20}
+HEADS = {"type": "heads", "heads": [[3, [1]], [5, [0, 2]], [21, [0, 1, 2]]]}
+
+
+@pytest.fixture(scope="module")
+def rig(one_rig: Any, engine_arguments: Any) -> Iterator[Any]:
+    model = models.resolve(models.PACKAGED, None, print).path_or_id
+    with one_rig(engine_arguments(model, {"stall_s": 0.5})) as rig:
+        yield rig
+
+
+@pytest.fixture(scope="module")
+def prompts(rig: Any) -> list[list[int]]:
+    tokenizer = rig.llm.get_tokenizer()
+    return [tokenizer(text)["input_ids"] for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def expected(rig: Any, prompts: list[list[int]]) -> Any:
+    """Of the same engine before anything has moved."""
+    first = rig.run(prompts, NUM_TOKENS)
+    assert rig.run(prompts, NUM_TOKENS) == first, "the engine does not repeat itself"
+    return first
+
+
+@pytest.fixture(autouse=True)
+def _home(rig: Any, expected: Any) -> Iterator[None]:
+    yield
+    rig.all_home()
+
+
+def test_layers_leave_go_on_and_come_home_in_mid_stream(
+    rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any
+) -> None:
+    one, other = rig.guest(), rig.guest()
+
+    def travel() -> Generator[None, None, None]:
+        yield from let_pass(3)
+        yield from rig.away(LAYERS, one, gap=2)
+        (unit,) = rig.do("status")["units"]
+        yield from rig.on(unit["unit_id"], other, gap=2)
+
+    assert rig.run(prompts, NUM_TOKENS, travel()) == expected
+    status = rig.do("status")
+    assert [unit["guest"] for unit in status["units"]] == [other]
+    assert rig.run(prompts, NUM_TOKENS) == expected, "wholly remote"
+    (unit,) = status["units"]
+    assert rig.run(prompts, NUM_TOKENS, rig.on(unit["unit_id"], gap=3)) == expected
+    assert rig.do("status")["units"] == []
+    assert rig.run(prompts, NUM_TOKENS) == expected, "after the return"
+    usage = rig.do("usage", other)
+    assert usage["num_runs"] > 0
+    assert usage["busy_s"] > 0
+
+
+def test_heads_and_layers_at_once(
+    rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any
+) -> None:
+    one, other = rig.guest(), rig.guest()
+    more = {"type": "heads", "heads": [[5, [1]], [22, [2]]]}
+
+    def travel() -> Generator[None, None, None]:
+        yield from let_pass(2)
+        yield from rig.away(HEADS, one, gap=1)
+        yield from rig.away(LAYERS, other, gap=1)
+        yield from rig.away(more, one, free=False)
+
+    assert rig.run(prompts, NUM_TOKENS, travel()) == expected
+    assert len(rig.do("status")["units"]) == 3
+    assert rig.run(prompts, NUM_TOKENS) == expected, "wholly remote"
+
+    def home() -> Generator[None, None, None]:
+        for unit in rig.do("status")["units"]:
+            yield from rig.on(unit["unit_id"], gap=1)
+
+    assert rig.run(prompts, NUM_TOKENS, home()) == expected
+
+
+def test_a_seeded_request_goes_on(rig: Any, prompts: list[list[int]]) -> None:
+    seeded = {"temperature": 0.8, "seed": 7}
+    expected = rig.run(prompts, NUM_TOKENS, **seeded)
+    assert rig.run(prompts, NUM_TOKENS, rig.away(HEADS, rig.guest(), gap=2), **seeded) == expected
+
+
+def test_random_plans_at_random_moments(
+    rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any
+) -> None:
+    dice = random.Random(20)
+    for _ in range(6):
+        guest = rig.guest()
+        start = dice.randrange(0, 29)
+        plan = {"type": "layers", "start": start, "end": dice.randrange(start + 1, 30)}
+        if dice.random() < 0.5:
+            layers = dice.sample(range(30), 3)
+            pick = [[n, sorted(dice.sample(range(3), dice.randint(1, 3)))] for n in layers]
+            plan = {"type": "heads", "heads": pick}
+
+        def travel(plan: Any = plan, guest: str = guest) -> Generator[None, None, None]:
+            yield from let_pass(dice.randrange(8))
+            yield from rig.away(plan, guest, free=dice.random() < 0.5, gap=dice.randrange(4))
+            yield from let_pass(dice.randrange(8))
+            for unit in rig.do("status")["units"]:
+                yield from rig.on(unit["unit_id"], gap=dice.randrange(3))
+
+        assert rig.run(prompts, NUM_TOKENS, travel()) == expected, plan
+        rig.do("detach", guest)
+
+
+@pytest.mark.parametrize("last_phase", ["preparing", "prepared", "copied"])
+def test_abort_leaves_the_host_as_it_was(
+    rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any, last_phase: str
+) -> None:
+    guest, move_id = rig.guest(), rig.new_move()
+
+    def travel() -> Generator[None, None, None]:
+        yield from let_pass(3)
+        rig.do("prepare", move_id, LAYERS, guest)
+        if last_phase != "preparing":
+            yield from rig.wait(move_id, "prepared")
+        if last_phase == "copied":
+            rig.do("precopy", move_id)
+            yield from rig.wait(move_id, "copied")
+        rig.do("abort", move_id)
+        assert rig.ask("commit", move_id)["error"]
+
+    assert rig.run(prompts, NUM_TOKENS, travel()) == expected
+    assert rig.phase(move_id) == "aborted"
+    # Nothing of it is left: the same modules can move again.
+    assert rig.run(prompts, NUM_TOKENS, rig.away(LAYERS, rig.guest())) == expected
+
+
+@pytest.mark.parametrize(
+    ("modules", "why"),
+    [
+        ({"type": "layers", "start": 5, "end": 5}, "empty"),
+        ({"type": "layers", "start": 25, "end": 31}, "outside"),
+        ({"type": "layers", "start": 0, "end": 30}, "every layer"),
+        ({"type": "heads", "heads": []}, "no heads"),
+        ({"type": "heads", "heads": [[5, [3]]]}, "no KV head 3"),
+        ({"type": "heads", "heads": [[30, [0]]]}, "no layer 30"),
+        ({"type": "heads", "heads": [[5, [1, 1]]]}, "twice"),
+        ({"type": "heads", "heads": [[12, [1]]]}, "layer 12"),
+        ({"type": "layers", "start": 19, "end": 22}, "layer 19"),
+    ],
+)
+def test_what_cannot_move_is_refused_in_words(rig: Any, modules: dict[str, Any], why: str) -> None:
+    if not rig.do("status")["units"]:
+        rig.finish(rig.away(LAYERS, rig.guest()))
+    epoch = rig.do("status")["epoch"]
+    guest = next(iter(rig.do("status")["guests"]))
+    reply = rig.ask("prepare", rig.new_move(), modules, guest)
+    assert why in reply["error"], reply
+    assert rig.do("status")["epoch"] == epoch
+
+
+def test_unknown_things_are_refused(rig: Any) -> None:
+    assert "not attached" in rig.ask("prepare", rig.new_move(), LAYERS, "nobody")["error"]
+    assert "no move" in rig.ask("commit", "nothing")["error"]
+    assert "not away" in rig.ask("move_on", rig.new_move(), "nothing")["error"]
+    serving = rig.guest()
+    rig.finish(rig.away(LAYERS, serving))
+    move_id = rig.new_move()
+    rig.do("prepare", move_id, {"type": "layers", "start": 2, "end": 4}, serving)
+    rig.until(lambda: rig.phase(move_id) == "failed")
+    assert "start another" in rig.do("status")["moves"][move_id]["reason"]

@@ -1,0 +1,188 @@
+"""A guest that dies or stalls: its modules come home, and streams go on with the same tokens."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import pytest
+
+from banaserve import models
+
+pytestmark = pytest.mark.e2e
+
+NUM_TOKENS = 40
+TEXTS = (
+    "The capital of France is",
+    "The history of the Roman Empire began " + "and then the empire grew larger. " * 60,
+    "The history of the Roman Empire began " + "and then the empire grew larger. " * 40,
+    "def fibonacci(n):",
+)
+LAYERS = {"type": "layers", "start": 10, "end": 20}
+HEADS = {"type": "heads", "heads": [[3, [1]], [5, [0, 2]], [21, [0, 1, 2]]]}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
+def rig(request: pytest.FixtureRequest, one_rig: Any, engine_arguments: Any) -> Iterator[Any]:
+    kind = "AsyncPoolScheduler" if request.param else "PoolScheduler"
+    arguments = engine_arguments(
+        models.resolve(models.PACKAGED, None, print).path_or_id,
+        {"stall_s": 0.3},
+        async_scheduling=request.param,
+        scheduler_cls=f"banaserve.engine.vllm.migration.pool.{kind}",
+    )
+    with one_rig(arguments) as rig:
+        yield rig
+
+
+@pytest.fixture(scope="module")
+def prompts(rig: Any) -> list[list[int]]:
+    tokenizer = rig.llm.get_tokenizer()
+    return [tokenizer(text)["input_ids"] for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def expected(rig: Any, prompts: list[list[int]]) -> Any:
+    return rig.run(prompts, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("modules", [LAYERS, HEADS], ids=["layers", "heads"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stalls"])
+def test_streams_go_on(
+    rig: Any,
+    prompts: list[list[int]],
+    expected: Any,
+    let_pass: Any,
+    modules: dict[str, Any],
+    number: int,
+) -> None:
+    guest = rig.guest()
+    before = rig.do("status")
+
+    def lose() -> Generator[None, None, None]:
+        yield from rig.away(modules, guest)
+        yield from let_pass(4)
+        rig.kill(guest, number)
+
+    try:
+        assert rig.run(prompts, NUM_TOKENS, lose()) == expected
+    finally:
+        rig.kill(guest)
+    after = rig.do("status")
+    assert after["guests_lost"] == before["guests_lost"] + 1
+    assert after["steps_lost"] > before["steps_lost"]
+    assert after["epoch"] > before["epoch"]
+    assert after["units"] == []
+    assert after["guests"][guest]["state"] == "lost"
+    assert rig.run(prompts, NUM_TOKENS) == expected, "afterwards"
+    # The same modules can leave again.
+    assert rig.run(prompts, NUM_TOKENS, rig.away(modules, rig.guest())) == expected
+    rig.all_home()
+
+
+def test_a_guest_dies_in_the_middle_of_a_step(
+    rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any
+) -> None:
+    guest = rig.guest()
+    host = rig.core.model_executor.driver_worker.worker.model_runner.banaserve_migration
+    link_of = host.links[guest]
+    run = link_of.run
+
+    def run_and_kill(*args: Any) -> Any:
+        # The request is on its way when the guest is killed: it never answers.
+        threading.Thread(target=rig.kill, args=(guest,)).start()
+        return run(*args)
+
+    def lose() -> Generator[None, None, None]:
+        yield from rig.away(LAYERS, guest)
+        yield from let_pass(3)
+        link_of.run = run_and_kill
+
+    assert rig.run(prompts, NUM_TOKENS, lose()) == expected
+    assert rig.do("status")["units"] == []
+
+
+def test_a_seeded_stream_goes_on_with_the_same_tokens(
+    rig: Any, prompts: list[list[int]], let_pass: Any
+) -> None:
+    seeded = {"temperature": 0.8, "seed": 7}
+    expected = rig.run(prompts, NUM_TOKENS, **seeded)
+    guest = rig.guest()
+
+    def lose() -> Generator[None, None, None]:
+        yield from rig.away(HEADS, guest)
+        yield from let_pass(3)
+        rig.kill(guest)
+
+    assert rig.run(prompts, NUM_TOKENS, lose(), **seeded) == expected
+
+
+@pytest.mark.parametrize("last_phase", ["preparing", "prepared", "copied"])
+def test_a_target_dies_before_commit_and_the_host_serves_on(
+    rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any, last_phase: str
+) -> None:
+    guest, move_id = rig.guest(), rig.new_move()
+    before = rig.do("status")["steps_lost"]
+
+    def lose() -> Generator[None, None, None]:
+        yield from let_pass(2)
+        rig.do("prepare", move_id, LAYERS, guest)
+        if last_phase != "preparing":
+            yield from rig.wait(move_id, "prepared")
+        if last_phase == "copied":
+            rig.do("precopy", move_id)
+            yield from rig.wait(move_id, "copied")
+        rig.kill(guest)
+        if last_phase == "preparing":
+            while rig.phase(move_id) != "failed":
+                yield
+        else:
+            assert rig.ask("commit", move_id)["error"]
+
+    assert rig.run(prompts, NUM_TOKENS, lose()) == expected
+    assert rig.phase(move_id) == "failed"
+    assert rig.do("status")["steps_lost"] == before, "no step was lost"
+
+
+def test_a_guest_that_died_while_nothing_ran_is_noticed(
+    rig: Any, prompts: list[list[int]], expected: Any
+) -> None:
+    guest = rig.guest()
+    assert rig.run(prompts, NUM_TOKENS, rig.away(LAYERS, guest)) == expected
+    rig.kill(guest)
+    rig.until(lambda: rig.do("status")["units"] == [])
+    assert rig.run(prompts, NUM_TOKENS) == expected
+
+
+def test_the_source_dies_on_the_way_to_a_third(
+    rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any
+) -> None:
+    one, other = rig.guest(), rig.guest()
+
+    def lose() -> Generator[None, None, None]:
+        yield from rig.away(LAYERS, one)
+        (unit,) = rig.do("status")["units"]
+        move_id = rig.new_move()
+        rig.do("move_on", move_id, unit["unit_id"], other)
+        yield from rig.wait(move_id, "prepared")
+        rig.kill(one)
+        assert rig.ask("commit", move_id)["error"]
+
+    assert rig.run(prompts, NUM_TOKENS, lose()) == expected
+    assert rig.do("status")["units"] == []
+
+
+def test_a_guest_ends_with_its_host(rig: Any) -> None:
+    guest = rig.guest()
+    rig.do("detach", guest)
+    rig.until(lambda: not _lives(rig.pids[guest]))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

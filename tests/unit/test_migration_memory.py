@@ -1,0 +1,208 @@
+"""Written blocks, slabs, and tensors on their way."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from banaserve.engine.vllm.migration.host_kv import HostKv, blocks_gained, spans
+from banaserve.engine.vllm.migration.parcel import Parcel, from_wire, restore, to_wire
+from banaserve.engine.vllm.migration.slab import Slab, merged
+from banaserve.engine.vllm.migration.written_blocks import WrittenBlocks
+from banaserve.errors import ProtocolError
+
+PAGE = mmap.PAGESIZE
+
+
+class CopiedBlocks(RuleBasedStateMachine):
+    """A copier beside an engine: after the commit between two steps it has every byte.
+
+    ``here`` and ``there`` hold each block's version. A step marks, then writes; a copy may come
+    in between.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = WrittenBlocks()
+        self.here = [0] * 6
+        self.there: dict[int, int] = {}
+        self.open: set[int] = set()
+        self.watch = None
+
+    @rule(blocks=st.sets(st.integers(0, 5), max_size=4))
+    def begin_step(self, blocks: set[int]) -> None:
+        for block in self.open:
+            self.here[block] += 1
+        self.written.step_ended()
+        self.written.mark(blocks)
+        self.open = set(blocks)
+
+    @rule(block=st.integers(0, 5))
+    def write_early(self, block: int) -> None:
+        if block in self.open:
+            self.here[block] += 1
+
+    @precondition(lambda self: self.watch is None)
+    @rule()
+    def begin_move(self) -> None:
+        self.watch = self.written.watch()
+        self.there = {}
+
+    @precondition(lambda self: self.watch is not None)
+    @rule()
+    def copy_round(self) -> None:
+        for block in self.watch.take():
+            self.there[block] = self.here[block]
+
+    @precondition(lambda self: self.watch is not None)
+    @rule()
+    def commit(self) -> None:
+        for block in self.open:
+            self.here[block] += 1
+        self.open = set()
+        self.written.step_ended()
+        self.copy_round()
+        assert self.there == {b: v for b, v in enumerate(self.here) if v}
+        self.watch.end()
+        self.watch = None
+
+    @invariant()
+    def counts(self) -> None:
+        assert len(self.written) <= 6
+
+
+TestCopiedBlocks = CopiedBlocks.TestCase
+
+
+def test_forgotten_blocks_are_not_copied() -> None:
+    written = WrittenBlocks()
+    written.mark([1, 2])
+    written.step_ended()
+    watch = written.watch()
+    written.forget()
+    assert watch.take() == []
+    written.mark([3])
+    written.step_ended()
+    assert watch.take() == [3]
+
+
+def test_taken_blocks_can_be_given_back() -> None:
+    written = WrittenBlocks()
+    written.mark([4, 1])
+    written.step_ended()
+    watch = written.watch()
+    watch.give_back(watch.take())
+    assert watch.take() == [1, 4]
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), max_size=12))
+def test_merged_ranges_cover_the_same_bytes(ranges: list[tuple[int, int]]) -> None:
+    found = merged(ranges)
+    assert bytes_in(found) == bytes_in(ranges)
+    assert all(sum(a) < b[0] for a, b in itertools.pairwise(found))
+
+
+def bytes_in(ranges: list[tuple[int, int]]) -> set[int]:
+    return {i for start, length in ranges for i in range(start, start + length)}
+
+
+def test_a_slab_takes_memory_when_touched_and_gives_it_back() -> None:
+    slab = Slab(64 * PAGE)
+    assert slab.resident_bytes() == 0
+    assert slab.populate(32 * PAGE)
+    assert slab.resident_bytes() == 32 * PAGE
+    slab.bytes[: 32 * PAGE] = 7
+    # Half a page at either end stays, with what is in it.
+    assert slab.give_back([(PAGE // 2, 2 * PAGE), (10 * PAGE, PAGE)]) == 2 * PAGE
+    assert slab.resident_bytes() == 30 * PAGE
+    assert slab.bytes[PAGE // 2] == 7
+    assert not slab.bytes[PAGE : 2 * PAGE].any()
+    assert not slab.bytes[10 * PAGE : 11 * PAGE].any()
+    assert slab.bytes[3 * PAGE] == 7
+
+
+@pytest.fixture
+def host_kv() -> HostKv:
+    """Three layers, four blocks, three heads of one page each."""
+    shape = (4, 3, PAGE // 8, 2)
+    return HostKv({f"l{i}": torch.zeros(shape, dtype=torch.float32) for i in range(3)}, 2.5)
+
+
+def test_each_layer_and_each_head_is_freed_alone(host_kv: HostKv) -> None:
+    assert (host_kv.num_blocks, host_kv.max_blocks) == (4, 10)
+    assert host_kv.tensors["l0"].shape[0] == 10
+    assert host_kv.resident_bytes == 3 * 4 * 3 * PAGE
+    for tensor in host_kv.tensors.values():
+        tensor[:4] = 1
+    assert host_kv.free("l1", None) == (12 * PAGE, 12 * PAGE)
+    assert host_kv.free("l2", (0, 2)) == (8 * PAGE, 8 * PAGE)
+    host_kv.populate("l1", 4)
+    assert host_kv.resident_bytes == (12 + 12 + 4) * PAGE
+    assert host_kv.tensors["l0"][:4].eq(1).all()
+    assert host_kv.tensors["l2"][:4, 1].eq(1).all()
+    assert host_kv.tensors["l2"][:4, [0, 2]].eq(0).all()
+
+
+def test_poison_hits_what_moved_and_nothing_else(host_kv: HostKv) -> None:
+    host_kv.poison("l0", (1,), [2])
+    assert host_kv.tensors["l0"][2, 1].isnan().all()
+    assert host_kv.tensors["l0"].isnan().sum() == host_kv.tensors["l0"][2, 1].numel()
+
+
+def test_runs_join_neighbouring_heads(host_kv: HostKv) -> None:
+    assert spans((2, 0, 1, 5)) == [(0, 3), (5, 1)]
+    assert [tuple(run) for run in host_kv.runs((0, 2))] == [(0, PAGE), (2 * PAGE, PAGE)]
+    assert [tuple(run) for run in host_kv.runs(None)] == [(0, 3 * PAGE)]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_blocks", "away", "kept", "gained"),
+    [
+        (21, 42, 10, 20, 10),
+        (21, 25, 10, 20, 4),
+        (21, 42, 0, 30, 0),
+        (90, 180, 1, 89, 1),
+        (20, 40, 1, 89, 0),
+    ],
+)
+def test_blocks_come_only_where_every_layer_that_stays_can_grow(
+    num_blocks: int, max_blocks: int, away: int, kept: int, gained: int
+) -> None:
+    assert blocks_gained(num_blocks, max_blocks, away, kept) == gained
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_tensors_travel_bit_by_bit(dtype: torch.dtype) -> None:
+    tensor = torch.arange(24).view(2, 3, 4).transpose(0, 2).to(dtype)
+    there = from_wire(to_wire(tensor))
+    assert there.dtype == dtype
+    assert torch.equal(there, tensor)
+
+
+def test_values_travel_by_name() -> None:
+    parcel = Parcel()
+    values = {"a": torch.ones(2), "n": 3, "none": None, "np": np.arange(4), "flag": True}
+    packed = msgspec.msgpack.decode(msgspec.msgpack.encode(parcel.put_all(values)))
+    back = restore(packed, parcel.tensors)
+    assert torch.equal(back["a"], values["a"])
+    assert isinstance(back["np"], np.ndarray)
+    assert (back["n"], back["none"], back["flag"]) == (3, None, True)
+
+
+@pytest.mark.parametrize("packed", [{"a": [1]}, {"a": [-1]}, {"a": []}, {"a": ["x"]}])
+def test_a_tensor_that_did_not_come_is_a_breach(packed: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError, match="did not come"):
+        restore(packed, [to_wire(torch.ones(1))])
+
+
+def test_what_cannot_travel_is_refused() -> None:
+    with pytest.raises(TypeError, match="cannot travel"):
+        Parcel().put_all({"a": object()})

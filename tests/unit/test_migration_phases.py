@@ -1,0 +1,120 @@
+"""The table of a move's phases, and what may move together."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from banaserve.engine.vllm.migration.modules import (
+    HeadSet,
+    LayerRange,
+    ModelShape,
+    Modules,
+    check_free,
+    check_shape,
+    overlap,
+    read_modules,
+    write_modules,
+)
+from banaserve.engine.vllm.migration.phases import ALLOWED, OPEN, Phase, check_step
+from banaserve.errors import MigrationError
+
+SHAPE = ModelShape(num_layers=30, num_kv_heads=3)
+
+
+def test_every_phase_is_in_the_table() -> None:
+    assert set(ALLOWED) == set(Phase)
+
+
+def test_every_open_phase_can_be_given_up_and_no_other_can() -> None:
+    for phase in Phase:
+        ends = {Phase.ABORTED, Phase.FAILED} & ALLOWED[phase]
+        assert len(ends) == (2 if phase in OPEN else 0), phase
+
+
+def test_committed_moves_only_free() -> None:
+    reachable = set(ALLOWED[Phase.COMMITTED])
+    assert reachable == {Phase.FREED}
+    assert not ALLOWED[Phase.FREED]
+
+
+@given(st.lists(st.sampled_from(Phase), max_size=12))
+def test_walks_follow_the_table_and_commit_once(wanted: list[Phase]) -> None:
+    now, walk = Phase.PREPARING, [Phase.PREPARING]
+    for phase in wanted:
+        if phase in ALLOWED[now]:
+            check_step("m", now, phase)
+            now = phase
+            walk.append(now)
+        else:
+            with pytest.raises(MigrationError, match=phase.value):
+                check_step("m", now, phase)
+    assert walk.count(Phase.COMMITTED) <= 1
+    assert Phase.FREED not in walk or Phase.COMMITTED in walk
+    if Phase.COMMITTED in walk:
+        assert Phase.PREPARED in walk[: walk.index(Phase.COMMITTED)]
+        assert not {Phase.ABORTED, Phase.FAILED} & set(walk)
+
+
+ranges = st.tuples(st.integers(0, 29), st.integers(1, 30)).map(
+    lambda ends: LayerRange(min(ends[0], ends[1] - 1), ends[1])
+)
+head_sets = st.dictionaries(
+    st.integers(0, 29), st.sets(st.integers(0, 2), min_size=1).map(sorted).map(tuple), min_size=1
+).map(HeadSet)
+modules = st.one_of(ranges, head_sets)
+
+
+def cells(modules: Modules) -> set[tuple[int, int]]:
+    """Every (layer, KV head) that is in it."""
+    if isinstance(modules, LayerRange):
+        return set(itertools.product(modules.layers, range(3)))
+    return {(layer, head) for layer, heads in modules.heads.items() for head in heads}
+
+
+@given(modules, modules)
+def test_overlap_is_a_shared_head_or_a_layer_that_goes_as_a_whole(
+    one: Modules, other: Modules
+) -> None:
+    assert (overlap(one, other) is not None) == bool(cells(one) & cells(other))
+    assert (overlap(one, other) is None) == (overlap(other, one) is None)
+
+
+@given(st.lists(modules, max_size=8))
+def test_units_that_were_let_in_never_share_anything(wanted: list[Modules]) -> None:
+    held: dict[str, Modules] = {}
+    for number, one in enumerate(wanted):
+        try:
+            check_free(one, held)
+        except MigrationError:
+            continue
+        held[f"m{number}"] = one
+    found = [cells(one) for one in held.values()]
+    assert sum(map(len, found)) == len(set().union(*found))
+
+
+@given(modules)
+def test_modules_survive_the_wire(one: Modules) -> None:
+    assert read_modules(write_modules(one)) == one
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (LayerRange(3, 3), "empty"),
+        (LayerRange(-1, 2), "outside"),
+        (LayerRange(29, 31), "outside"),
+        (LayerRange(0, 30), "at least one"),
+        (HeadSet({}), "no heads"),
+        (HeadSet({1: ()}), "no heads of layer 1"),
+        (HeadSet({1: (0, 0)}), "twice"),
+        (HeadSet({1: (3,)}), "no KV head 3"),
+        (HeadSet({30: (0,)}), "no layer 30"),
+    ],
+)
+def test_what_the_model_does_not_have_is_refused(wrong: Modules, why: str) -> None:
+    with pytest.raises(MigrationError, match=why):
+        check_shape(wrong, SHAPE)
