@@ -7,8 +7,11 @@ transfer costs more than the copy where a network card has to pin it.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,6 +22,7 @@ from banaserve.transport.granted import GrantedTransport, Mover
 from banaserve.transport.interface import Bytes
 from banaserve.transport.local_region import LocalRegion
 from banaserve.transport.memory import Memory, Plan
+from banaserve.transport.options import TransportOptions
 from banaserve.transport.runs import Runs
 
 NAME = "nixl"
@@ -34,51 +38,99 @@ class Access(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NixlTransport(GrantedTransport):
-    """One agent for each connection, at both ends: none of them outlives its peer."""
+    """One agent for the process, started when it is first needed: that takes about a second."""
 
     name = NAME
 
+    def __init__(self, options: TransportOptions) -> None:
+        super().__init__(options)
+        self._starting = threading.Lock()
+        self._shared: Agent | None = None
+
+    def _agent(self) -> Agent:
+        with self._starting:
+            if self._shared is None:
+                self._shared = Agent()
+            return self._shared
+
     def _accept(self, region: LocalRegion) -> tuple[Mover, bytes]:
-        owner = _Owner(region.memory)
+        owner = _Owner(self._agent(), region.memory)
         return owner, msgspec.msgpack.encode(owner.access)
 
     def _join(self, data: bytes, staging: Bytes) -> Mover:
         try:
-            return _Peer(msgspec.msgpack.decode(data, type=Access), Memory.of(staging))
-        except (msgspec.MsgspecError, RuntimeError) as error:
-            raise PeerGoneError(f"the agents do not connect: {error}") from None
+            access = msgspec.msgpack.decode(data, type=Access)
+        except msgspec.MsgspecError as error:
+            raise PeerGoneError(f"the peer breaks the protocol: {error}") from None
+        return _Peer(self._agent(), access, Memory.of(staging))
 
 
-class _Agent(Mover):
-    def __init__(self, memory: Memory) -> None:
-        name = secrets.token_hex(8)
-        self._agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
-        self._memory = memory
-        region = [(memory.address, memory.num_bytes, 0, "")]
-        self._registered = self._agent.register_memory(region, "DRAM")
+class Agent:
+    """NIXL's agent, with a lock around it because several regions' threads share it.
 
-    def close(self) -> None:
-        if self._registered is not None:
-            self._agent.deregister_memory(self._registered)
-            self._registered = None
+    Attributes:
+        api: NIXL's own interface.
+        lock: Held for every call of it; none of the calls waits for a peer.
+    """
+
+    def __init__(self) -> None:
+        self.api = nixl_agent(secrets.token_hex(8), nixl_agent_config(backends=["UCX"]))
+        self.lock = threading.Lock()
+        self._num_users: Counter[str] = Counter()
+
+    def register(self, memory: Memory) -> Any:
+        with self.lock:
+            return self.api.register_memory([(memory.address, memory.num_bytes, 0, "")], "DRAM")
+
+    def deregister(self, registered: Any) -> None:
+        with self.lock:
+            self.api.deregister_memory(registered)
+
+    def meet(self, metadata: bytes) -> str:
+        """Learn of a peer's agent and its regions; its name.
+
+        Raises:
+            PeerGoneError: The agents do not find a way to each other.
+        """
+        with self.lock:
+            try:
+                name = self.api.add_remote_agent(metadata)
+            except Exception as error:
+                raise PeerGoneError(f"the agents do not connect: {error!r}") from None
+            name = name.decode() if isinstance(name, bytes) else name
+            self._num_users[name] += 1
+            return name
+
+    def part(self, name: str) -> None:
+        """Forget a peer's agent, once for each ``meet``."""
+        with self.lock:
+            self._num_users[name] -= 1
+            if not self._num_users[name]:
+                del self._num_users[name]
+                self.api.remove_remote_agent(name)
 
 
-class _Owner(_Agent):
-    def __init__(self, memory: Memory) -> None:
-        super().__init__(memory)
-        self.access = Access(self._agent.get_agent_metadata(), memory.address)
+class _Owner(Mover):
+    def __init__(self, agent: Agent, memory: Memory) -> None:
+        self._agent = agent
+        self._registered = agent.register(memory)
+        with agent.lock:
+            self.access = Access(agent.api.get_agent_metadata(), memory.address)
 
     def move(self, part: Plan, check_peer: Callable[[], None]) -> None:
         """The peer's agent moves the bytes."""
 
+    def close(self) -> None:
+        self._agent.deregister(self._registered)
 
-class _Peer(_Agent):
-    def __init__(self, access: Access, staging: Memory) -> None:
-        super().__init__(staging)
-        self._access = access
-        self._remote = self._agent.add_remote_agent(access.metadata)
-        if isinstance(self._remote, bytes):
-            self._remote = self._remote.decode()
+
+class _Peer(Mover):
+    def __init__(self, agent: Agent, access: Access, staging: Memory) -> None:
+        self._agent = agent
+        self._remote = agent.meet(access.metadata)
+        self._registered = agent.register(staging)
+        self._address = access.address
+        self._staging = staging
         self._aborted = False
 
     def abort(self) -> None:
@@ -87,31 +139,33 @@ class _Peer(_Agent):
     def move(self, part: Plan, check_peer: Callable[[], None]) -> None:
         if not part.num_bytes or not part.remote_offsets.size:
             return
-        ours = np.arange(part.remote_offsets.size) * part.num_bytes + self._memory.address
-        theirs = part.remote_offsets + self._access.address
-        handle = self._agent.initialize_xfer(
-            "WRITE" if part.writes else "READ",
-            self._describe(ours, part.num_bytes),
-            self._describe(theirs, part.num_bytes),
-            self._remote,
-        )
+        ours = np.arange(part.remote_offsets.size) * part.num_bytes + self._staging.address
+        theirs = part.remote_offsets + self._address
+        api = self._agent.api
+        with self._agent.lock:
+            handle = api.initialize_xfer(
+                "WRITE" if part.writes else "READ",
+                self._describe(ours, part.num_bytes),
+                self._describe(theirs, part.num_bytes),
+                self._remote,
+            )
+            state = api.transfer(handle)
         try:
-            self._finish(handle, check_peer)
+            self._finish(handle, state, check_peer)
         finally:
-            self._agent.release_xfer_handle(handle)
+            with self._agent.lock:
+                api.release_xfer_handle(handle)
 
     def close(self) -> None:
-        if self._registered is not None:
-            self._agent.remove_remote_agent(self._remote)
-        super().close()
+        self._agent.deregister(self._registered)
+        self._agent.part(self._remote)
 
-    def _describe(self, addresses: Runs, num_bytes: int) -> object:
+    def _describe(self, addresses: Runs, num_bytes: int) -> Any:
         runs = np.zeros((addresses.size, 3), np.uint64)
         runs[:, 0], runs[:, 1] = addresses, num_bytes
-        return self._agent.get_xfer_descs(runs, "DRAM")
+        return self._agent.api.get_xfer_descs(runs, "DRAM")
 
-    def _finish(self, handle: object, check_peer: Callable[[], None]) -> None:
-        state = self._agent.transfer(handle)
+    def _finish(self, handle: Any, state: str, check_peer: Callable[[], None]) -> None:
         spins = 0
         while state == "PROC":
             spins += 1
@@ -120,6 +174,7 @@ class _Peer(_Agent):
             if spins > _SPINS:
                 check_peer()
                 time.sleep(_PAUSE_S)
-            state = self._agent.check_xfer_state(handle)
+            with self._agent.lock:
+                state = self._agent.api.check_xfer_state(handle)
         if state != "DONE":
             raise PeerGoneError(f"the copy ended in state {state}")

@@ -59,10 +59,9 @@ class Peer:
     def __call__(self, do, region="", **given):
         self.process.stdin.write(json.dumps({"do": do, "region": region, **given}) + "\n")
         self.process.stdin.flush()
-        # A library may print to standard output too.
-        while (line := self.process.stdout.readline())[:1] not in ("[", '"', *"0123456789"):
-            assert line
-        return json.loads(line)
+        while not (line := self.process.stdout.readline()).startswith("answer: "):
+            assert line, "the peer has died"
+        return json.loads(line.removeprefix("answer: "))
 
     def offer(self, num_bytes=REGION_BYTES, epoch=1):
         key, descriptor = self("offer", num_bytes=num_bytes, epoch=epoch)

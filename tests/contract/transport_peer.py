@@ -21,6 +21,9 @@ from banaserve.transport.errors import PeerGoneError, TransportError
 from banaserve.transport.options import TransportOptions
 from banaserve.transport.registry import create
 
+# Libraries print to standard output too.
+ANSWER = "answer: "
+
 
 def offer(name: str, options: TransportOptions) -> None:
     transport = create(name, options)
@@ -32,7 +35,7 @@ def offer(name: str, options: TransportOptions) -> None:
             answer = obey(transport, regions, **command)
         except TransportError as error:
             answer = type(error).__name__
-        print(json.dumps(answer), flush=True)
+        print(ANSWER + json.dumps(answer), flush=True)
 
 
 def obey(transport: Any, regions: dict[str, Any], do: str, region: str = "", **given: Any) -> Any:
