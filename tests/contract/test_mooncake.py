@@ -263,6 +263,12 @@ class TestFailures:
         assert tier.lookup([key(0)]) == [Lookup.MISS]
         assert load(tier, key(1), MIB)[0] is Outcome.DONE
 
+    def test_mooncakes_process_ends_with_a_daemon_that_is_killed(self, other):
+        ended = os.pidfd_open(other(pid=True))
+        other.close()
+        assert select.select([ended], [], [], DEADLINE_S)[0]
+        os.close(ended)
+
     def test_mooncakes_process_dies_under_way(self, tier):
         assert tier.pid is not None
         os.kill(tier.pid, signal.SIGSTOP)
