@@ -21,7 +21,7 @@ from banaserve.kvstore.quarantine import Quarantine
 from banaserve.kvstore.service import StoreService
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.system import open_peer_pidfd, peer_of
-from banaserve.kvstore.tiering import Tiering
+from banaserve.kvstore.tiering import NOTE_EVERY_S, Tiering
 from banaserve.kvstore.tiers.registry import TierSpec
 from banaserve.kvstore.watcher import PoolWatcher
 
@@ -43,7 +43,7 @@ class DaemonConfig:
         tiers: Below memory, fastest first. One that cannot be opened is gone without.
         drain_s: At the end blocks are written to tiers for so long at most.
         verify_memory: Keep a checksum of each readable slot and check it at each lease: about
-            60 us on the store's thread for each MiB committed, fetched from a tier, or leased.
+            130 us on the store's thread for each MiB committed, fetched from a tier, or leased.
         tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
         poison_free_slots: Overwrite freed slots, to find reads of freed memory. Slow.
         die_with_parent: Stop when the process that started this one is gone.
@@ -110,8 +110,9 @@ class StoreServer:
         """Serve until ``stop``."""
         size = format_size(self._pool.num_bytes)
         log.info("store of %s on %s", size, self._config.socket_path)
+        timeout_s = NOTE_EVERY_S if self._tiering.has_tiers else None
         while not self._stopping:
-            for key, events in self._selector.select():
+            for key, events in self._selector.select(timeout_s):
                 key.data(events)
             self._tiering.pump()
 

@@ -19,6 +19,8 @@ from banaserve.kvstore.stats import TierReport
 log = logging.getLogger(__name__)
 
 READ = selectors.EVENT_READ
+NOTE_EVERY_S = 5.0
+"""So long a tier may be out of service, for instance at its start, before the log says so."""
 
 
 class Tiering:
@@ -46,6 +48,7 @@ class Tiering:
         self._selector = selector
         self._carved: CarvedPool | None = None
         self._num_closing = 0
+        self._note_at_s = clock() + NOTE_EVERY_S
         self._closed: list[tuple[AttachedTier, bool]] = []
         self._closed_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         selector.register(self._closed_fd, READ, self._on_closed)
@@ -89,6 +92,12 @@ class Tiering:
                 self.promoter.pump(tier)
             if tier.backlog:
                 self._demoter.pump(tier)
+
+        now_s = self._clock()
+        if now_s >= self._note_at_s:
+            self._note_at_s = now_s + NOTE_EVERY_S
+            for tier in self._tiers:
+                tier.note_state()
 
     def settle(self, timeout_s: float) -> bool:
         """Give up what no tier has taken and wait for the rest; whether nothing is under way."""

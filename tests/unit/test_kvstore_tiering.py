@@ -19,7 +19,7 @@ from banaserve.kvstore.pool import Pool
 from banaserve.kvstore.promoter import PROBE_AFTER_S
 from banaserve.kvstore.service import StoreService
 from banaserve.kvstore.stats import TierReport
-from banaserve.kvstore.tiering import Tiering
+from banaserve.kvstore.tiering import NOTE_EVERY_S, Tiering
 from banaserve.kvstore.tiers.interface import (
     BlockBytes,
     BlockName,
@@ -60,6 +60,7 @@ class ScriptedTier:
         self.ended: list[Completion] = []
         self.raises: Exception | None = None
         self.takes_stores = True
+        self.problem = ""
         self.closed = False
         self.last_ticket = 0
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -130,7 +131,12 @@ class ScriptedTier:
         return number
 
     def stats(self) -> TierStats:
-        return TierStats(name=self.name, num_blocks=len(self.blocks))
+        return TierStats(
+            name=self.name,
+            num_blocks=len(self.blocks),
+            available=not self.problem,
+            problem=self.problem,
+        )
 
     def check(self) -> None:
         assert not self.closed
@@ -531,6 +537,20 @@ def test_a_tier_that_raises_is_gone_without(stack: ExitStack) -> None:
     store.write(KEYS[5])
     assert store.exchange([KEYS[5]]).num_ready == 1
     assert store.report().backlog_blocks == 0
+
+
+def test_the_log_says_once_that_a_tier_is_away_and_once_that_it_is_back(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, tier = filled(stack, KEYS[0])
+    for problem in ("", "the peer is away", "the peer is away", "", ""):
+        tier.problem = problem
+        store.now_s += NOTE_EVERY_S
+        store.turn()
+    assert [record.message for record in caplog.records] == [
+        "going on without the disk tier: the peer is away",
+        "the disk tier serves again",
+    ]
 
 
 def test_slots_wait_for_a_tier_that_raised_in_the_middle(stack: ExitStack) -> None:
