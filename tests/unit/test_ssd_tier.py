@@ -143,6 +143,66 @@ def test_a_file_that_lost_its_end(tmp_path: Path) -> None:
     tier.close()
 
 
+def break_fd(tier: SsdTier, number: int) -> None:
+    """Make every read of the segment of a block fail with EIO, every write with EBADF."""
+    block = tier._blocks.get(key(number))
+    assert block is not None
+    broken = os.open("/proc/self/mem", os.O_RDONLY)
+    os.dup2(broken, block.segment.fd)
+    os.close(broken)
+
+
+def test_a_disk_that_cannot_be_read(tmp_path: Path) -> None:
+    tier = SsdTier(tmp_path, 4 * MIB)
+    store(tier, 1)
+    break_fd(tier, 1)
+    assert load(tier, 1) is Outcome.FAILED
+    assert tier.lookup([key(1)]) == [Lookup.HIT]
+    assert tier.stats().failures == 1
+    tier.close()
+    SsdTier(tmp_path, 4 * MIB).close()
+
+
+def test_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
+    seconds = 0.0
+    tier = SsdTier(tmp_path, 4 * MIB, now=lambda: seconds)
+    store(tier, 1)
+    break_fd(tier, 1)
+    ticket = tier.submit_store(BlockName(key(2), None), content(2))
+    assert end_of(tier, ticket) is Outcome.FAILED
+    assert tier.lookup([key(2)]) == [Lookup.MISS]
+    assert "cannot use" in tier.stats().problem
+    assert tier.submit_store(BlockName(key(2), None), content(2)) is None
+    seconds += 60
+    # Into another segment, which is in order.
+    store(tier, 2)
+    assert load(tier, 2) is Outcome.DONE
+    assert tier.stats().problem == ""
+    tier.close()
+    tier = SsdTier(tmp_path, 4 * MIB)
+    assert hits(tier, 1, 2) == [1, 2]
+    tier.close()
+
+
+def test_making_room_gets_past_what_cannot_be_read(tmp_path: Path) -> None:
+    tier = SsdTier(tmp_path, MIB)
+    for number in range(4):
+        store(tier, number)
+    store(tier, 4)
+    break_fd(tier, 0)
+    # Used again and again, so that they are the last to be evicted.
+    for number in range(10, 300):
+        store(tier, number)
+        for kept in hits(tier, 1, 3):
+            block = tier._blocks.get(key(kept))
+            assert block is not None
+            tier._blocks.touch(block)
+    assert hits(tier, 0, 1, 2, 3, 4) == []
+    assert tier.stats().failures > 0
+    assert load(tier, 299) is Outcome.DONE
+    tier.close()
+
+
 def test_a_damaged_header_costs_its_block_alone(tmp_path: Path, caplog) -> None:
     tier = SsdTier(tmp_path, MIB)
     for number in range(3):

@@ -137,14 +137,18 @@ class Cleaner:
             block.segment.remove(block)
             block.segment, block.offset = segment, offset
             segment.add(block)
-        elif outcome is _CORRUPT:
+        elif outcome is _UNWRITTEN:
+            self._counters.failures += 1
+        else:
+            # What cannot be read must go, too, or its segment would be chosen for ever.
             self._blocks.remove(block)
             self._log.kill(block)
-            self._counters.corrupt += 1
+            self._counters.corrupt += outcome is _CORRUPT
+            self._counters.failures += outcome is _UNREAD
 
 
 _CopyOutcome = str
-_COPIED, _CORRUPT, _FAILED = "copied", "corrupt", "failed"
+_COPIED, _CORRUPT, _UNREAD, _UNWRITTEN = "copied", "corrupt", "unread", "unwritten"
 
 
 class _Copy:
@@ -165,6 +169,8 @@ class _Copy:
         self._segment = segment
         self._offset = offset
         self._then = then
+        # Taken before anything is read: if the block is cleared meanwhile, so is its copy.
+        self._sequence = log.next_sequence()
         self._record: BlockBytes = aligned_bytes(block.record_bytes)
 
     def begin(self) -> None:
@@ -173,7 +179,7 @@ class _Copy:
 
     def _verify(self, result: int) -> None:
         if result < 0:
-            self._end(_FAILED)
+            self._end(_UNREAD)
         elif result != self._record.nbytes:
             self._end(_CORRUPT)
         else:
@@ -187,13 +193,17 @@ class _Copy:
             return
         header = Header(
             Kind.BLOCK, self._segment.id, self._offset, block.num_bytes,
-            self._log.next_sequence(), block.age, checksum, block.key, block.parent,
+            self._sequence, block.age, checksum, block.key, block.parent,
         )  # fmt: skip
         self._record[:PAGE_BYTES] = memoryview(encode(header))
         self._device.write(self._segment.fd, self._offset, [self._record], self._written)
 
     def _written(self, result: int) -> None:
-        self._end(_COPIED if result == self._record.nbytes else _FAILED)
+        if result == self._record.nbytes:
+            self._end(_COPIED)
+            return
+        self._log.fail(self._segment, result)
+        self._end(_UNWRITTEN)
 
     def _end(self, outcome: _CopyOutcome) -> None:
         self._then(self._block, self._segment, self._offset, outcome)

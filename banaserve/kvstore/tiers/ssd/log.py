@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from banaserve.kvstore.tiers.ssd.device import Device
 from banaserve.kvstore.tiers.ssd.folder import Folder, describe
 from banaserve.kvstore.tiers.ssd.segments import (
+    Lane,
     LogBlock,
     Segment,
     create_segment,
@@ -19,21 +21,6 @@ from banaserve.kvstore.tiers.ssd.segments import (
 
 RETRY_S = 5.0
 log = logging.getLogger(__name__)
-
-
-class Lane:
-    """The segment that one kind of writer appends to, and the one after it.
-
-    Args:
-        reserve_bytes: Of the budget that must stay free when a segment is made for this writer.
-    """
-
-    def __init__(self, reserve_bytes: int) -> None:
-        self.reserve_bytes = reserve_bytes
-        self.current: Segment | None = None
-        self.next: Segment | None = None
-        self.is_creating = False
-        self.is_starved = False
 
 
 class SegmentLog:
@@ -196,6 +183,14 @@ class SegmentLog:
             segment = lane.current
             if segment is not None and segment.end and not segment.live_bytes:
                 self.seal(lane)
+
+    def fail(self, segment: Segment, result: int) -> None:
+        """A write to a segment has ended with ``result``: try another segment, later."""
+        for lane in (self.stores, self.copies):
+            if lane.current is segment:
+                self.seal(lane)
+        number = -result if result < 0 else errno.EIO
+        self.report(OSError(number, os.strerror(number)))
 
     def report(self, error: OSError) -> None:
         """Take no stores for a while, and say why, once."""

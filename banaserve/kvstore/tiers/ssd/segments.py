@@ -85,6 +85,21 @@ class Segment:
         self.live_bytes -= block.record_bytes
 
 
+class Lane:
+    """The segment that one kind of writer appends to, and the one after it.
+
+    Args:
+        reserve_bytes: Of the budget that must stay free when a segment is made for this writer.
+    """
+
+    def __init__(self, reserve_bytes: int) -> None:
+        self.reserve_bytes = reserve_bytes
+        self.current: Segment | None = None
+        self.next: Segment | None = None
+        self.is_creating = False
+        self.is_starved = False
+
+
 def open_direct(path: Path, flags: int = 0) -> tuple[int, bool]:
     """A segment's descriptor, and whether it is one for direct I/O.
 

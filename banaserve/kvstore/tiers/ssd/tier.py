@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -218,9 +216,11 @@ class SsdTier:
         self._device.close()
         try:
             self._log.close()
-            self._folder.close()
         except OSError as error:
             log.error("%s", describe(error, self._folder.path))
+            self._folder.abandon()
+            return
+        self._folder.close()
 
     def _adopt(self, recovered: Recovered) -> None:
         for block in recovered.blocks:
@@ -261,7 +261,7 @@ class SsdTier:
             self._counters.failures += 1
             self._forget(block)
             self._log.cover(block.segment, block.offset, block.record_bytes)
-            self._log.report(OSError(-result, _reason(result)))
+            self._log.fail(block.segment, result)
         self._blocks.end_use(block)
         now_s = self._now()
         self._counters.store_speed.end(now_s, block.num_bytes if done else 0)
@@ -292,7 +292,3 @@ class SsdTier:
     def _report_if_error(self, result: object) -> None:
         if isinstance(result, OSError):
             self._log.report(result)
-
-
-def _reason(result: int) -> str:
-    return os.strerror(-result) if result < 0 else os.strerror(errno.EIO)
