@@ -1,0 +1,193 @@
+"""The requests of a simulated engine: queue, batch and KV memory. Knows no time.
+
+KV is counted in tokens; a partial block counts as its tokens. A prompt gets room for all of its
+tokens when it is admitted, so that it never waits half computed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from banaserve.sim.request import SimRequest
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """vLLM's ``max_num_batched_tokens`` and ``max_num_seqs``, and the share of KV kept free.
+
+    Attributes:
+        watermark_fraction: Of the KV cache; nothing new is admitted into it, so that what
+            decodes can grow.
+    """
+
+    step_tokens: int = 2048
+    max_requests: int = 256
+    watermark_fraction: float = 0.01
+
+
+class Batch:
+    """What vLLM's scheduler keeps, first come, first served, preempting the last that came.
+
+    Args:
+        fetch: Called with a request whose KV lies elsewhere once there is room for it.
+    """
+
+    def __init__(
+        self, limits: EngineLimits, kv_tokens: int, fetch: Callable[[SimRequest], None]
+    ) -> None:
+        self.limits = limits
+        self.kv_tokens = kv_tokens
+        self.used_tokens = 0
+        self.waiting: deque[SimRequest] = deque()
+        self.prefilling: list[SimRequest] = []
+        self.decoding: dict[int, SimRequest] = {}
+        self.loading: dict[int, SimRequest] = {}
+        self.num_preemptions = 0
+        self._fetch = fetch
+        self._context = 0
+        self._steps_done = 0
+        self._ends: list[tuple[int, int, SimRequest]] = []
+        self._chunks: list[tuple[SimRequest, int]] = []
+        self._joining: list[SimRequest] = []
+        self._has_lost_kv = False
+        self._fetched_tokens = 0
+
+    @property
+    def num_running(self) -> int:
+        coming = len(self.loading) + len(self._joining)
+        return len(self.decoding) + len(self.prefilling) + coming
+
+    def _free(self) -> int:
+        return self.kv_tokens - self.used_tokens
+
+    def _to_next_end(self) -> int:
+        ends = self._ends
+        while ends[0][2].end_step != ends[0][0] or ends[0][2].id not in self.decoding:
+            heapq.heappop(ends)
+        return ends[0][0] - self._steps_done
+
+    def _has_room(self, request: SimRequest) -> bool:
+        """Whether ``request`` may be admitted: there is room for the whole of what it needs."""
+        if self.num_running >= self.limits.max_requests:
+            return False
+        reserve = int(self.kv_tokens * self.limits.watermark_fraction) if self.num_running else 0
+        return request.needed_tokens + reserve <= self._free()
+
+    def _admit(self) -> None:
+        """First come, first served."""
+        while self.waiting and self._has_room(self.waiting[0]):
+            request = self.waiting.popleft()
+            self.used_tokens += request.needed_tokens
+            if request.to_compute:
+                self._fetched_tokens += request.cached_tokens
+                request.computed, request.cached_tokens = request.cached_tokens, 0
+                self.prefilling.append(request)
+            else:
+                self.loading[request.id] = request
+                self._fetch(request)
+
+    def _take_fetched(self) -> int:
+        """Prefix tokens that those admitted since the last step fetch."""
+        tokens, self._fetched_tokens = self._fetched_tokens, 0
+        return tokens
+
+    def _plan_chunks(self) -> tuple[int, int]:
+        """Shares the tokens of a step among the prompts under way; returns tokens and pairs."""
+        left = self.limits.step_tokens - len(self.decoding)
+        total = pairs = 0
+        for request in self.prefilling:
+            if left <= 0:
+                break
+            tokens = min(left, request.to_compute)
+            self._chunks.append((request, tokens))
+            pairs += tokens * (tokens + 2 * request.computed)
+            total += tokens
+            left -= tokens
+        return total, pairs
+
+    def _enter(self, request: SimRequest) -> None:
+        """At a boundary between two steps: ``request`` decodes from the next one on."""
+        request.joined_step = self._steps_done
+        request.end_step = self._steps_done + request.output_tokens - request.generated
+        self.decoding[request.id] = request
+        self._context += request.kv_tokens
+        heapq.heappush(self._ends, (request.end_step, request.id, request))
+
+    def _settle(self, request: SimRequest) -> None:
+        """Bring the counts of a decoding request up to the last step."""
+        steps = self._steps_done - request.joined_step
+        request.generated += steps
+        request.kv_tokens += steps
+        request.joined_step = self._steps_done
+
+    def _leave(self, request: SimRequest) -> None:
+        del self.decoding[request.id]
+        self._context -= request.kv_tokens
+        self.used_tokens -= request.kv_tokens
+
+    def _preempt(self, request: SimRequest) -> None:
+        self._settle(request)
+        self._leave(request)
+        request.start_over()
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _preempt_to_fit(self) -> None:
+        """Every decoding request needs room for a token; the last one that came goes first."""
+        if self._has_lost_kv:
+            self._has_lost_kv = False
+            for request in [*self.decoding.values()][::-1]:
+                self._preempt(request)
+            for request in self.prefilling[::-1]:
+                self.used_tokens -= request.computed + request.to_compute
+                request.start_over()
+                self.waiting.appendleft(request)
+            self.prefilling.clear()
+        while self.decoding and len(self.decoding) > self._free():
+            self._preempt(self.decoding[next(reversed(self.decoding))])
+
+    def _take_step(self, steps: int) -> list[SimRequest]:
+        """Give every decoding request ``steps`` tokens; returns those that are done, gone."""
+        batch = len(self.decoding)
+        self._steps_done += steps
+        self._context += batch * steps
+        self.used_tokens += batch * steps
+        done = []
+        while self._ends and self._ends[0][0] <= self._steps_done:
+            end_step, _, request = heapq.heappop(self._ends)
+            if request.end_step == end_step and self.decoding.get(request.id) is request:
+                self._settle(request)
+                self._leave(request)
+                done.append(request)
+        return done
+
+    def _take_all(self) -> list[SimRequest]:
+        """Empty the batch; returns the requests that were in it, oldest first."""
+        lost = [*self.waiting, *self.prefilling, *self.loading.values(), *self._joining]
+        for request in self.decoding.values():
+            self._settle(request)
+            lost.append(request)
+        for table in (self.waiting, self.prefilling, self.loading, self.decoding):
+            table.clear()
+        for entries in (self._ends, self._joining, self._chunks):
+            entries.clear()
+        self.used_tokens = self._context = 0
+        return sorted(lost, key=lambda request: request.id)
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant; for tests.
+
+        KV that is kept for other engines is not in any table, so the used tokens may be more.
+        """
+        held = sum(r.kv_tokens + self._steps_done - r.joined_step for r in self.decoding.values())
+        assert held == self._context
+        held += sum(r.kv_tokens for r in [*self.loading.values(), *self._joining])
+        held += sum(r.computed + r.to_compute for r in self.prefilling)
+        assert 0 <= held <= self.used_tokens
+        tables = [self.waiting, self.prefilling, self.loading.values(), self._joining]
+        ids = [r.id for table in (*tables, self.decoding.values()) for r in table]
+        assert len(ids) == len(set(ids))

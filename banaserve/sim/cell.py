@@ -1,0 +1,227 @@
+"""A group of instances under one router and one migration policy, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from banaserve.errors import NoInstanceError
+from banaserve.orchestrator.migration import registry as migrations
+from banaserve.orchestrator.routing import registry as routings
+from banaserve.sim.costs import StepCosts
+from banaserve.sim.engine import SimEngine
+from banaserve.sim.instance import REPORT_S, SimInstance
+from banaserve.sim.placing import Placing
+from banaserve.sim.profile import Profile
+from banaserve.sim.request import SimRequest
+from banaserve.sim.store import HASH_BLOCK_TOKENS, PrefixCache
+from banaserve.sim.system import System
+from banaserve.sim.timeline import Timeline
+from banaserve.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
+
+_REPEAT_S = 0.5
+"""A request that no instance can take is tried again after this."""
+
+
+class Cell:
+    """Routes requests over its instances, hands KV over, and moves what its policy says.
+
+    Attributes:
+        load: Requests that are here and have not ended.
+        finished: Requests that have ended, in that order.
+        num_refused: Requests that fit no instance.
+        num_restarted: Legs that ran again because an instance died.
+        store: The global store's prefixes, where the system has one; shared by all cells.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        profile: Profile,
+        system: System,
+        roles: Sequence[tuple[str, Role]],
+        store: PrefixCache | None,
+        turn: int,
+    ) -> None:
+        self._timeline = timeline
+        self._system = system
+        self._token_s = profile.shape.token_bytes / profile.link.bytes_per_s
+        self._hop_s = profile.link.hop_s
+        self._routing = routings.make(system.routing, start=turn, **system.routing_options)
+        self._migration = migrations.make(system.migration, **system.migration_options)
+        self._max_tokens = min(profile.model.max_context_tokens, profile.memory.kv_tokens)
+        self._block_tokens = profile.memory.block_tokens
+        self._is_balancing = False
+        self.store = store
+        self.caches: dict[InstanceId, PrefixCache] = {}
+        self.load = 0
+        self.finished: list[SimRequest] = []
+        self.num_refused = 0
+        self.num_restarted = 0
+        self.instances = {
+            instance.id: instance
+            for instance in (self._start(name, role, profile) for name, role in roles)
+        }
+        self._views: dict[InstanceId, InstanceView] = {}
+        self.placing = Placing(
+            timeline, self.instances, profile, system.overlap_fraction, system.attention_fraction
+        )
+
+    def _start(self, name: str, role: Role, profile: Profile) -> SimInstance:
+        engine = SimEngine(
+            name,
+            self._timeline,
+            StepCosts(profile),
+            self._system.limits,
+            profile.memory.kv_tokens,
+            self._fetch,
+            self._prefilled,
+            self._end,
+        )
+        if self._system.cache == "local":
+            self.caches[InstanceId(name)] = PrefixCache(profile.memory.kv_tokens, HASH_BLOCK_TOKENS)
+        prefill = profile.prefill
+        tokens = self._system.limits.step_tokens
+        step_s = prefill.fixed_s + tokens * prefill.token_s + tokens**2 * prefill.pair_s
+        return SimInstance(engine, role, profile.facts, tokens / step_s)
+
+    # ---- a request's way
+
+    def submit(self, request: SimRequest) -> None:
+        """A request arrives."""
+        if request.prompt_tokens + request.output_tokens > self._max_tokens:
+            self.num_refused += 1
+            return
+        self.load += 1
+        self._send(request)
+
+    def view(self) -> ClusterView:
+        """Returns the instances as router and policy see them at this moment."""
+        now_s, views = self._timeline.now_s, self._views
+        for name, instance in self.instances.items():
+            known = views.get(name)
+            if known is None or instance.is_dirty or self._is_old(known, now_s):
+                views[name] = instance.view(now_s)
+        return ClusterView(now_s, views, tuple(self.placing.under_way), self._is_balancing)
+
+    @staticmethod
+    def _is_old(view: InstanceView, now_s: float) -> bool:
+        return view.report is None or now_s - view.report.at_s > REPORT_S
+
+    def _send(self, request: SimRequest) -> None:
+        """Route ``request`` with everything that it has so far, and give it to its first leg."""
+        tokens = request.to_compute + request.cached_tokens
+        cached = request.cached_tokens
+        if self.store is not None and request.hash_ids and not cached:
+            cached = min(self.store.lookup(request.hash_ids, request.prompt_tokens), tokens - 1)
+        try:
+            route = self._routing.route(
+                RequestView(RequestId(str(request.id)), tokens, cached), self.view()
+            )
+        except NoInstanceError:
+            self._timeline.after(_REPEAT_S, self._send, request)
+            return
+        request.decode = self.instances[route.decode]
+        first = request.decode if route.prefill is None else self.instances[route.prefill]
+        request.prefill = first
+        if (cache := self.caches.get(first.id)) is not None and request.hash_ids:
+            cached = min(cache.lookup(request.hash_ids, request.prompt_tokens), tokens - 1)
+        request.cached_tokens = cached
+        request.to_compute = tokens - cached
+        request.uncounted_tokens = request.to_compute
+        first.inflight += 1
+        first.inflight_prefill_tokens += request.uncounted_tokens
+        first.is_dirty = True
+        first.engine.submit(request)
+
+    def _prefilled(self, engine: SimEngine, request: SimRequest) -> bool:
+        """A prompt is computed: hand it over, unless it decodes where it is."""
+        here = self.instances[InstanceId(engine.name)]
+        here.inflight_prefill_tokens -= request.uncounted_tokens
+        request.uncounted_tokens = 0
+        here.is_dirty = True
+        if request.hash_ids:
+            cache = self.caches.get(here.id) or self.store
+            if cache is not None:
+                cache.insert(request.hash_ids)
+        if request.decode is here or request.generated >= request.output_tokens:
+            return True
+        here.inflight -= 1
+        if self._system.handover == "store":
+            engine.used_tokens -= request.kv_tokens
+        else:
+            request.held_by = engine
+        target = request.decode
+        if target.engine.is_dead:
+            self._restart(request)
+            return False
+        target.inflight += 1
+        target.is_dirty = True
+        target.engine.submit(request)
+        return False
+
+    def _fetch(self, engine: SimEngine, request: SimRequest) -> None:
+        """The engine has room: fetches queue up at its link."""
+        instance = self.instances[InstanceId(engine.name)]
+        start_s = max(self._timeline.now_s, instance.link_free_s)
+        done_s = start_s + request.kv_tokens * self._token_s + 2 * self._hop_s
+        instance.link_free_s = done_s
+        self._timeline.at(done_s, self._fetched, request)
+
+    def _fetched(self, request: SimRequest) -> None:
+        source, request.held_by = request.held_by, None
+        engine = request.decode.engine
+        if source is not None and source.is_dead:
+            engine.drop(request)
+            request.decode.inflight -= 1
+            self._restart(request)
+            return
+        if source is not None:
+            source.release(request.kv_tokens)
+        engine.join(request)
+
+    def _end(self, engine: SimEngine, request: SimRequest) -> None:
+        instance = self.instances[InstanceId(engine.name)]
+        instance.inflight -= 1
+        instance.is_dirty = True
+        self.load -= 1
+        self.finished.append(request)
+
+    # ---- control and faults
+
+    def control(self) -> None:
+        """One cycle of the migration policy."""
+        self.placing.bend()
+        plan = self._migration.plan(self.view())
+        self._is_balancing = plan.is_balancing
+        for step in plan.steps:
+            self.placing.begin(step)
+
+    def kill(self, name: InstanceId, back_after_s: float | None) -> None:
+        """The instance dies; its requests run again elsewhere."""
+        dead = self.instances[name]
+        lost = dead.engine.kill()
+        dead.inflight = dead.inflight_prefill_tokens = 0
+        dead.is_dirty = True
+        self.placing.lose(dead)
+        for request in lost:
+            request.uncounted_tokens = 0
+            self._restart(request)
+        if back_after_s is not None:
+            self._timeline.after(back_after_s, self._revive, dead)
+
+    def _revive(self, dead: SimInstance) -> None:
+        dead.engine.is_dead = False
+        dead.changed_s = self._timeline.now_s
+        dead.is_dirty = True
+
+    def _restart(self, request: SimRequest) -> None:
+        """Run what is left again; the store still has whole blocks, another system has nothing."""
+        self.num_restarted += 1
+        if request.held_by is not None and not request.held_by.is_dead:
+            request.held_by.release(request.kv_tokens)
+        request.held_by = None
+        request.start_over()
+        if self._system.handover == "store" and request.generated:
+            whole = (request.all_tokens - 1) // self._block_tokens * self._block_tokens
+            request.cached_tokens, request.to_compute = whole, request.all_tokens - whole
+        self._send(request)

@@ -1,0 +1,95 @@
+"""A simulated cluster: one or many cells on one timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from banaserve.errors import UserError
+from banaserve.names import check_known
+from banaserve.sim.cell import Cell
+from banaserve.sim.instance import SimInstance
+from banaserve.sim.profile import Profile
+from banaserve.sim.request import SimRequest
+from banaserve.sim.store import HASH_BLOCK_TOKENS, PrefixCache
+from banaserve.sim.system import System
+from banaserve.sim.timeline import Timeline
+from banaserve.types import InstanceId, Role
+
+
+class SimCluster:
+    """Cells side by side; a request goes to the one with the fewest for its size."""
+
+    def __init__(self, timeline: Timeline, profile: Profile, system: System) -> None:
+        self._timeline = timeline
+        self._system = system
+        self._is_running = True
+        store = (
+            PrefixCache(system.store_tokens, HASH_BLOCK_TOKENS)
+            if system.cache == "global"
+            else None
+        )
+        self.store = store
+        groups = _groups(system)
+        self.cells = [
+            Cell(timeline, profile, system, group, store, turn) for turn, group in enumerate(groups)
+        ]
+        if system.migration != "still":
+            timeline.after(system.control_s, self._control)
+
+    def run(self, requests: Iterable[SimRequest]) -> None:
+        """Let ``requests``, in the order of their arrivals, come and all of them end."""
+        self._arrivals: Iterator[SimRequest] = iter(requests)
+        self._next_arrival(None)
+        self._timeline.run()
+
+    def _next_arrival(self, request: SimRequest | None) -> None:
+        """Only one arrival waits on the timeline, so that it stays short."""
+        if request is not None:
+            cells = self.cells
+            cell = cells[0] if len(cells) == 1 else min(cells, key=_load)
+            cell.submit(request)
+        upcoming = next(self._arrivals, None)
+        if upcoming is None:
+            self._is_running = False
+        else:
+            self._timeline.at(upcoming.arrival_s, self._next_arrival, upcoming)
+
+    def _control(self, _: None) -> None:
+        for cell in self.cells:
+            cell.control()
+        if self._is_running or any(cell.load for cell in self.cells):
+            self._timeline.after(self._system.control_s, self._control)
+
+    def find(self, name: str) -> tuple[Cell, SimInstance]:
+        """Returns an instance and its cell.
+
+        Raises:
+            UserError: There is none of that name; names the nearest.
+        """
+        everyone = [str(known) for cell in self.cells for known in cell.instances]
+        check_known("instance", name, everyone)
+        cell = next(cell for cell in self.cells if name in cell.instances)
+        return cell, cell.instances[InstanceId(name)]
+
+    @property
+    def finished(self) -> list[SimRequest]:
+        """Requests that have ended, cell by cell."""
+        return [request for cell in self.cells for request in cell.finished]
+
+
+def _load(cell: Cell) -> float:
+    return cell.load / len(cell.instances)
+
+
+def _groups(system: System) -> list[list[tuple[str, Role]]]:
+    """Splits the instances into cells in which every role of the system occurs."""
+    everyone = system.roles()
+    size = system.cell_size or len(everyone)
+    groups = [everyone[first : first + size] for first in range(0, len(everyone), size)]
+    needed = {role for _, role in everyone}
+    for group in groups:
+        if {role for _, role in group} != needed:
+            raise UserError(
+                f"a cell of {len(group)} instances would lack a role: choose another cell_size"
+            )
+    return groups

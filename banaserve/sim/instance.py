@@ -1,0 +1,116 @@
+"""A simulated instance: an engine with a role, its reports and what it holds for others."""
+
+from __future__ import annotations
+
+from banaserve.orchestrator.migration import slabs
+from banaserve.sim.engine import SimEngine
+from banaserve.types import InstanceFacts, InstanceId, InstanceReport, InstanceView, Placement, Role
+
+REPORT_S = 0.5
+"""An instance that nothing happened to reports this often."""
+
+_SMOOTHING_S = 2.0
+
+
+class SimInstance:
+    """What the router and the migration policy know of one engine.
+
+    Attributes:
+        inflight: Requests that the router has sent there and that have not ended.
+        inflight_prefill_tokens: Of those, tokens still to compute.
+        link_free_s: When the last fetch in its queue will be done.
+        is_dirty: Its view is out of date.
+    """
+
+    def __init__(
+        self, engine: SimEngine, role: Role, facts: InstanceFacts, tokens_per_s: float
+    ) -> None:
+        self.id = InstanceId(engine.name)
+        self.engine = engine
+        self.role = role
+        self.facts = facts
+        self.placements: tuple[Placement, ...] = ()
+        self.guest_bytes = 0
+        self.epoch = 0
+        self.changed_s: float | None = None
+        self.inflight = 0
+        self.inflight_prefill_tokens = 0
+        self.link_free_s = 0.0
+        self.is_dirty = True
+        self.busy_fraction = 0.0
+        self._fill = 1.0
+        self._tokens_per_s = tokens_per_s
+        self._last = (0.0, 0.0, 0.0)
+        self._report: InstanceReport | None = None
+        self._view: InstanceView | None = None
+
+    @property
+    def kv_blocks(self) -> int:
+        """What fits beside guests, with modules away."""
+        away = [placement.module for placement in self.placements]
+        return slabs.blocks(self.facts, away, self.guest_bytes)
+
+    def fit(self) -> None:
+        """Let the engine have the KV blocks that fit."""
+        self.engine.resize(self.kv_blocks * self.facts.block_tokens)
+        self.is_dirty = True
+
+    def view(self, now_s: float) -> InstanceView:
+        """Returns the view, made again only when something has changed or the report is old."""
+        report = self._report
+        is_old = report is None or now_s - report.at_s > REPORT_S
+        if self._view is not None and not self.is_dirty and not is_old:
+            return self._view
+        if report is None or is_old or now_s > report.at_s:
+            report = self._report = self._make_report(now_s)
+        self.is_dirty = False
+        self._view = InstanceView(
+            self.id,
+            self.role,
+            not self.engine.is_dead,
+            report,
+            self.inflight,
+            max(0, self.inflight_prefill_tokens),
+            self._tokens_per_s,
+            self.facts,
+            self.placements,
+            self.epoch,
+            self.changed_s,
+        )
+        return self._view
+
+    def _make_report(self, now_s: float) -> InstanceReport:
+        self._smooth(now_s)
+        engine = self.engine
+        blocks = engine.kv_tokens // self.facts.block_tokens
+        return InstanceReport(
+            num_running=engine.num_running,
+            num_waiting=len(engine.waiting),
+            kv_used_fraction=min(1.0, engine.used_tokens / engine.kv_tokens)
+            if engine.kv_tokens > 0
+            else 1.0,
+            busy_fraction=self.busy_fraction,
+            at_s=now_s,
+            step_fill_fraction=self._fill,
+            step_s=engine.step_s,
+            num_kv_blocks=blocks,
+            guest_bytes=self.guest_bytes,
+        )
+
+    def _smooth(self, now_s: float) -> None:
+        """Busy and fill over the last seconds, the way the real worker's reports have them."""
+        busy_s, work_s = self.engine.busy()
+        last_s, last_busy_s, last_work_s = self._last
+        elapsed_s = now_s - last_s
+        if elapsed_s <= 0:
+            return
+        weight = min(1.0, elapsed_s / _SMOOTHING_S)
+        sample = min(1.0, max(0.0, busy_s - last_busy_s) / elapsed_s)
+        self.busy_fraction += weight * (sample - self.busy_fraction)
+        if busy_s > last_busy_s:
+            fill = min(1.0, max(0.0, (work_s - last_work_s) / (busy_s - last_busy_s)))
+            self._fill += weight * (fill - self._fill)
+        prefilled, prefill_s = self.engine.prefilled_tokens, self.engine.prefill_busy_s
+        if prefill_s > 1.0:
+            self._tokens_per_s = prefilled / prefill_s
+        self._last = (now_s, busy_s, work_s)

@@ -1,0 +1,180 @@
+"""Carries out the steps of migration plans in virtual time, with what they do to engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from banaserve.orchestrator.migration import slabs, weighing
+from banaserve.orchestrator.model import moving
+from banaserve.sim.instance import SimInstance
+from banaserve.sim.profile import Profile
+from banaserve.sim.timeline import Timeline
+from banaserve.types import (
+    InstanceId,
+    Module,
+    MoveModule,
+    Placement,
+    ReturnModule,
+    Step,
+    SwitchRole,
+)
+
+_PREFILL_STEP_TOKENS = 1024
+"""Tokens of a step that are charged for hops while an engine prefills."""
+
+
+class Placing:
+    """The placements of one cell, and the steps under way.
+
+    Attributes:
+        under_way: Steps that have begun and are not committed.
+        num_aborted: Steps that ended because an instance died.
+        done: Steps that were committed, and when.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        instances: Mapping[InstanceId, SimInstance],
+        profile: Profile,
+        overlap_fraction: float,
+        attention_fraction: float,
+    ) -> None:
+        self._timeline = timeline
+        self._instances = instances
+        self._profile = profile
+        self._overlap = overlap_fraction
+        self._attention = attention_fraction
+        self.under_way: list[Step] = []
+        self.num_aborted = 0
+        self.done: list[tuple[float, Step]] = []
+
+    def begin(self, step: Step) -> None:
+        """Start ``step``: a role changes at once, modules are copied while serving goes on."""
+        if isinstance(step.action, SwitchRole):
+            instance = self._instances[step.action.instance]
+            instance.role = step.action.role
+            self._changed(instance)
+            self._count(step)
+            return
+        self.under_way.append(step)
+        self._timeline.after(step.cost_s, self._commit, step)
+
+    def _commit(self, step: Step) -> None:
+        """Between two steps of the host: it stands still for one synchronisation."""
+        if step not in self.under_way:
+            return
+        self.under_way.remove(step)
+        action = step.action
+        assert isinstance(action, MoveModule | ReturnModule)
+        host, guest = self._instances[action.host], self._instances[action.guest]
+        if isinstance(action, MoveModule):
+            held = dict(step.influence)[action.guest].guest_bytes
+            now_s = self._timeline.now_s
+            placement = Placement(
+                action.module, host.id, guest.id, host.epoch + 1, now_s, guest_bytes=held
+            )
+            host.placements = (*host.placements, placement)
+            guest.guest_bytes += held
+        else:
+            self._take_home(host, action.module)
+        host.engine.stall(self._profile.link.sync_s)
+        for instance in (host, guest):
+            instance.fit()
+            self._changed(instance)
+        self._count(step)
+        self.bend()
+
+    def lose(self, dead: SimInstance) -> None:
+        """An instance has died: steps about it end, hosts take their modules home without KV."""
+        kept = [step for step in self.under_way if dead.id not in step.instances]
+        self.num_aborted += len(self.under_way) - len(kept)
+        self.under_way[:] = kept
+        for placement in dead.placements:
+            guest = self._instances[placement.guest]
+            guest.guest_bytes -= placement.guest_bytes
+            guest.fit()
+        dead.placements = ()
+        for host in self._instances.values():
+            lost = [p.module for p in host.placements if p.guest == dead.id]
+            for module in lost:
+                self._take_home(host, module)
+            if lost:
+                host.fit()
+                host.engine.lose_kv()
+                self._changed(host)
+        assert dead.guest_bytes == 0
+        dead.fit()
+        self.bend()
+
+    def bend(self) -> None:
+        """Set every engine's costs to what is away and what it hosts."""
+        instances = self._instances.values()
+        if not any(instance.placements or instance.guest_bytes for instance in instances):
+            for instance in instances:
+                costs = instance.engine.costs
+                costs.guest_share = costs.relief = costs.hop_s = 0.0
+            return
+        shares = dict.fromkeys(self._instances, 0.0)
+        for host in instances:
+            costs = host.engine.costs
+            gone = hop_s = 0.0
+            for placement in host.placements:
+                share = self._share(placement.module)
+                gone += share
+                hop_s += self._hop_s(host, placement.module)
+                shares[placement.guest] += share * host.busy_fraction
+            costs.relief = self._overlap * gone
+            costs.hop_s = hop_s
+        for name, share in shares.items():
+            self._instances[name].engine.costs.guest_share = share
+
+    def told(self) -> list[tuple[float, str]]:
+        """Returns when which step was committed, in words."""
+        told = []
+        for at_s, step in self.done:
+            action = step.action
+            if isinstance(action, SwitchRole):
+                words = f"switch {action.instance} from {action.old.value} to {action.role.value}"
+            elif isinstance(action, MoveModule):
+                words = weighing.words_of("move", action.module, action.host, action.guest)
+            else:
+                words = weighing.words_of("return", action.module, action.guest, action.host)
+            told.append((at_s, words))
+        return told
+
+    def _share(self, module: Module) -> float:
+        facts = self._profile.facts
+        share = slabs.num_slabs(facts, module) / (facts.num_layers * facts.num_kv_heads)
+        return share * self._attention if module.heads else share
+
+    def _hop_s(self, host: SimInstance, module: Module) -> float:
+        shape, link = self._profile.shape, self._profile.between
+        tokens = len(host.engine.decoding)
+        if host.engine.prefilling:
+            tokens += _PREFILL_STEP_TOKENS
+        if not module.heads:
+            return moving.layers_step_s(tokens, shape.hidden_size, shape.element_bytes, link)
+        return moving.heads_step_s(
+            tokens,
+            module.num_layers,
+            len(module.heads),
+            shape.head_dim,
+            shape.element_bytes,
+            link,
+            shape.num_heads // shape.num_kv_heads,
+        )
+
+    def _take_home(self, host: SimInstance, module: Module) -> None:
+        for placement in host.placements:
+            if placement.module == module:
+                self._instances[placement.guest].guest_bytes -= placement.guest_bytes
+        host.placements = tuple(p for p in host.placements if p.module != module)
+
+    def _changed(self, instance: SimInstance) -> None:
+        instance.epoch += 1
+        instance.changed_s = self._timeline.now_s
+        instance.is_dirty = True
+
+    def _count(self, step: Step) -> None:
+        self.done.append((self._timeline.now_s, step))

@@ -1,0 +1,92 @@
+"""A request on its way through the simulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class SimRequest:
+    """One request; mutable, and lean because there are millions.
+
+    Attributes:
+        prompt_tokens: As it arrived.
+        output_tokens: What it will generate, known to nobody but the simulation.
+        hash_ids: Ids of its prompt's blocks, prefix by prefix, where a trace has them.
+        cached_tokens: Of the prompt, those that are fetched and not computed.
+        to_compute: Tokens of the prompt (after a preemption: of everything so far) still to do.
+        computed: Tokens whose KV it has, in the prefill under way.
+        generated: Output tokens so far, as of the last join or preemption.
+        kv_tokens: KV that it holds, as of its last join.
+        joined_step, end_step: Decode steps of its engine at which it joined and will end.
+        first_s, end_s: When its first and its last token came; -1 before.
+        prefill, decode: Engines of its two legs; prefill is None where one serves both.
+        held_by: The engine that keeps its KV until it is fetched.
+    """
+
+    __slots__ = (
+        "arrival_s",
+        "cached_tokens",
+        "computed",
+        "decode",
+        "end_s",
+        "end_step",
+        "first_s",
+        "generated",
+        "hash_ids",
+        "held_by",
+        "id",
+        "joined_step",
+        "kv_tokens",
+        "num_preemptions",
+        "output_tokens",
+        "prefill",
+        "prompt_tokens",
+        "to_compute",
+        "uncounted_tokens",
+    )
+
+    def __init__(
+        self,
+        id: int,
+        arrival_s: float,
+        prompt_tokens: int,
+        output_tokens: int,
+        hash_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.id = id
+        self.arrival_s = arrival_s
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.hash_ids = hash_ids
+        self.cached_tokens = 0
+        self.to_compute = prompt_tokens
+        self.computed = 0
+        self.generated = 0
+        self.kv_tokens = 0
+        self.joined_step = 0
+        self.end_step = -1
+        self.first_s = -1.0
+        self.end_s = -1.0
+        self.num_preemptions = 0
+        self.uncounted_tokens = 0
+        self.prefill: Any = None
+        self.decode: Any = None
+        self.held_by: Any = None
+
+    @property
+    def all_tokens(self) -> int:
+        """Prompt and what has been generated."""
+        return self.prompt_tokens + self.generated
+
+    @property
+    def needed_tokens(self) -> int:
+        """KV that it takes when it is admitted: its whole prompt, or what it fetches."""
+        return self.to_compute + self.cached_tokens if self.to_compute else self.kv_tokens
+
+    def start_over(self) -> None:
+        """Its KV is lost: everything so far has to be computed again."""
+        self.to_compute = self.all_tokens
+        self.computed = 0
+        self.cached_tokens = 0
+        self.kv_tokens = 0
+        self.end_step = -1

@@ -1,0 +1,95 @@
+"""Runs cases and workloads through simulated systems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from banaserve.sim.case import Case
+from banaserve.sim.cluster import SimCluster
+from banaserve.sim.events import Event, arrange
+from banaserve.sim.profile import Profile
+from banaserve.sim.request import SimRequest
+from banaserve.sim.result import SIMULATED, Limits, summary
+from banaserve.sim.system import System
+from banaserve.sim.timeline import Timeline
+from banaserve.sim.workload import drawn
+
+
+def simulate(
+    profile: Profile,
+    system: System,
+    requests: Iterable[SimRequest],
+    limits: Limits | None = None,
+    events: Sequence[Event] = (),
+) -> dict[str, Any]:
+    """Sends ``requests``, in the order of their arrivals, through ``system`` until all have ended.
+
+    Equal arguments give equal results. ``steps`` of the result are the migrations carried out.
+    """
+    timeline = Timeline()
+    cluster = SimCluster(timeline, profile, system)
+    for event in events:
+        arrange(event, cluster, timeline)
+    num_requests = 0
+
+    def counted() -> Iterable[SimRequest]:
+        nonlocal num_requests
+        for request in requests:
+            num_requests += 1
+            yield request
+
+    cluster.run(counted())
+    result = summary(cluster, num_requests, limits or Limits())
+    result["profile"] = profile.name
+    result["system"] = system.kind
+    result["num_events"] = timeline.num_events
+    result["steps"] = [
+        {"at_s": at_s, "step": words}
+        for cell in cluster.cells
+        for at_s, words in cell.placing.told()
+    ]
+    return result
+
+
+def run_case(case: Case, seed: int | None = None) -> dict[str, Any]:
+    """Runs every system of ``case`` and checks its goals.
+
+    Returns:
+        ``systems``: a result by name; ``goals``: each with its value and whether it is reached;
+        ``is_reached``: whether all are.
+    """
+    used = case.seed if seed is None else seed
+    systems = {
+        name: simulate(
+            case.profile,
+            system,
+            drawn(case.phases, used, case.repeat),
+            case.limits,
+            case.events,
+        )
+        for name, system in case.systems.items()
+    }
+    goals = []
+    for goal in case.goals:
+        value = goal.value(systems)
+        goals.append(
+            {
+                "system": goal.system,
+                "metric": goal.metric,
+                "relative_to": goal.relative_to,
+                "at_least": goal.at_least,
+                "at_most": goal.at_most,
+                "value": value,
+                "is_reached": goal.is_reached(value),
+            }
+        )
+    return {
+        "time": SIMULATED,
+        "case": case.name,
+        "about": case.about,
+        "seed": used,
+        "systems": systems,
+        "goals": goals,
+        "is_reached": all(goal["is_reached"] for goal in goals),
+    }

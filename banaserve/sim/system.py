@@ -1,0 +1,107 @@
+"""The systems that are compared: one code, three configurations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from banaserve.errors import UserError
+from banaserve.names import check_known
+from banaserve.orchestrator.migration import registry as migrations
+from banaserve.orchestrator.routing import registry as routings
+from banaserve.sim.batch import EngineLimits
+from banaserve.types import Role
+
+KINDS = ("banaserve", "colocated", "static")
+HANDOVERS = ("pull", "store")
+CACHES = ("global", "local", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """How a cluster is set up.
+
+    Attributes:
+        kind: Names the row in results, and says which defaults hold; see ``preset``.
+        handover: ``store`` frees the KV of a prefill instance when its step ends; ``pull`` keeps
+            it until the decode instance has fetched it (DistServe).
+        cache: Where prefixes are found: in one store, in each engine, or nowhere.
+        store_tokens: Capacity of the store.
+        control_s: Period of the migration policy.
+        cell_size: Instances that one router and one policy look after; 0 is all of them. Requests
+            go to the cell with the fewest.
+        overlap_fraction: How much hosts and guests really overlap.
+        attention_fraction: Share of a layer's time that moved heads take along.
+        limits: Of each engine, whatever its role.
+    """
+
+    kind: str
+    prefill: int = 0
+    decode: int = 0
+    colocated: int = 0
+    routing: str = "load_aware"
+    routing_options: dict[str, Any] = field(default_factory=dict)
+    migration: str = "still"
+    migration_options: dict[str, Any] = field(default_factory=dict)
+    handover: str = "store"
+    cache: str = "none"
+    store_tokens: int = 4_000_000
+    control_s: float = 1.0
+    cell_size: int = 0
+    overlap_fraction: float = 0.0
+    attention_fraction: float = 0.3
+    limits: EngineLimits = field(default_factory=EngineLimits)
+
+    def __post_init__(self) -> None:
+        check_known("kind of system", self.kind, KINDS)
+        check_known("handover", self.handover, HANDOVERS)
+        check_known("cache", self.cache, CACHES)
+        for name in ("prefill", "decode", "colocated", "cell_size", "store_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise UserError(f"{name} is {value!r}: give a whole number, 0 or more")
+        if not self.roles():
+            raise UserError("a system needs instances: give prefill and decode, or colocated")
+        if self.control_s <= 0:
+            raise UserError(f"control_s is {self.control_s}: give more than 0")
+        for name in ("overlap_fraction", "attention_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"{name} is {getattr(self, name)}: give a share in [0, 1]")
+        # Built once here so that a wrong option stops before anything runs.
+        routings.make(self.routing, **self.routing_options)
+        migrations.make(self.migration, **self.migration_options)
+
+    def roles(self) -> list[tuple[str, Role]]:
+        """Returns the names and roles of the instances, in an order that mixes roles in cells."""
+        named = [
+            *((n / max(1, self.prefill), f"p{n}", Role.PREFILL) for n in range(self.prefill)),
+            *((n / max(1, self.decode), f"d{n}", Role.DECODE) for n in range(self.decode)),
+            *((n / max(1, self.colocated), f"c{n}", Role.COLOCATED) for n in range(self.colocated)),
+        ]
+        return [(name, role) for _, name, role in sorted(named, key=lambda entry: entry[:2])]
+
+
+def preset(kind: str, **changes: Any) -> System:
+    """Returns a system of ``kind`` with its usual settings, some of them changed.
+
+    ``colocated`` is vLLM with its own prefix cache; ``static`` hands KV over by pulling and never
+    moves anything (DistServe); ``banaserve`` has the global store and the repaired policy.
+
+    Raises:
+        UserError: An unknown kind or key, or a value out of range.
+    """
+    check_known("kind of system", kind, KINDS)
+    settings: dict[str, dict[str, Any]] = {
+        "colocated": {"cache": "local"},
+        "static": {"handover": "pull"},
+        "banaserve": {"cache": "global", "migration": "repaired"},
+    }
+    known = [name for name in System.__slots__ if name != "kind"]
+    for key in changes:
+        check_known("key of a system", key, known)
+    merged = {**settings[kind], **changes}
+    if isinstance(limits := merged.get("limits"), dict):
+        for key in limits:
+            check_known("key of limits", key, list(EngineLimits.__slots__))
+        merged["limits"] = EngineLimits(**limits)
+    return System(kind=kind, **merged)

@@ -1,0 +1,128 @@
+"""Virtual time: a heap of what happens when. Nothing waits; time jumps from event to event."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import selectors
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+Event = Callable[[Any], None]
+
+
+class Timeline:
+    """Events in the order of their times; equal times in the order in which they were added.
+
+    Attributes:
+        now_s: Virtual seconds since the start.
+        num_events: Events that have happened.
+    """
+
+    __slots__ = ("_heap", "_next", "now_s", "num_events")
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.num_events = 0
+        self._heap: list[tuple[float, int, Event, Any]] = []
+        self._next = 0
+
+    def at(self, time_s: float, event: Event, argument: Any = None) -> None:
+        """Let ``event(argument)`` happen at ``time_s``, or at once if that is past."""
+        self._next += 1
+        heapq.heappush(self._heap, (max(time_s, self.now_s), self._next, event, argument))
+
+    def after(self, delay_s: float, event: Event, argument: Any = None) -> None:
+        """Let ``event(argument)`` happen ``delay_s`` from now."""
+        self.at(self.now_s + delay_s, event, argument)
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next event is due; None when nothing is."""
+        return self._heap[0][0] if self._heap else None
+
+    def step(self) -> None:
+        """Jump to the next event and let it happen; there must be one."""
+        self.now_s, _, event, argument = heapq.heappop(self._heap)
+        self.num_events += 1
+        event(argument)
+
+    def run(self, until_s: float = float("inf")) -> None:
+        """Let everything happen up to and including ``until_s``."""
+        heap, pop = self._heap, heapq.heappop
+        while heap and heap[0][0] <= until_s:
+            self.now_s, _, event, argument = pop(heap)
+            self.num_events += 1
+            event(argument)
+        if until_s != float("inf"):
+            self.now_s = max(self.now_s, until_s)
+
+
+class VirtualClock:
+    """The ``Clock`` of a timeline; ``sleep`` works inside ``run_virtual``."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+
+    def now(self) -> float:
+        return self._timeline.now_s
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Where an event loop would wait, lets the timeline run instead."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        super().__init__()
+        self._timeline = timeline
+        self.has_woken = False
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        timeline = self._timeline
+        ready = super().select(0)
+        if ready or (timeout is not None and timeout <= 0):
+            return ready
+        until_s = float("inf") if timeout is None else timeline.now_s + timeout
+        self.has_woken = False
+        while not self.has_woken:
+            next_s = timeline.next_s
+            if next_s is None or next_s > until_s:
+                if timeout is None:
+                    raise RuntimeError("the simulation waits for something that never happens")
+                timeline.now_s = until_s
+                break
+            timeline.step()
+        return ready
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop on a timeline: timers and events share its order of time."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._jumping = _JumpingSelector(timeline)
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._timeline.now_s
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        self._jumping.has_woken = True
+        return super().call_soon(callback, *args, context=context)
+
+
+def run_virtual(timeline: Timeline, main: Coroutine[Any, Any, T]) -> T:
+    """Runs ``main`` in virtual time and returns its result; waiting costs nothing.
+
+    Raises:
+        RuntimeError: ``main`` waits for something that no timer and no event will bring.
+    """
+    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(timeline)) as runner:
+        return runner.run(main)

@@ -1,0 +1,216 @@
+"""Every scenario case reaches its goal; wrong cases and profiles start nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from banaserve.errors import UserError
+from banaserve.sim import case, profile
+from banaserve.sim.run import run_case
+from banaserve.sim.workload import Lengths, Phase, drawn, traced
+
+NAMES = [
+    "bursts",
+    "death-in-migration",
+    "decode-flood",
+    "long-context-wave",
+    "oscillating-load",
+    "prefill-flood",
+    "slow-instance",
+]
+
+
+def test_the_cases_that_come_with_the_package() -> None:
+    assert case.names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_case_reaches_its_goal(name: str) -> None:
+    result = run_case(case.read(name))
+    assert result["is_reached"], result["goals"]
+    assert result["time"].startswith("simulated")
+    assert all(r["time"].startswith("simulated") for r in result["systems"].values())
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_another_seed_is_another_run() -> None:
+    bursts = case.read("bursts")
+    first, again, other = (run_case(bursts, seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first["systems"] != other["systems"]
+
+
+def changed(tmp_path: Path, old: str, new: str, name: str = "prefill-flood") -> str:
+    text = (case.BUILT_IN / f"{name}.toml").read_text()
+    assert old in text
+    path = tmp_path / "case.toml"
+    path.write_text(text.replace(old, new, 1))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("seed = 1", "sed = 1", "did you mean seed"),
+        ("seed = 1", "", "seed is missing"),
+        ("seed = 1", "seed = 1.5", "seed is 1.5"),
+        ("seed = 1", "seed = ", "is not TOML"),
+        ('profile = "opt-13b-a100"', 'profile = "opt-13b"', "did you mean opt-13b-a100"),
+        ("rate_per_s = 24", "rate_per_s = -1", "phase[0]: rate_per_s is -1"),
+        ("rate_per_s = 24", "rate = 24", "did you mean rate_per_s"),
+        ("rate_per_s = 24", "", "'rate_per_s'"),
+        ('kind = "fixed", mean = 16', 'kind = "fix", mean = 16', "phase[0].output"),
+        ('kind = "fixed", mean = 16', 'kind = "fixed"', "mean is 0"),
+        ("ttft_s = 2.0", "ttft_s = 0", "limits: ttft_s is 0"),
+        ("[systems.static]", "[systems.statik]", "did you mean static"),
+        ("decode = 2", "decode = -2", "systems.static: decode is -2"),
+        ('metric = "goodput_fraction"', 'metric = "goodput"', "did you mean goodput_fraction"),
+        ("at_least = 0.9", "", "give one of at_least and at_most"),
+        ('relative_to = "static"', 'relative_to = "colocated"', "which is no system here"),
+    ],
+)
+def test_a_wrong_case_names_the_file_and_the_key(
+    tmp_path: Path, old: str, new: str, words: str
+) -> None:
+    with pytest.raises(UserError) as failure:
+        case.read(changed(tmp_path, old, new))
+    assert words in str(failure.value)
+    assert "case.toml" in str(failure.value) or "profile" in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('instance = "d0"', 'instance = "d9"', "unknown instance"),
+        ('instance = "d0"', "", "names an instance"),
+        ('kind = "slow"', 'kind = "slw"', "did you mean slow"),
+        ("factor = 3", "factor = 0", "factor is 0"),
+    ],
+)
+def test_a_wrong_event_is_named(tmp_path: Path, old: str, new: str, words: str) -> None:
+    with pytest.raises(UserError) as failure:
+        case.read(changed(tmp_path, old, new, "slow-instance"))
+    assert words in str(failure.value)
+
+
+def test_the_profiles_that_come_with_the_package() -> None:
+    assert profile.names() == ["llama-13b-a100", "opt-13b-a100"]
+    opt = profile.load("opt-13b-a100")
+    assert opt.shape.token_bytes == 819_200
+    assert opt.shape.layer_weight_bytes == 629_278_720
+    assert opt.facts.memory_bytes == (
+        25_171_148_800 + 2 * opt.model.fixed_weights + 66_144 * 819_200
+    )
+
+
+def test_the_llama_estimate_follows_its_derivation() -> None:
+    opt, llama = profile.load("opt-13b-a100"), profile.load("llama-13b-a100")
+    ratio = llama.model.layer_weights / opt.model.layer_weights
+    assert ratio == pytest.approx(1.0082, abs=1e-4)
+    assert llama.prefill.token_s == pytest.approx(opt.prefill.token_s * ratio, rel=1e-4)
+    weights_s = 25.4e9 / 2e12
+    assert llama.decode_small.fixed_s == pytest.approx(
+        opt.decode_small.fixed_s + weights_s * (ratio - 1), abs=1e-5
+    )
+    assert llama.decode_small.context_token_s == opt.decode_small.context_token_s
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("kv_tokens = 66_144", "kv_tokens = 0", "memory.kv_tokens is 0"),
+        ("kv_tokens = 66_144", "kv_tokens = 6.5", "give a whole number"),
+        ("kv_tokens = 66_144", "kv_token = 66_144", "did you mean kv_tokens"),
+        ("token_s = 0.10191e-3", "token_s = nan", "prefill.token_s is nan"),
+        ("token_s = 0.10191e-3", 'token_s = "fast"', "prefill.token_s is 'fast'"),
+        ("token_s = 0.10191e-3", "", "prefill.token_s is missing"),
+        ("num_kv_heads = 40", "num_kv_heads = 7", "[model]"),
+        ("[link]", "[lnik]", "did you mean link"),
+        ("[decode.small]", "[decode.tiny]", "decode."),
+    ],
+)
+def test_a_wrong_profile_names_the_file_and_the_key(
+    tmp_path: Path, old: str, new: str, words: str
+) -> None:
+    text = (profile.BUILT_IN / "opt-13b-a100.toml").read_text()
+    assert old in text
+    path = tmp_path / "wrong.toml"
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(UserError) as failure:
+        profile.load(str(path))
+    assert words in str(failure.value)
+
+
+def test_drawn_arrivals_have_their_rate_and_their_bursts() -> None:
+    lengths = Lengths(kind="lognormal", mean=200, high=10_000)
+    gaps = {}
+    for variation in (1.0, 3.0):
+        phase = Phase(
+            duration_s=500, rate_per_s=10, prompt=lengths, output=lengths, variation=variation
+        )
+        times = [request.arrival_s for request in drawn([phase], 3)]
+        assert times == sorted(times)
+        assert len(times) == pytest.approx(5000, rel=0.1)
+        between = [b - a for a, b in pairwise(times)]
+        mean = sum(between) / len(between)
+        variance = sum((gap - mean) ** 2 for gap in between) / len(between)
+        gaps[variation] = variance**0.5 / mean
+    assert gaps[1.0] == pytest.approx(1.0, rel=0.1)
+    assert gaps[3.0] == pytest.approx(3.0, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "low", "high", "mean"),
+    [
+        (Lengths(kind="fixed", mean=16), 16, 16, 16),
+        (Lengths(kind="uniform", low=5, high=40), 5, 40, 22.5),
+        (Lengths(kind="lognormal", mean=200, high=100_000), 1, 100_000, 200),
+    ],
+)
+def test_lengths(lengths: Lengths, low: int, high: int, mean: float) -> None:
+    draws = random.Random(1)
+    values = [lengths.draw(draws) for _ in range(4000)]
+    assert low <= min(values)
+    assert max(values) <= high
+    assert sum(values) / len(values) == pytest.approx(mean, rel=0.05)
+
+
+def test_a_trace_in_either_format(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"timestamp": 4000, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n'
+        '{"timestamp": 1000, "input_length": 5000, "output_length": 9, "hash_ids": []}\n'
+        "\n"
+        '{"t": 2.0, "input_length": 7, "output_length": 8}\n'
+    )
+    requests = list(traced(path, speed=2.0, max_tokens=2048))
+    assert [(r.arrival_s, r.prompt_tokens, r.output_tokens, r.hash_ids) for r in requests] == [
+        (0.0, 2047, 1, ()),
+        (0.5, 7, 8, ()),
+        (1.5, 600, 5, (1, 2)),
+    ]
+    assert len(list(traced(path, limit=2))) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[]", "line 2: not an object"),
+        ('{"input_length": 1, "output_length": 1}', "line 2: no arrival time"),
+        ('{"t": -1, "input_length": 1, "output_length": 1}', "line 2: no arrival time"),
+        ('{"t": 1, "output_length": 1}', "line 2: input_length is None"),
+        ('{"t": 1, "input_length": 1, "output_length": 0}', "line 2: output_length is 0"),
+    ],
+)
+def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"t": 0, "input_length": 1, "output_length": 1}\n' + line + "\n")
+    with pytest.raises(UserError) as failure:
+        list(traced(path))
+    assert words in str(failure.value)

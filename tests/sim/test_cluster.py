@@ -1,0 +1,281 @@
+"""Simulated clusters: hand-over, prefixes, cells, moves, deaths, reproducibility."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from banaserve.errors import UserError
+from banaserve.sim.cluster import SimCluster
+from banaserve.sim.events import Event, arrange
+from banaserve.sim.profile import load
+from banaserve.sim.request import SimRequest
+from banaserve.sim.result import Limits
+from banaserve.sim.run import simulate
+from banaserve.sim.system import System, preset
+from banaserve.sim.timeline import Timeline
+from banaserve.sim.workload import Lengths, Phase, drawn
+from banaserve.types import InstanceId, Module, MoveModule, Placement, ReturnModule, Role
+
+PROFILE = load("opt-13b-a100")
+TOKEN_BYTES = 819_200
+BUSY = Phase(
+    duration_s=20,
+    rate_per_s=15,
+    prompt=Lengths(kind="lognormal", mean=300, high=1500),
+    output=Lengths(kind="lognormal", mean=60, high=300),
+)
+
+
+def built(system: System) -> tuple[Timeline, SimCluster]:
+    timeline = Timeline()
+    return timeline, SimCluster(timeline, PROFILE, system)
+
+
+@pytest.mark.parametrize("kind", ["static", "banaserve"])
+def test_a_request_on_two_instances_by_hand(kind: str) -> None:
+    """Prefill 127.132 ms, fetch 1,000 tokens at 25 GB/s and two hops, four decode steps."""
+    _, cluster = built(preset(kind, prefill=1, decode=1))
+    cluster.run([SimRequest(0, 0.0, 1000, 5)])
+    [request] = cluster.finished
+    assert request.first_s == pytest.approx(0.127132)
+    fetch_s = 1000 * TOKEN_BYTES / 25e9 + 40e-6
+    steps_s = 4 * (0.01993 + 0.00003851) + 6.269e-7 * (1000 + 1001 + 1002 + 1003)
+    assert request.end_s == pytest.approx(0.127132 + fetch_s + steps_s)
+
+
+@pytest.mark.parametrize(("kind", "is_kept"), [("static", True), ("banaserve", False)])
+def test_pulling_keeps_the_kv_of_prefill_until_it_is_fetched(kind: str, is_kept: bool) -> None:
+    timeline, cluster = built(preset(kind, prefill=1, decode=1))
+    timeline.at(0.0, cluster.cells[0].submit, SimRequest(0, 0.0, 1000, 5))
+    timeline.run(until_s=0.13)
+    _, prefill = cluster.find("p0")
+    assert (prefill.engine.used_tokens == 1000) is is_kept
+    timeline.run(until_s=0.5)
+    assert prefill.engine.used_tokens == 0
+
+
+def test_fetches_queue_up_at_a_link() -> None:
+    """Two prompts computed side by side: the second one's KV comes 32.8 ms after the first's."""
+    _, cluster = built(preset("banaserve", prefill=2, decode=1, migration="still"))
+    cluster.run([SimRequest(n, 0.0, 1000, 2) for n in range(2)])
+    first, second = sorted(cluster.finished, key=lambda request: request.end_s)
+    assert first.first_s == second.first_s
+    assert second.end_s - first.end_s == pytest.approx(1000 * TOKEN_BYTES / 25e9, rel=0.01)
+
+
+def test_a_prefix_in_the_store_is_not_computed_again() -> None:
+    hits = {}
+    for cache in ("global", "none"):
+        _, cluster = built(preset("banaserve", prefill=2, decode=1, cache=cache))
+        requests = [SimRequest(n, n * 2.0, 1600, 2, (1, 2, 3, 40 + n)) for n in range(4)]
+        cluster.run(requests)
+        hits[cache] = sum(r.first_s - r.arrival_s for r in cluster.finished)
+    full_s = 0.0181 + 1600 * 0.10191e-3 + 1600**2 * 7.122e-9
+    assert hits["none"] == pytest.approx(4 * full_s)
+    # Three of four find 1,536 tokens, which take 50 ms to fetch: longer than computing 64.
+    assert hits["global"] == pytest.approx(full_s + 3 * 1536 * TOKEN_BYTES / 25e9)
+
+
+def test_a_local_cache_is_found_only_where_it_is() -> None:
+    system = preset("colocated", colocated=2, routing="round_robin")
+    _, cluster = built(system)
+    cluster.run([SimRequest(n, n * 2.0, 1600, 2, (1, 2, 3, 4)) for n in range(4)])
+    took = [round(r.first_s - r.arrival_s, 3) for r in cluster.finished]
+    assert took[0] == took[1] > took[2] == took[3]
+
+
+@pytest.mark.parametrize("kind", ["colocated", "static", "banaserve"])
+def test_a_run_is_reproducible_and_another_seed_is_another_run(kind: str) -> None:
+    counts: dict[str, Any] = (
+        {"colocated": 4} if kind == "colocated" else {"prefill": 2, "decode": 2}
+    )
+    system = preset(kind, **counts)
+    first, again, other = (simulate(PROFILE, system, drawn([BUSY], seed)) for seed in (1, 1, 2))
+    assert first == again
+    assert first["e2e_mean_s"] != other["e2e_mean_s"]
+    assert first["num_finished"] == first["num_requests"]
+    assert first["time"].startswith("simulated")
+
+
+def test_cells_share_the_load() -> None:
+    one = simulate(PROFILE, preset("static", prefill=4, decode=4), drawn([BUSY], 1))
+    system = preset("static", prefill=4, decode=4, cell_size=2)
+    _, cluster = built(system)
+    assert [sorted(cell.instances) for cell in cluster.cells] == [
+        [f"d{n}", f"p{n}"] for n in range(4)
+    ]
+    cluster.run(drawn([BUSY], 1))
+    counts = [len(cell.finished) for cell in cluster.cells]
+    assert sum(counts) == one["num_requests"]
+    assert max(counts) < 1.5 * min(counts)
+    with pytest.raises(UserError, match="lack a role"):
+        built(preset("static", prefill=3, decode=1, cell_size=2))
+
+
+def test_a_request_that_fits_nowhere_is_refused_and_counted() -> None:
+    result = simulate(
+        PROFILE,
+        preset("static", prefill=1, decode=1),
+        [SimRequest(0, 0.0, 2000, 100), SimRequest(1, 0.0, 1900, 100)],
+    )
+    assert (result["num_refused"], result["num_finished"]) == (1, 1)
+    assert result["goodput_fraction"] == 0.5
+
+
+def full_decode_cluster(**options: Any) -> tuple[Timeline, SimCluster]:
+    """Long contexts that fill the decode instance within half a minute."""
+    timeline, cluster = built(
+        preset(
+            "banaserve",
+            prefill=1,
+            decode=1,
+            migration_options={"weights_are_shared": True, **options},
+        )
+    )
+    return timeline, cluster
+
+
+WAVE = Phase(
+    duration_s=60,
+    rate_per_s=4.5,
+    prompt=Lengths(kind="lognormal", mean=1500, high=1700, spread=0.1),
+    output=Lengths(kind="fixed", mean=300),
+)
+
+
+def test_a_moved_range_changes_memory_costs_and_views() -> None:
+    _, cluster = full_decode_cluster()
+    cluster.run(drawn([WAVE], 3))
+    cell = cluster.cells[0]
+    actions = [step.action for _, step in cell.placing.done]
+    assert any(isinstance(action, MoveModule) for action in actions)
+    assert cluster.find("d0")[1].epoch == sum(
+        isinstance(action, MoveModule | ReturnModule) for action in actions
+    )
+    _, host = cluster.find("d0")
+    _, guest = cluster.find("p0")
+    assert sum(p.guest_bytes for p in host.placements) == guest.guest_bytes
+    assert host.engine.kv_tokens == host.kv_blocks * 16
+    view = cell.view().instances[InstanceId("d0")]
+    assert view.placements == host.placements
+    assert (host.engine.kv_tokens > 66_144) == bool(host.placements)
+
+
+def test_costs_follow_what_is_away() -> None:
+    _, cluster = built(
+        preset("banaserve", prefill=1, decode=1, migration="still", overlap_fraction=0.5)
+    )
+    cell = cluster.cells[0]
+    _, host = cluster.find("d0")
+    _, guest = cluster.find("p0")
+    module = Module(30, 40)
+    host.placements = (Placement(module, host.id, guest.id, 1, 0.0, guest_bytes=10**9),)
+    guest.guest_bytes = 10**9
+    host.busy_fraction = 0.8
+    cell.placing.bend()
+    assert host.engine.costs.relief == pytest.approx(0.5 * 0.25)
+    assert guest.engine.costs.guest_share == pytest.approx(0.25 * 0.8)
+    assert host.engine.costs.hop_s == pytest.approx(40e-6)
+    cell.placing.lose(guest)
+    assert host.placements == ()
+    assert guest.guest_bytes == 0
+    assert host.engine.costs.relief == guest.engine.costs.guest_share == 0
+
+
+@pytest.mark.parametrize("kind", ["kill_guest_in_move", "kill_host_in_move"])
+def test_a_death_in_the_middle_of_a_move_loses_no_request(kind: str) -> None:
+    timeline, cluster = full_decode_cluster()
+    arrange(Event(at_s=5.0, kind=kind, back_after_s=5.0), cluster, timeline)
+    requests = list(drawn([WAVE], 3))
+    cluster.run(requests)
+    cell = cluster.cells[0]
+    assert cell.placing.num_aborted == 1
+    assert cell.num_restarted > 0
+    assert len(cluster.finished) == len(requests)
+    assert all(r.generated == r.output_tokens for r in requests)
+    assert cell.load == 0
+    for instance in cell.instances.values():
+        instance.engine.check()
+        assert instance.engine.used_tokens == 0
+        assert instance.inflight == 0
+        assert instance.inflight_prefill_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["static", "banaserve"])
+@pytest.mark.parametrize("instance", ["p0", "d1"])
+def test_a_dead_instance_is_routed_around(kind: str, instance: str) -> None:
+    timeline, cluster = built(preset(kind, prefill=2, decode=2))
+    cell, victim = cluster.find(instance)
+
+    def strike(_: None) -> None:
+        """Dies when it has something to do."""
+        if victim.inflight:
+            cell.kill(victim.id, None)
+        else:
+            timeline.after(0.01, strike)
+
+    timeline.at(8.0, strike)
+    requests = list(drawn([BUSY], 1))
+    cluster.run(requests)
+    assert len(cluster.finished) == len(requests)
+    assert cluster.cells[0].num_restarted > 0
+    assert all(i.engine.used_tokens == 0 for i in cluster.cells[0].instances.values())
+    assert not cluster.cells[0].view().instances[InstanceId(instance)].ready
+
+
+def test_a_slow_instance_is_slow() -> None:
+    ends = []
+    for factor in (1.0, 3.0):
+        timeline, cluster = built(preset("colocated", colocated=1))
+        arrange(Event(at_s=0.0, kind="slow", instance="c0", factor=factor), cluster, timeline)
+        cluster.run([SimRequest(0, 0.0, 100, 50)])
+        ends.append(cluster.finished[0].end_s)
+    assert ends[1] == pytest.approx(3 * ends[0])
+
+
+def test_roles_are_the_routers_knowledge() -> None:
+    """A switched instance gets the other legs at once and finishes what it had."""
+    phase = Phase(
+        duration_s=30,
+        rate_per_s=24,
+        prompt=Lengths(kind="fixed", mean=900),
+        output=Lengths(kind="fixed", mean=16),
+    )
+    _, cluster = built(preset("banaserve", prefill=2, decode=2))
+    cluster.run(drawn([phase], 1))
+    roles = [instance.role for instance in cluster.cells[0].instances.values()]
+    assert roles.count(Role.PREFILL) == 3
+    assert all(r.generated == 16 for r in cluster.finished)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kind": "banasrve"}, "did you mean banaserve"),
+        ({"kind": "static"}, "a system needs instances"),
+        ({"kind": "static", "prefil": 1}, "did you mean prefill"),
+        ({"kind": "static", "prefill": -1, "decode": 1}, "prefill is -1"),
+        ({"kind": "static", "prefill": 1, "decode": 1, "handover": "push"}, "unknown handover"),
+        ({"kind": "static", "prefill": 1, "decode": 1, "control_s": 0}, "control_s is 0"),
+        ({"kind": "static", "prefill": 1, "decode": 1, "routing": "least"}, "least_requests"),
+        (
+            {"kind": "banaserve", "prefill": 1, "decode": 1, "migration_options": {"roh": 1}},
+            "did you mean rho",
+        ),
+        (
+            {"kind": "static", "prefill": 1, "decode": 1, "limits": {"step_token": 1}},
+            "did you mean step_tokens",
+        ),
+    ],
+)
+def test_wrong_systems_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as failure:
+        preset(settings.pop("kind"), **settings)
+    assert words in str(failure.value)
+
+
+def test_limits_of_goodput_are_above_zero() -> None:
+    with pytest.raises(UserError, match="tpot_s"):
+        Limits(tpot_s=0.0)
