@@ -117,7 +117,7 @@ class AttachedTier:
         self.is_faulty = False
         self._tier = tier
         self._faulty: StoreTier | None = None
-        self._noted = (True, False)
+        self._was_available = True
         if tier is not None:
             self.fd = self._guarded(lambda: tier.fd, -1)
 
@@ -188,18 +188,16 @@ class AttachedTier:
         )
 
     def note_state(self) -> None:
-        """Log where the tier has gone out of service, or into trouble, or come back since."""
+        """Log where the tier has gone out of service or come back since the last call."""
         tier = self._tier
         stats = self._guarded(tier.stats, None) if tier is not None else None
-        if stats is None or self._noted == (stats.available, bool(stats.problem)):
+        if stats is None or stats.available is self._was_available:
             return
-        self._noted = (stats.available, bool(stats.problem))
-        if not stats.available:
-            log.warning("going on without the %s tier: %s", self.name, stats.problem)
-        elif stats.problem:
-            log.warning("the %s tier is in trouble: %s", self.name, stats.problem)
-        else:
+        self._was_available = stats.available
+        if stats.available:
             log.warning("the %s tier serves again", self.name)
+        else:
+            log.warning("going on without the %s tier: %s", self.name, stats.problem)
 
     def close_in_background(self, on_closed: Callable[[bool], None]) -> threading.Thread:
         """Close it for good, which takes the time of its last work.
