@@ -1,0 +1,79 @@
+"""The daemon as a supervised child: its options reach it, and its disk outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.fingerprint import Fingerprint
+from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.options import StoreOptions
+from banaserve.kvstore.supervised import SupervisedStore
+from banaserve.kvstore.tiers.ssd.check import check_folder
+
+FINGERPRINT = Fingerprint(
+    model="m",
+    dtype="float32",
+    block_size_tokens=16,
+    num_layers=2,
+    num_kv_heads=2,
+    head_size=8,
+    layout="LBHNC",
+    page_bytes=2048,
+)
+KEYS = [bytes([number]) * 32 for number in range(4)]
+DEADLINE_S = 30.0
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    """Return once ``holds``; fails after half a minute."""
+
+    def wait() -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not holds():
+            assert time.monotonic() < deadline_s, "this never came true"
+            time.sleep(0.005)
+
+    await asyncio.to_thread(wait)
+
+
+async def test_blocks_outlive_a_killed_daemon_and_a_stop(tmp_path: Path) -> None:
+    restarted = asyncio.Event()
+    options = StoreOptions(size="64KiB", ssd=tmp_path / "ssd", ssd_size="1MiB", tenant_quota=0.5)
+    store = SupervisedStore(tmp_path / "kv", options, tmp_path / "log", restarted.set)
+    await store.start()
+    try:
+        assert await store.problems() == []
+        client = StoreClient(store.socket_path, FINGERPRINT, client_name="here", timeout_s=10.0)
+        slots = client.exchange(reserve=[(key, None) for key in KEYS]).reserved
+        assert client.commit([slot for slot in slots if slot is not None])
+        async with asyncio.timeout(DEADLINE_S):
+            await eventually(lambda: fetch_stats(store.socket_path).tiers[0].demoted == len(KEYS))
+            os.kill(store.pid, signal.SIGKILL)
+            await restarted.wait()
+            await eventually(lambda: client.lookup(KEYS) == [Lookup.HIT] * len(KEYS))
+        assert fetch_stats(store.socket_path).used_slots == 0
+        client.close()
+    finally:
+        await store.stop()
+    assert not store.socket_path.exists()
+    assert check_folder(tmp_path / "ssd").num_ok == len(KEYS)
+
+
+async def test_a_tier_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    options = StoreOptions(size="64KiB", ssd=tmp_path / "file", ssd_size="1MiB")
+    store = SupervisedStore(tmp_path / "kv", options, tmp_path / "log", lambda: None)
+    await store.start()
+    try:
+        (problem,) = await store.problems()
+    finally:
+        await store.stop()
+    assert problem.startswith("going on without the store's ssd tier: ")
+    assert str(tmp_path / "file") in problem
