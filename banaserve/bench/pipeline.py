@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -150,34 +151,7 @@ def _result(
     warm_compute_s: float,
 ) -> result.Result:
     set_by = _prefill_of(predicted, warm_compute_s).break_even_bytes_per_s()
-    figures = {
-        "full_compute": ([times.compute_s for times in samples.full], "s"),
-        "predicted_break_even": (
-            [
-                _prefill_of(predicted, times.compute_s).break_even_bytes_per_s()
-                for times in samples.full
-            ],
-            "bytes/s",
-        ),
-        "compute_vs_equation_12": (
-            paired_ratios(
-                [times.compute_s for times in samples.cached["pipelined", _FACTORS[-1]]],
-                [times.compute_s * (1 - predicted.cached_fraction) for times in samples.full],
-            ),
-            "ratio",
-        ),
-        "measured_break_even": (_break_evens(samples, set_by), "bytes/s"),
-        "hidden_fraction": (_worst_hidden(samples, set_by, predicted), "fraction"),
-    }
-    for factor in _FACTORS:
-        piped = samples.cached["pipelined", factor]
-        serial = samples.cached["serial", factor]
-        figures[f"hidden_fraction_at_{factor}x"] = ([_hidden(t) for t in piped], "fraction")
-        figures[f"hidden_fraction_serial_at_{factor}x"] = ([_hidden(t) for t in serial], "fraction")
-        figures[f"step_vs_serial_at_{factor}x"] = (
-            paired_ratios([t.step_s for t in piped], [t.step_s for t in serial]),
-            "ratio",
-        )
+    figures = _figures(samples, predicted, set_by)
     return result.result(
         "pipeline",
         seed=given.seed,
@@ -190,21 +164,50 @@ def _result(
         started_at=started_at,
         figures={name: result.figure(*values) for name, values in figures.items()},
         notes=_NOTES,
-        raw={
-            "bandwidths": {str(factor): factor * set_by for factor in _FACTORS},
-            "predicted_hidden_fraction": {
-                str(factor): _predicted_hidden(predicted, factor * set_by) for factor in _FACTORS
-            },
-            "samples": [
-                {"arrangement": a, "factor": f, **_without_layers(times)}
-                for (a, f), runs in samples.cached.items()
-                for times in runs
-            ],
-            "layers_of_first_run": {
-                f"{a} {f}": runs[0].layers for (a, f), runs in samples.cached.items()
-            },
-        },
+        raw=_raw(samples, predicted, set_by),
     )
+
+
+def _figures(
+    samples: _Samples, predicted: Prefill, set_by: float
+) -> dict[str, tuple[list[float], str]]:
+    """Samples and unit of each figure; ``set_by`` is the bandwidth that the factors multiply."""
+    full = [times.compute_s for times in samples.full]
+    rest = [times.compute_s for times in samples.cached["pipelined", _FACTORS[-1]]]
+    break_evens = [_prefill_of(predicted, s).break_even_bytes_per_s() for s in full]
+    equation_12 = [s * (1 - predicted.cached_fraction) for s in full]
+    figures = {
+        "full_compute": (full, "s"),
+        "predicted_break_even": (break_evens, "bytes/s"),
+        "compute_vs_equation_12": (paired_ratios(rest, equation_12), "ratio"),
+        "measured_break_even": (_break_evens(samples, set_by), "bytes/s"),
+        "hidden_fraction": (_worst_hidden(samples, set_by, predicted), "fraction"),
+    }
+    for factor in _FACTORS:
+        piped = samples.cached["pipelined", factor]
+        serial = samples.cached["serial", factor]
+        ratios = paired_ratios([t.step_s for t in piped], [t.step_s for t in serial])
+        figures[f"hidden_fraction_at_{factor}x"] = ([_hidden(t) for t in piped], "fraction")
+        figures[f"hidden_fraction_serial_at_{factor}x"] = ([_hidden(t) for t in serial], "fraction")
+        figures[f"step_vs_serial_at_{factor}x"] = (ratios, "ratio")
+    return figures
+
+
+def _raw(samples: _Samples, predicted: Prefill, set_by: float) -> dict[str, Any]:
+    return {
+        "bandwidths": {str(factor): factor * set_by for factor in _FACTORS},
+        "predicted_hidden_fraction": {
+            str(factor): _predicted_hidden(predicted, factor * set_by) for factor in _FACTORS
+        },
+        "samples": [
+            {"arrangement": a, "factor": f, **_without_layers(times)}
+            for (a, f), runs in samples.cached.items()
+            for times in runs
+        ],
+        "layers_of_first_run": {
+            f"{a} {f}": runs[0].layers for (a, f), runs in samples.cached.items()
+        },
+    }
 
 
 _NOTES = [

@@ -199,16 +199,7 @@ def _result(
     ttft_s: dict[str, list[float]],
     counts: dict[str, float],
 ) -> result.Result:
-    recompute_s = ttft_s[_RECOMPUTE]
-    figures = {f"ttft_{name}": (samples, "s") for name, samples in ttft_s.items()}
-    for case in _CASES:
-        ratios = paired_ratios(ttft_s[case.name], recompute_s)
-        figures[f"ttft_vs_recompute_{case.name}"] = (ratios, "ratio")
-    # One prefix of each share is fetched from SSD in a run.
-    expected = given.runs * sum(
-        whole_blocks(given.prompt_tokens, percent) // _BLOCK_TOKENS for percent in _SHARES
-    )
-    figures["ssd_blocks_fraction"] = ([counts["promoted_blocks"] / expected], "fraction")
+    figures = _figures(given, ttft_s, counts)
     return result.result(
         "prefix-ttft",
         seed=given.seed,
@@ -229,3 +220,20 @@ def _result(
         ],
         raw={"counts": counts},
     )
+
+
+def _figures(
+    given: argparse.Namespace, ttft_s: dict[str, list[float]], counts: dict[str, float]
+) -> dict[str, tuple[list[float], str]]:
+    """Samples and unit of each figure."""
+    recompute_s = ttft_s[_RECOMPUTE]
+    figures = {f"ttft_{name}": (samples, "s") for name, samples in ttft_s.items()}
+    for case in _CASES:
+        ratios = paired_ratios(ttft_s[case.name], recompute_s)
+        figures[f"ttft_vs_recompute_{case.name}"] = (ratios, "ratio")
+    # One prefix of each share is fetched from SSD in a run.
+    expected = given.runs * sum(
+        whole_blocks(given.prompt_tokens, percent) // _BLOCK_TOKENS for percent in _SHARES
+    )
+    figures["ssd_blocks_fraction"] = ([counts["promoted_blocks"] / expected], "fraction")
+    return figures
