@@ -155,9 +155,10 @@ class SocketStream:
         self._first = 0
 
     def _receive(self, target: memoryview, deadline: float) -> int:
+        deadline = max(deadline, time.monotonic() + STALL_S)
         while not (count := self._receive_now(target)):
             try:
-                self._wait(self._readable, max(deadline, time.monotonic() + STALL_S))
+                self._wait(self._readable, deadline)
             except TransferTimeoutError:
                 raise PeerGoneError("the peer stands still in the middle of a message") from None
         return count
@@ -174,12 +175,9 @@ class SocketStream:
         return count
 
     def _wait(self, poll: select.poll, deadline: float) -> None:
-        left_s = deadline - time.monotonic()
-        events = poll.poll(max(0.0, left_s) * 1000.0)
+        events = poll.poll(max(0.0, deadline - time.monotonic()) * 1000.0)
         if not events:
-            if left_s <= 0:
-                raise TransferTimeoutError("the peer has not answered in time")
-            return
+            raise TransferTimeoutError("the peer has not answered in time")
         # Bytes that a dead process has sent before are still read.
         if len(events) == 1 and events[0][0] == self._pidfd:
             raise PeerGoneError("the peer's process has died")

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
-import os
-import secrets
-import signal
-import socket
-import subprocess
 import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -22,97 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from banaserve.transport.errors import (
-    PeerGoneError,
     RefusedError,
     StaleEpochError,
-    TransferCancelledError,
-    TransferTimeoutError,
     TransportError,
 )
-from banaserve.transport.interface import RegionDescriptor
 from banaserve.transport.memory import PAGE_BYTES, SLICE_BYTES, Memory
-from banaserve.transport.options import TransportOptions
-from banaserve.transport.registry import create
-
-WAIT_S = 20.0
-REGION_BYTES = 3 * 2**20 + 123
-NAMES = ["shm", "tcp", "torch_distributed", "nixl"]
-PACKAGES = {"torch_distributed": "torch", "nixl": "nixl"}
 
 
-class Peer:
-    """A process that offers regions."""
-
-    def __init__(self, name, options):
-        script = Path(__file__).with_name("transport_peer.py")
-        arguments = ["offer", name, options.folder, options.secret.hex()]
-        self.process = subprocess.Popen(
-            [sys.executable, script, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        while self.process.stdout.readline() != "ready\n":
-            assert self.process.poll() is None
-
-    def __call__(self, do, region="", **given):
-        self.process.stdin.write(json.dumps({"do": do, "region": region, **given}) + "\n")
-        self.process.stdin.flush()
-        while not (line := self.process.stdout.readline()).startswith("answer: "):
-            assert line, "the peer has died"
-        return json.loads(line.removeprefix("answer: "))
-
-    def offer(self, num_bytes=REGION_BYTES, epoch=1):
-        key, descriptor = self("offer", num_bytes=num_bytes, epoch=epoch)
-        return key, msgspec.msgpack.decode(bytes.fromhex(descriptor), type=RegionDescriptor)
-
-    def end(self):
-        self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
-class Side:
-    """This process's transport, and the peer shared by the tests that leave it whole."""
-
-    def __init__(self, name, folder):
-        self.name = name
-        self.options = TransportOptions(folder=str(folder), secret=secrets.token_bytes(32))
-        self.transport = create(name, self.options)
-        self.peer = Peer(name, self.options)
-
-    def open_new(self, **given):
-        key, descriptor = self.peer.offer(**given)
-        return key, self.transport.open(descriptor, WAIT_S)
-
-
-@pytest.fixture(scope="module", params=NAMES)
-def side(request, tmp_path_factory):
-    package = PACKAGES.get(request.param)
-    if package and importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    side = Side(request.param, tmp_path_factory.mktemp("t"))
-    yield side
-    side.transport.close()
-    side.peer.end()
-
-
-@pytest.fixture
-def doomed(side):
-    """A peer of one test's own, to be killed or stopped."""
-    peer = Peer(side.name, side.options)
-    yield peer
-    peer.end()
-
-
-def random_bytes(num_bytes, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
-
-
-def digest(array):
-    return hashlib.sha256(array).hexdigest()
+harness = load("transport_harness")
+side, doomed = harness.side, harness.doomed
+WAIT_S, REGION_BYTES = harness.WAIT_S, harness.REGION_BYTES
+digest, random_bytes = harness.digest, harness.random_bytes
 
 
 @pytest.mark.parametrize("num_bytes", [1, PAGE_BYTES, 10 * 2**20, 2 * SLICE_BYTES + 1])
@@ -299,102 +219,3 @@ def test_two_threads_submit_at_once(side):
     assert not failures
     assert side.peer("digest", key, first=0, end=sent.size) == digest(sent)
     remote.close()
-
-
-def test_a_cancelled_transfer_ends_and_those_before_it_arrive(side):
-    num_bytes = 16 * SLICE_BYTES
-    key, remote = side.open_new(num_bytes=num_bytes)
-    sent = Memory.of(np.ones(num_bytes, np.uint8))
-    first = remote.submit_write(sent, [0], [0], num_bytes, 1)
-    second = remote.submit_write(sent, [0], [0], num_bytes, 1)
-    assert second.cancel()
-    with pytest.raises(TransferCancelledError):
-        second.wait(WAIT_S)
-    first.wait(WAIT_S)
-    assert not first.cancel()
-    assert side.peer("digest", key, first=0, end=num_bytes) == digest(sent.view())
-    remote.close()
-
-
-def test_a_peer_that_is_killed_in_mid_copy_is_noticed(side, doomed):
-    num_bytes = 16 * SLICE_BYTES
-    _, descriptor = doomed.offer(num_bytes=num_bytes)
-    remote = side.transport.open(descriptor, WAIT_S)
-    sent = Memory.of(np.ones(num_bytes, np.uint8))
-    tickets = [remote.submit_write(sent, [0], [0], num_bytes, 1) for _ in range(20)]
-    tickets[0].wait(WAIT_S)
-    os.kill(doomed.process.pid, signal.SIGKILL)
-    with pytest.raises(PeerGoneError):
-        tickets[-1].wait(WAIT_S)
-    with pytest.raises(PeerGoneError):
-        remote.submit_write(sent, [0], [0], 1, 1).wait(WAIT_S)
-    remote.close()
-    with pytest.raises(PeerGoneError):
-        side.transport.open(descriptor, WAIT_S)
-
-
-def test_a_peer_that_stands_still_costs_a_timeout_or_nothing(side, doomed):
-    num_bytes = 8 * SLICE_BYTES
-    _, descriptor = doomed.offer(num_bytes=num_bytes)
-    remote = side.transport.open(descriptor, WAIT_S)
-    sent = Memory.of(np.ones(num_bytes, np.uint8))
-    os.kill(doomed.process.pid, signal.SIGSTOP)
-    ticket = remote.submit_write(sent, [0], [0], num_bytes, 1)
-    if side.name == "shm":
-        ticket.wait(WAIT_S)  # Nobody there has to do anything.
-    else:
-        with pytest.raises(TransferTimeoutError):
-            ticket.wait(0.2)
-        assert ticket.cancel()
-        with pytest.raises(TransferCancelledError):
-            ticket.wait(0.0)
-    remote.close()
-
-
-def test_nobody_with_another_secret_opens_a_region(side, tmp_path):
-    if side.name == "shm":
-        pytest.skip("the kernel names the peer; there is no secret")
-    _, descriptor = side.peer.offer()
-    stranger = create(side.name, TransportOptions(folder=str(tmp_path), secret=bytes(32)))
-    with pytest.raises(RefusedError):
-        stranger.open(descriptor, WAIT_S)
-    stranger.close()
-
-
-def test_hostile_bytes_harm_nobody_else(side):
-    key, descriptor = side.peer.offer()
-    random = np.random.default_rng(5)
-    for _ in range(20):
-        with suppress(OSError), raw_connection(descriptor) as sock:
-            sock.settimeout(0.2)
-            sock.sendall(random.bytes(int(random.integers(1, 4000))))
-            sock.recv(100)
-    remote = side.transport.open(descriptor, WAIT_S)
-    sent = Memory.of(random_bytes(100))
-    remote.submit_write(sent, [0], [0], 100, 1).wait(WAIT_S)
-    assert side.peer("digest", key, first=0, end=100) == digest(sent.view())
-    remote.close()
-
-
-def raw_connection(descriptor):
-    is_tcp = descriptor.address.startswith("tcp:")
-    if not is_tcp:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.connect(descriptor.address)
-        return sock
-    _, host, port = descriptor.address.split(":")
-    return socket.create_connection((host, int(port)))
-
-
-def test_descriptors_survive_the_wire_and_hold_no_secret(side):
-    _, descriptor = side.peer.offer()
-    encoded = msgspec.msgpack.encode(descriptor)
-    assert msgspec.msgpack.decode(encoded, type=RegionDescriptor) == descriptor
-    assert side.options.secret not in encoded
-    assert side.options.secret.hex() not in repr(side.options)
-
-
-def test_another_transports_descriptor_is_refused(side):
-    _, descriptor = side.peer.offer()
-    with pytest.raises(RefusedError):
-        side.transport.open(msgspec.structs.replace(descriptor, transport="other"), WAIT_S)

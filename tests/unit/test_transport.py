@@ -1,0 +1,147 @@
+"""The transport floor's parts that need no second process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from banaserve.errors import ProtocolError, UserError
+from banaserve.transport import bulk_frames as bulk
+from banaserve.transport import registry
+from banaserve.transport.errors import (
+    RefusedError,
+    StaleEpochError,
+    TransferTimeoutError,
+)
+from banaserve.transport.memory import PAGE_BYTES, SLICE_BYTES, Memory, Plan, whole_pages
+from banaserve.transport.options import TransportOptions
+from banaserve.transport.seal import Seal
+from banaserve.transport.shared_file import SharedFile
+from banaserve.transport.stream import SocketStream
+
+OPTIONS = TransportOptions(folder="unused", secret=bytes(16))
+NONE = np.empty(0, np.int64)
+
+
+def test_the_registry_refuses_a_second_transport_of_one_name():
+    with pytest.raises(ValueError, match="shm"):
+        registry.register("shm", lambda options: None)
+
+
+def test_an_unknown_transport_is_answered_with_the_known_ones():
+    with pytest.raises(UserError, match="nixl, shm, tcp, torch_distributed"):
+        registry.create("smh", OPTIONS)
+
+
+def test_a_short_secret_is_refused_and_no_secret_is_printed():
+    with pytest.raises(ValueError, match="16 bytes"):
+        TransportOptions(folder="unused", secret=b"short")
+    assert "secret" not in repr(OPTIONS)
+
+
+def test_the_floor_imports_torch_nowhere_but_in_its_transport():
+    code = (
+        "import sys, banaserve.transport.registry, banaserve.transport.shm, "
+        "banaserve.transport.tcp, banaserve.transport.connect; "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'nixl', 'vllm')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("run_bytes", "num_runs"),
+    [(1, 10), (SLICE_BYTES, 3), (SLICE_BYTES + 1, 2), (2 * SLICE_BYTES, 1), (100_000, 100)],
+)
+def test_slices_cover_a_plan_exactly_once(run_bytes, num_runs):
+    offsets = np.arange(num_runs, dtype=np.int64) * run_bytes
+    plan = Plan(Memory(1, 2**40), offsets, offsets + 7, run_bytes, 0, True)
+    pieces = []
+    for part in plan.slices():
+        assert part.num_bytes * part.local_offsets.size <= SLICE_BYTES
+        assert np.array_equal(part.local_offsets + 7, part.remote_offsets)
+        pieces += [(int(at), int(at) + part.num_bytes) for at in part.local_offsets]
+    pieces.sort()
+    assert pieces[0][0] == 0
+    assert pieces[-1][1] == num_runs * run_bytes
+    assert all(end == first for (_, end), (first, _) in itertools.pairwise(pieces))
+
+
+@pytest.mark.parametrize(
+    ("first", "num_bytes", "pages"),
+    [(0, PAGE_BYTES, (0, 1)), (1, PAGE_BYTES, (1, 0)), (1, 3 * PAGE_BYTES, (1, 2)), (0, 0, (0, 0))],
+)
+def test_only_whole_pages_are_given_back(first, num_bytes, pages):
+    assert whole_pages(first, num_bytes) == (pages[0] * PAGE_BYTES, pages[1] * PAGE_BYTES)
+
+
+def test_memory_of_an_array_is_its_bytes():
+    array = np.arange(10, dtype=np.int32)
+    assert np.array_equal(Memory.of(array).view(), array.view(np.uint8))
+    with pytest.raises(ValueError, match="contiguous"):
+        Memory.of(array[::2])
+
+
+def test_an_epoch_cannot_move_on_while_a_peer_copies_and_the_peer_stops_afterwards():
+    owner = SharedFile.create(PAGE_BYTES, epoch=1)
+    peer = SharedFile(owner.reopen(), PAGE_BYTES)
+    with peer.use(1), pytest.raises(TransferTimeoutError):
+        owner.advance(2, 0.002)
+    with pytest.raises(StaleEpochError), peer.use(1):
+        pass
+    with peer.use(2):
+        pass
+    owner.advance(3, 1.0)
+    owner.retire(1.0)
+    with pytest.raises(RefusedError, match="closed"), peer.use(3):
+        pass
+    owner.close()
+    peer.close()
+
+
+def test_released_pages_really_go_back_to_the_system():
+    owner = SharedFile.create(64 * PAGE_BYTES, epoch=1)
+    owner.memory.view()[:] = 1
+    before = os.fstat(owner._fd).st_blocks * 512
+    assert owner.release(0, 64 * PAGE_BYTES) == 64 * PAGE_BYTES
+    assert before - os.fstat(owner._fd).st_blocks * 512 == 64 * PAGE_BYTES
+    owner.close()
+
+
+def test_a_file_that_could_shrink_is_refused():
+    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 2 * PAGE_BYTES)
+    with pytest.raises(RefusedError, match="sealed"):
+        SharedFile(fd, PAGE_BYTES)
+    os.close(fd)
+
+
+def request(**changed):
+    given = {"kind": bulk.WRITE, "seq": 2, "epoch": 1, "run_bytes": 8, "num_runs": 1}
+    return bulk.Request(**{**given, "checksum": 0, "region_id": bytes(16), **changed})
+
+
+@pytest.mark.parametrize(
+    ("sent", "key", "reason"),
+    [
+        (request(seq=1), 0, "order"),
+        (request(seq=3), 0, "order"),
+        (request(kind=9), 0, "order"),
+        (request(run_bytes=SLICE_BYTES + 1), 0, "too large"),
+        (request(run_bytes=2**63), 0, "too large"),
+        (request(), 1, "wrong code"),
+    ],
+)
+def test_a_request_that_is_not_the_peers_next_one_is_refused(sent, key, reason):
+    ours, theirs = (SocketStream(sock) for sock in socket.socketpair())
+    keys = [bytes([number]) * 32 for number in (0, 1)]
+    ours.write(bulk.sign_request(sent, np.zeros(1, np.int64), Seal(keys[key], keys[1])), 1e9)
+    with pytest.raises(ProtocolError, match=reason):
+        bulk.read_request(theirs, Seal(keys[1], keys[0]), 2, 1e9)
+    ours.close()
+    theirs.close()
