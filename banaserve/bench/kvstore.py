@@ -41,6 +41,8 @@ _NUM_LOOKUPS = 300
 _FIRST = (
     "put_memcpy_fraction",
     "get_memcpy_fraction",
+    "put_memcpy_cpu_fraction",
+    "get_memcpy_cpu_fraction",
     "ssd_write_fraction",
     "ssd_read_fraction",
     "lookups_of_64_keys_per_s",
@@ -104,9 +106,9 @@ def _memory(given: argparse.Namespace, samples: Samples, progress: Progress) -> 
     with contextlib.ExitStack() as stack:
         benches: list[tuple[str, PoolBench]] = []
         for block_bytes in BLOCK_BYTES:
-            path = stack.enter_context(store_daemon(_POOL_SIZE))
+            daemon = stack.enter_context(store_daemon(_POOL_SIZE))
             for num_blocks in (given.blocks, 1):
-                bench = PoolBench(path, block_bytes, num_blocks, given.seed)
+                bench = PoolBench(daemon, block_bytes, num_blocks, given.seed)
                 stack.callback(bench.close)
                 size = f"{block_bytes / MIB:g}mib"
                 benches.append((size if num_blocks > 1 else f"{size}_single", bench))
@@ -122,6 +124,8 @@ def _memory(given: argparse.Namespace, samples: Samples, progress: Progress) -> 
         "one block where it says single",
         "put_ and get_memcpy_fraction: over 1.5 and 3 MiB blocks, copied layer by layer (32 "
         "layers, as an engine does) and whole; plain memcpy moves as many bytes within a process",
+        "cpu_fraction: seconds on a processor, of client and daemon, instead of the clock's: on a "
+        "machine that others use too, a reply waits for its turn",
         "round_trips_per_request: waits for the daemon of a request, half of which is cached",
     ]
 
@@ -129,7 +133,7 @@ def _memory(given: argparse.Namespace, samples: Samples, progress: Progress) -> 
 def _memory_run(
     benches: Sequence[tuple[str, PoolBench]], given: argparse.Namespace, samples: Samples
 ) -> None:
-    total = Times(0.0, 0.0, 0.0)
+    total = Times(*[0.0] * len(Times._fields))
     for name, bench in benches:
         taken: dict[str, list[Times]] = {arrangement: [] for arrangement in ARRANGEMENTS}
         for _ in range(given.repeats):
@@ -145,7 +149,9 @@ def _memory_run(
     num_bytes = 2 * given.blocks * sum(BLOCK_BYTES)
     samples["put_memcpy_fraction"].append(total.memcpy_s / total.put_s)
     samples["get_memcpy_fraction"].append(total.memcpy_s / total.get_s)
-    for name, seconds in zip(("memcpy", "put", "get"), total, strict=True):
+    samples["put_memcpy_cpu_fraction"].append(total.memcpy_cpu_s / total.put_cpu_s)
+    samples["get_memcpy_cpu_fraction"].append(total.memcpy_cpu_s / total.get_cpu_s)
+    for name, seconds in zip(("memcpy", "put", "get"), total[:3], strict=True):
         samples[f"{name}_gb_per_s"].append(num_bytes / seconds / 1e9)
     samples["lookups_of_64_keys_per_s"].append(benches[0][1].lookups_per_s(_NUM_LOOKUPS))
     samples["round_trips_per_request"].append(benches[0][1].round_trips())
@@ -193,8 +199,8 @@ def _others(given: argparse.Namespace, samples: Samples, progress: Progress) -> 
     notes = [f"stores side by side: {given.blocks} blocks of 3 MiB a request, single client"]
     block_bytes = BLOCK_BYTES[-1]
     with contextlib.ExitStack() as stack:
-        path = stack.enter_context(store_daemon(_POOL_SIZE))
-        pool = PoolBench(path, block_bytes, given.blocks, given.seed)
+        daemon = stack.enter_context(store_daemon(_POOL_SIZE))
+        pool = PoolBench(daemon, block_bytes, given.blocks, given.seed)
         stack.callback(pool.close)
         runs: dict[str, Callable[[], tuple[float, float]]] = {"store": lambda: _put_get(pool)}
         for name, missing, start in (

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,11 +36,25 @@ Offsets = npt.NDArray[np.int64]
 
 
 class Times(NamedTuple):
-    """Seconds that one request's blocks took, each once."""
+    """Seconds that one request's blocks took, each once.
+
+    Those on a processor, of client and daemon together, leave out waiting for others that run on
+    the same machine.
+    """
 
     memcpy_s: float
     put_s: float
     get_s: float
+    memcpy_cpu_s: float
+    put_cpu_s: float
+    get_cpu_s: float
+
+
+class Daemon(NamedTuple):
+    """A store daemon that runs."""
+
+    socket_path: Path
+    pid: int
 
 
 def plain_memory(num_bytes: int, seed: int | None = None) -> Memory:
@@ -53,8 +67,8 @@ def plain_memory(num_bytes: int, seed: int | None = None) -> Memory:
 
 
 @contextlib.contextmanager
-def store_daemon(size: str) -> Iterator[Path]:
-    """A store daemon as a process; yields its socket's path."""
+def store_daemon(size: str) -> Iterator[Daemon]:
+    """A store daemon as a process."""
     readable, writable = os.pipe()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         path = Path(folder) / "store.sock"
@@ -68,7 +82,7 @@ def store_daemon(size: str) -> Iterator[Path]:
                 if not ready.read(1):
                     log.seek(0)
                     raise UserError(log.read().decode().strip().splitlines()[-1])
-            yield path
+            yield Daemon(path, process.pid)
         finally:
             process.terminate()
             process.wait()
@@ -79,7 +93,7 @@ class PoolBench:
     """One client and the blocks of one request, of one size.
 
     Args:
-        socket_path: Of the daemon.
+        daemon: Where the blocks go.
         block_bytes: Of one block of all layers.
         num_blocks: Of a request.
         seed: Of the blocks' bytes.
@@ -89,13 +103,14 @@ class PoolBench:
 
     def __init__(
         self,
-        socket_path: Path,
+        daemon: Daemon,
         block_bytes: int,
         num_blocks: int,
         seed: int,
         ring_bytes: int = RING_BYTES,
     ) -> None:
         self.num_blocks = num_blocks
+        self._pid = daemon.pid
         self._page_bytes = block_bytes // NUM_LAYERS
         self._block_bytes = block_bytes
         fingerprint = Fingerprint(
@@ -109,7 +124,7 @@ class PoolBench:
             page_bytes=self._page_bytes,
         )
         self.client = StoreClient(
-            socket_path, fingerprint, client_name="bench", timeout_s=30.0, populate=False
+            daemon.socket_path, fingerprint, client_name="bench", timeout_s=30.0, populate=False
         )
         self.client.connect()
         self._view: PoolView = self.client.view()
@@ -137,17 +152,17 @@ class PoolBench:
             UserError: The bytes that came back are others.
         """
         self._turn = (self._turn + 1) % self._num_turns
-        memcpy_s = self._timed(self._memcpy)
+        memcpy_s, memcpy_cpu_s = self._timed(self._memcpy)
         self._turn = (self._turn + 1) % self._num_turns
         keys = self.new_keys()
         source, target = self._bytes_of(self._source), self._bytes_of(self._target)
         # What an earlier turn left in the target must not pass for what the store returned.
         source[:: self._page_bytes] = self._last_key // self.num_blocks % 251
-        put_s = self._timed(lambda: self.put(keys, arrangement))
-        get_s = self._timed(lambda: self.get(keys, arrangement))
+        put_s, put_cpu_s = self._timed(lambda: self.put(keys, arrangement))
+        get_s, get_cpu_s = self._timed(lambda: self.get(keys, arrangement))
         if not np.array_equal(source, target):
             raise UserError("the store returned other bytes than were put into it")
-        return Times(memcpy_s, put_s, get_s)
+        return Times(memcpy_s, put_s, get_s, memcpy_cpu_s, put_cpu_s, get_cpu_s)
 
     def new_keys(self) -> list[bytes]:
         """Keys of a chain that nobody has used."""
@@ -179,7 +194,7 @@ class PoolBench:
         missing = [b"\xff" * 24 + number.to_bytes(8, "big") for number in range(LOOKUP_KEYS)]
         half = (keys * LOOKUP_KEYS)[: LOOKUP_KEYS // 2]
         asked = [key for pair in zip(half, missing, strict=False) for key in pair]
-        seconds = self._timed(lambda: [self.client.lookup(asked) for _ in range(num_calls)])
+        seconds, _ = self._timed(lambda: [self.client.lookup(asked) for _ in range(num_calls)])
         return num_calls / seconds
 
     def round_trips(self) -> int:
@@ -236,10 +251,18 @@ class PoolBench:
         else:
             _native.copy_regions(here, there, own, pool, num_bytes, own_size, pool_size)
 
-    def _timed(self, work: Any) -> float:
+    def _timed(self, work: Callable[[], Any]) -> tuple[float, float]:
+        """Seconds by the clock, and on a processor by this thread and the daemon."""
+        daemon_s, own_s = _running_s(self._pid), time.thread_time()
         started_s = time.perf_counter()
         work()
-        return time.perf_counter() - started_s
+        seconds = time.perf_counter() - started_s
+        return seconds, time.thread_time() - own_s + _running_s(self._pid) - daemon_s
+
+
+def _running_s(pid: int) -> float:
+    """Seconds that the first thread of a process has been on a processor."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 @contextlib.contextmanager
