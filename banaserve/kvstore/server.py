@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
-CLOSE_TIERS_S = 3.0
+CLOSE_TIERS_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class DaemonConfig:
     pool_bytes: int
     max_connections: int = 1024
     tiers: tuple[TierSpec, ...] = ()
-    drain_s: float = 5.0
+    drain_s: float = 3.0
     verify_memory: bool = False
     tenant_quota: float = 1.0
     poison_free_slots: bool = False

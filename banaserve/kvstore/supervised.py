@@ -17,7 +17,7 @@ from banaserve.processes import wait_ended
 
 FIRST_RESTART_S = 0.2
 LONGEST_RESTART_S = 10.0
-STOP_S = 12.0
+STOP_S = 6.0
 """A little more than what the daemon takes for writing to tiers and closing them."""
 
 
