@@ -9,8 +9,11 @@ def copy_regions(
     num_bytes: int,
     dst_size: int,
     src_size: int,
+    streaming: bool = False,
 ) -> None:
     """Copy ``num_bytes`` for each pair of offsets, without the GIL.
+
+    ``streaming`` writes past the caches: for targets that this processor does not read soon.
 
     Raises:
         ValueError: A copy would leave the given sizes, or source and target overlap.

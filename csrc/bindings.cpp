@@ -41,7 +41,7 @@ void require(bool holds, const char* message) {
 
 void copy_regions(std::uintptr_t dst_base, std::uintptr_t src_base, Offsets dst_offsets,
                   Offsets src_offsets, std::int64_t num_bytes, std::int64_t dst_size,
-                  std::int64_t src_size) {
+                  std::int64_t src_size, bool streaming) {
   require(num_bytes >= 0, "num_bytes is negative");
   require(dst_size >= 0, "dst_size is negative");
   require(src_size >= 0, "src_size is negative");
@@ -57,7 +57,7 @@ void copy_regions(std::uintptr_t dst_base, std::uintptr_t src_base, Offsets dst_
   const auto check = banaserve::check_copies(dst, src, to, from, num_copies, num_bytes);
   if (check.fault != banaserve::CopyFault::none) raise(check, num_bytes);
   nb::gil_scoped_release release;
-  banaserve::copy_blocks(dst, src, to, from, num_copies, num_bytes);
+  banaserve::copy_blocks(dst, src, to, from, num_copies, num_bytes, streaming);
 }
 
 }  // namespace
@@ -66,6 +66,7 @@ NB_MODULE(_native, module) {
   module.doc() = "Native parts of banaserve.";
   module.def("copy_regions", &copy_regions, "dst_base"_a, "src_base"_a, "dst_offsets"_a.noconvert(),
              "src_offsets"_a.noconvert(), "num_bytes"_a, "dst_size"_a, "src_size"_a,
+             "streaming"_a = false,
              R"(Copy num_bytes for each pair of offsets, in order, without the GIL.
 
 Args:
@@ -76,6 +77,7 @@ Args:
     num_bytes: Of each copy.
     dst_size: Bytes of the target region.
     src_size: Bytes of the source region.
+    streaming: Write past the caches: for targets that this processor does not read soon.
 
 Raises:
     ValueError: Names the argument at fault; nothing has been copied.)");

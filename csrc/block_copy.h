@@ -31,9 +31,10 @@ CopyCheck check_copies(Region dst, Region src, const std::int64_t* dst_offsets,
                        std::int64_t num_bytes) noexcept;
 
 // Copies `num_bytes` for each pair of offsets, in order. The copies must have passed
-// `check_copies`.
+// `check_copies`. `streaming` writes past the caches where the processor can: for targets that
+// this processor does not read soon.
 void copy_blocks(Region dst, Region src, const std::int64_t* dst_offsets,
-                 const std::int64_t* src_offsets, std::size_t num_copies,
-                 std::int64_t num_bytes) noexcept;
+                 const std::int64_t* src_offsets, std::size_t num_copies, std::int64_t num_bytes,
+                 bool streaming) noexcept;
 
 }  // namespace banaserve

@@ -94,3 +94,17 @@ def test_null_and_wrong_types_are_refused() -> None:
         _native.copy_regions(
             memory.ctypes.data, memory.ctypes.data, offsets.astype(np.int32), offsets, 1, SIZE, SIZE
         )
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 31, 32, 33, 127, 128, 129, 4096, 70_001])
+def test_streaming_copies_the_same_bytes(num_bytes: int) -> None:
+    source = np.random.default_rng(num_bytes).integers(0, 256, num_bytes + 300, dtype=np.uint8)
+    for dst, src in [(0, 0), (1, 0), (31, 7), (32, 1), (100, 200)]:
+        target = np.full(num_bytes + 300, 7, dtype=np.uint8)
+        expected = target.copy()
+        expected[dst : dst + num_bytes] = source[src : src + num_bytes]
+        _native.copy_regions(
+            target.ctypes.data, source.ctypes.data, np.array([dst]), np.array([src]),
+            num_bytes, target.size, source.size, streaming=True,
+        )  # fmt: skip
+        assert (target == expected).all()
