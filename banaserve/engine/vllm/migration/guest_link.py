@@ -76,12 +76,12 @@ class GuestLink:
         Raises:
             GuestLostError: It is gone.
         """
-        if not self._lock.acquire(blocking=False):
+        if self.lost is not None or not self._lock.acquire(blocking=False):
             return
         try:
             poll = select.poll()
             poll.register(self._channel.fileno(), select.POLLIN | select.POLLHUP)
-            if self.lost is None and poll.poll(0):
+            if poll.poll(0):
                 self._channel.receive(0.0)
         except TransportError as error:
             if isinstance(error, PeerGoneError):

@@ -229,12 +229,14 @@ class MigrationHost:
         self.lost_steps.kv_lost()
 
     def check_guests(self) -> None:
-        """Notice guests that have died while nobody talked to them."""
+        """Notice guests that have died while no step needed them."""
         for link in list(self.links.values()):
             try:
                 link.check()
             except GuestLostError as error:
                 self.guest_lost(link, error)
+            if link.lost is not None and self.placement.at(link):
+                self.guest_lost(link, GuestLostError(f"guest {link.guest_id}: {link.lost}"))
 
     def _failed(self, move: Move, reason: str) -> None:
         move.fail(reason)
