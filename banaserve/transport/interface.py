@@ -25,7 +25,7 @@ MAX_DIMENSIONS = 16
 
 
 class RegionDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a peer must know to open a region. Encode it with msgspec; it holds no secret.
+    """What a peer must know to open a region; holds no secret.
 
     Attributes:
         transport: Name of the transport that offers it.
@@ -162,9 +162,7 @@ class RemoteRegion(Protocol):
         ...
 
     def warm(self, first_byte: int, num_bytes: int) -> None:
-        """Prepare for copies into a range, so that they meet no page faults. Blocks.
-
-        Where memory is shared, this takes the range's pages at the peer's side too.
+        """Spare copies into a range their page faults; takes its pages where memory is shared.
 
         Raises:
             RefusedError: The range lies outside.

@@ -17,6 +17,9 @@ _NONE = np.empty(0, np.int64)
 class Memory(NamedTuple):
     """A range of addresses of this process.
 
+    Copies are several times slower where it begins less than 64 bytes after a multiple of
+    64, as large numpy arrays do and torch's tensors do not.
+
     Attributes:
         address: Of its first byte.
         num_bytes: Its length.

@@ -17,9 +17,6 @@ from banaserve.transport.linux import open_peer_pidfd
 STALL_S = 1.0
 _BUFFER_BYTES = 64 * 1024
 _MAX_PARTS = 512
-# Asking the socket again costs less than the wake-up of a sleeping thread, as long as the answer
-# comes about as fast as that.
-SPIN_S = 40e-6
 
 
 class ByteStream(Protocol):
@@ -110,13 +107,10 @@ class SocketStream:
             PeerGoneError: The peer has gone.
         """
         if self._first == self._end:
-            count = self._receive_now(self._view)
-            spin_end = time.monotonic() + SPIN_S
-            while not count and time.monotonic() < spin_end:
-                count = self._receive_now(self._view)
-            while not count:
+            # Asking again for some microseconds before the wait makes round trips twice as long
+            # where the cores are busy: the peer needs them.
+            while not (count := self._receive_now(self._view)):
                 self._wait(self._readable, deadline)
-                count = self._receive_now(self._view)
             self._first, self._end = 0, count
 
     def check_peer(self) -> None:
