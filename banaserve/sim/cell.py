@@ -9,7 +9,7 @@ from banaserve.orchestrator.migration import registry as migrations
 from banaserve.orchestrator.routing import registry as routings
 from banaserve.sim.costs import StepCosts
 from banaserve.sim.engine import SimEngine
-from banaserve.sim.instance import REPORT_S, SimInstance
+from banaserve.sim.instance import SimInstance
 from banaserve.sim.placing import Placing
 from banaserve.sim.profile import Profile
 from banaserve.sim.request import SimRequest
@@ -98,14 +98,9 @@ class Cell:
         """Returns the instances as router and policy see them at this moment."""
         now_s, views = self._timeline.now_s, self._views
         for name, instance in self.instances.items():
-            known = views.get(name)
-            if known is None or instance.is_dirty or self._is_old(known, now_s):
+            if instance.is_dirty or now_s > instance.view_old_s:
                 views[name] = instance.view(now_s)
         return ClusterView(now_s, views, tuple(self.placing.under_way), self._is_balancing)
-
-    @staticmethod
-    def _is_old(view: InstanceView, now_s: float) -> bool:
-        return view.report is None or now_s - view.report.at_s > REPORT_S
 
     def _send(self, request: SimRequest) -> None:
         """Route ``request`` with everything that it has so far, and give it to its first leg."""

@@ -9,6 +9,9 @@ from banaserve.types import InstanceFacts, InstanceId, InstanceReport, InstanceV
 REPORT_S = 0.5
 """An instance that nothing happened to reports this often."""
 
+_FRESH_S = 0.1
+"""One that serves reports this often; what the router counts itself is always live."""
+
 _SMOOTHING_S = 2.0
 
 
@@ -20,6 +23,7 @@ class SimInstance:
         inflight_prefill_tokens: Of those, tokens still to compute.
         link_free_s: When the last fetch in its queue will be done.
         is_dirty: Its view is out of date.
+        view_old_s: When its view will be out of date for its age.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class SimInstance:
         self.inflight_prefill_tokens = 0
         self.link_free_s = 0.0
         self.is_dirty = True
+        self.view_old_s = 0.0
         self.busy_fraction = 0.0
         self._fill = 1.0
         self._tokens_per_s = tokens_per_s
@@ -58,12 +63,13 @@ class SimInstance:
     def view(self, now_s: float) -> InstanceView:
         """Returns the view, made again only when something has changed or the report is old."""
         report = self._report
-        is_old = report is None or now_s - report.at_s > REPORT_S
-        if self._view is not None and not self.is_dirty and not is_old:
+        age_s = float("inf") if report is None else now_s - report.at_s
+        if self._view is not None and not self.is_dirty and age_s <= REPORT_S:
             return self._view
-        if report is None or is_old or now_s > report.at_s:
+        if report is None or age_s >= _FRESH_S:
             report = self._report = self._make_report(now_s)
         self.is_dirty = False
+        self.view_old_s = report.at_s + REPORT_S
         self._view = InstanceView(
             self.id,
             self.role,

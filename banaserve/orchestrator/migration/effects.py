@@ -33,9 +33,9 @@ def leaving(
 ) -> MemoryEffect:
     """Returns what happens to memory when ``module`` goes from ``host`` to ``guest``."""
     shared = options.weights_are_shared
-    host_after = host.blocks_with([*host.away, module], host.guest_bytes)
+    host_after = host.blocks_with(host.home.without(host.facts, module), host.guest_bytes)
     held = slabs.guest_bytes(host.facts, module, host_after, shared)
-    guest_after = guest.blocks_with(guest.away, guest.guest_bytes + held)
+    guest_after = guest.blocks_with(guest.home, guest.guest_bytes + held)
     used = min(host.wanted_blocks, host.kv_blocks)
     return MemoryEffect(
         host_after - host.kv_blocks,
@@ -49,10 +49,9 @@ def returning(
     host: Projected, guest: Projected, module: Module, options: MoveOptions
 ) -> MemoryEffect:
     """Returns what happens to memory when ``module`` comes home to ``host``."""
-    stays = [other for other in host.away if other != module]
-    host_after = host.blocks_with(stays, host.guest_bytes)
+    host_after = host.blocks_with(host.home.with_back(host.facts, module), host.guest_bytes)
     held = host.away[module].guest_bytes
-    guest_after = guest.blocks_with(guest.away, max(0, guest.guest_bytes - held))
+    guest_after = guest.blocks_with(guest.home, max(0, guest.guest_bytes - held))
     used = min(host.wanted_blocks, host.kv_blocks)
     return MemoryEffect(
         host_after - host.kv_blocks,

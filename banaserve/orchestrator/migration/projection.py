@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from banaserve.orchestrator.measure import ScalarLoad
@@ -41,6 +41,7 @@ class Projected:
         moving: Modules that a step under way is about.
         num_guests: Modules of others that it holds.
         num_moves: Steps that it takes part in.
+        known_home: ``home``; None until asked for since the last change.
         model_blocks: KV blocks by ``slabs.blocks``; None until asked for since the last change.
     """
 
@@ -59,6 +60,7 @@ class Projected:
     moving: list[Module] = field(default_factory=list)
     num_guests: int = 0
     num_moves: int = 0
+    known_home: slabs.Home | None = None
     model_blocks: int | None = None
 
     @property
@@ -78,18 +80,25 @@ class Projected:
     def away_share(self) -> float:
         """Share of the model's slabs that is elsewhere."""
         facts = self.facts
-        return slabs.away_slabs(facts, self.away) / (facts.num_layers * facts.num_kv_heads)
+        return 1 - self.home.slabs / (facts.num_layers * facts.num_kv_heads)
 
     @property
     def taken(self) -> list[Module]:
         """Modules that cannot move: those away and those on their way."""
         return [*self.away, *self.moving]
 
-    def blocks_with(self, away: Iterable[Module], guest_bytes: int) -> int:
+    @property
+    def home(self) -> slabs.Home:
+        """What is left at home."""
+        if self.known_home is None:
+            self.known_home = slabs.Home.of(self.facts, self.away)
+        return self.known_home
+
+    def blocks_with(self, home: slabs.Home, guest_bytes: int) -> int:
         """KV blocks that it would have, told from the blocks that it says it has."""
         if self.model_blocks is None:
-            self.model_blocks = slabs.blocks(self.facts, self.away, self.guest_bytes)
-        after = slabs.blocks(self.facts, away, guest_bytes)
+            self.model_blocks = self.home.blocks(self.facts, self.guest_bytes)
+        after = home.blocks(self.facts, guest_bytes)
         return max(0, self.kv_blocks + after - self.model_blocks)
 
     def feel(self, influence: Influence, horizon_s: float) -> None:
@@ -169,7 +178,7 @@ def take(projection: Projection, step: Step, horizon_s: float, now_s: float) -> 
         guest.num_guests += 1 if is_move else -1
     if host is None:
         return
-    host.model_blocks = None
+    host.known_home = host.model_blocks = None
     host.moving.append(action.module)
     if is_move:
         placement = Placement(action.module, action.host, action.guest, 0, now_s)

@@ -8,6 +8,7 @@ something only once they have made every other one longer by a block.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from banaserve.types import InstanceFacts, Module
 
@@ -27,17 +28,40 @@ def away_slabs(facts: InstanceFacts, away: Iterable[Module]) -> int:
     return sum(num_slabs(facts, module) for module in away)
 
 
+@dataclass(frozen=True, slots=True)
+class Home:
+    """What is left at home of an instance: the part of ``blocks`` that placements decide."""
+
+    layers: int
+    slabs: int
+
+    @classmethod
+    def of(cls, facts: InstanceFacts, away: Iterable[Module]) -> Home:
+        gone = tuple(away)
+        layers = facts.num_layers - sum(m.num_layers for m in gone if not m.heads)
+        return cls(layers, facts.num_layers * facts.num_kv_heads - away_slabs(facts, gone))
+
+    def without(self, facts: InstanceFacts, module: Module) -> Home:
+        layers = self.layers if module.heads else self.layers - module.num_layers
+        return Home(layers, self.slabs - num_slabs(facts, module))
+
+    def with_back(self, facts: InstanceFacts, module: Module) -> Home:
+        layers = self.layers if module.heads else self.layers + module.num_layers
+        return Home(layers, self.slabs + num_slabs(facts, module))
+
+    def blocks(self, facts: InstanceFacts, guest_bytes: int) -> int:
+        """Returns how many KV blocks fit beside guests, weights and what cannot move."""
+        pool_bytes = facts.memory_bytes - facts.fixed_bytes - guest_bytes
+        pool_bytes -= self.layers * facts.layer_weight_bytes
+        if self.slabs <= 0 or pool_bytes <= 0:
+            return 0
+        granule = facts.granule_bytes
+        return pool_bytes // self.slabs // granule * granule // slab_block_bytes(facts)
+
+
 def blocks(facts: InstanceFacts, away: Iterable[Module], guest_bytes: int) -> int:
-    """Returns how many KV blocks fit beside what cannot move, guests and the weights at home."""
-    gone = tuple(away)
-    home_layers = facts.num_layers - sum(m.num_layers for m in gone if not m.heads)
-    home_slabs = facts.num_layers * facts.num_kv_heads - away_slabs(facts, gone)
-    pool_bytes = facts.memory_bytes - facts.fixed_bytes - guest_bytes
-    pool_bytes -= home_layers * facts.layer_weight_bytes
-    if home_slabs <= 0 or pool_bytes <= 0:
-        return 0
-    granule = facts.granule_bytes
-    return pool_bytes // home_slabs // granule * granule // slab_block_bytes(facts)
+    """Returns how many KV blocks fit while the modules of ``away``, none overlapping, are away."""
+    return Home.of(facts, away).blocks(facts, guest_bytes)
 
 
 def guest_bytes(
