@@ -25,8 +25,7 @@ from banaserve.kvstore.tiers.mooncake import MooncakeTier
 from banaserve.kvstore.tiers.mooncake_config import parse_url
 from banaserve.kvstore.tiers.mooncake_process import KEY_PREFIX
 
-MISSING = missing_mooncake()
-needs_mooncake = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+needs_mooncake = pytest.mark.skipif(missing_mooncake() is not None, reason=str(missing_mooncake()))
 PEER = Path(__file__).with_name("mooncake_peer.py")
 DEADLINE_S = 60.0
 MIB = 2**20
@@ -289,13 +288,13 @@ class TestFailures:
             assert tier.stats().problem
             tier.close()
 
-    def test_close_finishes_what_is_under_way(self, stack, master, other):
-        tier = MooncakeTier.from_url(url_of(master))
-        wait(tier, lambda: tier.stats().available)
-        pid = tier.pid
+    def test_close_finishes_what_is_under_way(self, tier, master):
+        leaving = MooncakeTier.from_url(url_of(master).replace("segment=64MiB", "segment=0"))
+        wait(leaving, lambda: leaving.stats().available)
+        pid = leaving.pid
         for number in range(4):
             block = random_block(number, MIB)
-            assert tier.submit_store(BlockName(key(number), None), block) is not None
-        tier.close()
-        assert pid is not None
+            assert leaving.submit_store(BlockName(key(number), None), block) is not None
+        leaving.close()
         assert not Path(f"/proc/{pid}").exists()
+        assert [look(tier, key(number)) for number in range(4)] == [Lookup.HIT] * 4
