@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -38,6 +39,7 @@ class Rig:
 
         runner_class = compat.cpu_model_runner()
         install.install_runner(runner_class)
+        install.install_utilities()
         if not getattr(runner_class, "_seeds_installed", False):
             cpu_seeds.install(runner_class)
             runner_class._seeds_installed = True
@@ -184,6 +186,16 @@ class Rig:
         assert len(answers) == len(prompts)
         return answers
 
+    @staticmethod
+    def agrees(answers: Answers, expected: Answers) -> bool:
+        """Same tokens, and logprobs but for rounding: other batches sum in another order."""
+        assert {k: tokens for k, (tokens, _) in answers.items()} == {
+            k: tokens for k, (tokens, _) in expected.items()
+        }
+        for key, (_, logprobs) in answers.items():
+            assert logprobs == pytest.approx(expected[key][1], abs=2e-4)
+        return True
+
     def close(self) -> None:
         self.engine.engine_core.shutdown()
         del self.llm, self.engine, self.core
@@ -194,6 +206,7 @@ class Rig:
 
 def _answer(output: Any) -> tuple[list[int], list[float]]:
     logprobs = [next(iter(of_token.values())).logprob for of_token in output.logprobs]
+    assert not any(math.isnan(logprob) for logprob in logprobs)
     return list(output.token_ids), logprobs
 
 

@@ -60,7 +60,7 @@ def test_freed_layers_become_blocks(rig: Any, prompts: list[list[int]], expected
     gained = rig.do("status")["kv"]["blocks_gained"]
     assert gained == NUM_BLOCKS * 10 // 20
     assert resize(rig, NUM_BLOCKS + gained)["num_blocks"] == NUM_BLOCKS + gained
-    assert rig.run(prompts, NUM_TOKENS) == expected
+    assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected)
     assert rig.requests_at_once > at_once
 
 
@@ -79,12 +79,12 @@ def test_a_block_in_use_is_never_taken_away(
         seen.append(resize(rig, 2))
         yield
 
-    assert rig.run(prompts, NUM_TOKENS, shrink()) == expected
+    assert rig.agrees(rig.run(prompts, NUM_TOKENS, shrink()), expected)
     assert seen[0]["busy"] > 0
     assert seen[0]["num_blocks"] > NUM_BLOCKS, "nothing was taken"
     assert resize(rig, NUM_BLOCKS) | {"busy": 0} == rig.core.banaserve_pool_info() | {"busy": 0}
     assert rig.core.banaserve_pool_info()["num_blocks"] == NUM_BLOCKS
-    assert rig.run(prompts, NUM_TOKENS) == expected
+    assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected)
 
 
 def test_the_way_back_takes_the_memory_again(
@@ -94,7 +94,7 @@ def test_the_way_back_takes_the_memory_again(
     status = rig.do("status")["kv"]
     assert status["blocks_gained"] == 0
     assert status["resident_bytes"] >= 30 * NUM_BLOCKS * status["page_bytes"]
-    assert rig.run(prompts, NUM_TOKENS) == expected
+    assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected)
 
 
 def test_a_head_of_one_layer_frees_bytes_but_no_block(rig: Any) -> None:
@@ -113,5 +113,5 @@ def test_preempted_requests_give_the_same_tokens_while_layers_are_away(
     rig.finish(rig.away(LAYERS, rig.guest()))
     before = rig.core.banaserve_pool_info()
     assert before["num_blocks"] == NUM_BLOCKS
-    assert rig.run(prompts, NUM_TOKENS) == expected
+    assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected)
     rig.all_home()

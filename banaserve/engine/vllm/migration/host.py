@@ -63,7 +63,7 @@ class MigrationHost:
         spec = group.kv_cache_spec
         self.watch = StepWatch(group.get_metadata_builder(0), spec.block_size)
         kv_shape = host_kv.shape(runner.cache_config.kv_cache_layout, spec.block_size)
-        self._builder = UnitBuilder(path, kv_shape, host_kv, self._attentions)
+        self._builder = UnitBuilder(path, kv_shape, host_kv, self._attentions, settings.poison)
         self._shape = ModelShape(len(self._names), host_kv.num_heads)
         self.lost_steps = LostSteps(runner)
         self.placement = Placement(
@@ -150,7 +150,7 @@ class MigrationHost:
             "swap_s": ended_s - activated_s,
             "stall_s": ended_s - began_s,
         }
-        if self.settings.poison and move.source is None:
+        if move.source is None:
             self._builder.poison(move.unit)
         return move
 
@@ -224,6 +224,8 @@ class MigrationHost:
             assert unit.residence is not None
             unit.residence.kv.close()
             self.placement.put(unit, None)
+            if self.settings.poison:
+                self._builder.heal(unit)
         self.epoch += 1
         self.watch.written.forget()
         self.lost_steps.kv_lost()

@@ -93,11 +93,13 @@ class HostKv:
     def poison(self, name: str, heads: Sequence[int] | None, blocks: Iterable[int]) -> None:
         """Overwrite blocks that have moved away with NaN: a stale read shows at once."""
         which = torch.tensor(sorted(blocks), dtype=torch.int64)
-        if heads is None:
-            self.tensors[name][which] = float("nan")
-            return
-        for head in heads:
+        for head in range(self.num_heads) if heads is None else heads:
             self.tensors[name][which, head] = float("nan")
+
+    def heal(self, name: str, heads: Sequence[int] | None) -> None:
+        """Take the poison out again: attention multiplies what no token has written by zero."""
+        for head in range(self.num_heads) if heads is None else heads:
+            self.tensors[name][: self.num_blocks, head] = 0
 
     def populate(self, name: str, num_blocks: int) -> None:
         """Back the first blocks of a layer with memory before it comes home."""

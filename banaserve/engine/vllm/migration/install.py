@@ -37,13 +37,18 @@ def install(config: VllmConfig, runner_class: type[Any]) -> bool:
         return False
     scheduler = config.scheduler_config
     scheduler.scheduler_cls = AsyncPoolScheduler if scheduler.async_scheduling else PoolScheduler
+    install_utilities()
+    install_runner(runner_class)
+    return True
+
+
+def install_utilities() -> None:
+    """Let engine cores of this process tell and change the size of their pools."""
     compat.add_utility("banaserve_pool_info", lambda core: core.scheduler.pool_info())
     compat.add_utility(
         "banaserve_resize_pool",
         lambda core, num_blocks: core.scheduler.resize_pool(num_blocks),
     )
-    install_runner(runner_class)
-    return True
 
 
 def install_runner(runner_class: type[Any]) -> None:

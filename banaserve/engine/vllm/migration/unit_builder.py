@@ -23,11 +23,18 @@ class UnitBuilder:
         path: Of the model's list of layers.
         kv_shape: How a guest has to lay out its KV.
         attentions: By name.
+        poisons: Whether KV that has moved away is overwritten.
     """
 
     def __init__(
-        self, path: str, kv_shape: messages.KvShape, kv: HostKv, attentions: Mapping[str, Any]
+        self,
+        path: str,
+        kv_shape: messages.KvShape,
+        kv: HostKv,
+        attentions: Mapping[str, Any],
+        poisons: bool,
     ) -> None:
+        self._poisons = poisons
         self._path = path
         self._kv_shape = kv_shape
         self._kv = kv
@@ -78,11 +85,18 @@ class UnitBuilder:
         )
 
     def make_room(self, unit: Unit) -> None:
-        """Back a unit's KV at home with memory again."""
+        """Back a unit's KV at home with memory again, and let it be finite."""
         for name in unit.names:
             self._kv.populate(name, self._kv.num_blocks)
+        if self._poisons:
+            self.heal(unit)
+
+    def heal(self, unit: Unit) -> None:
+        """Overwrite what ``poison`` has left of a unit's KV at home."""
+        for name in unit.names:
+            self._kv.heal(name, unit.heads(name))
 
     def poison(self, unit: Unit) -> None:
-        """Overwrite a unit's KV at home with NaN."""
-        for name in unit.names:
+        """Overwrite a unit's KV at home with NaN, where that is asked for."""
+        for name in unit.names if self._poisons else ():
             self._kv.poison(name, unit.heads(name), range(self._kv.num_blocks))

@@ -1,0 +1,154 @@
+"""Engines that cannot migrate say why before anything moves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from banaserve.errors import MigrationError, UserError
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of a tiny Llama that can migrate."""
+    from transformers import LlamaConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaConfig(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256
+    ).save_pretrained(folder)
+    _name_architecture(folder)
+    arguments = EngineArgs(
+        model=str(folder), dtype="float32", enforce_eager=True, skip_tokenizer_init=True
+    )
+    return arguments.create_engine_config()
+
+
+def _name_architecture(folder: Path) -> None:
+    path = folder / "config.json"
+    text = path.read_text().rstrip().removesuffix("}")
+    path.write_text(f'{text}, "architectures": ["LlamaForCausalLM"]}}')
+
+
+def _compiled(config: Any) -> None:
+    from vllm.config import CompilationMode
+
+    config.compilation_config.mode = CompilationMode.VLLM_COMPILE
+
+
+def _speculative(config: Any) -> None:
+    config.speculative_config = object()
+
+
+def _parallel(config: Any) -> None:
+    config.parallel_config.tensor_parallel_size = 2
+
+
+def _adapters(config: Any) -> None:
+    config.lora_config = object()
+
+
+def _gguf(config: Any) -> None:
+    config.model_config.quantization = "gguf"
+
+
+def _sharded(config: Any) -> None:
+    config.load_config.load_format = "sharded_state"
+
+
+def test_a_plain_engine_can(config: Any) -> None:
+    from banaserve.engine.vllm.migration.checks import check_config
+
+    check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_compiled, "--enforce-eager"),
+        (_speculative, "speculative"),
+        (_parallel, "parallel"),
+        (_adapters, "LoRA"),
+        (_gguf, "gguf"),
+        (_sharded, "sharded_state"),
+    ],
+)
+def test_others_say_why_not(config: Any, change: Callable[[Any], None], why: str) -> None:
+    from banaserve.engine.vllm.migration.checks import check_config
+
+    changed = copy.deepcopy(config)
+    change(changed)
+    with pytest.raises(MigrationError, match=why):
+        check_config(changed)
+
+
+def test_mixed_and_latent_attention_are_refused() -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheGroupSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+    from banaserve.engine.vllm.migration.checks import check_groups
+
+    shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+    full = KVCacheGroupSpec(["a"], FullAttentionSpec(**shape))
+    windowed = KVCacheGroupSpec(["b"], SlidingWindowSpec(**shape, sliding_window=64))
+    latent = KVCacheGroupSpec(["c"], MLAAttentionSpec(**{**shape, "num_kv_heads": 1}))
+    check_groups([full])
+    for groups, why in (
+        ([full, windowed], "mixes"),
+        ([windowed], "SlidingWindowSpec"),
+        ([latent], "MLAAttentionSpec"),
+    ):
+        with pytest.raises(MigrationError, match=why):
+            check_groups(groups)
+
+
+def test_layers_that_do_not_lie_in_one_list_are_refused() -> None:
+    from torch import nn
+
+    from banaserve.engine.vllm.migration.checks import find_layers
+
+    class Layer(nn.Module):
+        def forward(self, hidden_states: Any) -> Any:
+            return hidden_states
+
+    class Other(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x
+
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Layer(), Layer()])
+    model.others = nn.ModuleList([Other()])
+    assert find_layers(model, {0: "blocks.0.attn", 1: "blocks.1.attn"}) == ("blocks", model.blocks)
+    for names, why in (
+        ({0: "blocks.0.attn"}, "one list"),
+        ({0: "blocks.0.attn", 1: "elsewhere.1.attn"}, "one list"),
+        ({0: "nowhere.0.attn"}, "one list"),
+        ({0: "others.0.attn"}, "hidden_states"),
+    ):
+        with pytest.raises(MigrationError, match=why):
+            find_layers(model, names)
+
+
+@pytest.mark.parametrize(
+    "given", [{"kv_grow": 2}, {"kv_growth": 0.5}, {"stall_s": 0}, {"poison": "yes"}]
+)
+def test_settings_are_checked(config: Any, given: dict[str, Any]) -> None:
+    from banaserve.engine.vllm.migration.settings import KEY, settings_of
+
+    changed = copy.deepcopy(config)
+    assert settings_of(changed) is None
+    changed.additional_config = {KEY: given}
+    with pytest.raises(UserError, match=KEY):
+        settings_of(changed)

@@ -1,0 +1,151 @@
+"""The store saves from and loads into layers and heads wherever they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from banaserve import models
+from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.stats import StoreStats
+
+pytestmark = pytest.mark.e2e
+
+NUM_TOKENS = 24
+LAYERS = {"type": "layers", "start": 10, "end": 20}
+HEADS = {"type": "heads", "heads": [[3, [1]], [5, [0, 2]], [21, [0, 1, 2]]]}
+DEADLINE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("store") / "s"
+    readable, writable = os.pipe()
+    command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--socket", str(path)]
+    command += ["--size", str(512 << 20), "--ready-fd", str(writable), "--die-with-parent"]
+    process = subprocess.Popen(command, pass_fds=[writable])
+    os.close(writable)
+    with os.fdopen(readable) as pipe:
+        assert pipe.read() == "ready\n"
+    yield path
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def rig(one_rig: Any, engine_arguments: Any, store: Path) -> Iterator[Any]:
+    transfer = {
+        "kv_connector": "StoreConnector",
+        "kv_connector_module_path": "banaserve.engine.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"socket": str(store), "cost_gate": False},
+    }
+    model = models.resolve(models.PACKAGED, None, print).path_or_id
+    arguments = engine_arguments(model, {"stall_s": 0.3}, kv_transfer_config=transfer)
+    with one_rig(arguments) as rig:
+        yield rig
+
+
+def prompts_about(rig: Any, what: str) -> list[list[int]]:
+    """One short and two long prompts, which no other test shares."""
+    tokenizer = rig.llm.get_tokenizer()
+    story = f"The history of {what} began long ago. " + "And then it grew larger. " * 70
+    texts = (f"{what} is", story, story + "In the end it was very large.")
+    return [tokenizer(text)["input_ids"] for text in texts]
+
+
+def stats(store: Path) -> StoreStats:
+    return fetch_stats(store, DEADLINE_S)
+
+
+def move_all(rig: Any) -> Generator[None, None, None]:
+    yield from rig.away(LAYERS, rig.guest())
+    yield from rig.away(HEADS, rig.guest())
+
+
+def from_store(rig: Any, store: Path, prompts: list[list[int]]) -> Any:
+    """Run again with nothing cached in the engine; what is read comes out of the store."""
+    assert rig.engine.reset_prefix_cache()
+    before = stats(store).hits
+    answers = rig.run(prompts, NUM_TOKENS)
+    # The two long prompts begin alike, so the second finds them in the engine.
+    assert stats(store).hits - before >= 3, "whole blocks came from the store"
+    return answers
+
+
+@pytest.fixture(autouse=True)
+def _home(rig: Any) -> Iterator[None]:
+    yield
+    rig.all_home()
+
+
+def test_saved_at_home_and_loaded_into_guests(rig: Any, store: Path) -> None:
+    prompts = prompts_about(rig, "the Roman Empire")
+    expected = rig.run(prompts, NUM_TOKENS)
+    assert rig.agrees(from_store(rig, store, prompts), expected), "at home"
+    rig.finish(move_all(rig))
+    assert rig.agrees(from_store(rig, store, prompts), expected), "into guests"
+
+
+def test_saved_from_guests_and_loaded_at_home(rig: Any, store: Path) -> None:
+    prompts = prompts_about(rig, "the city of Venice")
+    rig.finish(move_all(rig))
+    committed = stats(store).commits
+    while_away = rig.run(prompts, NUM_TOKENS)
+    assert stats(store).commits > committed
+    assert rig.agrees(from_store(rig, store, prompts), while_away), "into guests"
+    rig.all_home()
+    assert rig.agrees(from_store(rig, store, prompts), while_away), "at home"
+
+
+def test_blocks_loaded_during_a_move_are_copied_again(rig: Any, store: Path, let_pass: Any) -> None:
+    prompts = prompts_about(rig, "the kingdom of Siam")
+    expected = rig.run(prompts, NUM_TOKENS)
+    assert rig.engine.reset_prefix_cache()
+    move_id, guest = rig.new_move(), rig.guest()
+    rig.do("prepare", move_id, LAYERS, guest)
+    rig.finish(rig.wait(move_id, "prepared"))
+    rig.do("precopy", move_id)
+    rig.finish(rig.wait(move_id, "copied"))
+
+    def commit() -> Generator[None, None, None]:
+        yield from let_pass(1)
+        rig.do("commit", move_id)
+
+    assert rig.agrees(rig.run(prompts, NUM_TOKENS, commit()), expected)
+
+
+def test_what_a_lost_guest_spoiled_never_reaches_the_store(
+    rig: Any, store: Path, let_pass: Any
+) -> None:
+    prompts = prompts_about(rig, "the island of Crete")
+    others = prompts_about(rig, "the town of Delft")
+    expected, expected_others = rig.run(prompts, NUM_TOKENS), rig.run(others, NUM_TOKENS)
+    fresh = [[*prompt[:200], 17, *prompt[200:]] for prompt in others]
+    for modules in (LAYERS, HEADS):
+        guest = rig.guest()
+
+        def lose(modules: Any = modules, guest: str = guest) -> Generator[None, None, None]:
+            yield from rig.away(modules, guest)
+            yield from let_pass(2)
+            rig.kill(guest)
+
+        assert rig.agrees(rig.run(prompts, NUM_TOKENS, lose()), expected)
+    # Prefill steps save blocks; one of them is spoiled.
+    guest = rig.guest()
+    rig.finish(rig.away(LAYERS, guest))
+
+    def lose_in_prefill() -> Generator[None, None, None]:
+        yield from let_pass(1)
+        rig.kill(guest)
+
+    spoiled = rig.run(fresh, NUM_TOKENS, lose_in_prefill())
+    assert rig.agrees(from_store(rig, store, fresh), spoiled)
+    assert rig.agrees(from_store(rig, store, others), expected_others)
