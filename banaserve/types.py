@@ -72,12 +72,12 @@ class InstanceReport:
         kv_used_fraction: Share of the KV blocks in use, in [0, 1].
         busy_fraction: Share of wall time spent in forward passes, smoothed, in [0, 1].
         at_s: When the report was made, on the router's clock.
-        step_fill_fraction: Share of a step's time that grows with its work, smoothed, in [0, 1];
-            1 where it is not measured.
+        step_fill_fraction: How full its steps are, smoothed, in [0, 1]: the share of a step's time
+            that grows with its work, against that of a full step; 1 where it is not measured.
         step_s: Time of one step, smoothed; 0 where it is not measured.
         num_kv_blocks: KV blocks that it has at present; 0 where it does not say.
         weight_bytes: Weights of the layers that it holds at present.
-        guest_bytes: What guests on it hold for other instances: weights and KV.
+        guest_bytes: What guests on it hold for others: weights and KV.
     """
 
     num_running: int

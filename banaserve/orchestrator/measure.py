@@ -9,7 +9,7 @@ one of three ways to make a number of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from banaserve.errors import UserError
@@ -119,3 +119,54 @@ def _reason(view: InstanceView, now_s: float, stale_after_s: float) -> LeftOut |
     if age_s is None:
         return LeftOut.NO_REPORT
     return LeftOut.STALE if age_s > stale_after_s else None
+
+
+SMOOTHING_S = 5.0
+"""Long enough that chance arrivals average out, short against the horizon of a migration."""
+
+Reports = Mapping[InstanceId, InstanceReport]
+
+
+def smoothed(
+    cluster: ClusterView, before: Reports, window_s: float = SMOOTHING_S
+) -> tuple[ClusterView, Reports]:
+    """Returns ``cluster`` with smoothed reports, and those to hand in the next time.
+
+    Pure: what went before comes in and goes out. A migration is decided for tens of seconds, on
+    what lasts. An instance whose role or placements have changed since starts afresh, since what
+    it reported before says nothing of it.
+
+    Args:
+        before: What the last call returned; empty at first.
+        window_s: Time constant of the exponential mean.
+    """
+    views = {}
+    after = {}
+    for name, view in cluster.instances.items():
+        views[name] = view
+        if view.report is None or not view.ready:
+            continue
+        old = before.get(name)
+        if old is None or (view.changed_s is not None and view.changed_s > old.at_s):
+            after[name] = view.report
+            continue
+        after[name] = _blended(old, view.report, window_s)
+        views[name] = replace(view, report=after[name])
+    return replace(cluster, instances=views), after
+
+
+def _blended(old: InstanceReport, new: InstanceReport, window_s: float) -> InstanceReport:
+    weight = min(1.0, max(0.0, new.at_s - old.at_s) / window_s)
+
+    def blend(name: str) -> float:
+        last: float = getattr(old, name)
+        current: float = getattr(new, name)
+        return last + weight * (current - last)
+
+    return replace(
+        new,
+        kv_used_fraction=blend("kv_used_fraction"),
+        busy_fraction=blend("busy_fraction"),
+        step_fill_fraction=blend("step_fill_fraction"),
+        step_s=blend("step_s"),
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from banaserve.errors import NoInstanceError
+from banaserve.orchestrator.measure import Reports, smoothed
 from banaserve.orchestrator.migration import registry as migrations
 from banaserve.orchestrator.routing import registry as routings
 from banaserve.sim.costs import StepCosts
@@ -51,6 +52,7 @@ class Cell:
         self._max_tokens = min(profile.model.max_context_tokens, profile.memory.kv_tokens)
         self._block_tokens = profile.memory.block_tokens
         self._is_balancing = False
+        self._before: Reports = {}
         self.store = store
         self.caches: dict[InstanceId, PrefixCache] = {}
         self.load = 0
@@ -186,7 +188,8 @@ class Cell:
     def control(self) -> None:
         """One cycle of the migration policy."""
         self.placing.bend()
-        plan = self._migration.plan(self.view())
+        view, self._before = smoothed(self.view(), self._before, self._system.smoothing_s)
+        plan = self._migration.plan(view)
         self._is_balancing = plan.is_balancing
         for step in plan.steps:
             self.placing.begin(step)

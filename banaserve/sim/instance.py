@@ -44,6 +44,9 @@ class SimInstance:
         self.view_old_s = 0.0
         self.busy_fraction = 0.0
         self._fill = 1.0
+        limits = engine.limits
+        step_s, work_s = engine.costs.mixed_s(limits.step_tokens, 0, 0, 0)
+        self._full = work_s / step_s
         self._tokens_per_s = tokens_per_s
         self._last = (0.0, 0.0, 0.0)
         self._report: InstanceReport | None = None
@@ -114,8 +117,8 @@ class SimInstance:
         sample = min(1.0, max(0.0, busy_s - last_busy_s) / elapsed_s)
         self.busy_fraction += weight * (sample - self.busy_fraction)
         if busy_s > last_busy_s:
-            fill = min(1.0, max(0.0, (work_s - last_work_s) / (busy_s - last_busy_s)))
-            self._fill += weight * (fill - self._fill)
+            fill = max(0.0, (work_s - last_work_s) / (busy_s - last_busy_s))
+            self._fill += weight * (min(1.0, fill / self._full) - self._fill)
         prefilled, prefill_s = self.engine.prefilled_tokens, self.engine.prefill_busy_s
         if prefill_s > 1.0:
             self._tokens_per_s = prefilled / prefill_s

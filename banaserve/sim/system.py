@@ -7,6 +7,7 @@ from typing import Any
 
 from banaserve.errors import UserError
 from banaserve.names import check_known
+from banaserve.orchestrator.measure import SMOOTHING_S
 from banaserve.orchestrator.migration import registry as migrations
 from banaserve.orchestrator.routing import registry as routings
 from banaserve.sim.batch import EngineLimits
@@ -28,6 +29,7 @@ class System:
         cache: Where prefixes are found: in one store, in each engine, or nowhere.
         store_tokens: Capacity of the store.
         control_s: Period of the migration policy.
+        smoothing_s: Over which the reports that it sees are smoothed.
         cell_size: Instances that one router and one policy look after; 0 is all of them. Requests
             go to the cell with the fewest.
         overlap_fraction: How much hosts and guests really overlap.
@@ -47,6 +49,7 @@ class System:
     cache: str = "none"
     store_tokens: int = 4_000_000
     control_s: float = 1.0
+    smoothing_s: float = SMOOTHING_S
     cell_size: int = 0
     overlap_fraction: float = 0.0
     attention_fraction: float = 0.3
@@ -62,8 +65,9 @@ class System:
                 raise UserError(f"{name} is {value!r}: give a whole number, 0 or more")
         if not self.roles():
             raise UserError("a system needs instances: give prefill and decode, or colocated")
-        if self.control_s <= 0:
-            raise UserError(f"control_s is {self.control_s}: give more than 0")
+        for name in ("control_s", "smoothing_s"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"{name} is {getattr(self, name)}: give more than 0")
         for name in ("overlap_fraction", "attention_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} is {getattr(self, name)}: give a share in [0, 1]")

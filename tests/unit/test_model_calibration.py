@@ -31,6 +31,12 @@ def test_a_profile_predicts_what_the_fit_says() -> None:
     assert model.predict_s(decode) == pytest.approx(0.02897584)
     assert model.fill_fraction(decode) == pytest.approx(1 - 18.10 / 28.97584, rel=1e-6)
     assert model.fill_fraction(StepWork()) == 0
+    # A full step of 2,048 tokens has a fixed part too: 18.10 of 256.68 ms.
+    full = StepWork(2048, 2048**2)
+    assert model.fill_fraction(full) == pytest.approx(1 - 18.10 / 256.683, rel=1e-4)
+    assert model.fill_fraction(full, full) == 1
+    half = model.fill_fraction(StepWork(1000, 1000**2), full)
+    assert half == pytest.approx((1 - 18.10 / 127.132) / (1 - 18.10 / 256.683), rel=1e-4)
 
 
 def test_step_times_are_learnt_from_a_wrong_profile() -> None:

@@ -139,6 +139,30 @@ def test_the_load_of_a_report(busy: float, fill: float, used: float, expected: L
     assert measure.load_of(report) == expected
 
 
+def test_smoothing_follows_slowly_and_starts_afresh_after_a_change() -> None:
+    """One second of a window of five: a fifth of the way."""
+
+    def seen(at_s: float, busy: float, changed_s: float | None = None) -> ClusterView:
+        report = InstanceReport(1, 0, 0.5, busy, at_s, step_s=0.03)
+        name = InstanceId("d0")
+        view = InstanceView(name, Role.DECODE, True, report, 0, 0, 0.0, changed_s=changed_s)
+        return ClusterView(at_s, {name: view})
+
+    first, before = measure.smoothed(seen(10.0, 0.5), {})
+    assert first == seen(10.0, 0.5)
+    second, before = measure.smoothed(seen(11.0, 1.0), before)
+    [view] = second.instances.values()
+    assert view.report is not None
+    assert view.report.busy_fraction == pytest.approx(0.6)
+    assert (view.report.kv_used_fraction, view.report.at_s) == (0.5, 11.0)
+    third, before = measure.smoothed(seen(12.0, 1.0, changed_s=11.5), before)
+    assert third == seen(12.0, 1.0, changed_s=11.5)
+    much_later, _ = measure.smoothed(seen(90.0, 0.1), before)
+    [view] = much_later.instances.values()
+    assert view.report is not None
+    assert view.report.busy_fraction == pytest.approx(0.1)
+
+
 def test_an_instance_that_cannot_be_judged_is_left_out_and_says_why() -> None:
     facts = InstanceFacts(2, 2, 100, 16, 16, 10**6)
 

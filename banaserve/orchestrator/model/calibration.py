@@ -63,11 +63,21 @@ class StepTime:
     def predict_s(self, work: StepWork) -> float:
         return self.fit.predict(work.features)
 
-    def fill_fraction(self, work: StepWork) -> float:
-        """Share of a step's time that grows with its work, in [0, 1].
+    def fill_fraction(self, work: StepWork, full: StepWork | None = None) -> float:
+        """How full a step of ``work`` is, in [0, 1]: what a report's ``step_fill_fraction`` is.
 
-        What is left is the fixed part, for which more requests would cost nothing.
+        The share of its time that grows with its work, the rest being the fixed part, for which
+        more requests would cost nothing.
+
+        Args:
+            full: The largest step of its kind. Even that has a fixed part, so shares are taken
+                against its share; without it they stay a little below 1.
         """
+        share = self._work_share(work)
+        most = 1.0 if full is None else self._work_share(full)
+        return min(1.0, share / most) if most > 0 else 0.0
+
+    def _work_share(self, work: StepWork) -> float:
         step_s = self.predict_s(work)
         if step_s <= 0:
             return 0.0
