@@ -120,6 +120,7 @@ class Rig:
         yield from steps(gap)
         if free:
             self.do("free", move_id)
+            yield from self.wait(move_id, "freed")
 
     def away(
         self, modules: dict[str, Any], guest_id: str, free: bool = True, gap: int = 0

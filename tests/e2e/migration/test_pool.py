@@ -13,7 +13,7 @@ from banaserve import models
 pytestmark = pytest.mark.e2e
 
 NUM_BLOCKS = 21
-NUM_TOKENS = 200
+NUM_TOKENS = 60
 LAYERS = {"type": "layers", "start": 10, "end": 20}
 
 
@@ -27,9 +27,9 @@ def rig(one_rig: Any, engine_arguments: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def prompts(rig: Any) -> list[list[int]]:
-    """Six streams that need four blocks each: they do not fit at once."""
+    """Six streams that need four blocks each: five fit at once."""
     tokenizer = rig.llm.get_tokenizer()
-    text = "Once upon a time there was a little animal who lived in a big forest. " * 18
+    text = "Once upon a time there was a little animal who lived in a big forest. " * 26
     return [tokenizer(f"Story number {n}. {text}")["input_ids"] for n in range(6)]
 
 

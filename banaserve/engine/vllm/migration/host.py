@@ -30,6 +30,7 @@ from banaserve.errors import GuestLostError, MigrationError
 logger = logging.getLogger(__name__)
 
 _ABORT_WAIT_S = 1.0
+_FREE_WAIT_S = 60.0
 
 
 class MigrationHost:
@@ -97,7 +98,8 @@ class MigrationHost:
         unit = next((u for u in self.placement if u.unit_id == unit_id), None)
         if unit is None:
             raise MigrationError(f"{unit_id} is not away: name what is to move instead")
-        if any(m.is_open and m.unit is unit for m in self.moves.values()):
+        busy = [m for m in self.moves.values() if m.unit is unit]
+        if any(m.is_open or m.phase is Phase.FREEING for m in busy):
             raise MigrationError(f"{unit_id} is moving: wait for that to end, or abort it")
         target = None if guest_id is None else self._link(guest_id)
         assert unit.residence is not None
@@ -162,7 +164,7 @@ class MigrationHost:
         return blocks
 
     def free(self, move_id: str) -> Move:
-        """Give back what the source still holds of a committed move.
+        """Begin to give back what the source still holds of a committed move.
 
         Raises:
             MigrationError: It is not committed, or its unit has moved again since.
@@ -170,15 +172,16 @@ class MigrationHost:
         move = self.move(move_id)
         if move.unit.residence is not move.new_residence:
             raise MigrationError(f"{move.unit.unit_id} has moved since {move_id}")
-        move.enter(Phase.FREED)
-        began_s = time.perf_counter()
-        if move.source is not None:
-            move.source.leave()
-        else:
+
+        def work() -> None:
+            if move.source is not None:
+                move.source.leave()
+                return
             freed = [self.kv.free(name, move.unit.heads(name)) for name in move.unit.names]
             move.facts["predicted_bytes"] = sum(f.predicted_bytes for f in freed)
             move.facts["freed_bytes"] = sum(f.freed_bytes for f in freed)
-        move.facts["free_s"] = time.perf_counter() - began_s
+
+        move.free(work)
         return move
 
     def abort(self, move_id: str) -> Move:
@@ -216,6 +219,9 @@ class MigrationHost:
         for move in self.moves.values():
             if move.is_open and (move.target is link or move.unit in lost):
                 self._failed(move, str(error))
+            if move.unit in lost:
+                # What comes home must not be given back under its feet.
+                move.join(_FREE_WAIT_S)
         if not lost:
             return
         logger.error("%s: %s come home", error, ", ".join(str(u.modules) for u in lost))

@@ -122,6 +122,17 @@ class Move:
         self.facts["precopy_bytes"] += num_bytes
         self.facts["precopy_s"] += time.perf_counter() - began_s
 
+    def free(self, work: Callable[[], None]) -> None:
+        """Begin to give back what the source holds."""
+        self.enter(Phase.FREEING)
+
+        def timed() -> None:
+            began_s = time.perf_counter()
+            work()
+            self.facts["free_s"] = time.perf_counter() - began_s
+
+        self._begin(timed, Phase.FREED)
+
     def _begin(self, work: Callable[[], None], then: Phase) -> None:
         def run() -> None:
             reason = ""
@@ -136,7 +147,10 @@ class Move:
                 self._working = False
                 if reason:
                     self.fail(reason)
-                if self._stop.is_set():
+                if self._phase is Phase.FREEING:
+                    self.error = reason
+                    self._phase = Phase.FAILED if reason else then
+                elif self._stop.is_set():
                     self._let_go()
                 elif self.is_open:
                     self._phase = then

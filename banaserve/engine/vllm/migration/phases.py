@@ -20,6 +20,7 @@ class Phase(Enum):
     COPYING = "copying"
     COPIED = "copied"
     COMMITTED = "committed"
+    FREEING = "freeing"
     FREED = "freed"
     ABORTED = "aborted"
     FAILED = "failed"
@@ -32,7 +33,8 @@ ALLOWED: dict[Phase, frozenset[Phase]] = {
     Phase.PREPARED: frozenset({Phase.COPYING, Phase.COMMITTED}) | _ENDS,
     Phase.COPYING: frozenset({Phase.COPIED}) | _ENDS,
     Phase.COPIED: frozenset({Phase.COPYING, Phase.COMMITTED}) | _ENDS,
-    Phase.COMMITTED: frozenset({Phase.FREED}),
+    Phase.COMMITTED: frozenset({Phase.FREEING}),
+    Phase.FREEING: frozenset({Phase.FREED, Phase.FAILED}),
     Phase.FREED: frozenset(),
     Phase.ABORTED: frozenset(),
     Phase.FAILED: frozenset(),

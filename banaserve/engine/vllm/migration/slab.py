@@ -9,8 +9,9 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from banaserve.transport import linux
+
 _MAP_NORESERVE = 0x4000
-_MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -37,7 +38,7 @@ class Slab:
     def populate(self, num_bytes: int) -> bool:
         """Back the first ``num_bytes`` with memory. False where the kernel does not do it."""
         try:
-            self._map.madvise(_MADV_POPULATE_WRITE, 0, _up(num_bytes))
+            linux.madvise(self.address, _up(num_bytes), linux.MADV_POPULATE_WRITE)
         except OSError:
             return False
         return True
@@ -55,7 +56,7 @@ class Slab:
             first = _up(start)
             last = (start + length) // mmap.PAGESIZE * mmap.PAGESIZE
             if last > first:
-                self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+                linux.madvise(self.address + first, last - first, linux.MADV_DONTNEED)
         return before - self.resident_bytes()
 
     def resident_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """What a coordinator may call on a worker whose layers and heads can move.
 
 Call them with ``collective_rpc(method, args=(...))``; they run between two engine steps. All but
-``commit`` and ``free`` return at once: what takes long runs in a thread, ask ``status`` how far it
+``commit`` return at once: what takes long runs in a thread, ask ``status`` how far it
 is. Arguments and replies are plain values. Every reply is a dictionary with ``error``: empty, or
 one line that says why nothing was done.
 
@@ -24,8 +24,8 @@ one line that says why nothing was done.
         the stall. Reply: ``stall_s = copy_s + activate_s + swap_s``, ``commit_blocks``,
         ``commit_bytes``, ``epoch``.
     banaserve_migration_free(move_id)
-        Gives back the source's memory: ``predicted_bytes`` and ``freed_bytes`` where it was the
-        host's. Blocks for milliseconds.
+        Begins to give back the source's memory. When the move is freed it has ``predicted_bytes``
+        and ``freed_bytes`` where the source was the host. Until then the unit cannot move.
     banaserve_migration_abort(move_id)
         Any time before commit.
     banaserve_migration_status()
@@ -39,7 +39,7 @@ one line that says why nothing was done.
         comes between two of its steps; refused while it loads layers.
 
 A move is a dictionary: ``move_id``, ``unit_id``, ``phase`` (preparing, prepared, copying, copied,
-committed, freed, aborted, failed), ``target``, ``dirty_blocks``, ``reason`` (of failed),
+committed, freeing, freed, aborted, failed), ``target``, ``dirty_blocks``, ``reason`` (of failed),
 ``prepare_s``, ``weight_bytes``, ``rounds``, ``precopy_bytes``, ``precopy_s``, and the replies of
 commit and free.
 
