@@ -92,7 +92,9 @@ class Rig:
         return guest_id
 
     def kill(self, guest_id: str, number: int = signal.SIGKILL) -> None:
-        os.kill(self.pids[guest_id], number)
+        """Send a signal to a guest that may have ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pids[guest_id], number)
 
     def new_move(self) -> str:
         self._num_moves += 1
@@ -307,6 +309,28 @@ def many_controls(
             ours.close()
         process.wait()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Six random layers with three KV heads: where many runs matter more than a real model."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        hidden_size=192,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=384,
+        vocab_size=2048,
+        max_position_embeddings=1024,
+        initializer_range=0.08,
+    )
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(autouse=True, scope="session")
