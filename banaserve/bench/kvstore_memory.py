@@ -247,7 +247,9 @@ class PoolBench:
         here, there = memory.ctypes.data, self._view.base_address
         own_size, pool_size = memory.size, self._view.memory.size
         if is_put:
-            _native.copy_regions(there, here, pool, own, num_bytes, pool_size, own_size)
+            _native.copy_regions(
+                there, here, pool, own, num_bytes, pool_size, own_size, streaming=True
+            )
         else:
             _native.copy_regions(here, there, own, pool, num_bytes, own_size, pool_size)
 

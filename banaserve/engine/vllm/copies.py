@@ -134,6 +134,7 @@ class HostCopier:
             self._page_bytes,
             view.memory.size,
             self._cache_bytes,
+            streaming=True,  # it is the other instance that reads the slot
         )
         return EndedCopy(time.perf_counter() - began_s)
 
