@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
+import signal
+import subprocess
+import sys
 
 import msgspec
 import numpy as np
@@ -15,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from banaserve.engine.vllm.migration.host_kv import HostKv, blocks_gained, spans
 from banaserve.engine.vllm.migration.parcel import Parcel, from_wire, restore, to_wire
+from banaserve.engine.vllm.migration.pulse import Pulse
 from banaserve.engine.vllm.migration.slab import Slab, merged
 from banaserve.engine.vllm.migration.written_blocks import WrittenBlocks
 from banaserve.errors import ProtocolError
@@ -206,3 +211,23 @@ def test_a_tensor_that_did_not_come_is_a_breach(packed: dict[str, object]) -> No
 def test_what_cannot_travel_is_refused() -> None:
     with pytest.raises(TypeError, match="cannot travel"):
         Parcel().put_all({"a": object()})
+
+
+def test_a_pulse_is_seen_while_a_process_works_and_not_while_it_stands() -> None:
+    working = "while True: pass"
+    with subprocess.Popen([sys.executable, "-c", working]) as child:
+        try:
+            pulse = Pulse(child.pid)
+            assert pulse.is_known
+            assert pulse.last_worked_s(1.0) == 0.0, "the first look only remembers"
+            now_s = 1.0
+            while pulse.last_worked_s(now_s) == 0.0:
+                now_s += 1.0
+            os.kill(child.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+            last_s = pulse.last_worked_s(now_s + 1)
+            assert pulse.last_worked_s(now_s + 1000) == last_s
+        finally:
+            child.kill()
+    assert pulse.last_worked_s(now_s + 2000) == last_s, "a dead one does not work"
+    assert not Pulse(None).is_known

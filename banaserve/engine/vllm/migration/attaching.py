@@ -66,7 +66,10 @@ class Attaching:
             lambda: host.epoch,
             host.settings.stall_s,
         )
-        link.ask(messages.Hello(address.token, f"host of {address.guest_id}"), ATTACH_TIMEOUT_S)
+        hello = messages.Hello(address.token, f"host of {address.guest_id}")
+        ready = link.ask(hello, ATTACH_TIMEOUT_S)
+        assert isinstance(ready, messages.Ready)
+        link.watch(ready.pid)
         return link
 
     def _open_channel(self, deadline_s: float) -> Channel:

@@ -11,13 +11,16 @@ import torch
 
 from banaserve.engine.vllm.migration import messages
 from banaserve.engine.vllm.migration.parcel import Parcel, from_wire
+from banaserve.engine.vllm.migration.pulse import Pulse
 from banaserve.errors import GuestLostError, MigrationError, ProtocolError
-from banaserve.transport.errors import PeerGoneError, TransportError
+from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
 from banaserve.transport.interface import Channel, Message, Transport
 
 CONTROL_TIMEOUT_S = 5.0
 _FACTOR = 10.0
 _SMOOTHING = 0.2
+_LOOKS = 4
+"""How often a guest is looked at within the time for which it may be still."""
 
 
 class GuestLink:
@@ -25,7 +28,8 @@ class GuestLink:
 
     Args:
         epoch: The host's present epoch, asked for each message.
-        stall_s: How long a guest may say nothing beyond what its work should take.
+        stall_s: How long a guest may neither answer nor use its processor. Where that cannot be
+            seen from here, how long it may be silent beyond what its work should take.
 
     Attributes:
         lost: Why the guest is given up; None while it is not.
@@ -49,6 +53,7 @@ class GuestLink:
         self._channel = channel
         self._epoch = epoch
         self._stall_s = stall_s
+        self._pulse = Pulse(None)
         self._lock = threading.RLock()
         self._seconds_per_token = 0.0
         self._sent_s = 0.0
@@ -69,6 +74,10 @@ class GuestLink:
         if isinstance(reply, messages.Refused):
             raise MigrationError(f"guest {self.guest_id} refuses: {reply.reason}")
         return reply
+
+    def watch(self, pid: int) -> None:
+        """The guest's process runs on this machine: look whether it works when it is silent."""
+        self._pulse = Pulse(pid)
 
     def check(self) -> None:
         """Notice a guest that has died while nobody talked to it.
@@ -99,11 +108,8 @@ class GuestLink:
         Raises:
             GuestLostError: It is gone, stalls, or cannot do it.
         """
-        with self._lock:
-            began_s = time.perf_counter()
-            reply, tensors = self._call(request, parcel, self._deadline_s(num_tokens))
-            self._learn(time.perf_counter() - began_s, num_tokens)
-        return self._outputs(reply, tensors)
+        self.post(request, parcel)
+        return self.collect(num_tokens)
 
     def post(self, request: messages.Request, parcel: Parcel) -> None:
         """Send one step's work without waiting; ``collect`` must follow on the same thread.
@@ -130,7 +136,7 @@ class GuestLink:
             GuestLostError: It is gone, stalls, or cannot do it.
         """
         try:
-            answer = self._channel.receive(self._deadline_s(num_tokens))
+            answer = self._await_answer(self._deadline_s(num_tokens))
             self._learn(time.perf_counter() - self._sent_s, num_tokens)
             reply, tensors = self._read(answer)
         except (TransportError, ProtocolError) as error:
@@ -145,6 +151,19 @@ class GuestLink:
         self._channel.close()
 
     # ---- inside
+
+    def _await_answer(self, deadline_s: float) -> Message:
+        """The next message, as long as the guest works or the deadline has not passed."""
+        until_s = self._sent_s + deadline_s
+        while True:
+            try:
+                return self._channel.receive(self._stall_s / _LOOKS)
+            except TransferTimeoutError:
+                now_s = time.perf_counter()
+                worked_s = self._pulse.last_worked_s(now_s)
+                is_still = now_s - max(worked_s, self._sent_s) >= self._stall_s
+                if is_still and (self._pulse.is_known or now_s >= until_s):
+                    raise
 
     def _call(
         self, request: messages.Request, parcel: Parcel, timeout_s: float

@@ -19,7 +19,7 @@ class MigrationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     Attributes:
         kv_growth: How many times the blocks of the start the pool may have one day: address
             space that is reserved, not memory.
-        stall_s: How long a guest may be silent beyond what its work should take.
+        stall_s: How long a guest may neither answer nor use its processor.
         poison: Overwrite KV that has moved away with NaN: for tests.
     """
 
