@@ -15,6 +15,9 @@ from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
 from banaserve.types import InstanceId, Role
 
+_GIVE_UP_S = 60.0
+"""A cluster in which nothing has happened for so long is left as it is, its requests unfinished."""
+
 
 class SimCluster:
     """Cells side by side; a request goes to the one with the fewest for its size."""
@@ -23,6 +26,7 @@ class SimCluster:
         self._timeline = timeline
         self._system = system
         self._is_running = True
+        self._stuck_s = 0.0
         store = (
             PrefixCache(system.store_tokens, HASH_BLOCK_TOKENS)
             if system.cache == "global"
@@ -57,7 +61,11 @@ class SimCluster:
     def _control(self, _: None) -> None:
         for cell in self.cells:
             cell.control()
-        if self._is_running or any(cell.load for cell in self.cells):
+        # Nothing else is due: what waits fits nowhere, and only another placement could help.
+        is_stuck = self._timeline.next_s is None
+        self._stuck_s = self._stuck_s + self._system.control_s if is_stuck else 0.0
+        is_needed = self._is_running or any(cell.load for cell in self.cells)
+        if is_needed and self._stuck_s < _GIVE_UP_S:
             self._timeline.after(self._system.control_s, self._control)
 
     def find(self, name: str) -> tuple[Cell, SimInstance]:

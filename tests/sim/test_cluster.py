@@ -250,6 +250,25 @@ def test_roles_are_the_routers_knowledge() -> None:
     assert all(r.generated == 16 for r in cluster.finished)
 
 
+@pytest.mark.parametrize("migration", ["published", "repaired", "still"])
+def test_every_policy_leaves_a_cluster_that_serves(migration: str) -> None:
+    """Whatever it moves: all requests end, with every token."""
+    _, cluster = built(preset("banaserve", prefill=2, decode=2, migration=migration))
+    requests = list(drawn([WAVE, BUSY], 1))
+    cluster.run(requests)
+    assert len(cluster.finished) == len(requests)
+    assert all(r.generated == r.output_tokens for r in requests)
+
+
+def test_a_cluster_in_which_nothing_can_happen_is_given_up() -> None:
+    timeline, cluster = built(preset("banaserve", prefill=1, decode=1))
+    _, decode = cluster.find("d0")
+    timeline.at(0.0, lambda _: decode.engine.resize(10))
+    cluster.run([SimRequest(0, 1.0, 1000, 5)])
+    assert cluster.finished == []
+    assert timeline.now_s == pytest.approx(61.0, abs=2.0)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

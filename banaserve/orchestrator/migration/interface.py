@@ -31,7 +31,7 @@ class Reason(StrEnum):
     MIGRATION_BUDGET = "the migration time budget is spent"
     NO_BENEFIT = "it does not lower the pressure"
     NOT_WORTH_IT = "benefit over cost is below rho"
-    LAST_OF_ROLE = "the role would have too few instances"
+    SWITCH_LIMIT = "enough instances have changed roles for now"
     WORSE = "another candidate brings more for its cost"
 
 

@@ -28,6 +28,8 @@ _RANGES = {
     "attention_fraction": (0.0, 1.0),
     "memory_limit_fraction": (0.01, 1.0),
     "max_away_fraction": (0.0, 1.0),
+    "min_blocks_fraction": (0.0, 1.0),
+    "switch_fraction": (0.0, 1.0),
     "remote_cost": (0.0, 1.0),
     "compute_weight": (0.0, 1.0),
     "stale_after_s": (1e-3, inf),
@@ -77,6 +79,8 @@ class MoveOptions:
             travel and none take memory there.
         memory_limit_fraction: Share of its KV blocks that an instance may have in use after it
             took in a guest or a module of its own.
+        min_blocks_fraction: Share of the KV blocks that it would have with nothing moved that an
+            instance always keeps, however few it uses: else the next long prompt fits nowhere.
         max_away_fraction: Share of a host's layers, and of a layer's KV heads, that may be away.
         timeout_factor: A step's timeout in units of its predicted time.
         min_timeout_s: No timeout is shorter.
@@ -88,6 +92,7 @@ class MoveOptions:
     link_hop_s: float = 20e-6
     weights_are_shared: bool = False
     memory_limit_fraction: float = 0.95
+    min_blocks_fraction: float = 0.25
     max_away_fraction: float = 0.5
     timeout_factor: float = 5.0
     min_timeout_s: float = 5.0
@@ -147,6 +152,8 @@ class RepairedOptions(MoveOptions):
         attention_fraction: Share of a layer's time that is attention, what moved heads take along.
         remote_cost: Load that a model wholly away would count as: brings modules home in the end.
         role_switch_s: Cost of a role switch: draining what the instance runs.
+        switch_fraction: Share of the instances of both roles that may change roles within a dwell
+            time, but always two: the work of prefill comes to decode only later.
         min_per_role: Instances that a role keeps.
         scalar: ``maximum`` takes the greatest gap of any resource; ``sum`` and ``weighted`` that
             of the scalar.
@@ -168,6 +175,7 @@ class RepairedOptions(MoveOptions):
     attention_fraction: float = 0.3
     remote_cost: float = 0.05
     role_switch_s: float = 1.0
+    switch_fraction: float = 0.125
     min_per_role: int = 1
     scalar: str = Scalar.MAXIMUM
     compute_weight: float = 0.5

@@ -88,6 +88,11 @@ class Projected:
         return [*self.away, *self.moving]
 
     @property
+    def own_blocks(self) -> int:
+        """KV blocks that it would have with nothing moved."""
+        return slabs.blocks(self.facts, (), 0)
+
+    @property
     def home(self) -> slabs.Home:
         """What is left at home."""
         if self.known_home is None:

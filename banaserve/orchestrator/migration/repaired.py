@@ -25,10 +25,14 @@ from banaserve.orchestrator.migration.options import RepairedOptions
 from banaserve.orchestrator.migration.projection import Projected, Projection, gap_of, project, take
 from banaserve.orchestrator.migration.seeking import Pair
 from banaserve.orchestrator.migration.weighing import Weighed
-from banaserve.types import ClusterView, InstanceId, Module, Step
+from banaserve.types import ClusterView, InstanceId, Module, Role, Step, SwitchRole
 
 _RETURNS_KEPT = 8
 """Returns that are weighed again after each step of a plan; all are weighed before the first."""
+
+
+_LEAST_SWITCHES = 2
+"""Role switches within a dwell time that even a small cluster may have."""
 
 
 class Repaired:
@@ -141,13 +145,37 @@ class _Search:
                 most_s = weighed.net_s
 
     def _switches(self) -> Iterator[Weighed | Rejected]:
-        now_s, options = self.cluster.now_s, self.options
-        for switch in switching.switches(self.projection, options.min_per_role):
-            limits = (now_s, options.dwell_s, options.max_moves_per_instance)
-            if reason := refusals.may_change(switch.instance, *limits):
+        is_limited = self._switches_left() < 1
+        candidates = switching.switches(
+            self.projection,
+            self.options.min_per_role,
+            lambda instance: self._refusal(instance) is None,
+        )
+        for switch in candidates:
+            if is_limited:
+                yield Rejected(f"switch {switch.words}", Reason.SWITCH_LIMIT)
+            elif reason := self._refusal(switch.instance):
                 yield Rejected(f"switch {switch.words}", reason)
             else:
-                yield weighing.weigh_switch(self.projection, switch, options)
+                yield weighing.weigh_switch(self.projection, switch, self.options)
+
+    def _refusal(self, instance: Projected) -> Reason | None:
+        options = self.options
+        return refusals.may_change(
+            instance, self.cluster.now_s, options.dwell_s, options.max_moves_per_instance
+        )
+
+    def _switches_left(self) -> int:
+        """How many more instances may change roles, those that have just changed counted in."""
+        options, now_s = self.options, self.cluster.now_s
+        both = [p for p in self.projection.values() if p.role is not Role.COLOCATED]
+        recent = sum(
+            p.changed_s is not None and now_s - p.changed_s < options.dwell_s for p in both
+        )
+        planned = sum(
+            isinstance(step.action, SwitchRole) for step in (*self.cluster.under_way, *self.steps)
+        )
+        return max(_LEAST_SWITCHES, int(options.switch_fraction * len(both))) - recent - planned
 
     def _returns(self) -> Iterator[Weighed | Rejected]:
         """Weighs every return before the first step, then only the best of them again."""
@@ -156,9 +184,7 @@ class _Search:
             guest = self.projection.get(host.away[module].guest)
             if guest is None:
                 continue
-            limits = (self.cluster.now_s, self.options.dwell_s, self.options.max_moves_per_instance)
-            reason = refusals.may_change(host, *limits) or refusals.may_change(guest, *limits)
-            if reason:
+            if reason := self._refusal(host) or self._refusal(guest):
                 words = weighing.words_of("return", module, guest.id, host.id)
                 yield Rejected(words, reason)
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from banaserve.orchestrator.migration.projection import Projected, Projection
@@ -72,8 +72,13 @@ class Switch:
         return f"{self.instance.id} from {self.old.value} to {self.new.value}"
 
 
-def switches(projection: Projection, min_per_role: int) -> list[Switch]:
-    """Returns the best candidate of each direction, the one that leaves the least work behind."""
+def switches(
+    projection: Projection, min_per_role: int, may_change: Callable[[Projected], bool]
+) -> list[Switch]:
+    """Returns the best candidate of each direction, the one that leaves the least work behind.
+
+    One that may not change is returned only where none may.
+    """
     by_role = {
         role: [p for p in projection.values() if p.role is role]
         for role in (Role.PREFILL, Role.DECODE)
@@ -88,7 +93,8 @@ def switches(projection: Projection, min_per_role: int) -> list[Switch]:
         able = [p for p in free if p.facts.can_switch_role]
         if not able:
             continue
-        least = min(able, key=lambda p: (p.compute_load + p.memory_load, p.id))
+        willing = [p for p in able if may_change(p)]
+        least = min(willing or able, key=lambda p: (p.compute_load + p.memory_load, p.id))
         fall = pressure_fall(compute[old], compute[new], least.compute_load)
         fall += pressure_fall(memory[old], memory[new], least.memory_load)
         found.append(Switch(least, old, new, fall))

@@ -53,16 +53,17 @@ def words_of(kind: str, module: Module, source: InstanceId, target: InstanceId) 
 
 
 def room_refusal(instance: Projected, added_blocks: int, options: MoveOptions) -> Reason | None:
-    """Returns whether ``instance`` would keep room for the KV blocks that it uses.
+    """Returns whether ``instance`` would keep room for what it uses, and for what may come.
 
     One that gains blocks is always better off, full or not.
     """
     if added_blocks >= 0:
         return None
     left_blocks = instance.kv_blocks + added_blocks
-    if left_blocks < 1 or instance.wanted_blocks > options.memory_limit_fraction * left_blocks:
+    if left_blocks < max(1.0, options.min_blocks_fraction * instance.own_blocks):
         return Reason.NO_ROOM
-    return None
+    too_full = instance.wanted_blocks > options.memory_limit_fraction * left_blocks
+    return Reason.NO_ROOM if too_full else None
 
 
 def weigh_move(

@@ -1,0 +1,32 @@
+"""Options of the migration policies: wrong ones are named before anything is planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from banaserve.errors import UserError
+from banaserve.orchestrator.migration.registry import make
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "words"),
+    [
+        ("repared", {}, "did you mean repaired"),
+        ("repaired", {"delta_upp": 0.3}, "did you mean delta_up"),
+        ("published", {"rho": 1.0}, "did you mean rho_per_s"),
+        ("still", {"delta": 1.0}, "unknown option"),
+        ("repaired", {"rho": -1.0}, "rho is -1.0: give 0 or more"),
+        ("repaired", {"overlap_fraction": 1.5}, r"overlap_fraction is 1.5: give a number in"),
+        ("repaired", {"horizon_s": float("nan")}, "horizon_s is nan"),
+        ("repaired", {"max_moves": "many"}, "max_moves is 'many'"),
+        ("repaired", {"delta_down": 0.5}, "delta_down is above delta_up"),
+        ("repaired", {"scalar": "som"}, "did you mean sum"),
+        ("published", {"layers_a_move": 0}, "layers_a_move is 0"),
+    ],
+)
+def test_wrong_options_are_named(name: str, section: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as failure:
+        make(name, **section)
+    assert words in str(failure.value)
