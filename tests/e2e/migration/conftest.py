@@ -88,7 +88,8 @@ class Rig:
         self.pids[guest_id] = answer.pid
         fields = {name: getattr(address, name) for name in address.__struct_fields__}
         self.do("attach", fields)
-        self.until(lambda: self.do("status")["guests"][guest_id]["state"] == "ready")
+        self.until(lambda: self.do("status")["guests"][guest_id]["state"] != "connecting")
+        assert self.do("status")["guests"][guest_id]["state"] == "ready", self.do("status")
         return guest_id
 
     def kill(self, guest_id: str, number: int = signal.SIGKILL) -> None:

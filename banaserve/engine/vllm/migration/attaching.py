@@ -50,11 +50,18 @@ class Attaching:
         try:
             link = self._connect()
         except (BanaServeError, OSError) as failed:
-            logger.error("guest %s: %s", guest_id, failed)
-            self._host.attaching[guest_id] = {"state": "lost", "reason": str(failed)}
+            self._failed(str(failed))
+            return
+        except Exception as failed:
+            logger.exception("guest %s", guest_id)
+            self._failed(f"{type(failed).__name__}: {failed}")
             return
         self._host.links[guest_id] = link
         self._host.attaching.pop(guest_id, None)
+
+    def _failed(self, reason: str) -> None:
+        logger.error("guest %s: %s", self._address.guest_id, reason)
+        self._host.attaching[self._address.guest_id] = {"state": "lost", "reason": reason}
 
     def _connect(self) -> GuestLink:
         address, host = self._address, self._host
