@@ -32,6 +32,11 @@ class ServeConfig:
         kv_store_verify: Whether memory gets checksums.
         threads_per_instance: OMP threads of each engine; 0 shares the cores among them.
         restart_grace_s: How long a request waits for a restart where nobody serves its role.
+        admin_key: Opens the admin API; empty makes one for the run.
+        migration: Whether layers and heads can move between instances while they serve.
+        migration_kv_growth: How many times the KV blocks of the start an instance may once have.
+        migration_stall_s: How long a guest may be silent beyond what its work should take.
+        migration_poison: Overwrite KV that has moved away with NaN: for tests.
     """
 
     model: str = "smollm2-135m"
@@ -61,6 +66,11 @@ class ServeConfig:
     start_timeout_s: float = 600.0
     restart_grace_s: float = 60.0
     run_dir: Path | None = None
+    admin_key: str = ""
+    migration: bool = True
+    migration_kv_growth: float = 2.0
+    migration_stall_s: float = 1.0
+    migration_poison: bool = False
     vllm_argv: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -135,6 +145,10 @@ def _check(config: ServeConfig) -> None:
     for option, value in not_negative.items():
         if value < 0:
             raise UserError(f"{option} {value}: must not be negative")
+    if config.migration_kv_growth < 1 or config.migration_stall_s <= 0:
+        raise UserError("--migration-kv-growth is at least 1 and --migration-stall above 0")
+    if config.admin_key and config.admin_key in config.api_keys:
+        raise UserError("--admin-key is one of the --api-keys: give it a key of its own")
     if not all(config.api_keys):
         raise UserError("--api-key is empty: give a key, or leave the option out")
     if not 0 < config.port < 65536:

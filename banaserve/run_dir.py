@@ -11,10 +11,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from banaserve.errors import UserError
 
 _NOTE = "run.json"
+_ADMIN = "admin.json"
 _KEPT_RUNS = 10
 _SOCKETS = "banaserve-"
 
@@ -53,7 +55,43 @@ def open_run_dir(chosen: Path | None) -> Iterator[RunDir]:
         yield RunDir(logs, sockets)
     finally:
         shutil.rmtree(sockets, ignore_errors=True)
+        (logs / _ADMIN).unlink(missing_ok=True)
         note.unlink(missing_ok=True)
+
+
+class AdminAccess(NamedTuple):
+    """How to reach a running server's admin API; ``key`` is empty where the user has chosen it."""
+
+    url: str
+    key: str
+
+
+def write_admin(logs: Path, access: AdminAccess) -> None:
+    """Leave a note in a run's folder that only its user can read."""
+    descriptor = os.open(logs / _ADMIN, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as note:
+        os.fchmod(note.fileno(), 0o600)
+        json.dump(access._asdict(), note)
+
+
+def find_admin(chosen: Path | None) -> AdminAccess:
+    """The admin API of the server that runs in ``chosen``, or of the only one that runs.
+
+    Raises:
+        UserError: None or several run.
+    """
+    folders = [chosen] if chosen else list(_runs().glob("2*"))
+    running = [f for f in folders if (f / _ADMIN).exists() and _is_running(f)]
+    if not running:
+        where = f"no banaserve serves in {chosen}" if chosen else "no banaserve of yours serves"
+        raise UserError(f"{where}: give its --run-dir, or --url and --admin-key")
+    if len(running) > 1:
+        names = ", ".join(str(folder) for folder in sorted(running))
+        raise UserError(f"several run: choose one with --run-dir ({names})")
+    try:
+        return AdminAccess(**json.loads((running[0] / _ADMIN).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"cannot read {running[0] / _ADMIN}: {error}") from error
 
 
 def _sweep_killed_runs() -> None:
@@ -68,9 +106,13 @@ def _sweep_killed_runs() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fresh() -> Path:
+def _runs() -> Path:
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    runs = state / "banaserve" / "runs"
+    return state / "banaserve" / "runs"
+
+
+def _fresh() -> Path:
+    runs = _runs()
     old = sorted(runs.glob("2*")) if runs.is_dir() else []
     for folder in old[: -_KEPT_RUNS or None]:
         if not _is_running(folder):

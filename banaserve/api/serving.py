@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import signal
 import socket
 from argparse import Namespace
@@ -16,6 +17,7 @@ from typing import Any
 from starlette.types import ASGIApp
 from vllm.config import VllmConfig
 
+from banaserve.api.admin import AdminDoor
 from banaserve.api.app import Door, DoorOptions, make_app
 from banaserve.api.metrics import MetricsPage
 from banaserve.clock import WallClock
@@ -26,6 +28,8 @@ from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.launcher import Launcher
 from banaserve.engine.vllm.lookup import PrefixLookup
+from banaserve.engine.vllm.moves.coordinator import Coordinator
+from banaserve.engine.vllm.moves.moving import moving
 from banaserve.engine.vllm.reports import SharedPrometheus
 from banaserve.errors import InstanceDeadError, UserError
 from banaserve.kvstore.admin import fetch_stats
@@ -35,7 +39,7 @@ from banaserve.kvstore.sizes import parse_size
 from banaserve.kvstore.supervised import SupervisedStore
 from banaserve.orchestrator.routing import registry
 from banaserve.orchestrator.routing.legs import LegOptions
-from banaserve.run_dir import RunDir
+from banaserve.run_dir import AdminAccess, RunDir, write_admin
 
 Say = Callable[[str], None]
 
@@ -76,7 +80,11 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
             return
         client = await _connect(parts, cluster)
         stack.callback(client.shutdown)
-        door = Door(await _app(parts, client, cluster), parts.sock, parts.args)
+        coordinator = await stack.enter_async_context(
+            moving(cluster, parts.launcher, parts.engine_config, parts.run.logs, parts.run.sockets)
+        )
+        app = _with_admin(parts, await _app(parts, client, cluster), coordinator)
+        door = Door(app, parts.sock, parts.args)
         closed = await door.open()
         on_open()
         await asyncio.wait(
@@ -194,6 +202,18 @@ async def _app(parts: Parts, client: DisaggregatedClient, cluster: Cluster) -> A
             vllm_version=vllm_version(),
         ),
     )
+
+
+def _with_admin(parts: Parts, app: ASGIApp, coordinator: Coordinator) -> ASGIApp:
+    """The admin API in front, its key where commands of this user find it."""
+    chosen = parts.config.admin_key
+    key = chosen or secrets.token_urlsafe(32)
+    host, port = parts.sock.getsockname()[:2]
+    name = f"[{host}]" if ":" in host else host
+    scheme = "https" if parts.args.ssl_certfile else "http"
+    access = AdminAccess(f"{scheme}://{name}:{port}", "" if chosen else key)
+    write_admin(parts.run.logs, access)
+    return AdminDoor(app, coordinator, key)
 
 
 def vllm_version() -> str:

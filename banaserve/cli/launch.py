@@ -93,6 +93,16 @@ def _vllm_argv(config: ServeConfig, model: ResolvedModel, store_socket: str) -> 
     argv += options.common_options()
     if config.kv_store:
         argv += options.store_options(store_socket, config.kv_store_salt)
+    if config.migration and not _gives(config.vllm_argv, "--additional-config"):
+        from banaserve.engine.vllm.migration import settings
+
+        argv += settings.migration_options(
+            settings.MigrationSettings(
+                kv_growth=config.migration_kv_growth,
+                stall_s=config.migration_stall_s,
+                poison=config.migration_poison,
+            )
+        )
     return argv + list(config.vllm_argv)
 
 

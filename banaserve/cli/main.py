@@ -32,6 +32,12 @@ COMMANDS = {
     "serve": Command("banaserve.cli.serve", "serve_command", "Serve a model over the OpenAI API."),
     "doctor": Command("banaserve.cli.doctor", "app", "Say what this machine can run."),
     "kvstore": Command("banaserve.cli.kvstore", "app", "Run the KV cache store, or look at one."),
+    "migrate": Command(
+        "banaserve.cli.migrate", "app", "Move layers and heads between running instances."
+    ),
+    "placement": Command(
+        "banaserve.cli.placement", "app", "Say which instance runs which layers and heads."
+    ),
     "bench": Command("banaserve.cli.bench", "bench_command", "Measure one question."),
     "version": Command("banaserve.cli.version", "version_command", "Show versions."),
 }

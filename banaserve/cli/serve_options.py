@@ -88,6 +88,11 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         start_timeout_s=known.start_timeout,
         restart_grace_s=known.restart_grace,
         run_dir=known.run_dir,
+        admin_key=known.admin_key or os.environ.get("BANASERVE_ADMIN_KEY", ""),
+        migration=known.migration == "on",
+        migration_kv_growth=known.migration_kv_growth,
+        migration_stall_s=known.migration_stall,
+        migration_poison=known.migration_poison,
         vllm_argv=vllm_argv,
     )
 
@@ -115,6 +120,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_door(parser)
     _add_store(parser)
     _add_routing(parser)
+    _add_migration(parser)
     return parser
 
 
@@ -154,6 +160,7 @@ def _add_door(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.max_concurrent_requests,
         help="more are answered 429",
     )
+    add("--admin-key", help="opens the admin API (one is made for the run and kept in its folder)")
     add("--max-body-size", default=_DEFAULTS.max_body_size)
     add(
         "--request-timeout",
@@ -207,3 +214,28 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.skip_prefill_below_tokens,
         help="prompts with at most so many uncached tokens have no prefill leg",
     )
+
+
+def _add_migration(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--migration",
+        choices=("on", "off"),
+        default="on" if _DEFAULTS.migration else "off",
+        help="whether layers and heads can move between instances while they serve",
+    )
+    add(
+        "--migration-kv-growth",
+        type=float,
+        default=_DEFAULTS.migration_kv_growth,
+        metavar="FACTOR",
+        help="address space to reserve for KV blocks, in terms of those at the start",
+    )
+    add(
+        "--migration-stall",
+        type=float,
+        default=_DEFAULTS.migration_stall_s,
+        metavar="S",
+        help="a guest that is silent for so much longer than its work takes is given up",
+    )
+    add("--migration-poison", action="store_true", help="fill what moved away with NaN: for tests")

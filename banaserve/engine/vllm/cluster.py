@@ -59,6 +59,7 @@ class Cluster:
     ) -> None:
         self.instances = {instance.id: instance for instance in instances}
         self.lookup: PrefixLookup | None = None
+        self.on_ended: list[Callable[[InstanceId], None]] = []
         self._policy = policy
         self._clock = clock
         self._start_timeout_s = start_timeout_s
@@ -91,6 +92,8 @@ class Cluster:
             await instance.wait_ended()
             logger.warning("instance %s ended: %s", instance.id, instance.last_words())
             instance.mark_dead()
+            for told in self.on_ended:
+                told(instance.id)
             if not await self._restart(instance, restarts):
                 instance.mark_dead(State.FAILED)
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import enum
 import logging
 import os
@@ -25,7 +26,7 @@ from banaserve.engine.vllm import compat, metrics
 from banaserve.engine.vllm.launcher import Launcher
 from banaserve.engine.vllm.reports import ReportBoard, SharedPrometheus
 from banaserve.errors import InstanceDeadError
-from banaserve.types import InstanceId, InstanceView, Role
+from banaserve.types import InstanceId, InstanceReport, InstanceView, Placement, Role
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,10 @@ class Instance:
         self._inflight_requests = 0
         self._inflight_prefill_tokens = 0
         self._prefill_tokens_per_s = _DEFAULT_PREFILL_TOKENS_PER_S
+        self._guests = (0, 0.0)
+        self._placements: tuple[Placement, ...] = ()
+        self._epoch = 0
+        self._changed_s: float | None = None
 
     # ---- life
 
@@ -159,6 +164,7 @@ class Instance:
     def mark_dead(self, state: State = State.DEAD) -> None:
         """Fail every request it holds, now, and send it no more."""
         self.state = state
+        self.set_placements((), 0)
         metrics.UP.labels(self.id, self.role.value).set(0)
         llm, self.llm = self.llm, None
         self._board = ReportBoard(self.id, self._clock)
@@ -206,11 +212,37 @@ class Instance:
             id=self.id,
             role=self.role,
             ready=self.state is State.READY,
-            report=self._board.last,
+            report=self._report(),
             inflight_requests=self._inflight_requests,
             inflight_prefill_tokens=self._inflight_prefill_tokens,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
+            placements=self._placements,
+            epoch=self._epoch,
+            changed_s=self._changed_s,
         )
+
+    def _report(self) -> InstanceReport | None:
+        """The engine's report with the work and memory of guests beside it."""
+        last = self._board.last
+        guest_bytes, guest_busy_fraction = self._guests
+        if last is None or not guest_bytes:
+            return last
+        busy_fraction = min(1.0, last.busy_fraction + guest_busy_fraction)
+        return dataclasses.replace(last, busy_fraction=busy_fraction, guest_bytes=guest_bytes)
+
+    def set_guests(self, num_bytes: int, busy_fraction: float) -> None:
+        """What guests beside this instance take of its memory and time."""
+        self._guests = (num_bytes, busy_fraction)
+
+    def set_placements(self, placements: tuple[Placement, ...], epoch: int) -> None:
+        """Which modules of this instance run elsewhere, and in which epoch."""
+        if placements != self._placements:
+            self._changed_s = self._clock.now()
+        self._placements, self._epoch = placements, epoch
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is State.READY
 
     def add_inflight(self, requests: int, prefill_tokens: int) -> None:
         self._inflight_requests += requests

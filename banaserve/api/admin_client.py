@@ -1,0 +1,107 @@
+"""A client of the admin API, for commands and benchmarks. Imports neither torch nor vllm."""
+
+from __future__ import annotations
+
+import ssl
+import urllib.error
+import urllib.request
+from typing import Any, TypeVar
+
+import msgspec
+
+from banaserve.engine.vllm.moves.words import Ask, Migration, Placement
+from banaserve.errors import UserError
+
+T = TypeVar("T")
+_TIMEOUT_S = 60.0
+
+
+class _Error(msgspec.Struct):
+    error: dict[str, Any]
+
+
+class AdminClient:
+    """Talks to one server; every call blocks.
+
+    Args:
+        url: Of the front door, without a path.
+        verify: Whether the server's TLS certificate is checked.
+    """
+
+    def __init__(self, url: str, key: str, verify: bool = True) -> None:
+        self._url = url.rstrip("/")
+        self._key = key
+        self._context = None if verify else ssl._create_unverified_context()
+
+    def begin(self, ask: Ask) -> Migration:
+        """Begin a migration.
+
+        Raises:
+            UserError: It is refused, or the server cannot be reached.
+        """
+        return self._call("POST", "/admin/migrations", Migration, msgspec.json.encode(ask))
+
+    def show(self, migration_id: str, wait_s: float = 0.0) -> Migration:
+        """How far a migration is; waits so long for its end.
+
+        Raises:
+            UserError: There is none, or the server cannot be reached.
+        """
+        path = f"/admin/migrations/{migration_id}?wait_s={wait_s:g}"
+        return self._call("GET", path, Migration)
+
+    def abort(self, migration_id: str) -> Migration:
+        """Give a migration up.
+
+        Raises:
+            UserError: It has ended, or the server cannot be reached.
+        """
+        return self._call("DELETE", f"/admin/migrations/{migration_id}", Migration)
+
+    def placement(self) -> Placement:
+        """What runs where.
+
+        Raises:
+            UserError: The server cannot be reached.
+        """
+        return self._call("GET", "/admin/placement", Placement)
+
+    def run(self, ask: Ask, timeout_s: float = 600.0) -> Migration:
+        """Begin a migration and wait for its end, whatever that is.
+
+        Raises:
+            UserError: It is refused, takes longer, or the server cannot be reached.
+        """
+        migration = self.begin(ask)
+        for _ in range(int(timeout_s)):
+            if not migration.is_open:
+                return migration
+            migration = self.show(migration.id, wait_s=1.0)
+        raise UserError(f"migration {migration.id} has not ended in {timeout_s:.0f} s")
+
+    def _call(self, method: str, path: str, kind: type[T], body: bytes | None = None) -> T:
+        request = urllib.request.Request(
+            self._url + path,
+            data=body,
+            method=method,
+            headers={"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(
+                request, timeout=_TIMEOUT_S, context=self._context
+            ) as response:
+                return msgspec.json.decode(response.read(), type=kind)
+        except urllib.error.HTTPError as refused:
+            raise UserError(_message(refused)) from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise UserError(f"no banaserve answers at {self._url}: {reason}") from None
+
+
+def _message(refused: urllib.error.HTTPError) -> str:
+    if refused.code == 401:
+        return "the server refuses the admin key: give its --admin-key"
+    try:
+        return str(msgspec.json.decode(refused.read(), type=_Error).error["message"])
+    except (msgspec.DecodeError, KeyError, OSError):
+        return f"the server answers {refused.code} {refused.reason}"

@@ -1,0 +1,184 @@
+"""``banaserve migrate``: move layers and heads between the instances of a running server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import msgspec
+import typer
+
+from banaserve.api.admin_client import AdminClient
+from banaserve.cli.admin_options import KeyOption, RunDirOption, UrlOption, admin_client
+from banaserve.cli.console import print_error
+from banaserve.engine.vllm.moves.words import Ask, Migration, MoveHeads, MoveLayers, Return
+from banaserve.errors import UserError
+from banaserve.kvstore.sizes import format_size
+
+app = typer.Typer(
+    name="migrate",
+    help="Move layers and heads between the instances of a running server.",
+    add_completion=False,
+    no_args_is_help=True,
+)
+FromOption = Annotated[str, typer.Option("--from", help="The instance that they belong to.")]
+ToOption = Annotated[str, typer.Option("--to", help="The instance beside which they will run.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON when it has ended.")]
+_EXIT_FAILED = 2
+_LOOK_S = 0.5
+
+
+@app.command()
+def layers(
+    source: FromOption,
+    target: ToOption,
+    span: Annotated[str, typer.Option("--layers", help="START:END, END not included.")],
+    run_dir: RunDirOption = None,
+    url: UrlOption = None,
+    admin_key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Move a range of layers: weights and KV cache."""
+    ask = MoveLayers(source, target, _span(span))
+    _migrate(admin_client(run_dir, url, admin_key), ask, as_json)
+
+
+@app.command()
+def heads(
+    source: FromOption,
+    target: ToOption,
+    layer: Annotated[str, typer.Option("--layer", help="A layer, or several: 5,6 or 5:8.")],
+    chosen: Annotated[str, typer.Option("--heads", help="KV heads of each, such as 1,2.")],
+    run_dir: RunDirOption = None,
+    url: UrlOption = None,
+    admin_key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Move KV heads of some layers, with their query heads: KV cache only."""
+    ask = MoveHeads(source, target, _heads(layer, chosen))
+    _migrate(admin_client(run_dir, url, admin_key), ask, as_json)
+
+
+@app.command(name="return")
+def take_home(
+    source: FromOption,
+    span: Annotated[
+        str | None, typer.Option("--layers", help="START:END; everything without it.")
+    ] = None,
+    layer: Annotated[str | None, typer.Option("--layer", help="Of --heads.")] = None,
+    chosen: Annotated[str | None, typer.Option("--heads", help="KV heads, such as 1,2.")] = None,
+    run_dir: RunDirOption = None,
+    url: UrlOption = None,
+    admin_key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take home what an instance has away."""
+    if (layer is None) is not (chosen is None):
+        raise UserError("--layer and --heads go together")
+    ask = Return(
+        source,
+        _span(span) if span is not None else None,
+        _heads(layer, chosen) if layer is not None and chosen is not None else None,
+    )
+    _migrate(admin_client(run_dir, url, admin_key), ask, as_json)
+
+
+def _migrate(client: AdminClient, ask: Ask, as_json: bool) -> None:
+    """Begin, show how far it is, and leave with 2 unless all of it was done."""
+    migration = client.begin(ask)
+    shown = _Progress(quiet=as_json)
+    try:
+        while migration.is_open:
+            shown.update(migration)
+            migration = client.show(migration.id, wait_s=_LOOK_S)
+    except KeyboardInterrupt:
+        migration = _abort(client, migration)
+    shown.update(migration)
+    if as_json:
+        typer.echo(json.dumps(msgspec.to_builtins(migration), indent=2))
+    elif migration.state == "done":
+        for line in _summary(migration):
+            typer.echo(line)
+    if migration.state != "done":
+        print_error(f"migration {migration.id} {migration.state}: {migration.error or 'nothing'}")
+        raise typer.Exit(_EXIT_FAILED)
+
+
+def _abort(client: AdminClient, migration: Migration) -> Migration:
+    """What is committed cannot be aborted any more: then its end is waited for."""
+    try:
+        migration = client.abort(migration.id)
+    except UserError:
+        return client.show(migration.id)
+    while migration.is_open:
+        migration = client.show(migration.id, wait_s=_LOOK_S)
+    return migration
+
+
+class _Progress:
+    """One line that is rewritten on a terminal, a line for each phase elsewhere."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._last = ""
+
+    def update(self, migration: Migration) -> None:
+        line = f"{migration.id}: " + "; ".join(
+            f"{move.modules} to {move.to or 'home'}: {move.phase}"
+            for move in migration.moves
+            if move.phase != "waiting" or migration.state == "waiting"
+        )
+        if self._quiet or line == self._last:
+            return
+        self._last = line
+        print(line, file=sys.stderr, flush=True)
+
+
+def _summary(migration: Migration) -> list[str]:
+    lines = []
+    for move in migration.moves:
+        facts = move.facts
+        copied = facts.get("precopy_bytes", 0) + facts.get("commit_bytes", 0)
+        total_s = sum(move.seconds.values())
+        line = f"{move.modules} run {'beside ' + move.to if move.to else 'at home'} after "
+        line += f"{total_s:.1f} s: {format_size(copied)} of KV copied"
+        if facts.get("weight_bytes"):
+            line += f", {format_size(facts['weight_bytes'])} of weights loaded"
+        line += f", stall {1e3 * facts.get('stall_s', 0.0):.1f} ms"
+        if "freed_bytes" in facts:
+            line += f", {format_size(facts['freed_bytes'])} freed"
+        lines.append(line)
+    change = migration.blocks_gained
+    if change:
+        lines.append(f"the pool has {'gained' if change > 0 else 'lost'} {abs(change)} KV blocks")
+    return lines + migration.notes
+
+
+def _span(text: str) -> tuple[int, int]:
+    """``START:END``; a single layer stands for itself.
+
+    Raises:
+        UserError: Anything else.
+    """
+    start, colon, end = text.partition(":")
+    if start.strip().isdigit() and (end.strip().isdigit() or not colon):
+        return int(start), int(end) if colon else int(start) + 1
+    raise UserError(f"{text}: write layers as START:END, such as 10:20")
+
+
+def _heads(layer: str, heads: str) -> dict[int, tuple[int, ...]]:
+    chosen = tuple(_numbers(heads, "--heads"))
+    layers: list[int] = []
+    for part in layer.split(","):
+        layers += range(*_span(part))
+    if not layers:
+        raise UserError(f"--layer {layer}: names no layer")
+    return dict.fromkeys(layers, chosen)
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() for word in words):
+        raise UserError(f"{option} {text}: write numbers with commas between, such as 1,2")
+    return [int(word) for word in words]

@@ -1,0 +1,91 @@
+"""``banaserve placement``: which instance runs which layers and heads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import typer
+
+from banaserve.cli.admin_options import KeyOption, RunDirOption, UrlOption, admin_client
+from banaserve.cli.console import print_rows
+from banaserve.cli.migrate import JsonOption
+from banaserve.engine.vllm.moves.words import InstancePlacement, Placement
+from banaserve.kvstore.sizes import format_size
+
+app = typer.Typer(name="placement", add_completion=False)
+_HEADING = ("INSTANCE", "ROLE", "RUNS", "BESIDE", "BYTES", "EPOCH", "BLOCKS")
+
+
+@app.command()
+def placement(
+    run_dir: RunDirOption = None,
+    url: UrlOption = None,
+    admin_key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which instance runs which layers and heads of a running server."""
+    found = admin_client(run_dir, url, admin_key).placement()
+    if as_json:
+        typer.echo(json.dumps(msgspec.to_builtins(found), indent=2))
+        return
+    print_rows(rows(found), {"down": "red"})
+    for guest in found.guests:
+        typer.echo(
+            f"guest {guest.guest_id} (process {guest.pid}) takes {format_size(guest.num_bytes)} "
+            f"and {guest.busy_fraction:.0%} of a core beside {guest.target}"
+        )
+
+
+def rows(found: Placement) -> list[tuple[str, ...]]:
+    """A heading, and for each instance what is at home and what is away."""
+    return [_HEADING, *(row for instance in found.instances for row in _rows(instance))]
+
+
+def _rows(instance: InstancePlacement) -> Iterator[tuple[str, ...]]:
+    if instance.cannot_migrate:
+        yield instance.id, instance.role, instance.cannot_migrate, "", "", "", ""
+        return
+    blocks = str(instance.num_blocks)
+    if instance.blocks_gained:
+        blocks += f" ({instance.blocks_gained:+d})"
+    yield (
+        instance.id,
+        instance.role,
+        _at_home(instance),
+        instance.id,
+        f"{format_size(instance.kv_bytes)} KV",
+        str(instance.epoch),
+        blocks,
+    )
+    for unit in instance.units:
+        size = format_size(unit.num_bytes)
+        yield "", "", _words(unit.modules), unit.at, size, str(unit.epoch), ""
+
+
+def _at_home(instance: InstancePlacement) -> str:
+    away = {
+        layer
+        for unit in instance.units
+        if unit.modules["type"] == "layers"
+        for layer in range(unit.modules["start"], unit.modules["end"])
+    }
+    spans: list[list[int]] = []
+    for layer in range(instance.num_layers):
+        if layer in away:
+            continue
+        if spans and spans[-1][1] == layer:
+            spans[-1][1] += 1
+        else:
+            spans.append([layer, layer + 1])
+    return "layers " + " ".join(f"{start}:{end}" for start, end in spans)
+
+
+def _words(modules: dict[str, Any]) -> str:
+    if modules["type"] == "layers":
+        return f"layers {modules['start']}:{modules['end']}"
+    return "heads " + " ".join(
+        f"{layer}/{','.join(map(str, heads))}" for layer, heads in modules["heads"]
+    )

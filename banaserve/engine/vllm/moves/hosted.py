@@ -1,0 +1,121 @@
+"""What the coordinator keeps of one instance as a host."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from banaserve.engine.vllm.migration.host_kv import blocks_gained
+from banaserve.engine.vllm.migration.modules import Modules, read_modules
+from banaserve.engine.vllm.moves.guests import Guests
+from banaserve.engine.vllm.moves.host_link import HostInstance, HostLink
+from banaserve.engine.vllm.moves.planner import Away, num_pages
+from banaserve.engine.vllm.moves.sizes import KvFacts, ModelFacts
+
+Reply = dict[str, Any]
+
+
+class Hosted:
+    """One instance: its present incarnation, what of it is away, and what is on its way.
+
+    Attributes:
+        turn: Held by the migration of this host that runs.
+        planning: Held while a request is checked against what is away and on its way.
+        moving: Modules of migrations that have not ended, by their ids.
+        status: What the host last said; None before it has.
+        since_s: When each unit came to where it is, on the event loop's clock.
+        changed_s: When a unit last moved; None where none has.
+        grown_blocks: By how much the pool is larger than at the start, as far as it was us.
+    """
+
+    def __init__(self, instance: HostInstance, facts: ModelFacts) -> None:
+        self.instance = instance
+        self.turn = asyncio.Lock()
+        self.planning = asyncio.Lock()
+        self.moving: dict[str, list[Modules]] = {}
+        self.status: Reply | None = None
+        self.since_s: dict[str, float] = {}
+        self.changed_s: float | None = None
+        self.grown_blocks = 0
+        self._facts = facts
+        self._link: HostLink | None = None
+
+    @property
+    def id(self) -> str:
+        return self.instance.id
+
+    def link(self) -> HostLink:
+        """To the present incarnation."""
+        if self._link is None or not self._link.is_alive:
+            self._link = HostLink(self.instance)
+        return self._link
+
+    def ended(self) -> None:
+        """The engine has ended, and everything it had away with it."""
+        if self._link is not None:
+            self._link.end()
+            self._link = None
+        self.status = None
+        self.grown_blocks = 0
+        self.since_s.clear()
+
+    async def refresh(self) -> Reply:
+        """Ask the host what is where.
+
+        Raises:
+            MigrationError: The instance cannot migrate.
+            InstanceDeadError: It has ended.
+        """
+        self.status = await self.link().status()
+        return self.status
+
+    @property
+    def kv(self) -> KvFacts:
+        assert self.status is not None
+        return msgspec.convert(self.status["kv"], KvFacts)
+
+    def units(self, guests: Guests) -> list[Away]:
+        """What is away; a guest that is not known any more is beside nobody."""
+        if self.status is None:
+            return []
+        found = []
+        for unit in self.status["units"]:
+            guest = guests.get(unit["guest"])
+            at = guest.target if guest is not None else "?"
+            found.append(Away(unit["unit_id"], read_modules(unit["modules"]), at))
+        return found
+
+    # ---- the scheduler's pool
+
+    def pool_with(self, away: Sequence[Modules]) -> int:
+        """Blocks that the pool may have while these modules are away."""
+        kv, status = self.kv, self.status
+        assert status is not None
+        pages = sum(num_pages(modules, self._facts.num_kv_heads) for modules in away)
+        away_bytes = round(pages * kv.page_bytes)
+        kept_bytes = int(status["kv"]["num_layers"]) * kv.page_bytes - away_bytes
+        return kv.num_blocks + blocks_gained(kv.num_blocks, kv.max_blocks, away_bytes, kept_bytes)
+
+    async def grow_pool(self) -> int:
+        """Let the pool grow to what is free; returns by how many blocks it has."""
+        link = self.link()
+        await self.refresh()
+        allowed = self.kv.num_blocks + self.kv.blocks_gained
+        now = (await link.pool_info())["num_blocks"]
+        if now < allowed:
+            await link.resize_pool(allowed)
+        self.grown_blocks = self.kv.blocks_gained
+        return max(0, allowed - int(now))
+
+    async def shrink_pool(self, num_blocks: int) -> int:
+        """Try to shrink the pool; returns how many blocks in use are in the way."""
+        link = self.link()
+        busy = 0
+        if (await link.pool_info())["num_blocks"] > num_blocks:
+            busy = int((await link.resize_pool(num_blocks))["busy"])
+        if not busy:
+            self.grown_blocks = num_blocks - self.kv.num_blocks
+        return busy

@@ -1,0 +1,177 @@
+"""What is asked of the coordinator of moves, and what it tells: plain values, over HTTP as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+Heads = dict[int, tuple[int, ...]]
+"""KV heads by layer."""
+
+
+class MoveLayers(
+    msgspec.Struct,
+    frozen=True,
+    tag="layers",
+    tag_field="kind",
+    rename={"source": "from", "target": "to"},
+    forbid_unknown_fields=True,
+):
+    """Run layers ``layers[0]`` to ``layers[1] - 1`` of ``source`` beside ``target``."""
+
+    source: str
+    target: str
+    layers: tuple[int, int]
+
+
+class MoveHeads(
+    msgspec.Struct,
+    frozen=True,
+    tag="heads",
+    tag_field="kind",
+    rename={"source": "from", "target": "to"},
+    forbid_unknown_fields=True,
+):
+    """Run some KV heads of ``source``, with their query heads, beside ``target``."""
+
+    source: str
+    target: str
+    heads: Heads
+
+
+class Return(
+    msgspec.Struct,
+    frozen=True,
+    tag="return",
+    tag_field="kind",
+    rename={"source": "from"},
+    forbid_unknown_fields=True,
+):
+    """Take home what ``source`` has away: these layers, these heads, or everything."""
+
+    source: str
+    layers: tuple[int, int] | None = None
+    heads: Heads | None = None
+
+
+Ask = MoveLayers | MoveHeads | Return
+
+OPEN_STATES = ("waiting", "running")
+
+
+class MoveStatus(msgspec.Struct):
+    """One unit's way.
+
+    Attributes:
+        unit_id: Its name while it is away.
+        modules: In words.
+        to: The instance beside which it will run; None: home.
+        phase: waiting, shrinking, starting, preparing, copying, committing, freeing, growing or
+            done.
+        seconds: Spent in each phase so far.
+        facts: What the host has measured: bytes, rounds, stall.
+    """
+
+    move_id: str
+    unit_id: str
+    modules: str
+    to: str | None
+    phase: str = "waiting"
+    seconds: dict[str, float] = {}
+    facts: dict[str, Any] = {}
+
+
+class Migration(msgspec.Struct):
+    """One request to the coordinator.
+
+    Attributes:
+        state: waiting (for another one of the same host), running, done, aborted or failed.
+        error: Why it failed, or why not all of it was done.
+        notes: What is worth knowing: bytes that make no block, say.
+        predicted_bytes: Weights and KV that it takes on the target.
+        blocks_gained: By how much the host's pool has grown when it ended; negative: shrunk.
+    """
+
+    id: str
+    kind: str
+    host: str
+    to: str | None
+    state: str
+    moves: list[MoveStatus]
+    error: str = ""
+    notes: list[str] = []
+    predicted_bytes: int = 0
+    blocks_gained: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self.state in OPEN_STATES
+
+
+class UnitPlace(msgspec.Struct, frozen=True):
+    """A unit that is away.
+
+    Attributes:
+        modules: As ``modules.write_modules`` writes them.
+        at: The instance beside which it runs.
+        epoch: Of the host, when it was put to work there.
+        num_bytes: Weights and KV of the pool's size at the start.
+    """
+
+    unit_id: str
+    modules: dict[str, Any]
+    at: str
+    guest_id: str
+    epoch: int
+    num_bytes: int
+
+
+class GuestStatus(msgspec.Struct, frozen=True):
+    """A guest's process, beside ``target``.
+
+    Attributes:
+        num_bytes: Memory that is its own.
+        busy_fraction: Share of wall time that it computes, in [0, 1].
+    """
+
+    guest_id: str
+    host: str
+    target: str
+    pid: int
+    num_bytes: int
+    busy_fraction: float
+
+
+class InstancePlacement(msgspec.Struct, frozen=True):
+    """What of an instance runs where.
+
+    Attributes:
+        state: Of the instance.
+        cannot_migrate: Why none of it can move; empty where it can.
+        units: Away. What is not listed is at home.
+        num_blocks: Of its pool at present; ``blocks_gained`` of them are due to what is away.
+        kv_bytes: Memory that backs its KV cache at present.
+    """
+
+    id: str
+    role: str
+    state: str
+    cannot_migrate: str
+    epoch: int = 0
+    num_layers: int = 0
+    num_kv_heads: int = 0
+    num_blocks: int = 0
+    blocks_gained: int = 0
+    kv_bytes: int = 0
+    units: list[UnitPlace] = []
+    guests_lost: int = 0
+    steps_lost: int = 0
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """The whole cluster."""
+
+    instances: list[InstancePlacement]
+    guests: list[GuestStatus]
+    migrations: list[Migration]

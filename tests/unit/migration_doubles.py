@@ -1,0 +1,256 @@
+"""An instance that answers the coordinator as ``worker_methods`` says, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from banaserve.engine.vllm.migration.guest_address import GuestAddress
+from banaserve.engine.vllm.migration.host_kv import blocks_gained
+from banaserve.engine.vllm.migration.modules import ModelShape, read_modules
+from banaserve.engine.vllm.moves.coordinator import Coordinator
+from banaserve.engine.vllm.moves.guests import Guest, Guests
+from banaserve.engine.vllm.moves.planner import num_pages
+from banaserve.engine.vllm.moves.sizes import ModelFacts
+from banaserve.types import InstanceId, Placement, Role
+
+FACTS = ModelFacts(num_layers=30, num_kv_heads=3, layer_weight_bytes=1000)
+NUM_BLOCKS, PAGE_BYTES = 300, 3000
+THEN = {"preparing": "prepared", "copying": "copied", "freeing": "freed"}
+
+
+class Engine:
+    """The worker and the scheduler of one instance.
+
+    Attributes:
+        calls: Methods that were called, without looks, in their order.
+        held: Phases that do not end by themselves.
+        faults: A method's reply, or a phase's end: the reason that it fails with.
+        lost_answers: Methods that do their work and answer with an error.
+        busy: Replies of shrinking, one after the other; then none is in the way.
+    """
+
+    def __init__(self, cannot: str = "") -> None:
+        self.calls: list[str] = []
+        self.held: set[str] = set()
+        self.faults: dict[str, str] = {}
+        self.lost_answers: set[str] = set()
+        self.busy: list[int] = []
+        self.dirty: list[int] = []
+        self.guests: dict[str, dict[str, str]] = {}
+        self.moves: dict[str, dict[str, Any]] = {}
+        self.units: dict[str, dict[str, Any]] = {}
+        self.sources: dict[str, str | None] = {}
+        self.epoch = 1
+        self.guests_lost = 0
+        self.pool_blocks = NUM_BLOCKS
+        self.pool_sizes: list[int] = []
+        self.engine_core = self
+        self._cannot = cannot
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
+    ) -> list[dict[str, Any]]:
+        await asyncio.sleep(0)
+        name = method.removeprefix("banaserve_migration_")
+        if name == "status":
+            return [self._status()]
+        self.calls.append(name)
+        if reason := self.faults.get(name):
+            return [{"error": reason}]
+        reply = getattr(self, f"_{name}")(*args)
+        if name in self.lost_answers:
+            return [{"error": "the answer was lost"}]
+        return [{"error": "", **reply}]
+
+    async def call_utility_async(self, method: str, *args: int) -> dict[str, int]:
+        await asyncio.sleep(0)
+        busy = 0
+        if method == "banaserve_resize_pool":
+            (wanted,) = args
+            busy = self.busy.pop(0) if wanted < self.pool_blocks and self.busy else 0
+            if not busy:
+                self.pool_blocks = wanted
+                self.pool_sizes.append(wanted)
+                self.calls.append("resize_pool")
+        return {"num_blocks": self.pool_blocks, "busy": busy}
+
+    # ---- what the worker does
+
+    def _attach(self, address: dict[str, str]) -> dict[str, Any]:
+        self.guests[address["guest_id"]] = {"state": "ready", "reason": ""}
+        return {}
+
+    def _detach(self, guest_id: str) -> dict[str, Any]:
+        return {} if self.guests.pop(guest_id, None) else {"error": "not attached"}
+
+    def _prepare(self, move_id: str, modules: dict[str, Any], guest_id: str) -> dict[str, Any]:
+        return self._begin(move_id, move_id, modules, guest_id)
+
+    def _move_on(self, move_id: str, unit_id: str, guest_id: str | None) -> dict[str, Any]:
+        if guest_id is None:
+            unit = self.units[unit_id]
+            rest = [u for name, u in self.units.items() if name != unit_id]
+            assert self.pool_blocks <= NUM_BLOCKS + self._gained(rest), unit
+        return self._begin(move_id, unit_id, self.units[unit_id]["modules"], guest_id)
+
+    def _begin(
+        self, move_id: str, unit_id: str, modules: dict[str, Any], guest: str | None
+    ) -> dict[str, Any]:
+        move = {"move_id": move_id, "unit_id": unit_id, "phase": "preparing", "reason": ""}
+        self.moves[move_id] = {**move, "modules": modules, "target": guest, "dirty_blocks": None}
+        return {"phase": "preparing"}
+
+    def _precopy(self, move_id: str) -> dict[str, Any]:
+        move = self.moves[move_id]
+        assert move["phase"] in ("prepared", "copied")
+        move["phase"] = "copying"
+        move["dirty_blocks"] = self.dirty.pop(0) if self.dirty else 0
+        return {}
+
+    def _commit(self, move_id: str) -> dict[str, Any]:
+        move = self.moves[move_id]
+        assert move["phase"] in ("prepared", "copied")
+        self.epoch += 1
+        move["phase"], move["stall_s"] = "committed", 0.004
+        if move["target"] is None:
+            del self.units[move["unit_id"]]
+        else:
+            unit = {"unit_id": move["unit_id"], "modules": move["modules"], "epoch": self.epoch}
+            self.units[move["unit_id"]] = {**unit, "guest": move["target"]}
+        return {"stall_s": 0.004}
+
+    def _free(self, move_id: str) -> dict[str, Any]:
+        assert self.moves[move_id]["phase"] == "committed"
+        self.moves[move_id] |= {"phase": "freeing", "freed_bytes": 1, "predicted_bytes": 1}
+        return {}
+
+    def _abort(self, move_id: str) -> dict[str, Any]:
+        if move_id not in self.moves:
+            return {"error": f"there is no move {move_id}"}
+        assert self.moves[move_id]["phase"] not in ("committed", "freed")
+        self.moves[move_id]["phase"] = "aborted"
+        return {}
+
+    def lose(self, guest_id: str) -> None:
+        """A guest dies: what it held comes home."""
+        self.guests[guest_id] = {"state": "lost", "reason": "killed"}
+        self.units = {n: u for n, u in self.units.items() if u["guest"] != guest_id}
+        self.guests_lost += 1
+
+    def _status(self) -> dict[str, Any]:
+        if self._cannot:
+            return {"error": "", "can_migrate": self._cannot}
+        reply = {
+            "error": "",
+            "can_migrate": "",
+            "epoch": self.epoch,
+            "guests": dict(self.guests),
+            "moves": {name: dict(move) for name, move in self.moves.items()},
+            "units": list(self.units.values()),
+            "guests_lost": self.guests_lost,
+            "steps_lost": 0,
+            "kv": {
+                "num_blocks": NUM_BLOCKS,
+                "max_blocks": 2 * NUM_BLOCKS,
+                "blocks_gained": self._gained(list(self.units.values())),
+                "page_bytes": PAGE_BYTES,
+                "num_layers": FACTS.num_layers,
+                "resident_bytes": 0,
+            },
+        }
+        self._go_on()
+        return reply
+
+    def _go_on(self) -> None:
+        """Phases end between two looks."""
+        for move in self.moves.values():
+            phase = move["phase"]
+            if phase in THEN and phase not in self.held:
+                reason = self.faults.get(phase)
+                move["phase"] = "failed" if reason else THEN[phase]
+                move["reason"] = reason or ""
+
+    def _gained(self, units: list[dict[str, Any]]) -> int:
+        pages = sum(num_pages(read_modules(u["modules"]), FACTS.num_kv_heads) for u in units)
+        away = round(pages * PAGE_BYTES)
+        kept = FACTS.num_layers * PAGE_BYTES - away
+        return blocks_gained(NUM_BLOCKS, 2 * NUM_BLOCKS, away, kept)
+
+
+class Instance:
+    """What the coordinator sees of an instance."""
+
+    def __init__(self, name: str, cannot: str = "") -> None:
+        self.id = InstanceId(name)
+        self.role = Role.DECODE
+        self.incarnation = 1
+        self.engine = Engine(cannot)
+        self.llm: Any = self.engine
+        self.guests = (0, 0.0)
+        self.placements: tuple[Placement, ...] = ()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.llm is not None
+
+    def set_guests(self, num_bytes: int, busy_fraction: float) -> None:
+        self.guests = (num_bytes, busy_fraction)
+
+    def set_placements(self, placements: tuple[Placement, ...], epoch: int) -> None:
+        self.placements = placements
+
+    def die(self) -> None:
+        self.llm = None
+
+    def restart(self) -> None:
+        self.incarnation += 1
+        self.llm = self.engine = Engine()
+
+
+class SleepLauncher:
+    """Guests are processes that do nothing: they can be killed, stopped and waited for."""
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    async def start(self, instance_id: str, handshake_address: str, log_path: Path) -> int:
+        raise AssertionError("no engine is started here")
+
+    async def start_guest(self, address: GuestAddress, log_path: Path) -> int:
+        self.processes.append(subprocess.Popen(["sleep", "1000"]))  # noqa: ASYNC220
+        return self.processes[-1].pid
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+class Cluster:
+    """Instances d0, p0, p1 and x0, which cannot migrate, and a coordinator of them."""
+
+    def __init__(self, folder: Path, available_bytes: int = 1 << 40) -> None:
+        self.ended: list[Guest] = []
+        self.on_guest_end: Callable[[Guest], None] = self.ended.append
+        self.instances = {
+            InstanceId(name): Instance(name, "MLA cannot be moved" if name == "x0" else "")
+            for name in ("d0", "p0", "p1", "x0")
+        }
+        self.launcher = SleepLauncher()
+        guests = Guests(self.launcher, folder, folder, "shm", lambda g: self.on_guest_end(g))
+        self.coordinator = Coordinator(self.instances, guests, FACTS, lambda name: available_bytes)
+        self.d0 = self.instances[InstanceId("d0")]
+        self.engine = self.d0.engine
+
+    async def close(self) -> None:
+        await self.coordinator.stop()
+        with contextlib.suppress(ProcessLookupError):
+            self.launcher.close()
+
+
+SHAPE = ModelShape(FACTS.num_layers, FACTS.num_kv_heads)

@@ -1,0 +1,396 @@
+"""The coordinator over instances that answer as the worker's contract says, and real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from banaserve.engine.vllm.moves import timeouts
+from banaserve.engine.vllm.moves.coordinator import Coordinator
+from banaserve.engine.vllm.moves.overseer import Overseer
+from banaserve.engine.vllm.moves.placements import placement_of
+from banaserve.engine.vllm.moves.words import Migration, MoveHeads, MoveLayers, Return
+from banaserve.errors import MigrationError, UserError
+
+_path = Path(__file__).parent / "migration_doubles.py"
+_spec = importlib.util.spec_from_file_location("migration_doubles", _path)
+assert _spec is not None
+assert _spec.loader is not None
+doubles = importlib.util.module_from_spec(_spec)
+sys.modules["migration_doubles"] = doubles
+_spec.loader.exec_module(doubles)
+
+LAYERS = MoveLayers("d0", "p0", (10, 20))
+HEADS = MoveHeads("d0", "p0", {5: (1, 2)})
+ONE_HEAD = MoveHeads("d0", "p0", {5: (1,)})
+WHOLE_MOVE = ["attach", "prepare", "precopy", "commit", "free", "resize_pool"]
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Any]:
+    made = doubles.Cluster(tmp_path)
+    yield made
+    await made.close()
+
+
+async def run(coordinator: Coordinator, ask: Any) -> Migration:
+    return await coordinator.wait((await coordinator.begin(ask)).id)
+
+
+async def done(coordinator: Coordinator, ask: Any) -> Migration:
+    migration = await run(coordinator, ask)
+    assert (migration.state, migration.error) == ("done", "")
+    return migration
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+def phase_of(cluster: Any, migration: Migration) -> str:
+    return migration.moves[0].phase
+
+
+# ---- moves that succeed
+
+
+async def test_layers_go_through_every_phase_and_the_pool_grows(cluster):
+    migration = await done(cluster.coordinator, LAYERS)
+    assert cluster.engine.calls == WHOLE_MOVE
+    assert cluster.engine.pool_sizes == [450]
+    assert migration.blocks_gained == 150
+    (move,) = migration.moves
+    assert move.facts["stall_s"] == 0.004
+    phases = ["starting", "preparing", "copying", "committing", "freeing", "growing"]
+    assert list(move.seconds) == phases
+    assert (move.phase, move.to) == ("done", "p0")
+    assert migration.predicted_bytes == 10 * (1000 + 300 * 3000)
+
+
+async def test_heads_that_make_no_block_say_so(cluster):
+    migration = await done(cluster.coordinator, ONE_HEAD)
+    assert migration.blocks_gained == 300 * 1000 // (30 * 3000 - 1000)
+    tiny = MoveHeads("d0", "p0", {6: (0,)})
+    cluster.engine.pool_blocks = 600
+    migration = await done(cluster.coordinator, tiny)
+    assert migration.notes == ["heads 6/0: frees bytes, but no block of the pool"]
+
+
+async def test_copies_are_repeated_while_they_shrink(cluster):
+    cluster.engine.dirty = [40, 10, 8]
+    await done(cluster.coordinator, LAYERS)
+    assert cluster.engine.calls.count("precopy") == 3
+
+
+async def test_return_shrinks_the_pool_before_it_moves(cluster):
+    await done(cluster.coordinator, LAYERS)
+    cluster.engine.calls.clear()
+    cluster.engine.busy = [3, 2, 1]
+    migration = await done(cluster.coordinator, Return("d0"))
+    assert cluster.engine.calls == ["resize_pool", "move_on", "precopy", "commit", "free"]
+    assert cluster.engine.pool_sizes == [450, 300]
+    assert migration.blocks_gained == -150
+    assert cluster.engine.units == {}
+
+
+async def test_return_of_one_of_two_keeps_what_the_other_gains(cluster):
+    await done(cluster.coordinator, LAYERS)
+    await done(cluster.coordinator, MoveLayers("d0", "p1", (20, 25)))
+    assert cluster.engine.pool_blocks == 600
+    await done(cluster.coordinator, Return("d0", layers=(10, 20)))
+    assert cluster.engine.pool_blocks == 360
+    await done(cluster.coordinator, Return("d0"))
+    assert cluster.engine.pool_blocks == 300
+
+
+async def test_a_unit_moves_on_to_a_third_instance(cluster):
+    await done(cluster.coordinator, LAYERS)
+    await done(cluster.coordinator, MoveLayers("d0", "p1", (10, 20)))
+    (unit,) = cluster.engine.units.values()
+    assert unit["unit_id"] == "m1.0"
+    assert unit["guest"] == "g1-d0-p1"
+    assert cluster.engine.pool_blocks == 450
+
+
+async def test_a_range_that_is_partly_away_is_completed(cluster):
+    await done(cluster.coordinator, MoveLayers("d0", "p1", (12, 15)))
+    migration = await done(cluster.coordinator, LAYERS)
+    assert [move.modules for move in migration.moves] == [
+        "layers 12:15",
+        "layers 10:12",
+        "layers 15:20",
+    ]
+    assert {unit["guest"].split("-")[2] for unit in cluster.engine.units.values()} == {"p0"}
+
+
+async def test_heads_share_a_guest_and_layers_get_one_that_does_not_serve(cluster):
+    await done(cluster.coordinator, HEADS)
+    await done(cluster.coordinator, MoveHeads("d0", "p0", {6: (0,)}))
+    assert len(cluster.launcher.processes) == 1
+    await done(cluster.coordinator, LAYERS)
+    assert len(cluster.launcher.processes) == 2
+
+
+async def test_moves_of_one_host_wait_for_each_other_and_those_of_others_do_not(cluster):
+    cluster.engine.held = {"preparing"}
+    first = await cluster.coordinator.begin(LAYERS)
+    second = await cluster.coordinator.begin(HEADS)
+    other = await done(cluster.coordinator, MoveLayers("p0", "d0", (0, 5)))
+    assert (first.state, second.state, other.state) == ("running", "waiting", "done")
+    cluster.engine.held.clear()
+    await cluster.coordinator.wait(second.id)
+    assert (first.state, second.state) == ("done", "done")
+    assert cluster.engine.calls.index("free") < cluster.engine.calls.index(
+        "prepare", cluster.engine.calls.index("prepare") + 1
+    )
+
+
+async def test_a_commit_whose_answer_is_lost_counts(cluster):
+    cluster.engine.lost_answers = {"commit"}
+    migration = await done(cluster.coordinator, LAYERS)
+    assert migration.moves[0].facts["stall_s"] == 0.004
+    assert cluster.engine.calls == WHOLE_MOVE
+
+
+# ---- refused before anything moves
+
+
+@pytest.mark.parametrize(
+    ("ask", "reason"),
+    [
+        (MoveLayers("d0", "d0", (10, 20)), "the same instance"),
+        (MoveLayers("d9", "p0", (10, 20)), "unknown instance: d9"),
+        (MoveLayers("d0", "p9", (10, 20)), "unknown instance: p9"),
+        (MoveLayers("d0", "p0", (20, 20)), "empty"),
+        (MoveHeads("d0", "p0", {5: (7,)}), "no KV head 7"),
+        (MoveLayers("x0", "p0", (0, 1)), "MLA cannot be moved"),
+        (Return("d0"), "nothing is away"),
+        (Return("d0", layers=(1, 2), heads={5: (1,)}), "not both"),
+    ],
+)
+async def test_refused_at_once(cluster, ask, reason):
+    with pytest.raises(UserError, match=reason):
+        await cluster.coordinator.begin(ask)
+    assert cluster.engine.calls == []
+    assert cluster.launcher.processes == []
+    assert cluster.coordinator.recent() == []
+
+
+async def test_two_migrations_of_one_module_at_once_are_refused(cluster):
+    cluster.engine.held = {"preparing"}
+    first = await cluster.coordinator.begin(LAYERS)
+    for ask in (MoveLayers("d0", "p1", (19, 21)), MoveHeads("d0", "p1", {12: (0,)})):
+        with pytest.raises(MigrationError, match=f"on its way in migration {first.id}"):
+            await cluster.coordinator.begin(ask)
+    cluster.engine.held.clear()
+    await cluster.coordinator.wait(first.id)
+
+
+async def test_two_requests_at_the_same_time_are_not_both_taken(cluster):
+    answers = await asyncio.gather(
+        cluster.coordinator.begin(LAYERS), cluster.coordinator.begin(LAYERS), return_exceptions=True
+    )
+    assert [type(answer) for answer in answers] == [Migration, MigrationError]
+
+
+async def test_a_target_without_room_is_refused(tmp_path):
+    cluster = doubles.Cluster(tmp_path, available_bytes=200 << 20)
+    await done(cluster.coordinator, HEADS)
+    cluster.coordinator._available = lambda _: 1 << 20
+    with pytest.raises(MigrationError, match="p0 has no room for layers 10:20"):
+        await cluster.coordinator.begin(LAYERS)
+    await cluster.close()
+
+
+async def test_an_instance_that_is_down_is_refused(cluster):
+    cluster.d0.die()
+    with pytest.raises(MigrationError, match="does not serve at present"):
+        await cluster.coordinator.begin(LAYERS)
+
+
+# ---- given up
+
+
+@pytest.mark.parametrize("held", ["preparing", "copying"])
+async def test_abort_leaves_everything_at_home(cluster, held):
+    cluster.engine.held = {held}
+    migration = await cluster.coordinator.begin(LAYERS)
+    await until(lambda: phase_of(cluster, migration) == held)
+    cluster.coordinator.abort(migration.id)
+    await cluster.coordinator.wait(migration.id)
+    assert (migration.state, migration.error) == ("aborted", "")
+    assert cluster.engine.calls[-1] == "abort"
+    assert (cluster.engine.units, cluster.engine.pool_blocks) == ({}, 300)
+    cluster.engine.held.clear()
+    await done(cluster.coordinator, LAYERS)
+    assert len(cluster.launcher.processes) == 1
+
+
+async def test_abort_of_one_that_waits_needs_no_turn(cluster):
+    cluster.engine.held = {"preparing"}
+    first = await cluster.coordinator.begin(LAYERS)
+    second = await cluster.coordinator.begin(HEADS)
+    cluster.coordinator.abort(second.id)
+    await cluster.coordinator.wait(second.id)
+    assert (first.state, second.state) == ("running", "aborted")
+    cluster.engine.held.clear()
+    await cluster.coordinator.wait(first.id)
+    assert first.state == "done"
+
+
+async def test_an_aborted_return_gives_the_pool_its_blocks_back(cluster):
+    await done(cluster.coordinator, LAYERS)
+    cluster.engine.held = {"copying"}
+    migration = await cluster.coordinator.begin(Return("d0"))
+    await until(lambda: phase_of(cluster, migration) == "copying")
+    assert cluster.engine.pool_blocks == 300
+    cluster.coordinator.abort(migration.id)
+    await cluster.coordinator.wait(migration.id)
+    assert migration.state == "aborted"
+    assert (list(cluster.engine.units), cluster.engine.pool_blocks) == (["m1.0"], 450)
+    assert migration.blocks_gained == 0
+
+
+async def test_what_has_ended_cannot_be_aborted(cluster):
+    migration = await done(cluster.coordinator, LAYERS)
+    with pytest.raises(MigrationError, match="is done: nothing to abort"):
+        cluster.coordinator.abort(migration.id)
+    with pytest.raises(MigrationError, match="no migration m99"):
+        cluster.coordinator.abort("m99")
+
+
+# ---- faults
+
+
+@pytest.mark.parametrize(
+    "where", ["attach", "prepare", "preparing", "precopy", "copying", "commit"]
+)
+async def test_a_failure_before_commit_leaves_everything_at_home(cluster, where):
+    cluster.engine.faults = {where: "the guest refuses"}
+    migration = await run(cluster.coordinator, LAYERS)
+    assert (migration.state, migration.error) == ("failed", "the guest refuses")
+    assert (cluster.engine.units, cluster.engine.pool_blocks) == ({}, 300)
+    cluster.engine.faults = {}
+    await done(cluster.coordinator, LAYERS)
+
+
+async def test_a_phase_that_takes_too_long_is_given_up(cluster, monkeypatch):
+    monkeypatch.setitem(timeouts._ALLOWED, timeouts.Stage.PREPARE, (0.05, 1e12))
+    cluster.engine.held = {"preparing"}
+    migration = await run(cluster.coordinator, LAYERS)
+    assert migration.state == "failed"
+    assert migration.error == "preparing took more than 0 s"
+    assert cluster.engine.calls[-1] == "abort"
+
+
+async def test_blocks_in_use_keep_layers_away(cluster, monkeypatch):
+    await done(cluster.coordinator, LAYERS)
+    monkeypatch.setitem(timeouts._ALLOWED, timeouts.Stage.SHRINK, (0.05, 1e12))
+    cluster.engine.busy = [7] * 1000
+    migration = await run(cluster.coordinator, Return("d0"))
+    assert "7 KV blocks beyond 300 are in use" in migration.error
+    assert (list(cluster.engine.units), cluster.engine.pool_blocks) == (["m1.0"], 450)
+
+
+async def test_a_guest_that_dies_while_it_prepares_ends_the_move(cluster):
+    cluster.engine.held = {"preparing"}
+    migration = await cluster.coordinator.begin(LAYERS)
+    await until(lambda: phase_of(cluster, migration) == "preparing")
+    cluster.launcher.processes[0].kill()
+    await cluster.coordinator.wait(migration.id)
+    assert (migration.state, migration.error) == ("failed", "the guest beside p0 has ended")
+    assert list(cluster.coordinator.guests) == []
+
+
+@pytest.mark.parametrize("held", ["preparing", "copying"])
+async def test_a_host_that_dies_takes_its_moves_and_guests_with_it(cluster, held):
+    cluster.engine.held = {held}
+    migration = await cluster.coordinator.begin(LAYERS)
+    await until(lambda: phase_of(cluster, migration) == held)
+    cluster.d0.die()
+    cluster.coordinator.instance_ended(cluster.d0.id)
+    await cluster.coordinator.wait(migration.id)
+    assert (migration.state, migration.error) == ("failed", "instance d0 has ended")
+    await until(lambda: not list(cluster.coordinator.guests))
+    assert cluster.launcher.processes[0].wait() == -signal.SIGKILL
+    cluster.d0.restart()
+    again = await done(cluster.coordinator, LAYERS)
+    assert again.moves[0].phase == "done"
+    assert list(cluster.d0.engine.units) == ["m2.0"]
+
+
+async def test_a_target_that_dies_keeps_its_guests(cluster):
+    await done(cluster.coordinator, LAYERS)
+    cluster.instances["p0"].die()
+    cluster.coordinator.instance_ended("p0")
+    assert cluster.launcher.processes[0].poll() is None
+    await done(cluster.coordinator, Return("d0"))
+
+
+# ---- looking after guests
+
+
+@pytest.fixture
+async def overseer(cluster: Any) -> AsyncIterator[Overseer]:
+    made = Overseer(cluster.coordinator, idle_s=0.0)
+    cluster.on_guest_end = made.guest_ended
+    made.start()
+    yield made
+    await made.stop()
+
+
+async def test_a_guest_that_is_lost_is_ended_and_its_pool_shrunk(cluster, overseer):
+    await done(cluster.coordinator, LAYERS)
+    (guest,) = cluster.coordinator.guests
+    cluster.engine.busy = [2, 1]
+    cluster.engine.lose(guest.id)
+    await until(lambda: cluster.engine.pool_blocks == 300)
+    await until(lambda: not list(cluster.coordinator.guests))
+    assert cluster.launcher.processes[0].wait() == -signal.SIGKILL
+    assert cluster.engine.guests == {}
+    assert cluster.d0.placements == ()
+
+
+async def test_a_guest_that_is_stopped_is_ended(cluster, overseer):
+    await done(cluster.coordinator, LAYERS)
+    process = cluster.launcher.processes[0]
+    os.kill(process.pid, signal.SIGSTOP)
+    await until(lambda: not list(cluster.coordinator.guests))
+    assert process.wait() == -signal.SIGKILL
+
+
+async def test_an_idle_guest_is_detached(cluster, overseer):
+    await done(cluster.coordinator, LAYERS)
+    assert "detach" not in cluster.engine.calls
+    await done(cluster.coordinator, Return("d0"))
+    await until(lambda: "detach" in cluster.engine.calls)
+
+
+async def test_the_target_counts_its_guests_and_the_host_what_is_away(cluster, overseer):
+    await done(cluster.coordinator, LAYERS)
+    await until(lambda: cluster.instances["p0"].guests[0] > 0)
+    await until(lambda: cluster.d0.placements != ())
+    (placement,) = cluster.d0.placements
+    assert (placement.guest, placement.module.first_layer, placement.module.end_layer) == (
+        "p0",
+        10,
+        20,
+    )
+    shown = await placement_of(cluster.coordinator)
+    by_id = {instance.id: instance for instance in shown.instances}
+    assert by_id["x0"].cannot_migrate == "MLA cannot be moved"
+    assert [unit.at for unit in by_id["d0"].units] == ["p0"]
+    assert (by_id["d0"].num_blocks, by_id["d0"].blocks_gained) == (450, 150)
+    assert [guest.target for guest in shown.guests] == ["p0"]

@@ -1,0 +1,181 @@
+"""What a request moves, given what is away; how long a phase may take; whether there is room."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from banaserve.engine.vllm.migration.modules import HeadSet, LayerRange, ModelShape
+from banaserve.engine.vllm.moves.planner import (
+    Away,
+    Go,
+    GoHome,
+    GoOn,
+    num_pages,
+    plan_move,
+    plan_return,
+)
+from banaserve.engine.vllm.moves.sizes import (
+    GUEST_BYTES,
+    KvFacts,
+    ModelFacts,
+    _checkpoint_layer_bytes,
+    check_room,
+)
+from banaserve.engine.vllm.moves.timeouts import MAX_TIMEOUT_S, Stage, copies_again, timeout_s
+from banaserve.errors import MigrationError
+
+SHAPE = ModelShape(30, 3)
+LAYERS = LayerRange
+P0_10_15 = Away("m1.0", LAYERS(10, 15), "p0")
+P1_10_15 = Away("m1.0", LAYERS(10, 15), "p1")
+P1_5_15 = Away("m1.0", LAYERS(5, 15), "p1")
+P0_HEADS = Away("m2.0", HeadSet({5: (1, 2)}), "p0")
+P1_HEADS = Away("m2.0", HeadSet({5: (1, 2), 6: (0,)}), "p1")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "away", "steps"),
+    [
+        (LAYERS(10, 20), [], [Go(LAYERS(10, 20))]),
+        (LAYERS(10, 20), [P0_10_15], [Go(LAYERS(15, 20))]),
+        (LAYERS(8, 20), [P0_10_15], [Go(LAYERS(8, 10)), Go(LAYERS(15, 20))]),
+        (
+            LAYERS(10, 20),
+            [P1_10_15],
+            [GoOn("m1.0", LAYERS(10, 15), "p1"), Go(LAYERS(15, 20))],
+        ),
+        (LAYERS(15, 20), [P1_5_15], [Go(LAYERS(15, 20))]),
+        (HeadSet({5: (1,)}), [], [Go(HeadSet({5: (1,)}))]),
+        (HeadSet({5: (0, 1, 2)}), [P0_HEADS], [Go(HeadSet({5: (0,)}))]),
+        (
+            HeadSet({5: (1, 2), 6: (0, 1)}),
+            [P1_HEADS],
+            [GoOn("m2.0", P1_HEADS.modules, "p1"), Go(HeadSet({6: (1,)}))],
+        ),
+        (LAYERS(10, 20), [P0_HEADS], [Go(LAYERS(10, 20))]),
+    ],
+)
+def test_only_what_is_not_there_yet_moves(wanted, away, steps):
+    assert plan_move(wanted, "p0", SHAPE, away, {}) == steps
+
+
+@pytest.mark.parametrize(
+    ("wanted", "away", "moving", "reason"),
+    [
+        (LAYERS(10, 10), [], {}, "empty"),
+        (LAYERS(20, 10), [], {}, "empty"),
+        (LAYERS(25, 31), [], {}, "outside of 0:30"),
+        (LAYERS(0, 30), [], {}, "keep at least one"),
+        (LAYERS(0, 10), [Away("u", LAYERS(10, 30), "p1")], {}, "keep at least one"),
+        (LAYERS(10, 15), [P0_10_15], {}, "run beside p0 already"),
+        (LAYERS(10, 20), [P1_5_15], {}, "as one unit"),
+        (LAYERS(5, 8), [P0_HEADS], {}, "return them before"),
+        (HeadSet({12: (0,)}), [P0_10_15], {}, "return them before"),
+        (HeadSet({5: (1,)}), [P1_HEADS], {}, "as one unit"),
+        (HeadSet({5: (3,)}), [], {}, "no KV head 3"),
+        (HeadSet({30: (1,)}), [], {}, "no layer 30"),
+        (HeadSet({5: (1, 1)}), [], {}, "twice"),
+        (HeadSet({5: ()}), [], {}, "no heads of layer 5"),
+        (HeadSet({}), [], {}, "no heads"),
+        (LAYERS(10, 20), [], {"m7": [LAYERS(19, 22)]}, "layer 19 is on its way in migration m7"),
+        (HeadSet({5: (1,)}), [], {"m7": [HeadSet({5: (1,)})]}, "in migration m7"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(wanted, away, moving, reason):
+    with pytest.raises(MigrationError, match=reason):
+        plan_move(wanted, "p0", SHAPE, away, moving)
+
+
+def test_heads_of_one_layer_may_move_beside_each_other():
+    moving = {"m7": [HeadSet({5: (1,)})]}
+    wanted = HeadSet({5: (0, 2)})
+    assert plan_move(wanted, "p0", SHAPE, [], moving) == [Go(wanted)]
+
+
+def test_return_takes_whole_units():
+    away = [P0_10_15, P0_HEADS]
+    assert plan_return(None, away, {}) == [
+        GoHome("m1.0", P0_10_15.modules, "p0"),
+        GoHome("m2.0", P0_HEADS.modules, "p0"),
+    ]
+    assert [s.unit_id for s in plan_return(LAYERS(0, 20), [P0_10_15], {})] == ["m1.0"]
+    assert [s.unit_id for s in plan_return(LAYERS(5, 15), away, {})] == ["m1.0", "m2.0"]
+    for wanted, reason in [
+        (LAYERS(10, 12), "return all of it"),
+        (LAYERS(20, 22), "nothing of layers 20:22 is away"),
+        (HeadSet({5: (1,)}), "return all of it"),
+    ]:
+        with pytest.raises(MigrationError, match=reason):
+            plan_return(wanted, away, {})
+    with pytest.raises(MigrationError, match="nothing is away"):
+        plan_return(None, [], {})
+    with pytest.raises(MigrationError, match="on its way in migration m9"):
+        plan_return(None, away, {"m9": [LAYERS(10, 15)]})
+
+
+def test_pages():
+    assert num_pages(LAYERS(3, 7), 3) == 4.0
+    assert num_pages(HeadSet({1: (0, 2), 4: (1,)}), 3) == 1.0
+
+
+def test_timeouts_grow_with_the_bytes_and_end():
+    for stage in Stage:
+        times = [timeout_s(stage, n) for n in (0, 10**6, 10**9, 10**12)]
+        assert times == sorted(times)
+        assert times[0] < times[2]
+        assert times[0] > 0
+        assert times[-1] <= MAX_TIMEOUT_S
+    assert timeout_s(Stage.PREPARE, 10**18) == MAX_TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "times", "again"),
+    [
+        (None, 0, 1, False),
+        (None, 9, 1, True),
+        (20, 9, 2, True),
+        (20, 10, 2, False),
+        (20, 30, 2, False),
+        (200, 1, 8, False),
+    ],
+)
+def test_copies_are_repeated_while_less_than_half_is_left(before, now, times, again):
+    assert copies_again(before, now, times) is again
+
+
+def test_room_on_the_target():
+    facts = ModelFacts(30, 3, layer_weight_bytes=1000)
+    kv = KvFacts(num_blocks=100, max_blocks=200, blocks_gained=0, page_bytes=3000)
+    layers, heads = 10 * 1000 + 10 * 100 * 3000, 2 * 100 * 1000
+    assert check_room(LAYERS(0, 10), "p0", facts, kv, lambda _: 1 << 40) == layers
+    assert check_room(HeadSet({5: (1, 2)}), "p0", facts, kv, lambda _: 1 << 40) == heads
+    assert check_room(LAYERS(0, 10), "p0", facts, kv, lambda _: GUEST_BYTES + layers) == layers
+    with pytest.raises(MigrationError, match=r"p0 has no room for layers 0:10: they take"):
+        check_room(LAYERS(0, 10), "p0", facts, kv, lambda _: GUEST_BYTES + layers - 1)
+
+
+def test_weights_of_a_layer_are_read_from_the_checkpoint(tmp_path: Path):
+    def tensor(dtype: str, num_bytes: int) -> dict[str, object]:
+        return {"dtype": dtype, "shape": [], "data_offsets": [0, num_bytes]}
+
+    header = {
+        "__metadata__": {"format": "pt"},
+        "model.embed_tokens.weight": tensor("BF16", 1000),
+        "model.layers.0.mlp.weight": tensor("BF16", 60),
+        "model.layers.0.norm.weight": tensor("F32", 8),
+        "model.layers.1.mlp.weight": tensor("I8", 50),
+    }
+    encoded = json.dumps(header).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded)
+    assert _checkpoint_layer_bytes(tmp_path, 4) == 60 * 2 + 8
+    assert _checkpoint_layer_bytes(tmp_path, 1) == 50
+    path.write_bytes(struct.pack("<Q", 1 << 40))
+    assert _checkpoint_layer_bytes(tmp_path, 4) is None
+    assert _checkpoint_layer_bytes(tmp_path / "none", 4) is None
