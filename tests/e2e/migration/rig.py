@@ -1,0 +1,247 @@
+"""One engine in this process, stepped by hand, and the parents of its guests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+DEADLINE_S = 90.0
+Answers = dict[str, tuple[list[int], list[float]]]
+During = Generator[None, None, None]
+
+
+class Rig:
+    """One in-process engine, the parent of its guests, and what a coordinator would do."""
+
+    def __init__(self, arguments: dict[str, Any], control: socket.socket, folder: Path) -> None:
+        from vllm import LLM
+
+        from banaserve.engine.vllm import compat, cpu_seeds
+        from banaserve.engine.vllm.migration import install
+
+        runner_class = compat.cpu_model_runner()
+        install.install_runner(runner_class)
+        install.install_utilities()
+        if not getattr(runner_class, "_seeds_installed", False):
+            cpu_seeds.install(runner_class)
+            runner_class._seeds_installed = True
+        self._control = control
+        self._folder = folder
+        self._secret = secrets.token_hex(16)
+        self._num_guests = self._num_moves = self._num_runs = 0
+        self.pids: dict[str, int] = {}
+        self.llm = LLM(**arguments)
+        self.engine = self.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.requests_at_once = 0
+
+    # ---- the coordinator's calls
+
+    def ask(self, method: str, *args: Any) -> dict[str, Any]:
+        """A worker's reply, whatever it says."""
+        return self.llm.collective_rpc(f"banaserve_migration_{method}", args=args)[0]
+
+    def do(self, method: str, *args: Any) -> dict[str, Any]:
+        reply = self.ask(method, *args)
+        assert reply["error"] == "", (method, args, reply)
+        return reply
+
+    def guest(self) -> str:
+        """Start a guest and attach it; returns its id."""
+        from banaserve.engine.vllm import wire
+        from banaserve.engine.vllm.migration.guest_address import GuestAddress
+
+        self._num_guests += 1
+        guest_id = f"g{self._num_guests}"
+        address = GuestAddress(
+            guest_id=guest_id,
+            channel=str(self._folder / f"{guest_id}.sock"),
+            token=secrets.token_hex(16),
+            transport="shm",
+            folder=str(self._folder),
+            secret=self._secret,
+        )
+        wire.send(self._control, wire.StartGuest(address, str(self._folder / f"{guest_id}.log")))
+        while True:
+            answer = wire.receive(self._control)
+            assert answer is not None, "the parent of guests has ended"
+            if isinstance(answer, wire.GuestStarted):
+                break
+        self.pids[guest_id] = answer.pid
+        fields = {name: getattr(address, name) for name in address.__struct_fields__}
+        self.do("attach", fields)
+        self.until(lambda: self.do("status")["guests"][guest_id]["state"] != "connecting")
+        assert self.do("status")["guests"][guest_id]["state"] == "ready", self.do("status")
+        return guest_id
+
+    def kill(self, guest_id: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a guest that may have ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pids[guest_id], number)
+
+    def new_move(self) -> str:
+        self._num_moves += 1
+        return f"m{self._num_moves}"
+
+    def phase(self, move_id: str) -> str:
+        return str(self.do("status")["moves"][move_id]["phase"])
+
+    def wait(self, move_id: str, phase: str) -> During:
+        """Let steps go by until a move is in ``phase``."""
+        began_s = time.monotonic()
+        while (now := self.phase(move_id)) != phase:
+            assert now not in ("failed", "aborted"), self.do("status")["moves"][move_id]
+            assert time.monotonic() - began_s < DEADLINE_S, (move_id, now)
+            yield
+
+    def carry_out(self, move_id: str, free: bool = True, gap: int = 0) -> During:
+        """The rest of a move that is being prepared, with ``gap`` steps between its phases."""
+        yield from self.wait(move_id, "prepared")
+        yield from steps(gap)
+        self.do("precopy", move_id)
+        yield from self.wait(move_id, "copied")
+        yield from steps(gap)
+        self.do("commit", move_id)
+        yield from steps(gap)
+        if free:
+            self.do("free", move_id)
+            yield from self.wait(move_id, "freed")
+
+    def away(
+        self, modules: dict[str, Any], guest_id: str, free: bool = True, gap: int = 0
+    ) -> During:
+        """Move modules from home to a guest."""
+        move_id = self.new_move()
+        self.do("prepare", move_id, modules, guest_id)
+        yield from self.carry_out(move_id, free, gap)
+
+    def on(self, unit_id: str, guest_id: str | None = None, gap: int = 0) -> During:
+        """Move a unit on to another guest, or home."""
+        move_id = self.new_move()
+        self.do("move_on", move_id, unit_id, guest_id)
+        yield from self.carry_out(move_id, True, gap)
+
+    def all_home(self) -> None:
+        for unit in self.do("status")["units"]:
+            self.finish(self.on(unit["unit_id"]))
+        assert self.do("status")["units"] == []
+
+    def finish(self, during: During) -> None:
+        """Carry something out while the engine is idle."""
+        for _ in during:
+            time.sleep(0.002)
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        began_s = time.monotonic()
+        while not holds():
+            assert time.monotonic() - began_s < DEADLINE_S
+            time.sleep(0.01)
+
+    # ---- requests
+
+    def run(
+        self,
+        prompts: list[list[int]],
+        num_tokens: int,
+        during: During | None = None,
+        **sampling: Any,
+    ) -> Answers:
+        """Tokens and logprobs of all prompts; one step of ``during`` after each engine step."""
+        from vllm import SamplingParams
+
+        self._num_runs += 1
+        chosen = {"temperature": 0.0, **sampling}
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, logprobs=0, **chosen)
+        for number, prompt in enumerate(prompts):
+            self.engine.add_request(
+                f"r{self._num_runs}-{number}", {"prompt_token_ids": prompt}, params
+            )
+        answers: Answers = {}
+        self.requests_at_once = 0
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if output.finished:
+                    answers[output.request_id.split("-")[1]] = _answer(output.outputs[0])
+            self.requests_at_once = max(
+                self.requests_at_once, self.core.banaserve_pool_info()["running"]
+            )
+            if during is not None and next(during, "ended") == "ended":
+                during = None
+        if during is not None:
+            self.finish(during)
+        assert len(answers) == len(prompts)
+        return answers
+
+    @staticmethod
+    def agrees(answers: Answers, expected: Answers) -> bool:
+        """Same tokens, and logprobs but for rounding: other batches sum in another order."""
+        assert {k: tokens for k, (tokens, _) in answers.items()} == {
+            k: tokens for k, (tokens, _) in expected.items()
+        }
+        for key, (_, logprobs) in answers.items():
+            assert logprobs == pytest.approx(expected[key][1], abs=2e-4)
+        return True
+
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()
+        del self.llm, self.engine, self.core
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+
+
+def _answer(output: Any) -> tuple[list[int], list[float]]:
+    logprobs = [next(iter(of_token.values())).logprob for of_token in output.logprobs]
+    assert not any(math.isnan(logprob) for logprob in logprobs)
+    return list(output.token_ids), logprobs
+
+
+def steps(count: int) -> During:
+    """Let ``count`` engine steps go by."""
+    for _ in range(count):
+        yield
+
+
+@contextlib.contextmanager
+def many_controls(
+    every: list[dict[str, Any]],
+) -> Iterator[tuple[list[socket.socket], Path]]:
+    """A parent of guests for each engine; a short folder, because of the sockets in it."""
+    folder = Path(tempfile.mkdtemp(prefix="bm-"))
+    pairs = [socket.socketpair() for _ in every]
+    job = [[theirs.fileno(), args] for (_, theirs), args in zip(pairs, every, strict=True)]
+    script = Path(__file__).with_name("guest_parents.py")
+    with (folder / "parents.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(script), json.dumps(job)],
+            pass_fds=[theirs.fileno() for _, theirs in pairs],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    for _, theirs in pairs:
+        theirs.close()
+    try:
+        yield [ours for ours, _ in pairs], folder
+    finally:
+        for ours, _ in pairs:
+            ours.close()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
