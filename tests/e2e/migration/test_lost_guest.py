@@ -166,10 +166,14 @@ def test_the_source_dies_on_the_way_to_a_third(
         rig.do("move_on", move_id, unit["unit_id"], other)
         yield from rig.wait(move_id, "prepared")
         rig.kill(one)
-        assert rig.ask("commit", move_id)["error"]
+        # Its memory outlives it for a moment: a commit in that moment takes all that it has done.
+        replies.append(rig.ask("commit", move_id)["error"])
 
+    replies: list[str] = []
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, lose()), expected)
-    assert rig.do("status")["units"] == []
+    units = rig.do("status")["units"]
+    assert [unit["guest"] for unit in units] == ([] if replies[0] else [other])
+    rig.all_home()
 
 
 def test_a_guest_ends_with_its_host(rig: Any) -> None:
