@@ -104,6 +104,10 @@ class OpenAiClient:
     async def send(self, call: Call, due_at_s: float | None = None) -> RequestRecord:
         """Makes ``call``, waits for its end and returns its record, whatever came of it."""
         record = RequestRecord(id=call.id, due_at_s=due_at_s, sent_at_s=self.clock.now())
+        return await self.send_into(call, record)
+
+    async def send_into(self, call: Call, record: RequestRecord) -> RequestRecord:
+        """As ``send``; ``record`` can be read while the stream goes on, and after a cancel."""
         try:
             await self._stream(call, record)
         except TimeoutError:

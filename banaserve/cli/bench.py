@@ -39,6 +39,9 @@ BENCHMARKS = {
     "kvstore": Benchmark(
         "banaserve.bench.kvstore", "What does the KV cache store cost beside plain copies?"
     ),
+    "migration": Benchmark(
+        "banaserve.bench.migration", "What does moving layers and heads take, and bring?"
+    ),
     "stall": Benchmark(
         "banaserve.bench.stall", "Does a very long prompt stall the streams of others?"
     ),

@@ -71,9 +71,10 @@ class Engine:
         await asyncio.sleep(0)
         busy = 0
         if method == "banaserve_resize_pool":
-            (wanted,) = args
+            wanted, hold = args
+            assert hold
             busy = self.busy.pop(0) if wanted < self.pool_blocks and self.busy else 0
-            if not busy:
+            if not busy and wanted != self.pool_blocks:
                 self.pool_blocks = wanted
                 self.pool_sizes.append(wanted)
                 self.calls.append("resize_pool")

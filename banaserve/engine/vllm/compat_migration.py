@@ -21,10 +21,12 @@ __all__ = [
     "adopt_kv_layout",
     "end_alone",
     "grow_pool",
+    "hold_blocks",
     "initialize_model",
     "pipeline_stage",
     "pool_usage",
     "process_weights_after_loading",
+    "release_blocks",
     "restart_requests",
     "shrink_pool",
     "start_alone",
@@ -101,6 +103,32 @@ def grow_pool(scheduler: Any, num_blocks: int) -> None:
     pool.blocks.extend(new)
     pool.free_block_queue.append_n(new)
     _record_pool_size(scheduler, num_blocks)
+
+
+_HELD = "banaserve_held_from"
+"""On a block pool: blocks from this one on are held."""
+
+
+def hold_blocks(scheduler: Any, first: int) -> None:
+    """Give no block from ``first`` on to anybody any more; those in use go on until they are free.
+
+    Each gets one reference more, and no prompt finds it in the prefix cache.
+    """
+    pool = scheduler.kv_cache_manager.block_pool
+    release_blocks(scheduler)
+    for block in pool.blocks[first:]:
+        pool._maybe_evict_cached_block(block)
+    pool.touch(pool.blocks[first:])
+    setattr(pool, _HELD, first)
+
+
+def release_blocks(scheduler: Any) -> None:
+    """Undo ``hold_blocks``."""
+    pool = scheduler.kv_cache_manager.block_pool
+    first = getattr(pool, _HELD, None)
+    if first is not None:
+        pool.free_blocks(pool.blocks[first:])
+        setattr(pool, _HELD, None)
 
 
 def shrink_pool(scheduler: Any, num_blocks: int) -> list[int]:

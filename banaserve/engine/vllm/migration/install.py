@@ -47,7 +47,7 @@ def install_utilities() -> None:
     compat.add_utility("banaserve_pool_info", lambda core: core.scheduler.pool_info())
     compat.add_utility(
         "banaserve_resize_pool",
-        lambda core, num_blocks: core.scheduler.resize_pool(num_blocks),
+        lambda core, num_blocks, hold=False: core.scheduler.resize_pool(num_blocks, hold),
     )
 
 

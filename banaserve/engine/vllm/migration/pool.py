@@ -61,8 +61,12 @@ class _PoolControl:
             ),
         }
 
-    def resize_pool(self, num_blocks: int) -> dict[str, Any]:
+    def resize_pool(self, num_blocks: int, hold: bool = False) -> dict[str, Any]:
         """Grow or shrink the pool to ``num_blocks``; a block in use is never taken away.
+
+        Args:
+            hold: Where blocks in use are in the way, give none of those that are to go to anybody
+                until the next call: under load they would never be free all at once.
 
         Returns:
             ``pool_info``, with ``busy``: how many blocks in use stand in the way of shrinking.
@@ -73,11 +77,14 @@ class _PoolControl:
         """
         if num_blocks < 2:
             raise MigrationError("a pool has at least two blocks")
+        compat.release_blocks(self)
         busy: list[int] = []
         if num_blocks >= compat.pool_usage(self)[0]:
             compat.grow_pool(self, num_blocks)
         else:
             busy = compat.shrink_pool(self, num_blocks)
+            if busy and hold:
+                compat.hold_blocks(self, num_blocks)
         return {**self.pool_info(), "busy": len(busy)}
 
 

@@ -44,9 +44,9 @@ committed, freeing, freed, aborted, failed), ``target``, ``dirty_blocks``, ``rea
 commit and free.
 
 The pool is the scheduler's: ``call_utility("banaserve_pool_info")`` and
-``call_utility("banaserve_resize_pool", num_blocks)`` on the engine core, see ``pool.py``. Grow to
-``kv.num_blocks + kv.blocks_gained`` after FREE; a reply with ``busy`` above 0 to shrinking means
-that blocks in use are in the way: ask again later, and do not move home before.
+``call_utility("banaserve_resize_pool", num_blocks, hold)`` on the engine core, see ``pool.py``.
+Grow to ``kv.num_blocks + kv.blocks_gained`` after FREE; a reply with ``busy`` above 0 to
+shrinking means that blocks in use are in the way: ask again later, and do not move home before.
 """
 
 from __future__ import annotations

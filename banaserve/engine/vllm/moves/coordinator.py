@@ -80,7 +80,8 @@ class Coordinator:
             taken = self._check_room(ops, target, hosted) if target is not None else 0
             migration = self._make(ask, ops, target, taken)
             hosted.moving[migration.id] = [op.modules for op in ops]
-        task = asyncio.create_task(self._run(migration, ops, hosted))
+        precopy = getattr(ask, "precopy", True)
+        task = asyncio.create_task(self._run(migration, ops, hosted, precopy))
         self._tasks[migration.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(migration.id, None))
         await asyncio.sleep(0)  # a task that is cancelled before its first step runs no handler
@@ -184,12 +185,14 @@ class Coordinator:
 
     # ---- running
 
-    async def _run(self, migration: Migration, ops: Sequence[Op], hosted: Hosted) -> None:
+    async def _run(
+        self, migration: Migration, ops: Sequence[Op], hosted: Hosted, precopy: bool
+    ) -> None:
         outcome = "failed"
         try:
             async with hosted.turn:
                 migration.state = "running"
-                await self._move_all(migration, ops, hosted)
+                await self._move_all(migration, ops, hosted, precopy)
             outcome = "done"
         except AbortedError:
             outcome = "aborted"
@@ -210,7 +213,9 @@ class Coordinator:
             metrics.MIGRATIONS.labels(migration.kind, outcome).inc()
             await self._look_again(hosted)
 
-    async def _move_all(self, migration: Migration, ops: Sequence[Op], hosted: Hosted) -> None:
+    async def _move_all(
+        self, migration: Migration, ops: Sequence[Op], hosted: Hosted, precopy: bool
+    ) -> None:
         for op, move in zip(ops, migration.moves, strict=True):
             target = InstanceId(migration.to) if migration.to is not None else None
             num_bytes = weight_bytes(op.modules, self.facts)
@@ -223,6 +228,7 @@ class Coordinator:
                 target,
                 num_bytes,
                 lambda: migration.id in self._aborts,
+                precopy,
             )
             try:
                 await course.run()

@@ -46,6 +46,7 @@ class Course:
         move: Written to as the move goes on.
         num_bytes: That travel, for timeouts.
         is_aborted: Asked between two looks at the host, until COMMIT.
+        precopy: Whether KV is copied while the host serves.
 
     Attributes:
         blocks_gained: By how much the host's pool has grown; negative where it has shrunk.
@@ -60,6 +61,7 @@ class Course:
         target: InstanceId | None,
         num_bytes: int,
         is_aborted: Callable[[], bool],
+        precopy: bool = True,
     ) -> None:
         self.blocks_gained = 0
         self._hosted = hosted
@@ -70,6 +72,7 @@ class Course:
         self._target = target
         self._num_bytes = num_bytes
         self._is_aborted = is_aborted
+        self._precopy = precopy
         self._guest: Guest | None = None
         self._begun = False
 
@@ -84,7 +87,8 @@ class Course:
         try:
             await self._make_ready()
             await self._prepare()
-            await self._copy()
+            if self._precopy:
+                await self._copy()
             await self._commit()
         except BaseException:
             await self._give_up()

@@ -100,8 +100,11 @@ class HostLink:
         return await self._utility("banaserve_pool_info")
 
     async def resize_pool(self, num_blocks: int) -> Reply:
-        """``busy`` above 0: blocks in use are in the way, and nothing has changed."""
-        return await self._utility("banaserve_resize_pool", num_blocks)
+        """``busy`` above 0: blocks in use are in the way; they are taken out of circulation.
+
+        They come back with the next call.
+        """
+        return await self._utility("banaserve_resize_pool", num_blocks, True)
 
     async def _utility(self, name: str, *args: Any) -> Reply:
         made = self._llm().engine_core.call_utility_async(name, *args)

@@ -105,8 +105,7 @@ class Hosted:
         await self.refresh()
         allowed = self.kv.num_blocks + self.kv.blocks_gained
         now = (await link.pool_info())["num_blocks"]
-        if now < allowed:
-            await link.resize_pool(allowed)
+        await link.resize_pool(max(now, allowed))  # also lets go of blocks that were held
         self.grown_blocks = self.kv.blocks_gained
         return max(0, allowed - int(now))
 

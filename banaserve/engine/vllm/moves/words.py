@@ -18,11 +18,15 @@ class MoveLayers(
     rename={"source": "from", "target": "to"},
     forbid_unknown_fields=True,
 ):
-    """Run layers ``layers[0]`` to ``layers[1] - 1`` of ``source`` beside ``target``."""
+    """Run layers ``layers[0]`` to ``layers[1] - 1`` of ``source`` beside ``target``.
+
+    ``precopy`` false copies everything at a standstill, for comparison.
+    """
 
     source: str
     target: str
     layers: tuple[int, int]
+    precopy: bool = True
 
 
 class MoveHeads(

@@ -1,0 +1,164 @@
+"""Streams that never end while layers and heads move, and what their tokens should be."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from banaserve import models
+from banaserve.api.admin_client import AdminClient
+from banaserve.bench import workloads
+from banaserve.bench.client import Call, OpenAiClient
+from banaserve.bench.record import RequestRecord
+from banaserve.bench.servers import Server
+from banaserve.engine.vllm.moves.words import Ask, Migration
+
+OUTPUT_TOKENS = 24
+DEADLINE_S = 120.0
+SAMPLING = {"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+
+
+class Reference:
+    """Prompts, and what one plain vLLM engine answers."""
+
+    def __init__(self, folder: Path, num_prompts: int, longest: int, seed: int) -> None:
+        model = models.resolve(models.PACKAGED, None, print)
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model.path_or_id)
+
+        def tokenize(text: str) -> list[int]:
+            return list(tokenizer(text, verbose=False)["input_ids"])
+
+        few = max(1, num_prompts // 8)
+        found = workloads.prompts("synthetic", num_prompts - few, 40, 160, seed, tokenize)
+        found += workloads.prompts("synthetic", few, longest // 2, longest, seed + 1, tokenize)
+        self.prompts = [tokenize(prompt.text) for prompt in found]
+        job = {"model": model.path_or_id, "prompts": self.prompts, "samplings": {"it": SAMPLING}}
+        (folder / "job.json").write_text(json.dumps(job))
+        script = Path(__file__).with_name("reference_tokens.py")
+        command = [sys.executable, str(script), str(folder / "job.json"), str(folder / "out.json")]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        self.tokens: list[list[int]] = json.loads((folder / "out.json").read_text())["it"]
+
+
+class Load:
+    """Keeps ``num_streams`` requests under way, over all prompts again and again.
+
+    Attributes:
+        records: Of requests that have ended.
+    """
+
+    def __init__(self, server: Server, reference: Reference, num_streams: int) -> None:
+        self.records: list[RequestRecord] = []
+        self._server = server
+        self._reference = reference
+        self._num_streams = num_streams
+        self._numbers = itertools.count()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        self.wait_tokens(self._num_streams)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "streams hang"
+
+    async def _run(self) -> None:
+        async with OpenAiClient(
+            self._server.url, models.PACKAGED, return_token_ids=True, timeout_s=DEADLINE_S
+        ) as client:
+            await asyncio.gather(*(self._stream(client) for _ in range(self._num_streams)))
+
+    async def _stream(self, client: OpenAiClient) -> None:
+        while not self._stop.is_set():
+            number = next(self._numbers) % len(self._reference.prompts)
+            call = Call(
+                str(number),
+                prompt=self._reference.prompts[number],
+                max_tokens=OUTPUT_TOKENS,
+                extra={"ignore_eos": True},
+            )
+            self.records.append(await client.send(call))
+
+    def wait_tokens(self, num_tokens: int) -> None:
+        """Return when so many more tokens have been generated."""
+        enough = generated(self._server) + num_tokens
+        until(lambda: generated(self._server) >= enough, f"{num_tokens} more tokens")
+
+    def check(self) -> None:
+        """Every answer that has ended is right."""
+        assert self.records
+        assert [record.error for record in self.records if record.error] == []
+        wrong = [
+            record.id
+            for record in self.records
+            if record.token_ids != self._reference.tokens[int(record.id)]
+        ]
+        assert wrong == [], f"{len(wrong)} of {len(self.records)} answers have other tokens"
+
+
+def generated(server: Server) -> float:
+    return server.metric("vllm:generation_tokens_total")
+
+
+def until(holds: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Poll until ``holds()``."""
+    until_s = time.monotonic() + deadline_s
+    while not holds():
+        assert time.monotonic() < until_s, f"not within {deadline_s:.0f} s: {what}"
+        time.sleep(0.02)
+
+
+def done(admin: AdminClient, ask: Ask) -> Migration:
+    """Run a migration, which must succeed."""
+    migration = admin.run(ask)
+    assert (migration.state, migration.error) == ("done", ""), migration
+    return migration
+
+
+def until_phase(admin: AdminClient, migration: Migration, phase: str) -> Migration:
+    """Return as soon as a migration is in ``phase``, or past it."""
+    while migration.is_open and migration.moves[0].phase != phase:
+        migration = admin.show(migration.id)
+    return migration
+
+
+def until_clean(server: Server, admin: AdminClient) -> None:
+    """Nothing is away, no guest is left, no lease and no request."""
+
+    def is_clean() -> bool:
+        found = admin.placement()
+        return not found.guests and all(
+            instance.state == "ready"
+            and not instance.cannot_migrate
+            and not instance.units
+            and instance.blocks_gained == 0
+            for instance in found.instances
+        )
+
+    until(is_clean, "everything is at home and no guest is left")
+    until(lambda: server.metric("banaserve_kvstore_leased_slots") == 0, "no leases")
+    until(lambda: server.metric("banaserve_kvstore_writing_slots") == 0, "nothing half written")
+    until(lambda: server.metric("banaserve_requests_in_flight") == 0, "no request in flight")
+
+
+@contextlib.contextmanager
+def streaming(server: Server, reference: Reference, num_streams: int) -> Iterator[Load]:
+    """Streams while the block runs; afterwards all of their tokens are checked."""
+    with Load(server, reference, num_streams) as load:
+        yield load
+    load.check()

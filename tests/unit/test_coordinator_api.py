@@ -1,0 +1,308 @@
+"""The admin API over HTTP, and the commands that talk to it, over instances without engines."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm")
+
+import uvicorn
+
+from banaserve.api.admin import AdminDoor
+from banaserve.api.admin_client import AdminClient
+from banaserve.api.auth import KeyMiddleware
+from banaserve.cli.main import main
+from banaserve.engine.vllm.moves.words import MoveLayers
+from banaserve.errors import UserError
+from banaserve.run_dir import AdminAccess, find_admin, open_run_dir, write_admin
+
+_path = Path(__file__).parent / "migration_doubles.py"
+_spec = importlib.util.spec_from_file_location("migration_doubles", _path)
+assert _spec is not None
+assert _spec.loader is not None
+doubles = importlib.util.module_from_spec(_spec)
+sys.modules["migration_doubles"] = doubles
+_spec.loader.exec_module(doubles)
+
+KEY = "the-admin-key"
+AUTH = {"Authorization": f"Bearer {KEY}"}
+LAYERS = {"kind": "layers", "from": "d0", "to": "p0", "layers": [10, 20]}
+
+
+async def users_app(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"users"})
+
+
+@pytest.fixture
+async def door(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    cluster = doubles.Cluster(tmp_path)
+    app = AdminDoor(KeyMiddleware(users_app, ["users-key"]), cluster.coordinator, KEY)
+    transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+        yield client
+    await cluster.close()
+
+
+async def test_each_key_opens_its_own_part(door):
+    users = {"Authorization": "Bearer users-key"}
+    for path in ("/admin", "/admin/placement", "/admin/migrations", "/admin/x"):
+        assert (await door.get(path)).status_code == 401
+        assert (await door.get(path, headers=users)).status_code == 401
+    assert (await door.get("/admin/placement", headers=AUTH)).status_code == 200
+    assert (await door.get("/admin/placement", headers={"Authorization": KEY})).status_code == 401
+    assert (await door.get("/v1/models", headers=AUTH)).status_code == 401
+    assert (await door.get("/v1/models", headers=users)).text == "users"
+    assert (await door.get("/administration", headers=users)).text == "users"
+    odd = {"Authorization": b"Bearer \xff\xfe"}
+    assert (await door.get("/admin/placement", headers=odd)).status_code == 401
+
+
+async def test_a_migration_from_request_to_end(door):
+    begun = await door.post("/admin/migrations", json=LAYERS, headers=AUTH)
+    assert (begun.status_code, begun.json()["id"]) == (202, "m1")
+    shown = await door.get("/admin/migrations/m1?wait_s=20", headers=AUTH)
+    assert (shown.json()["state"], shown.json()["blocks_gained"]) == ("done", 150)
+    placed = (await door.get("/admin/placement", headers=AUTH)).json()
+    (d0,) = [one for one in placed["instances"] if one["id"] == "d0"]
+    assert d0["units"][0]["modules"] == {"type": "layers", "start": 10, "end": 20}
+    assert d0["units"][0]["at"] == "p0"
+    listed = await door.get("/admin/migrations", headers=AUTH)
+    assert [one["id"] for one in listed.json()] == ["m1"]
+    heads = {"kind": "heads", "from": "d0", "to": "p0", "heads": {"5": [1, 2]}}
+    assert (await door.post("/admin/migrations", json=heads, headers=AUTH)).status_code == 202
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (LAYERS | {"to": "d0"}, 409, "same instance"),
+        (LAYERS | {"to": "p7"}, 400, "unknown instance: p7"),
+        (LAYERS | {"layers": [20, 10]}, 409, "empty"),
+        (LAYERS | {"layers": [1, 2, 3]}, 400, "length 2"),
+        (LAYERS | {"kind": "everything"}, 400, "Invalid value"),
+        (LAYERS | {"also": 1}, 400, "unknown field `also`"),
+        ({"kind": "heads", "from": "d0", "to": "p0", "heads": {"five": [1]}}, 400, "int"),
+        ([], 400, "Expected `object`"),
+    ],
+)
+async def test_bad_requests_are_refused_in_one_line(door, body, status, words):
+    answer = await door.post("/admin/migrations", json=body, headers=AUTH)
+    message = answer.json()["error"]["message"]
+    assert (answer.status_code, "\n" in message) == (status, False)
+    assert words in message
+
+
+async def test_bodies_that_are_no_json_or_too_large(door):
+    broken = await door.post("/admin/migrations", content=b"{", headers=AUTH)
+    assert broken.status_code == 400
+    large = await door.post("/admin/migrations", content=b" " * (2 << 20), headers=AUTH)
+    assert large.status_code == 413
+
+
+async def test_unknown_migrations_and_waits(door):
+    assert (await door.get("/admin/migrations/m9", headers=AUTH)).status_code == 404
+    assert (await door.delete("/admin/migrations/m9", headers=AUTH)).status_code == 404
+    await door.post("/admin/migrations", json=LAYERS, headers=AUTH)
+    for wait in ("-1", "x", "31", "nan"):
+        path = f"/admin/migrations/m1?wait_s={wait}"
+        assert (await door.get(path, headers=AUTH)).status_code == 400
+    await door.get("/admin/migrations/m1?wait_s=20", headers=AUTH)
+    ended = await door.delete("/admin/migrations/m1", headers=AUTH)
+    assert (ended.status_code, "is done" in ended.text) == (409, True)
+
+
+# ---- the note in the run directory
+
+
+def test_the_note_is_the_users_alone_and_goes_with_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with open_run_dir(folder) as run:
+        with pytest.raises(UserError, match="no banaserve serves in"):
+            find_admin(folder)
+        os.umask(0)
+        write_admin(run.logs, AdminAccess("http://127.0.0.1:1", "secret"))
+        assert (folder / "admin.json").stat().st_mode & 0o777 == 0o600
+        assert find_admin(folder) == AdminAccess("http://127.0.0.1:1", "secret")
+    assert not (folder / "admin.json").exists()
+    write_admin(folder, AdminAccess("http://127.0.0.1:1", "of a run that was killed"))
+    with pytest.raises(UserError, match="no banaserve serves in"):
+        find_admin(folder)
+
+
+def test_the_only_run_is_found_and_several_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(UserError, match="no banaserve of yours serves"):
+        find_admin(None)
+    with open_run_dir(None) as run:
+        write_admin(run.logs, AdminAccess("http://127.0.0.1:1", "k"))
+        assert find_admin(None).key == "k"
+        other = run.logs.with_name("20990101-000000-1")
+        other.mkdir()
+        (other / "run.json").write_text(json.dumps({"pid": os.getpid()}))
+        write_admin(other, AdminAccess("http://127.0.0.1:2", "k"))
+        with pytest.raises(UserError, match="several run: choose one with --run-dir"):
+            find_admin(None)
+
+
+# ---- commands
+
+
+class Server:
+    """The admin API on a real port, in a thread with an event loop of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.cluster: Any = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread.start()
+        assert self._started.wait(30)
+
+    async def _serve(self) -> None:
+        self.cluster = doubles.Cluster(self.folder)
+        app = AdminDoor(users_app, self.cluster.coordinator, KEY)  # type: ignore[arg-type]
+        config = uvicorn.Config(app, port=0, log_level="error", lifespan="off")
+        self._server = uvicorn.Server(config)
+        serving = asyncio.create_task(self._server.serve())
+        while not self._server.started:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._started.set()
+        await serving
+        await self.cluster.close()
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("admin"))
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def banaserve(server: Server, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("BANASERVE_ADMIN_KEY", KEY)
+    return lambda *argv: main([*argv, "--url", server.url])
+
+
+def test_migrate_and_placement(banaserve, capsys):
+    assert banaserve("placement") == 0
+    capsys.readouterr()
+    assert banaserve("migrate", "layers", "--from=d0", "--to=p0", "--layers=10:20") == 0
+    said = capsys.readouterr()
+    assert "layers 10:20 run beside p0 after" in said.out
+    assert "the pool has gained 150 KV blocks" in said.out
+    assert "m1: layers 10:20 to p0: done" in said.err
+    heads = ("migrate", "heads", "--from", "d0", "--to", "p0", "--layer", "5:7", "--heads", "1,2")
+    assert banaserve(*heads) == 0
+    capsys.readouterr()
+    assert banaserve("placement") == 0
+    shown = capsys.readouterr().out
+    assert "layers 0:10 20:30" in shown
+    assert "heads 5/1,2 6/1,2" in shown
+    assert "x0        decode  MLA cannot be moved" in shown
+    assert banaserve("placement", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["migrations"][0]["state"] == "done"
+    assert banaserve("migrate", "return", "--from", "d0", "--layers", "10:20", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["blocks_gained"] < 0
+    assert banaserve("migrate", "return", "--from", "d0") == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("layers", "--from", "d0", "--to", "d0", "--layers", "1:2"), "same instance"),
+        (("layers", "--from", "d0", "--to", "p0", "--layers", "x"), "START:END"),
+        (("heads", "--from", "d0", "--to", "p0", "--layer", "5", "--heads", "a"), "commas"),
+        (("heads", "--from", "d0", "--to", "p0", "--layer", "6:5", "--heads", "1"), "no layer"),
+        (("return", "--from", "p1"), "nothing is away"),
+        (("return", "--from", "d0", "--heads", "1"), "go together"),
+        (("layers", "--from", "d0"), "see `banaserve migrate --help`"),
+    ],
+)
+def test_what_is_refused_is_one_line_and_exit_code_2(banaserve, capsys, argv, words):
+    assert banaserve("migrate", *argv) == 2
+    said = capsys.readouterr()
+    assert words in said.err
+    assert len(said.err.strip().splitlines()) == 1
+    assert "Traceback" not in said.err
+
+
+def test_a_migration_that_fails_is_exit_code_2(banaserve, server, capsys):
+    server.cluster.engine.faults = {"preparing": "the guest refuses"}
+    assert banaserve("migrate", "layers", "--from", "d0", "--to", "p0", "--layers", "1:2") == 2
+    assert "failed: the guest refuses" in capsys.readouterr().err
+    server.cluster.engine.faults = {}
+
+
+def test_ctrl_c_aborts_the_move(banaserve, server, capsys, monkeypatch):
+    server.cluster.engine.held = {"preparing"}
+    show = AdminClient.show
+
+    def interrupted(client: AdminClient, migration_id: str, wait_s: float = 0.0) -> Any:
+        monkeypatch.setattr(AdminClient, "show", show)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AdminClient, "show", interrupted)
+    assert banaserve("migrate", "layers", "--from", "d0", "--to", "p0", "--layers", "1:2") == 2
+    assert "aborted" in capsys.readouterr().err
+    assert server.cluster.engine.units == {}
+    server.cluster.engine.held = set()
+
+
+def test_servers_that_cannot_be_reached(server, capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("BANASERVE_ADMIN_KEY", raising=False)
+    assert main(["placement", "--url", server.url]) == 2
+    assert "give --admin-key" in capsys.readouterr().err
+    assert main(["placement", "--url", server.url, "--admin-key", "wrong"]) == 2
+    assert "refuses the admin key" in capsys.readouterr().err
+    assert main(["placement", "--url", "http://127.0.0.1:9", "--admin-key", "k"]) == 2
+    assert "no banaserve answers at" in capsys.readouterr().err
+    assert main(["placement", "--run-dir", str(tmp_path)]) == 2
+    assert "no banaserve serves in" in capsys.readouterr().err
+
+
+def test_the_client_waits_for_the_end(server):
+    client = AdminClient(server.url, KEY)
+    migration = client.run(MoveLayers("p0", "d0", (3, 5)))
+    assert migration.state == "done"
+
+
+# ---- options of serve
+
+
+def test_serve_options(monkeypatch):
+    from banaserve.cli.serve_options import parse_serve_argv
+
+    monkeypatch.delenv("BANASERVE_ADMIN_KEY", raising=False)
+    config = parse_serve_argv(["--migration", "off", "--admin-key", "a", "--api-key", "b"])
+    assert (config.migration, config.admin_key) == (False, "a")
+    config = parse_serve_argv(["--migration", "on", "--migration-kv-growth", "3"])
+    assert (config.migration, config.migration_kv_growth, config.admin_key) == (True, 3.0, "")
+    monkeypatch.setenv("BANASERVE_ADMIN_KEY", "from the environment")
+    assert parse_serve_argv([]).admin_key == "from the environment"
+    for argv, words in [
+        (["--admin-key", "same", "--api-key", "same"], "a key of its own"),
+        (["--migration-kv-growth", "0.5"], "at least 1"),
+        (["--migration-stall", "0"], "above 0"),
+        (["--migration", "maybe"], "invalid choice"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            parse_serve_argv(argv)
