@@ -8,6 +8,8 @@ PORT ?= 8000
 ARGS ?=
 NAME ?= handover
 DEVICE ?= cpu
+# Tests side by side; an end-to-end test keeps about one core busy and takes up to 10 GB.
+JOBS ?= 2
 # The first that runs and will do: a version manager may put a name on PATH that does not run.
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
     $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && \
@@ -43,10 +45,10 @@ $(INSTALLED): $(VENV_STAMP) $(SOURCES)
 	@touch $@
 
 test: lint  ## Lint, then run every test; the last ones start real engines.
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-fast: install  ## Run the tests that start no engine.
-	@$(BIN)/pytest -m 'not e2e' $(ARGS)
+	@$(BIN)/pytest -n $(JOBS) --dist loadfile -m 'not e2e' $(ARGS)
 
 lint: install  ## Check style, types and which floor imports which.
 	@$(BIN)/ruff check
