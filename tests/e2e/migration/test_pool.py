@@ -91,7 +91,7 @@ def test_the_way_back_takes_the_memory_again(
     rig: Any, prompts: list[list[int]], expected: Any
 ) -> None:
     rig.all_home()
-    status = rig.do("status")["kv"]
+    status = rig.do("status", True)["kv"]
     assert status["blocks_gained"] == 0
     assert status["resident_bytes"] >= 30 * NUM_BLOCKS * status["page_bytes"]
     assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected)

@@ -9,7 +9,7 @@ from banaserve.engine.vllm.migration.host import MigrationHost
 from banaserve.engine.vllm.migration.modules import write_modules
 
 
-def status_of(host: MigrationHost) -> dict[str, Any]:
+def status_of(host: MigrationHost, memory: bool) -> dict[str, Any]:
     """Guests, moves, units and memory; see ``worker_methods``."""
     kv = host.kv
     return {
@@ -35,7 +35,7 @@ def status_of(host: MigrationHost) -> dict[str, Any]:
             "blocks_gained": host.blocks_gained,
             "page_bytes": kv.page_bytes,
             "num_layers": host.placement.num_layers,
-            "resident_bytes": kv.resident_bytes,
+            "resident_bytes": kv.resident_bytes if memory else None,
             "written_blocks": len(host.watch.written),
         },
     }

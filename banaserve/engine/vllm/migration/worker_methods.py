@@ -28,12 +28,13 @@ one line that says why nothing was done.
         and ``freed_bytes`` where the source was the host. Until then the unit cannot move.
     banaserve_migration_abort(move_id)
         Any time before commit.
-    banaserve_migration_status()
+    banaserve_migration_status(memory)
         ``can_migrate`` (empty or the reason why not), ``epoch``, ``guests``, ``moves``, ``units``
         (away: ``unit_id``, ``modules``, ``guest``, ``epoch``), ``guests_lost``, ``steps_lost``,
         ``kv``: ``num_blocks`` of the start, ``max_blocks``, ``blocks_gained`` (by how much the
         pool may be larger than at the start), ``page_bytes``, ``num_layers``, ``resident_bytes``,
-        ``written_blocks``. Notices dead guests.
+        ``written_blocks``. Notices dead guests. ``resident_bytes`` is counted only with
+        ``memory``, for that takes milliseconds; else it is None.
     banaserve_migration_usage(guest_id)
         What a guest takes of its target: fields of ``Usage``. Waits for the guest's answer, which
         comes between two of its steps; refused while it loads layers.
@@ -137,10 +138,10 @@ class MigrationMethods:
         return cast(Reply, msgspec.to_builtins(self._migration().ask_idle(guest_id, GetUsage())))
 
     @_answered
-    def banaserve_migration_status(self) -> Reply:
+    def banaserve_migration_status(self, memory: bool = False) -> Reply:
         try:
             host = self._migration()
         except MigrationError as reason:
             return {"can_migrate": str(reason)}
         host.check_guests()
-        return {"can_migrate": "", **status_of(host)}
+        return {"can_migrate": "", **status_of(host, memory)}

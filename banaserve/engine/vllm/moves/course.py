@@ -18,6 +18,8 @@ from banaserve.errors import BanaServeError, MigrationError
 from banaserve.types import InstanceId
 
 _POLL_S = 0.01
+_LOOK_S = {Stage.PREPARE: 0.05, Stage.COPY: 0.005, Stage.FREE: 0.02}
+"""Each look at the host is a call between two of its steps."""
 _FACTS = (
     "rounds",
     "weight_bytes",
@@ -191,7 +193,7 @@ class Course:
                 raise MigrationError(move["reason"] or f"the host has {move['phase']} it")
             if loop.time() >= until_s:
                 raise MigrationError(f"{self._move.phase} took more than {limit_s:.0f} s")
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(_LOOK_S[stage])
 
     def _check_abort(self) -> None:
         if self._is_aborted():

@@ -83,14 +83,17 @@ class HostLink:
             raise MigrationError(reply["error"])
         return reply
 
-    async def status(self) -> Reply:
+    async def status(self, memory: bool = False) -> Reply:
         """See ``worker_methods``.
+
+        Args:
+            memory: Count what backs the KV cache too, which takes milliseconds between two steps.
 
         Raises:
             MigrationError: The instance cannot migrate, or does not answer in time.
             InstanceDeadError: The engine has ended.
         """
-        reply = await self.call("status")
+        reply = await self.call("status", memory)
         if reply["can_migrate"]:
             raise MigrationError(reply["can_migrate"])
         return reply

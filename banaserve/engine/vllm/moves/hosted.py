@@ -62,14 +62,14 @@ class Hosted:
         self.grown_blocks = 0
         self.since_s.clear()
 
-    async def refresh(self) -> Reply:
+    async def refresh(self, memory: bool = False) -> Reply:
         """Ask the host what is where.
 
         Raises:
             MigrationError: The instance cannot migrate.
             InstanceDeadError: It has ended.
         """
-        self.status = await self.link().status()
+        self.status = await self.link().status(memory)
         return self.status
 
     @property

@@ -38,7 +38,8 @@ async def _of(coordinator: Coordinator, hosted: Hosted) -> InstancePlacement:
     instance = hosted.instance
     state = "ready" if instance.is_ready else "down"
     try:
-        status = await hosted.refresh()
+        status = await hosted.refresh(memory=True)
+        kv_bytes_here = hosted.kv.resident_bytes or 0
         num_blocks = (await hosted.link().pool_info())["num_blocks"]
     except BanaServeError as reason:
         return InstancePlacement(hosted.id, instance.role.value, state, str(reason))
@@ -53,7 +54,7 @@ async def _of(coordinator: Coordinator, hosted: Hosted) -> InstancePlacement:
         num_kv_heads=facts.num_kv_heads,
         num_blocks=num_blocks,
         blocks_gained=num_blocks - hosted.kv.num_blocks,
-        kv_bytes=hosted.kv.resident_bytes,
+        kv_bytes=kv_bytes_here,
         units=_units(coordinator, hosted),
         guests_lost=status["guests_lost"],
         steps_lost=status["steps_lost"],

@@ -47,7 +47,7 @@ class KvFacts(msgspec.Struct, frozen=True):
     max_blocks: int
     blocks_gained: int
     page_bytes: int
-    resident_bytes: int = 0
+    resident_bytes: int | None = None
 
 
 def model_facts(config: VllmConfig) -> ModelFacts:
