@@ -1,0 +1,158 @@
+"""The plain form of every kernel: what it computes, without regard to speed, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from banaserve.kernels.checks import check_attention, check_blocks, check_concat, check_parts
+from banaserve.kernels.interface import Batch, Heads, Part
+from banaserve.kernels.layouts import KvLayout, key_value_views
+from banaserve.kernels.slot_pages import SlotPages
+
+
+class ReferenceKernels:
+    """Torch operations on any device. Reads lengths on the host, so it waits for a GPU.
+
+    Args:
+        compute_dtype: Of all arithmetic; float32 is faster where float64 is not needed.
+        result_dtype: Of outputs; None takes the query's. Others are for comparisons.
+    """
+
+    name = "reference"
+
+    def __init__(
+        self,
+        compute_dtype: torch.dtype = torch.float64,
+        result_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._compute_dtype = compute_dtype
+        self._result_dtype = result_dtype
+
+    def partial_attention(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        batch: Batch,
+        heads: Heads,
+        scale: float,
+        causal: bool = True,
+    ) -> Part:
+        """BanaServe Eq. 6 to 9 as they should read: softmax of ``scale * q k`` over the range."""
+        check_attention(query, key_cache, value_cache, batch, heads)
+        shape = (query.shape[0], heads.num_query_heads, query.shape[2])
+        output = torch.zeros(shape, dtype=self._compute_dtype, device=query.device)
+        lse = torch.full(shape[:2], float("-inf"), dtype=self._compute_dtype, device=query.device)
+        asking = [g * heads.group_size + i for g in heads.groups for i in range(heads.group_size)]
+        seen = zip(
+            batch.query_start.tolist()[:-1],
+            batch.query_start.tolist()[1:],
+            batch.query_position.tolist(),
+            batch.range_start.tolist(),
+            batch.range_end.tolist(),
+            batch.block_table.long(),
+            strict=True,
+        )
+        for first, end, position, low, high, blocks in seen:
+            low, high = max(low, 0), min(high, position + end - first) if causal else high
+            if high <= low or end <= first:
+                continue
+            tokens = torch.arange(low, high, device=query.device)
+            size = key_cache.shape[1]
+            where = blocks[tokens // size], tokens % size
+            rows = query[first:end, asking].to(self._compute_dtype)
+            key, value = (
+                cache[where][:, list(heads.kv_heads)].to(self._compute_dtype)
+                for cache in (key_cache, value_cache)
+            )
+            last = torch.arange(position, position + end - first, device=query.device)
+            visible = tokens <= last[:, None] if causal else None
+            output[first:end], lse[first:end] = _attend(rows, key, value, scale, visible)
+        return Part(output.to(self._result_dtype or query.dtype), self._lse(lse))
+
+    def merge(self, parts: Sequence[Part]) -> Part:
+        """BanaServe Eq. 10 as it should read: ``sum w_j O_j / sum w_j``, ``w_j = exp(lse_j)``."""
+        check_parts(parts)
+        lses = torch.stack([lse for _, lse in parts]).to(self._compute_dtype)
+        outputs = torch.stack([output for output, _ in parts]).to(self._compute_dtype)
+        empty = torch.isinf(lses)
+        lses = lses.masked_fill(empty, float("-inf"))
+        outputs = outputs.masked_fill(empty[..., None], 0.0)
+        lse = torch.logsumexp(lses, 0)
+        weights = torch.exp(lses - lse.masked_fill(torch.isinf(lse), 0.0))
+        output = (weights[..., None] * outputs).sum(0)
+        return Part(output.to(self._result_dtype or parts[0].output.dtype), self._lse(lse))
+
+    def concat_heads(
+        self, parts: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Eq. 8 to 10 for heads: each has its own denominator, so nothing is added."""
+        group_size = check_concat(parts, groups)
+        num_heads = sum(part.shape[1] for part in parts)
+        whole = parts[0].new_empty(parts[0].shape[0], num_heads, parts[0].shape[2])
+        for part, group in zip(parts, groups, strict=True):
+            whole[:, [head * group_size + i for head in group for i in range(group_size)]] = part
+        return whole
+
+    def pack_blocks(
+        self,
+        caches: Sequence[torch.Tensor],
+        layout: KvLayout,
+        block_ids: torch.Tensor,
+        kv_heads: Sequence[int],
+        slots: torch.Tensor,
+        slot_ids: torch.Tensor,
+        pages: SlotPages,
+    ) -> None:
+        """One layer and one head at a time."""
+        check_blocks(caches, layout, block_ids, kv_heads, slots, slot_ids, pages)
+        for layer, cache in zip(pages.layers, caches, strict=True):
+            both = zip(
+                key_value_views(cache, layout), pages.views(slots, layer, cache.dtype), strict=True
+            )
+            for mine, theirs in both:
+                for head, in_page in zip(kv_heads, pages.heads, strict=True):
+                    theirs[slot_ids, :, in_page] = mine[block_ids, :, head]
+
+    def unpack_blocks(
+        self,
+        caches: Sequence[torch.Tensor],
+        layout: KvLayout,
+        block_ids: torch.Tensor,
+        kv_heads: Sequence[int],
+        slots: torch.Tensor,
+        slot_ids: torch.Tensor,
+        pages: SlotPages,
+    ) -> None:
+        """One layer and one head at a time."""
+        check_blocks(caches, layout, block_ids, kv_heads, slots, slot_ids, pages)
+        for layer, cache in zip(pages.layers, caches, strict=True):
+            both = zip(
+                key_value_views(cache, layout), pages.views(slots, layer, cache.dtype), strict=True
+            )
+            for mine, theirs in both:
+                for head, in_page in zip(kv_heads, pages.heads, strict=True):
+                    mine[block_ids, :, head] = theirs[slot_ids, :, in_page]
+
+    def _lse(self, lse: torch.Tensor) -> torch.Tensor:
+        return lse if self._result_dtype is torch.float64 else lse.float()
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    visible: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence: query ``[q, H, D]``, key and value ``[k, K, D]``, visible ``[q, k]``."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.masked_fill(torch.isinf(lse), 0.0)[..., None])
+    return torch.einsum("hqk,khd->qhd", weights, value), lse.transpose(0, 1)

@@ -1,0 +1,80 @@
+"""Which kernels a device gets, and why."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+from typing import NamedTuple
+
+import torch
+
+from banaserve.errors import UserError
+from banaserve.kernels.interface import Kernels
+from banaserve.names import check_known
+
+_MODULES = {
+    "triton": ("banaserve.kernels.triton_kernels", "TritonKernels"),
+    "flashinfer": ("banaserve.kernels.flashinfer_kernels", "FlashInferKernels"),
+    "reference": ("banaserve.kernels.reference", "ReferenceKernels"),
+}
+CHOICES = ("auto", *_MODULES)
+_log = logging.getLogger(__name__)
+
+
+class Picked(NamedTuple):
+    """What ``pick`` returns.
+
+    Attributes:
+        reason: In one line, for a log or a report.
+    """
+
+    kernels: Kernels
+    reason: str
+
+
+def pick(device: torch.device, choice: str = "auto") -> Picked:
+    """The kernels for tensors on ``device``; logs once which they are.
+
+    ``auto`` takes Triton on a GPU and the reference elsewhere. FlashInfer has to be asked for: it
+    takes fewer head sizes, dtypes and ranges, and plans on the host.
+
+    Raises:
+        UserError: An unknown choice, or one that cannot run here; nothing else is taken instead.
+    """
+    # Only the type matters, so that cuda:0 and cuda:1 share what has been compiled.
+    return _pick(device.type, choice)
+
+
+@functools.lru_cache(maxsize=16)
+def _pick(device_type: str, choice: str) -> Picked:
+    check_known("kernels", choice, CHOICES)
+    name, reason = choice, "asked for"
+    if choice == "auto":
+        lacks = missing("triton", device_type)
+        name = "reference" if lacks else "triton"
+        reason = lacks or f"runs on {device_type} and takes every case"
+    elif lacks := missing(choice, device_type):
+        raise UserError(f"the {choice} kernels cannot run: {lacks}; choose auto")
+    module, kind = _MODULES[name]
+    kernels: Kernels = getattr(importlib.import_module(module), kind)()
+    _log.info("kernels for %s: %s (%s)", device_type, name, reason)
+    return Picked(kernels, reason)
+
+
+def missing(name: str, device_type: str) -> str | None:
+    """Why kernels cannot run on a type of device, in a few words; None where they can."""
+    if name == "reference":
+        return None
+    for package in ("triton",) if name == "triton" else ("triton", "flashinfer"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
+    if device_type == "cuda":
+        return None
+    if (
+        name == "triton"
+        and importlib.import_module("banaserve.kernels.triton_launch").IS_INTERPRETED
+    ):
+        return None
+    return f"{name} does not run on {device_type}"

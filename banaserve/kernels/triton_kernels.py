@@ -1,0 +1,108 @@
+"""The Triton kernels behind the door that all implementations share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from banaserve.kernels.checks import check_attention, check_blocks, check_concat, check_parts
+from banaserve.kernels.interface import Batch, Heads, Part
+from banaserve.kernels.layouts import KvLayout
+from banaserve.kernels.slot_pages import SlotPages
+from banaserve.kernels.tiling import Tiling
+from banaserve.kernels.triton_attention_op import partial_attention
+from banaserve.kernels.triton_merge_op import concat_heads, merge_parts
+from banaserve.kernels.triton_pack_op import pack_blocks, page_arguments, unpack_blocks
+
+
+class TritonKernels:
+    """Launches only: nothing is read on the host, nothing waits for the GPU.
+
+    Args:
+        num_splits: Of each range of partial attention; 0 chooses.
+        tiling: Of partial attention; None chooses.
+    """
+
+    name = "triton"
+
+    def __init__(self, num_splits: int = 0, tiling: Tiling | None = None) -> None:
+        self._num_splits = num_splits
+        self._tiling = tiling
+
+    def partial_attention(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        batch: Batch,
+        heads: Heads,
+        scale: float,
+        causal: bool = True,
+    ) -> Part:
+        """See ``interface.Kernels``."""
+        check_attention(query, key_cache, value_cache, batch, heads)
+        tiling = self._tiling
+        output, lse = partial_attention(
+            query,
+            key_cache,
+            value_cache,
+            batch.block_table,
+            batch.query_start,
+            batch.query_position,
+            batch.range_start,
+            batch.range_end,
+            heads.kv_heads,
+            heads.groups,
+            heads.group_size,
+            batch.max_range_tokens,
+            scale,
+            causal,
+            self._num_splits,
+            tiling and [tiling.rows, tiling.keys, tiling.num_warps, tiling.num_stages],
+        )
+        return Part(output, lse)
+
+    def merge(self, parts: Sequence[Part]) -> Part:
+        """See ``interface.Kernels``."""
+        check_parts(parts)
+        return Part(*merge_parts([part.output for part in parts], [part.lse for part in parts]))
+
+    def concat_heads(
+        self, parts: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """See ``interface.Kernels``."""
+        group_size = check_concat(parts, groups)
+        flat = [head for group in groups for head in group]
+        whole: torch.Tensor = concat_heads(list(parts), flat, group_size)
+        return whole
+
+    def pack_blocks(
+        self,
+        caches: Sequence[torch.Tensor],
+        layout: KvLayout,
+        block_ids: torch.Tensor,
+        kv_heads: Sequence[int],
+        slots: torch.Tensor,
+        slot_ids: torch.Tensor,
+        pages: SlotPages,
+    ) -> None:
+        """See ``interface.Kernels``."""
+        check_blocks(caches, layout, block_ids, kv_heads, slots, slot_ids, pages)
+        which = (list(caches), layout.value, block_ids, list(kv_heads), slots, slot_ids)
+        pack_blocks(*which, *page_arguments(pages))
+
+    def unpack_blocks(
+        self,
+        caches: Sequence[torch.Tensor],
+        layout: KvLayout,
+        block_ids: torch.Tensor,
+        kv_heads: Sequence[int],
+        slots: torch.Tensor,
+        slot_ids: torch.Tensor,
+        pages: SlotPages,
+    ) -> None:
+        """See ``interface.Kernels``."""
+        check_blocks(caches, layout, block_ids, kv_heads, slots, slot_ids, pages)
+        which = (list(caches), layout.value, block_ids, list(kv_heads), slots, slot_ids)
+        unpack_blocks(*which, *page_arguments(pages))

@@ -1,0 +1,45 @@
+"""What every launch of a Triton kernel needs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _probe(nothing):
+    tl.store(nothing, 0)
+
+
+# Triton decides when a kernel is defined, by TRITON_INTERPRET, whether it runs in the interpreter.
+IS_INTERPRETED = type(_probe).__name__ == "InterpretedFunction"
+
+
+def check_device(name: str, tensor: torch.Tensor) -> None:
+    """Refuses a tensor where the kernels cannot run.
+
+    Raises:
+        ValueError: It is not on a GPU, and Triton's interpreter is off.
+    """
+    if tensor.device.type == "cuda" or IS_INTERPRETED:
+        return
+    raise ValueError(f"{name}: on {tensor.device}; allowed: cuda, or TRITON_INTERPRET=1 for tests")
+
+
+def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Makes the tensor's GPU the one that kernels are launched on."""
+    if tensor.device.type == "cuda":
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()
+
+
+@functools.lru_cache(maxsize=4096)
+def index_tensor(
+    values: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int32
+) -> torch.Tensor:
+    """``values`` on the device. Made once: a copy for each call would cost more than the kernel."""
+    return torch.tensor(values, dtype=dtype, device=device)

@@ -1,0 +1,170 @@
+"""``banaserve::pack_blocks`` and ``banaserve::unpack_blocks``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from banaserve.kernels.layouts import KvLayout, key_value_views
+from banaserve.kernels.slot_pages import PageOrder, SlotPages
+from banaserve.kernels.tiling import next_power_of_2
+from banaserve.kernels.triton_launch import check_device, index_tensor, on_device
+from banaserve.kernels.triton_pack import copy_pages
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_TILE_ELEMENTS = 2048
+_PAGES = (
+    "int[] layers, int[] heads, int num_heads, int block_size_tokens, int head_size, str order, "
+    "int num_parts, int part"
+)
+
+
+@torch.library.custom_op(
+    "banaserve::pack_blocks",
+    mutates_args=("slots",),
+    schema=(
+        "(Tensor[] caches, str layout, Tensor block_ids, int[] kv_heads, Tensor(a!) slots, "
+        f"Tensor slot_ids, {_PAGES}) -> ()"
+    ),
+)
+def pack_blocks(
+    caches: Sequence[torch.Tensor],
+    layout: str,
+    block_ids: torch.Tensor,
+    kv_heads: Sequence[int],
+    slots: torch.Tensor,
+    slot_ids: torch.Tensor,
+    layers: Sequence[int],
+    heads: Sequence[int],
+    num_heads: int,
+    block_size_tokens: int,
+    head_size: int,
+    order: str,
+    num_parts: int,
+    part: int,
+) -> None:
+    """As ``interface.Kernels.pack_blocks``, whose checks the caller has made."""
+    pages = SlotPages(
+        tuple(layers),
+        tuple(heads),
+        num_heads,
+        block_size_tokens,
+        head_size,
+        PageOrder(order),
+        num_parts,
+        part,
+    )
+    _copy(caches, KvLayout(layout), block_ids, kv_heads, slots, slot_ids, pages, True)
+
+
+@torch.library.custom_op(
+    "banaserve::unpack_blocks",
+    mutates_args=("caches",),
+    schema=(
+        "(Tensor(a!)[] caches, str layout, Tensor block_ids, int[] kv_heads, Tensor slots, "
+        f"Tensor slot_ids, {_PAGES}) -> ()"
+    ),
+)
+def unpack_blocks(
+    caches: Sequence[torch.Tensor],
+    layout: str,
+    block_ids: torch.Tensor,
+    kv_heads: Sequence[int],
+    slots: torch.Tensor,
+    slot_ids: torch.Tensor,
+    layers: Sequence[int],
+    heads: Sequence[int],
+    num_heads: int,
+    block_size_tokens: int,
+    head_size: int,
+    order: str,
+    num_parts: int,
+    part: int,
+) -> None:
+    """As ``interface.Kernels.unpack_blocks``, whose checks the caller has made."""
+    pages = SlotPages(
+        tuple(layers),
+        tuple(heads),
+        num_heads,
+        block_size_tokens,
+        head_size,
+        PageOrder(order),
+        num_parts,
+        part,
+    )
+    _copy(caches, KvLayout(layout), block_ids, kv_heads, slots, slot_ids, pages, False)
+
+
+@pack_blocks.register_fake
+def _(*args: object) -> None:
+    return
+
+
+@unpack_blocks.register_fake
+def _(*args: object) -> None:
+    return
+
+
+def page_arguments(pages: SlotPages) -> tuple[object, ...]:
+    """The fields of ``pages`` as both operators take them."""
+    return (
+        pages.layers,
+        pages.heads,
+        pages.num_heads,
+        pages.block_size_tokens,
+        pages.head_size,
+        pages.order.value,
+        pages.num_parts,
+        pages.part,
+    )
+
+
+def _copy(
+    caches: Sequence[torch.Tensor],
+    layout: KvLayout,
+    block_ids: torch.Tensor,
+    kv_heads: Sequence[int],
+    slots: torch.Tensor,
+    slot_ids: torch.Tensor,
+    pages: SlotPages,
+    into_slots: bool,
+) -> None:
+    check_device("caches", caches[0])
+    num_programs = block_ids.numel() * len(caches) * len(kv_heads)
+    if not num_programs:
+        return
+    bits = _BITS[caches[0].element_size()]
+    key, value = key_value_views(caches[0].view(bits), layout)
+    typed, device = slots.view(bits), slots.device
+    # Layers may be allocations of their own: they are reached by their distance from the first.
+    in_caches = tuple(
+        (cache.data_ptr() - caches[0].data_ptr()) // key.element_size() for cache in caches
+    )
+    in_slots = tuple(pages.first_element(layer) for layer in pages.layers)
+    head_padded = next_power_of_2(pages.head_size)
+    tokens = min(next_power_of_2(pages.block_size_tokens), max(1, _TILE_ELEMENTS // head_padded))
+    with on_device(slots):
+        copy_pages[(num_programs,)](
+            key,
+            index_tensor(in_caches, device, torch.int64),
+            block_ids,
+            index_tensor(tuple(kv_heads), device),
+            typed,
+            index_tensor(in_slots, device, torch.int64),
+            slot_ids,
+            index_tensor(pages.heads, device),
+            len(caches),
+            len(kv_heads),
+            *key.stride()[:3],
+            value.storage_offset() - key.storage_offset(),
+            typed.stride(0),
+            *pages.strides,
+            BLOCK_SIZE=pages.block_size_tokens,
+            HEAD_SIZE=pages.head_size,
+            HEAD_PADDED=head_padded,
+            TILE_TOKENS=tokens,
+            OFFSETS_DIVIDE_BY=math.gcd(16, *in_caches, *in_slots),
+            INTO_SLOTS=into_slots,
+        )

@@ -1,0 +1,258 @@
+"""Tables of cases for the kernels, and what must hold for each, on any device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from banaserve.kernels.interface import Batch, Heads, Kernels, Part
+from banaserve.kernels.layouts import KvLayout, key_value_views
+from banaserve.kernels.reference import ReferenceKernels
+from banaserve.kernels.slot_pages import PageOrder, SlotPages
+
+EXACT = ReferenceKernels(result_dtype=torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# A table's entries where nothing may be read: an address far outside the cache.
+NOWHERE = 2**30
+
+
+class Seq(NamedTuple):
+    """One sequence: how many tokens ask, where the first stands, and what range they see."""
+
+    asking: int
+    position: int
+    start: int
+    end: int
+
+
+RAGGED = (
+    Seq(1, 9, 0, 10),
+    Seq(1, 9, 3, 3),
+    Seq(1, 12, 6, 7),
+    Seq(5, 6, 2, 11),
+    Seq(3, 2, 0, 16),
+    Seq(0, 5, 0, 6),
+    Seq(2, 1, 4, 8),
+    Seq(1, 22, 5, 23),
+)
+# KV heads of the cache, query heads for each, which KV heads, and where their query heads stand.
+HEADS = {
+    "all heads": (2, Heads((0, 1), 1)),
+    "one of three, groups of 3": (3, Heads((1,), 3)),
+    "two of four, other order": (4, Heads((3, 0), 4, (3, 0))),
+    "query of one group more": (2, Heads((1,), 7, (1,))),
+    "one KV head for 20": (1, Heads((0,), 20)),
+}
+
+
+class Problem(NamedTuple):
+    """Arguments of ``partial_attention``; all that no one may see is NaN."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    batch: Batch
+    heads: Heads
+    scale: float
+    causal: bool
+
+    def on(self, device: str) -> Problem:
+        batch = Batch(
+            *(getattr(self.batch, name).to(device) for name in Batch.__slots__[:-1]),
+            self.batch.max_range_tokens,
+        )
+        # ``to`` would keep the strides of a dense tensor only.
+        whole = self.key._base.to(device)
+        key, value = (
+            whole.as_strided(view.shape, view.stride(), view.storage_offset())
+            for view in (self.key, self.value)
+        )
+        return self._replace(query=self.query.to(device), key=key, value=value, batch=batch)
+
+    def ranged(self, start: torch.Tensor, end: torch.Tensor) -> Problem:
+        batch = self.batch
+        parts = (batch.block_table, batch.query_start, batch.query_position, start, end)
+        return self._replace(batch=Batch(*parts))
+
+    def arguments(self) -> tuple:
+        return tuple(self)
+
+
+def empty_cache(
+    layout: KvLayout, blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """A cache full of NaN (of ones bits for integers) in the layout's logical shape."""
+    shape = {
+        KvLayout.CONTENT: (blocks, heads, size, 2 * dim),
+        KvLayout.BLOCKS_KV_NHD: (blocks, 2, size, heads, dim),
+        KvLayout.BLOCKS_KV_HND: (blocks, 2, heads, size, dim),
+        KvLayout.KV_BLOCKS_NHD: (2, blocks, size, heads, dim),
+        KvLayout.KV_BLOCKS_HND: (2, blocks, heads, size, dim),
+    }[layout]
+    fill = float("nan") if dtype.is_floating_point else 0
+    return torch.full((torch.Size(shape).numel(),), fill, dtype=dtype).view(shape)
+
+
+def problem(
+    seqs: tuple[Seq, ...] = RAGGED,
+    *,
+    dtype: torch.dtype = torch.float32,
+    head_size: int = 64,
+    num_kv_heads: int = 2,
+    heads: Heads | None = None,
+    block_size: int = 4,
+    causal: bool = True,
+    layout: KvLayout = KvLayout.CONTENT,
+    by_token: bool = False,
+    seed: int = 0,
+) -> Problem:
+    """Random sequences in scattered blocks; ``by_token`` lays a block's tokens before its heads."""
+    heads = heads or Heads(tuple(range(num_kv_heads)), 2)
+    draws = torch.Generator().manual_seed(seed)
+    width = max(-(-max(seq.end for seq in seqs) // block_size), 1)
+    num_blocks = len(seqs) * width + 1
+    cache = empty_cache(layout, num_blocks, block_size, num_kv_heads, head_size, dtype)
+    if by_token:
+        cache = cache.flatten().view(num_blocks, block_size, num_kv_heads, -1).transpose(1, 2)
+    key, value = key_value_views(cache, layout)
+    scattered = (torch.randperm(num_blocks - 1, generator=draws) + 1).view(len(seqs), width)
+    table = torch.full_like(scattered, NOWHERE)
+    for row, seq in enumerate(seqs):
+        end = min(seq.end, seq.position + seq.asking) if causal else seq.end
+        tokens = torch.arange(seq.start, max(end, seq.start)) if seq.asking else torch.arange(0)
+        where = scattered[row, tokens // block_size]
+        table[row, tokens // block_size] = where
+        for cached in (key, value):
+            drawn = torch.randn(len(tokens), len(heads.kv_heads), head_size, generator=draws)
+            for i, head in enumerate(heads.kv_heads):
+                cached[where, tokens % block_size, head] = drawn[:, i].to(dtype)
+    asking = torch.tensor([0, *(seq.asking for seq in seqs)]).cumsum(0)
+    num_query_heads = (max(heads.groups) + 1) * heads.group_size
+    shape = (int(asking[-1]), num_query_heads, head_size)
+    query = torch.randn(shape, generator=draws).to(dtype)
+    facts = [[getattr(seq, name) for seq in seqs] for name in ("position", "start", "end")]
+    lists = (torch.tensor(fact, dtype=torch.int32) for fact in facts)
+    batch = Batch(table.int(), asking.int(), *lists)
+    return Problem(query, key, value, batch, heads, head_size**-0.5, causal)
+
+
+def assert_close(got: Part, exact: Part, dtype: torch.dtype) -> None:
+    """Errors in the bounds that the dtype sets; empty rows are zero and -inf; nothing is NaN.
+
+    A 16-bit output is rounded once and the weights before it once: one epsilon together. In float32
+    only sums of many terms count.
+    """
+    assert got.output.dtype == dtype
+    assert got.lse.dtype == torch.float32
+    assert not got.output.isnan().any()
+    empty = exact.lse.isinf()
+    assert torch.equal(got.lse.isinf(), empty)
+    assert (got.lse[empty] < 0).all()
+    assert not got.output[empty].any()
+    epsilon = torch.finfo(dtype).eps * (64 if dtype == torch.float32 else 1)
+    error = (got.output.double() - exact.output.double()).norm()
+    assert error <= epsilon * exact.output.double().norm()
+    seen = exact.lse[~empty].double()
+    assert ((got.lse[~empty].double() - seen).abs() <= 2e-5 * (1 + seen.abs())).all()
+
+
+def check_attention_case(kernels: Kernels, case: Problem, device: str) -> None:
+    case = case.on(device)
+    got = kernels.partial_attention(*case.arguments())
+    assert_close(got, EXACT.partial_attention(*case.arguments()), case.query.dtype)
+
+
+def check_split(
+    kernels: Kernels, case: Problem, device: str, cuts: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Cut every range at the same tokens, attend to each part, and merge."""
+    case = case.on(device)
+    start, end = case.batch.range_start, case.batch.range_end
+    parts, low = [], start
+    for cut in (*sorted(cuts), 2**20):
+        high = end.clamp(max=cut)
+        parts.append(kernels.partial_attention(*case.ranged(low, high).arguments()))
+        low = torch.maximum(start, high)
+    exact = EXACT.partial_attention(*case.arguments())
+    merged = kernels.merge(parts)
+    if dtype == torch.float32:
+        assert_close(merged, exact, dtype)
+        return
+    # Each part's output is rounded before the merge.
+    error = (merged.output.double() - exact.output).norm()
+    assert error <= 1.5 * torch.finfo(dtype).eps * exact.output.norm()
+    assert not merged.output.isnan().any()
+
+
+def random_parts(num: int, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> list[Part]:
+    """Parts with lse far apart; the first token is empty everywhere, others here and there."""
+    draws = torch.Generator().manual_seed(num)
+    parts = []
+    for i in range(num):
+        output = torch.randn(tokens, heads, dim, generator=draws).to(dtype)
+        lse = torch.randn(tokens, heads, generator=draws) * 20
+        empty = torch.rand(tokens, heads, generator=draws) < 0.3
+        empty[0] = True
+        lse[empty] = float("inf") if i % 2 else float("-inf")
+        output[empty] = float("nan")
+        parts.append(Part(output, lse))
+    return parts
+
+
+def check_merge(
+    kernels: Kernels, num: int, head_size: int, dtype: torch.dtype, device: str, tokens: int = 5
+) -> None:
+    parts = [
+        Part(*(t.to(device) for t in p)) for p in random_parts(num, tokens, 3, head_size, dtype)
+    ]
+    assert_close(kernels.merge(parts), EXACT.merge(parts), dtype)
+
+
+def check_concat(kernels: Kernels, dtype: torch.dtype, device: str) -> None:
+    draws = torch.Generator().manual_seed(1)
+    groups = ((4, 0), (2,), (1, 3))
+    whole = torch.randn(5, 5 * 3, 80, generator=draws).to(dtype).to(device)
+    parts = [
+        torch.cat([whole[:, 3 * head : 3 * head + 3] for head in heads], 1) for heads in groups
+    ]
+    # A part that is a view into something wider.
+    parts[1] = torch.cat([parts[1], parts[1]], 1)[:, :3]
+    assert torch.equal(kernels.concat_heads(parts, groups), whole)
+
+
+def check_blocks(
+    kernels: Kernels,
+    layout: KvLayout,
+    order: PageOrder,
+    dtype: torch.dtype,
+    device: str,
+    block_size: int = 5,
+    head_size: int = 80,
+) -> None:
+    """Pack heads 2 and 0 of two layers in other places of a slot, and unpack them elsewhere."""
+    draws = torch.Generator().manual_seed(2)
+    pages = SlotPages((3, 1), (0, 2), 3, block_size, head_size, order, 2, 1)
+    caches, others = ([], [])
+    for cache_set in (caches, others):
+        for _ in pages.layers:
+            shape = empty_cache(layout, 6, block_size, 3, head_size, dtype)
+            bits = torch.randint(0, 100, shape.shape, generator=draws)
+            cache_set.append(bits.to(dtype).to(device))
+    slot_bytes = 4 * 2 * pages.page_elements * caches[0].element_size() + 64
+    slots = torch.randint(0, 256, (5, slot_bytes), generator=draws, dtype=torch.uint8).to(device)
+    block_ids, slot_ids, back = (
+        torch.tensor(ids, device=device) for ids in ([4, 1, 5], [0, 4, 2], [2, 3, 0])
+    )
+    expected = slots.clone()
+    EXACT.pack_blocks(caches, layout, block_ids, (2, 0), expected, slot_ids, pages)
+    assert not torch.equal(expected, slots)
+    kernels.pack_blocks(caches, layout, block_ids, (2, 0), slots, slot_ids, pages)
+    assert torch.equal(slots, expected)
+    wanted = [other.clone() for other in others]
+    EXACT.unpack_blocks(wanted, layout, back, (1, 2), slots, slot_ids, pages)
+    kernels.unpack_blocks(others, layout, back, (1, 2), slots, slot_ids, pages)
+    for got, want, source in zip(others, wanted, caches, strict=True):
+        assert torch.equal(got, want)
+        for mine, theirs in zip(*(key_value_views(c, layout) for c in (got, source)), strict=True):
+            assert torch.equal(mine[back][:, :, [1, 2]], theirs[block_ids][:, :, [2, 0]])
