@@ -40,7 +40,7 @@ _spec.loader.exec_module(loads)
 pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 16
-NUM_MOVES = int(os.environ.get("BANASERVE_MIGRATION_MOVES", "8"))
+NUM_MOVES = int(os.environ.get("BANASERVE_MIGRATION_MOVES", "6"))
 SEED = int(os.environ.get("BANASERVE_MIGRATION_SEED", "1"))
 OPTIONS = ("--pd", "1:2", "--migration-poison", "--dtype", "float32")
 LIGHT = ("--kv-store-size", "512MiB", "--kv-cache-memory-bytes", str(400 << 20))
@@ -48,7 +48,7 @@ LIGHT = ("--kv-store-size", "512MiB", "--kv-cache-memory-bytes", str(400 << 20))
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return loads.Reference(tmp_path_factory.mktemp("reference"), 64, longest=600, seed=3)
+    return loads.Reference(tmp_path_factory.mktemp("reference"), 40, longest=500, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +84,14 @@ def test_layers_away_and_back_in_mid_stream(server, admin, reference):
         assert d0.blocks_gained == away.blocks_gained == (d0.num_blocks - d0.blocks_gained) // 2
         (move,) = away.moves
         assert move.facts["freed_bytes"] >= 0.95 * move.facts["predicted_bytes"] > 0
-        load.wait_tokens(300)
+        load.wait_tokens(150)
         loads.until(
             lambda: server.metric("banaserve_guest_bytes", instance_id="p0") > 50 << 20,
             "p0 counts its guest",
         )
         back = loads.done(admin, Return("d0"))
         assert back.blocks_gained == -away.blocks_gained
-        load.wait_tokens(100)
+        load.wait_tokens(80)
         assert server.metric("banaserve_first_tokens_total", leg="prefill") > early
     assert server.metric("banaserve_migration_lost_steps_total") == 0
 
@@ -104,7 +104,7 @@ def test_prefill_lends_to_decode_and_decode_to_prefill_at_once(server, admin, re
         ]
         ended = [admin.show(one.id, wait_s=30) for one in both]
         assert [one.state for one in ended] == ["done", "done"]
-        load.wait_tokens(300)
+        load.wait_tokens(150)
         loads.done(admin, Return("p0"))
         loads.done(admin, Return("d0"))
 
@@ -113,15 +113,15 @@ def test_heads_and_layers_of_one_instance_and_on_to_a_third(server, admin, refer
     with loads.streaming(server, reference, NUM_STREAMS) as load:
         loads.done(admin, MoveHeads("d0", "p0", {2: (0, 2), 5: (1,)}))
         loads.done(admin, MoveLayers("d0", "p0", (10, 14)))
-        load.wait_tokens(200)
+        load.wait_tokens(80)
         assert len(placed(admin, "d0").units) == 2
         loads.done(admin, MoveLayers("d0", "d1", (10, 14)))
         loads.done(admin, MoveHeads("d0", "d1", {2: (0, 2), 5: (1,)}))
         assert {unit.at for unit in placed(admin, "d0").units} == {"d1"}
-        load.wait_tokens(200)
+        load.wait_tokens(80)
         loads.done(admin, MoveHeads("p0", "d1", {7: (0, 1, 2)}))
         loads.done(admin, Return("d0", layers=(10, 14)))
-        load.wait_tokens(100)
+        load.wait_tokens(80)
         loads.done(admin, Return("d0"))
         loads.done(admin, Return("p0"))
 

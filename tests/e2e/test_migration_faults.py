@@ -42,7 +42,7 @@ LAYERS = MoveLayers("d0", "p0", (10, 20))
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return loads.Reference(tmp_path_factory.mktemp("reference"), 32, longest=400, seed=5)
+    return loads.Reference(tmp_path_factory.mktemp("reference"), 20, longest=300, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_a_guest_is_lost_while_it_is_moved_to(server, admin, run_dir, reference,
         # A strike that comes after COMMIT is one on a guest that serves.
         assert migration.state in ("failed", "done")
         loads.until(lambda: not placed_away(admin), "everything is at home")
-        load.wait_tokens(50)
+        load.wait_tokens(30)
 
 
 def placed_away(admin: AdminClient) -> list[str]:
@@ -133,9 +133,9 @@ def test_a_guest_that_serves_is_lost(server, admin, run_dir, reference, number, 
         load.wait_tokens(60)
         on_guest(number)(run_dir)
         loads.until(lambda: not placed_away(admin), "everything is at home", deadline_s=5)
-        load.wait_tokens(100)
+        load.wait_tokens(60)
         loads.done(admin, ask)
-        load.wait_tokens(50)
+        load.wait_tokens(30)
         loads.done(admin, Return("d0"))
     loads.until(
         lambda: server.metric("banaserve_guests_lost_total") == lost + 1, "the loss is counted"
@@ -159,7 +159,7 @@ def test_a_guest_is_lost_on_the_way_home(server, admin, run_dir, reference, phas
         on_guest(signal.SIGKILL)(run_dir)
         assert ended(admin, migration).state in ("failed", "done")
         loads.until(lambda: not placed_away(admin), "everything is at home")
-        load.wait_tokens(50)
+        load.wait_tokens(30)
 
 
 @pytest.mark.parametrize("phase", ["preparing", "copying"])
@@ -199,7 +199,7 @@ def test_a_host_that_dies_takes_its_guest_with_it(server, admin, run_dir, refere
         on_engine("d0")(run_dir)
         assert ended(admin, migration).state == ("failed" if when == "preparing" else "done")
         loads.until(lambda: guests_of(run_dir) == [], "the guest has ended")
-        load.wait_tokens(50)
+        load.wait_tokens(30)
 
 
 def test_a_target_that_dies_keeps_the_guest_beside_it(server, admin, run_dir, reference):
@@ -208,7 +208,7 @@ def test_a_target_that_dies_keeps_the_guest_beside_it(server, admin, run_dir, re
         load.wait_tokens(40)
         guests = guests_of(run_dir)
         on_engine("p0")(run_dir)
-        load.wait_tokens(100)
+        load.wait_tokens(60)
         assert guests_of(run_dir) == guests
         assert len(placed_away(admin)) == 1
         loads.done(admin, Return("d0"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -24,6 +24,19 @@ class RemoteHeads(Protocol):
     def post(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None: ...
 
     def collect(self) -> torch.Tensor: ...
+
+
+class _Posted(NamedTuple):
+    """Heads whose output is awaited.
+
+    Attributes:
+        where: None where the guest is lost.
+        parts: Query, key and value, where the guest is still to be asked.
+    """
+
+    query_heads: torch.Tensor
+    where: RemoteHeads | None
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
 
 class _LocalGroup:
@@ -163,30 +176,36 @@ class SplitAttention:
         self._collect(posted, output, num_tokens)
         return output
 
-    def _post(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> list[tuple[torch.Tensor, RemoteHeads | None]]:
-        posted: list[tuple[torch.Tensor, RemoteHeads | None]] = []
+    def _post(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[_Posted]:
+        """Ask each guest once. Whatever else it has of this layer is asked when it has answered.
+
+        Two large questions to one guest would wait for each other: it cannot read the second
+        while its answer to the first is not read.
+        """
+        posted: list[_Posted] = []
+        asked: set[GuestLink] = set()
         for kv_heads, query_heads, where in self._remote:
+            parts = query[:, query_heads], key[:, kv_heads], value[:, kv_heads]
+            if where.link in asked:
+                posted.append(_Posted(query_heads, where, parts))
+                continue
+            asked.add(where.link)
             try:
-                where.post(query[:, query_heads], key[:, kv_heads], value[:, kv_heads])
-                posted.append((query_heads, where))
+                where.post(*parts)
+                posted.append(_Posted(query_heads, where))
             except GuestLostError as lost:
                 self._on_lost(where.link, lost)
-                posted.append((query_heads, None))
+                posted.append(_Posted(query_heads, None))
         return posted
 
-    def _collect(
-        self,
-        posted: Sequence[tuple[torch.Tensor, RemoteHeads | None]],
-        output: torch.Tensor,
-        num_tokens: int,
-    ) -> None:
-        for query_heads, where in posted:
+    def _collect(self, posted: Sequence[_Posted], output: torch.Tensor, num_tokens: int) -> None:
+        for query_heads, where, parts in posted:
             output[:num_tokens, query_heads] = 0
             if where is None:
                 continue
             try:
+                if parts is not None:
+                    where.post(*parts)
                 output[:num_tokens, query_heads] = where.collect()
             except GuestLostError as lost:
                 self._on_lost(where.link, lost)

@@ -34,7 +34,6 @@ class Guest:
     """One guest's process.
 
     Attributes:
-        incarnation: Of the host that it works for; it ends with it.
         moves: Ids of moves that are under way to it.
         units: Ids of units that run in it.
         idle_since_s: Since when it has neither; None while it has.
@@ -45,7 +44,6 @@ class Guest:
     address: GuestAddress
     host: InstanceId
     target: InstanceId
-    incarnation: int
     pid: int
     moves: set[str] = field(default_factory=set)
     units: set[str] = field(default_factory=set)
@@ -128,7 +126,7 @@ class Guests:
         address = self._address(host, target)
         log_path = self._logs / f"guest-{host}-{target}.log"
         pid = await self._launcher.start_guest(address, log_path)
-        guest = Guest(address, host, target, link.incarnation, pid, moves={move_id})
+        guest = Guest(address, host, target, pid, moves={move_id})
         self._guests[guest.id] = guest
         watch = asyncio.create_task(self._watch(guest))
         self._watches.add(watch)

@@ -13,7 +13,7 @@ from banaserve.engine.vllm.moves.coordinator import Coordinator
 from banaserve.engine.vllm.moves.guests import Guest
 from banaserve.engine.vllm.moves.hosted import Hosted
 from banaserve.engine.vllm.moves.sizes import kv_bytes, weight_bytes
-from banaserve.errors import BanaServeError
+from banaserve.errors import BanaServeError, MigrationError
 from banaserve.types import InstanceId, Module, Placement
 
 logger = logging.getLogger(__name__)
@@ -166,8 +166,15 @@ class Overseer:
             elif guest.idle_since_s is None:
                 guest.idle_since_s = now_s
             elif now_s - guest.idle_since_s >= self._idle_s:
-                guest.detached_s = now_s
-                await hosted.link().call("detach", guest.id)
+                await self._detach(hosted, guest, now_s)
+
+    async def _detach(self, hosted: Hosted, guest: Guest, now_s: float) -> None:
+        guest.detached_s = now_s
+        try:
+            await hosted.link().call("detach", guest.id)
+        except MigrationError:
+            guest.detached_s = None
+            raise
 
     def _end_stopped_guests(self) -> None:
         """One that is stopped by a signal would hold up its host: what it had is lost anyway."""
