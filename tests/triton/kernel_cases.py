@@ -34,6 +34,7 @@ RAGGED = (
     Seq(3, 2, 0, 16),
     Seq(0, 5, 0, 6),
     Seq(2, 1, 4, 8),
+    Seq(4, 3, 5, 8),
     Seq(1, 22, 5, 23),
 )
 # KV heads of the cache, query heads for each, which KV heads, and where their query heads stand.

@@ -1,0 +1,123 @@
+"""The kernels compile for real GPUs, also where there is none: the interpreter takes much more."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from banaserve.kernels import triton_attention, triton_merge, triton_pack
+from banaserve.kernels.tiling import choose_tiling, next_power_of_2
+
+INT32 = ("block_table", "query_start", "query_position", "range_start", "range_end")
+DATA = {"query", "key", "value", "output", "outputs", "cache", "slots", "part", "whole"}
+POINTERS = {
+    **dict.fromkeys((*INT32, "kv_heads", "query_groups", "page_heads", "groups"), "*i32"),
+    **dict.fromkeys(("lse", "lses"), "*fp32"),
+    **dict.fromkeys(("layer_offsets", "slot_offsets", "block_ids", "slot_ids"), "*i64"),
+}
+
+
+def compile_for(capability, kernel, dtype, constants, types=None, **options):
+    """PTX of ``kernel``, whose other pointers are to ``dtype``, all strides multiples of 16."""
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif types and name in types:
+            signature[name] = types[name]
+        elif name in POINTERS:
+            signature[name] = POINTERS[name]
+        else:
+            signature[name] = "fp32" if name == "scale_log2" else "i32"
+            if name in DATA:
+                signature[name] = f"*{dtype}"
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if isinstance(signature[name], str)
+        and (signature[name].startswith("*") or "_by_" in name or name == "value_offset")
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    # What an earlier run has left must not stand in for compiling.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_size", "asking"),
+    [(80, "bf16", 128, 1), (90, "bf16", 128, 1), (90, "bf16", 128, 64), (100, "fp32", 80, 1)],
+)
+def test_attention_compiles_with_loads_under_way(capability, dtype, head_size, asking):
+    tiles = choose_tiling(8 * asking, 8, 4, head_size, 4 if dtype == "fp32" else 2)
+    constants = {
+        "BLOCK_SIZE": 16,
+        "GROUP_SIZE": 4,
+        "HEAD_SIZE": head_size,
+        "HEAD_PADDED": next_power_of_2(head_size),
+        "TILE_ROWS": tiles.rows,
+        "TILE_KEYS": tiles.keys,
+        "CAUSAL": True,
+        "IS_SPLIT": True,
+        "UPCAST": False,
+    }
+    compiled = compile_for(
+        capability,
+        triton_attention.attend_parts,
+        dtype,
+        constants,
+        {"output": "*fp32"},
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    ptx = compiled.asm["ptx"]
+    # 16 bytes a thread, from global to shared memory behind the arithmetic.
+    assert re.search(r"cp\.async\.cg\.shared\.global[^;]*0x10", ptx)
+    if dtype != "fp32":
+        assert "mma" in ptx
+    # A tile of keys and one of values, and for decode another of each under way.
+    tile_bytes = tiles.keys * next_power_of_2(head_size) * (4 if dtype == "fp32" else 2)
+    assert compiled.metadata.shared >= tile_bytes * (4 if asking == 1 else 2)
+
+
+def test_merge_compiles():
+    constants = {"HEAD_SIZE": 80, "HEAD_PADDED": 128, "TILE_ROWS": 8}
+    types = {"outputs": "*fp32"}
+    assert compile_for(90, triton_merge.merge_stacked, "bf16", constants, types).asm["cubin"]
+    apart = {
+        "outputs": ("*bf16", "*bf16"),
+        "lses": ("*fp32", "*fp32"),
+        "strides": ("i32",) * 8,
+    }
+    constants["NUM_PARTS"] = 2
+    assert compile_for(90, triton_merge.merge_apart, "bf16", constants, apart).asm["cubin"]
+    del constants["NUM_PARTS"]
+    constants["GROUP_SIZE"] = 4
+    assert compile_for(90, triton_merge.place_heads, "bf16", constants).asm["cubin"]
+
+
+@pytest.mark.parametrize("into_slots", [True, False])
+def test_packing_compiles_to_wide_copies(into_slots):
+    constants = {
+        "BLOCK_SIZE": 16,
+        "HEAD_SIZE": 128,
+        "HEAD_PADDED": 128,
+        "TILE_TOKENS": 16,
+        "OFFSETS_DIVIDE_BY": 16,
+        "INTO_SLOTS": into_slots,
+    }
+    ptx = compile_for(90, triton_pack.copy_pages, "i16", constants).asm["ptx"]
+    assert re.search(r"ld\.global\S*\.v4\.b32", ptx)
+    assert re.search(r"st\.global\S*\.v4\.b32", ptx)
