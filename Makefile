@@ -23,7 +23,10 @@ VENV_STAMP := $(VENV)/.created
 INSTALLED := $(VENV)/.installed-$(DEVICE)
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*) $(wildcard requirements/*.*)
 
-.PHONY: help serve install test test-fast lint format bench wheel lock clean distclean
+# The kernels need torch and Triton, not vLLM: a GPU machine's own Python will do.
+GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
+
+.PHONY: help serve install test test-fast test-gpu lint format bench bench-gpu wheel lock clean distclean
 
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +53,10 @@ test: lint  ## Lint, then run every test; the last ones start real engines.
 test-fast: install  ## Run the tests that start no engine.
 	@$(BIN)/pytest -n $(JOBS) --dist loadfile -m 'not e2e' $(ARGS)
 
+test-gpu:  ## Run the tests that need a GPU with GPU_PYTHON; installs nothing, skips without a GPU.
+	@timeout 480 $(GPU_PYTHON) -m pytest -p no:cacheprovider tests/gpu $(ARGS) || \
+	    { code=$$?; [ $$code -eq 5 ] && echo 'no GPU test ran: see the reasons above' || exit $$code; }
+
 lint: install  ## Check style, types and which floor imports which.
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -64,6 +71,9 @@ format: install  ## Rewrite the sources as lint wants them.
 
 bench: install  ## Run the benchmark NAME.
 	@exec $(BIN)/banaserve bench '$(NAME)' $(ARGS)
+
+bench-gpu:  ## Time the kernels on a GPU with GPU_PYTHON into benchmarks/results/kernels.json.
+	@timeout 480 $(GPU_PYTHON) -m banaserve.bench.kernels --json benchmarks/results/kernels.json $(ARGS)
 
 wheel: install  ## Build a wheel into dist/.
 	@$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .

@@ -42,6 +42,9 @@ BENCHMARKS = {
     "migration": Benchmark(
         "banaserve.bench.migration", "What does moving layers and heads take, and bring?"
     ),
+    "kernels": Benchmark(
+        "banaserve.bench.kernels", "How near do the kernels come to the GPU's bandwidth?"
+    ),
     "stall": Benchmark(
         "banaserve.bench.stall", "Does a very long prompt stall the streams of others?"
     ),

@@ -1,0 +1,230 @@
+"""What the kernels are timed with: shapes of real models, and the same work by others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+
+from banaserve.errors import UserError
+from banaserve.kernels.interface import Batch, Heads, Kernels, Part
+from banaserve.kernels.layouts import KvLayout, key_value_views
+from banaserve.kernels.registry import missing, pick
+from banaserve.kernels.slot_pages import PageOrder, SlotPages
+
+BLOCK_SIZE, HEAD_SIZE, KV_HEADS, GROUP_SIZE = 16, 128, 8, 4
+# Two ways to compute the same in bf16 differ by less.
+_TOLERANCE = 0.015
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of all cases.
+
+    Attributes:
+        batch: Sequences of the batched decode.
+        context: Tokens of each.
+        long_context: Of the decode of one sequence.
+        chunk: Tokens of a prefill step behind ``context``.
+        merge_tokens: Rows of a merge.
+        layers: Packed at once.
+        blocks: Packed of each layer.
+        copy_bytes: Of the copy that bandwidth is measured with.
+    """
+
+    batch: int
+    context: int
+    long_context: int
+    chunk: int
+    merge_tokens: int
+    layers: int
+    blocks: int
+    copy_bytes: int
+
+
+SIZES = {
+    "full": Sizes(64, 8192, 131072, 2048, 8192, 32, 128, 2**30),
+    "tiny": Sizes(2, 48, 64, 8, 4, 2, 3, 2**16),
+}
+
+
+class Work(NamedTuple):
+    """Something to time.
+
+    Attributes:
+        name: Of the case, and who does it.
+        num_bytes: That must be read and written at least; 0 where arithmetic bounds the case.
+    """
+
+    name: str
+    by: str
+    num_bytes: int
+    run: Callable[[], object]
+
+
+def all_work(
+    sizes: Sizes, kernels: Kernels, device: torch.device, seed: int
+) -> Iterator[tuple[list[Work], list[str]]]:
+    """The cases one after the other, so that each has the memory to itself.
+
+    Yields:
+        The same work by our kernels, first, and by others; and why one of them is missing.
+
+    Raises:
+        UserError: Ours and torch's results differ.
+    """
+    torch.manual_seed(seed)
+    half = tuple(range(0, KV_HEADS, 2))
+    whole = tuple(range(KV_HEADS))
+    for name, batch, asking, context, heads in (
+        ("decode_batch", sizes.batch, 1, sizes.context, whole),
+        ("decode_batch_half_heads", sizes.batch, 1, sizes.context, half),
+        ("decode_long", 1, 1, sizes.long_context, whole),
+        ("prefill_chunk", 1, sizes.chunk, sizes.context + sizes.chunk, whole),
+    ):
+        yield attention_work(name, kernels, device, batch, asking, context, heads)
+    yield [merge_work(kernels, device, sizes.merge_tokens)], []
+    yield [concat_work(kernels, device, sizes.merge_tokens)], []
+    for name, heads in (("", whole), ("_half_heads", half)):
+        yield pack_work(name, kernels, device, sizes, heads), []
+
+
+def attention_work(
+    name: str,
+    kernels: Kernels,
+    device: torch.device,
+    num_seqs: int,
+    asking: int,
+    context: int,
+    kv_heads: tuple[int, ...],
+) -> tuple[list[Work], list[str]]:
+    """Causal attention of the last ``asking`` tokens of each of ``num_seqs`` contexts."""
+    width = -(-context // BLOCK_SIZE)
+    num_blocks = num_seqs * width
+    shape = (num_blocks, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+    cache = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    key, value = key_value_views(cache, KvLayout.CONTENT)
+    table = torch.randperm(num_blocks, device=device).int().view(num_seqs, width)
+    ints = torch.ones(num_seqs + 1, dtype=torch.int32, device=device)
+    batch = Batch(
+        table,
+        torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * asking,
+        ints[1:] * (context - asking),
+        ints[1:] * 0,
+        ints[1:] * context,
+        context,
+    )
+    heads = Heads(kv_heads, GROUP_SIZE)
+    query = torch.randn(
+        num_seqs * asking, heads.num_query_heads, HEAD_SIZE, dtype=torch.bfloat16, device=device
+    )
+    arguments = (query, key, value, batch, heads, HEAD_SIZE**-0.5, True)
+    seen = 2 * num_seqs * context * len(kv_heads) * HEAD_SIZE * cache.element_size()
+    num_bytes = seen + 2 * query.numel() * query.element_size() if asking == 1 else 0
+    found = [Work(name, kernels.name, num_bytes, lambda: kernels.partial_attention(*arguments))]
+    found.append(Work(name, "sdpa", num_bytes, _sdpa(*arguments[:5], asking, context)))
+    _compare(name, found[0].run(), found[1].run())
+    lacks = missing("flashinfer", device.type)
+    if lacks is None and kv_heads == tuple(range(KV_HEADS)):
+        flashinfer = pick(device, "flashinfer").kernels
+        planned = flashinfer.plan(*arguments)  # type: ignore[attr-defined]
+        found.append(Work(name, "flashinfer", num_bytes, planned))
+    return found, [f"flashinfer was not measured: {lacks}"] if lacks else []
+
+
+def _sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    batch: Batch,
+    heads: Heads,
+    asking: int,
+    context: int,
+) -> Callable[[], torch.Tensor]:
+    """torch's attention over the same keys without blocks: contiguous, chosen heads only."""
+    chosen = torch.tensor(heads.kv_heads, device=query.device)
+    rows, blocks = batch.block_table.shape
+    dense = [
+        cache[batch.block_table.flatten().long()]
+        .reshape(rows, blocks * BLOCK_SIZE, KV_HEADS, HEAD_SIZE)[:, :context, chosen]
+        .transpose(1, 2)
+        .contiguous()
+        for cache in (key, value)
+    ]
+    asked = query.view(rows, asking, -1, HEAD_SIZE).transpose(1, 2).contiguous()
+    # A mask of its own would keep torch from its flash kernels.
+    mask = causal_lower_right(asking, context) if asking > 1 else None
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def run() -> torch.Tensor:
+        output = attention(asked, *dense, attn_mask=mask, enable_gqa=True)
+        return output.transpose(1, 2).reshape(query.shape)
+
+    return run
+
+
+def _compare(name: str, ours: object, theirs: object) -> None:
+    output = ours.output if isinstance(ours, Part) else ours
+    error = (output - theirs).float().norm() / theirs.float().norm()  # type: ignore[operator, attr-defined]
+    if not error < _TOLERANCE:
+        raise UserError(f"{name}: our result differs from torch's by {float(error):.3g}")
+
+
+def merge_work(kernels: Kernels, device: torch.device, num_tokens: int, num: int = 4) -> Work:
+    """Four parts of a batch of tokens, bf16."""
+    heads = KV_HEADS * GROUP_SIZE
+    parts = [
+        Part(
+            torch.randn(num_tokens, heads, HEAD_SIZE, dtype=torch.bfloat16, device=device),
+            torch.randn(num_tokens, heads, device=device),
+        )
+        for _ in range(num)
+    ]
+    one = sum(tensor.numel() * tensor.element_size() for tensor in parts[0])
+    return Work("merge", kernels.name, (num + 1) * one, lambda: kernels.merge(parts))
+
+
+def concat_work(kernels: Kernels, device: torch.device, num_tokens: int) -> Work:
+    """Two halves of the heads, every other one, bf16."""
+    shape = (num_tokens, KV_HEADS // 2 * GROUP_SIZE, HEAD_SIZE)
+    parts = [torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    groups = [range(0, KV_HEADS, 2), range(1, KV_HEADS, 2)]
+    num_bytes = 2 * sum(part.numel() * part.element_size() for part in parts)
+    return Work("concat", kernels.name, num_bytes, lambda: kernels.concat_heads(parts, groups))
+
+
+def pack_work(
+    name: str, kernels: Kernels, device: torch.device, sizes: Sizes, kv_heads: tuple[int, ...]
+) -> list[Work]:
+    """Scattered blocks of all layers into slots and back; whole blocks by torch indexing too."""
+    shape = (2 * sizes.blocks, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+    caches = [torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(sizes.layers)]
+    layers = tuple(range(sizes.layers))
+    pages = SlotPages(layers, kv_heads, KV_HEADS, BLOCK_SIZE, HEAD_SIZE, PageOrder.HNC)
+    slots = torch.zeros(sizes.blocks, pages.end_bytes(2), dtype=torch.uint8, device=device)
+    blocks = torch.randperm(shape[0], device=device)[: sizes.blocks]
+    ids = torch.randperm(sizes.blocks, device=device)
+    arguments = (caches, KvLayout.CONTENT, blocks, kv_heads, slots, ids, pages)
+    num_bytes = 2 * slots.numel() * len(kv_heads) // KV_HEADS
+
+    def by_indexing() -> None:
+        for layer, cache in enumerate(caches):
+            first = pages.first_element(layer) * 2
+            target = slots[:, first : first + pages.page_elements * 2].view(torch.bfloat16)
+            target[ids] = cache[blocks].flatten(1)
+
+    found = [
+        Work(f"pack{name}", kernels.name, num_bytes, lambda: kernels.pack_blocks(*arguments)),
+        Work(f"unpack{name}", kernels.name, num_bytes, lambda: kernels.unpack_blocks(*arguments)),
+    ]
+    if len(kv_heads) == KV_HEADS:
+        found.append(Work("pack", "indexing", num_bytes, by_indexing))
+        expected = slots.clone()
+        kernels.pack_blocks(*arguments[:4], expected, *arguments[5:])
+        by_indexing()
+        if not torch.equal(slots, expected):
+            raise UserError("pack: our bytes differ from torch's")
+    return found
