@@ -47,6 +47,7 @@ _CASES = (
 )
 _FLOAT32 = ("--pd", "1:1", "--dtype", "float32")
 _POOL_BYTES = 768 << 20
+_TABLE_WIDTH = 110
 _SMALL_POOL_BLOCKS = 24
 _BLOCK_BYTES = 30 * 128 * 2 * 3 * 64 * 4
 _Samples = dict[str, tuple[list[float], str]]
@@ -57,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
     given = _parse(argv)
     end_on_sigterm()
     record = asyncio.run(_measure(given, datetime.now(UTC)))
-    Console().print(result.table(record))
+    console = Console()
+    Console(width=max(console.width, _TABLE_WIDTH)).print(result.table(record))
     if given.json is not None:
         result.write(record, given.json)
     return 0
