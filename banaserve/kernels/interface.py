@@ -168,7 +168,7 @@ class Kernels(Protocol):
                 strides.
             block_ids: ``[n]`` int64, without repeats.
             kv_heads: Which heads of the caches; the first goes to ``pages.heads[0]``.
-            slots: ``[num_slots, slot_bytes]`` uint8.
+            slots: ``[num_slots, slot_bytes]`` uint8, on the caches' device.
             slot_ids: ``[n]`` int64, without repeats, for each block.
         """
         ...

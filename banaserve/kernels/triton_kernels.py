@@ -43,6 +43,8 @@ class TritonKernels:
         """See ``interface.Kernels``."""
         check_attention(query, key_cache, value_cache, batch, heads)
         tiling = self._tiling
+        if tiling and tiling.rows < heads.group_size:
+            raise ValueError(f"tiling: {tiling.rows} rows; allowed: {heads.group_size} or more")
         output, lse = partial_attention(
             query,
             key_cache,

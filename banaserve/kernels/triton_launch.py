@@ -41,5 +41,9 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
 def index_tensor(
     values: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int32
 ) -> torch.Tensor:
-    """``values`` on the device. Made once: a copy for each call would cost more than the kernel."""
+    """``values`` on the device. Made once: a copy for each call would cost more than the kernel.
+
+    The first call for some values copies from the host, which no graph can capture: run an
+    operation once before it is captured.
+    """
     return torch.tensor(values, dtype=dtype, device=device)

@@ -63,6 +63,12 @@ def test_attention_of_chosen_heads(name):
     cases.check_attention_case(TritonKernels(1, Tiling(rows, 8, 1, 1)), case, CPU)
 
 
+def test_tiles_smaller_than_a_group_are_refused():
+    case = cases.problem(FEW, num_kv_heads=1, heads=Heads((0,), 20))
+    with pytest.raises(ValueError, match=r"^tiling: 16 rows; allowed: 20 or more"):
+        TritonKernels(1, SMALL).partial_attention(*case.arguments())
+
+
 def test_attention_without_a_causal_mask():
     cases.check_attention_case(TritonKernels(2, SMALL), cases.problem(causal=False), CPU)
 
