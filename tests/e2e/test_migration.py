@@ -7,8 +7,10 @@ Greedy, float32, SmolLM2, the store on; what has moved away is poisoned with NaN
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,6 +139,25 @@ def test_what_cannot_be_is_refused_before_anything_moves(server, admin):
         with pytest.raises(UserError, match=words):
             admin.begin(ask)
     assert admin.placement().guests == []
+
+
+def test_the_commands_find_the_server_by_its_folder(server, admin, run_dir):
+    def banaserve(*argv: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "banaserve", *argv, "--run-dir", str(run_dir)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    moved = banaserve("migrate", "layers", "--from", "d0", "--to", "p0", "--layers", "28:30")
+    assert moved.returncode == 0, moved.stderr
+    assert moved.stderr.endswith(": layers 28:30 to p0: done\n")
+    shown = json.loads(banaserve("placement", "--json").stdout)
+    assert [len(one["units"]) for one in shown["instances"] if one["id"] == "d0"] == [1]
+    assert "beside p0" in banaserve("placement").stdout
+    again = banaserve("migrate", "layers", "--from", "d0", "--to", "p0", "--layers", "28:30")
+    assert (again.returncode, again.stderr) == (
+        2,
+        "banaserve: layers 28:30 run beside p0 already\n",
+    )
+    assert banaserve("migrate", "return", "--from", "d0").returncode == 0
 
 
 def test_random_moves_at_random_moments(server, admin, reference):

@@ -211,7 +211,7 @@ class Instance:
         return InstanceView(
             id=self.id,
             role=self.role,
-            ready=self.state is State.READY,
+            ready=self.is_ready,
             report=self._report(),
             inflight_requests=self._inflight_requests,
             inflight_prefill_tokens=self._inflight_prefill_tokens,
@@ -242,7 +242,8 @@ class Instance:
 
     @property
     def is_ready(self) -> bool:
-        return self.state is State.READY
+        """Whether requests may be sent: an engine that has failed is not, though it still ends."""
+        return self.state is State.READY and self.llm is not None and not self.llm.errored
 
     def add_inflight(self, requests: int, prefill_tokens: int) -> None:
         self._inflight_requests += requests

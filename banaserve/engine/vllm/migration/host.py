@@ -222,6 +222,7 @@ class MigrationHost:
             if move.unit in lost:
                 # What comes home must not be given back under its feet.
                 move.join(_FREE_WAIT_S)
+        lost = self.placement.at(link)  # a move that failed may have brought its unit home
         if not lost:
             return
         logger.error("%s: %s come home", error, ", ".join(str(u.modules) for u in lost))
