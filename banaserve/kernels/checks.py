@@ -21,60 +21,50 @@ def check_attention(
     Raises:
         ValueError: An argument is not taken; the text names it and what is allowed.
     """
-    _require(query.dim() == 3, "query", _seen(query), "[num_tokens, num_query_heads, head_size]")
-    _require(query.dtype in FLOAT_DTYPES, "query", query.dtype, "float16, bfloat16 or float32")
-    _require(query.shape[2] in HEAD_SIZES, "query", f"head size {query.shape[2]}", HEAD_SIZES)
-    _require(query.stride(2) == 1, "query", f"strides {query.stride()}", "contiguous heads")
+    _require(query.dim() == 3, "query", query, "[num_tokens, num_query_heads, head_size]")
+    _require(query.dtype in FLOAT_DTYPES, "query", query, "float16, bfloat16 or float32")
+    _require(query.shape[2] in HEAD_SIZES, "query", query, HEAD_SIZES, "for the head size")
+    _require(query.stride(2) == 1, "query", query, "contiguous heads")
     for name, cache in (("key_cache", key), ("value_cache", value)):
-        _require(cache.dim() == 4, name, _seen(cache), "[blocks, block_size, kv_heads, head_size]")
-        _require(cache.dtype == query.dtype, name, cache.dtype, f"the query's {query.dtype}")
-        _require(cache.device == query.device, name, cache.device, f"the query's {query.device}")
-        _require(cache.shape[3] == query.shape[2], name, _seen(cache), "the query's head size")
-        _require(cache.stride(3) == 1, name, f"strides {cache.stride()}", "contiguous heads")
-    _require(key.shape == value.shape, "value_cache", _seen(value), f"{_seen(key)}, as key_cache")
+        _require(cache.dim() == 4, name, cache, "[blocks, block_size, kv_heads, head_size]")
+        _require(cache.dtype == query.dtype, name, cache, "the query's", query.dtype)
+        _require(cache.device == query.device, name, cache, "the query's", query.device)
+        _require(cache.shape[3] == query.shape[2], name, cache, "the query's head size")
+        _require(cache.stride(3) == 1, name, cache, "contiguous heads")
+    _require(key.shape == value.shape, "value_cache", value, "the key_cache's", key.shape)
     _check_batch(batch, query.device)
     _check_heads(heads, key.shape[2], query.shape[1])
 
 
 def _check_batch(batch: Batch, device: torch.device) -> None:
-    num_seqs = batch.block_table.shape[0]
-    _require(batch.block_table.dim() == 2, "block_table", _seen(batch.block_table), "2 dimensions")
+    table = batch.block_table
+    _require(table.dim() == 2, "block_table", table, "2 dimensions")
     _require(batch.max_range_tokens >= 0, "max_range_tokens", batch.max_range_tokens, "0 or more")
-    lengths = {
-        "query_start": num_seqs + 1,
-        "query_position": num_seqs,
-        "range_start": num_seqs,
-        "range_end": num_seqs,
-    }
-    for name, length in lengths.items():
-        tensor = getattr(batch, name)
-        _require(tuple(tensor.shape) == (length,), name, _seen(tensor), f"[{length}]")
-        _require(tensor.is_contiguous(), name, f"strides {tensor.stride()}", "contiguous")
-    for name in ("block_table", *lengths):
-        tensor = getattr(batch, name)
-        _require(tensor.dtype == torch.int32, name, tensor.dtype, "int32")
-        _require(tensor.device == device, name, tensor.device, f"the query's {device}")
-    row = batch.block_table
-    _require(row.stride(1) == 1 or row.numel() == 0, "block_table", row.stride(), "contiguous rows")
+    num_seqs = table.shape[0]
+    for name, tensor, length in (
+        ("query_start", batch.query_start, num_seqs + 1),
+        ("query_position", batch.query_position, num_seqs),
+        ("range_start", batch.range_start, num_seqs),
+        ("range_end", batch.range_end, num_seqs),
+    ):
+        _require(tensor.dim() == 1 and len(tensor) == length, name, tensor, "length", length)
+        _require(tensor.is_contiguous(), name, tensor, "contiguous")
+        _require(tensor.dtype == torch.int32, name, tensor, "int32")
+        _require(tensor.device == device, name, tensor, "the query's", device)
+    _require(table.dtype == torch.int32, "block_table", table, "int32")
+    _require(table.device == device, "block_table", table, "the query's", device)
+    rows = table.stride(1) == 1 or table.numel() == 0
+    _require(rows, "block_table", table, "contiguous rows")
 
 
 def _check_heads(heads: Heads, num_kv_heads: int, num_query_heads: int) -> None:
-    chosen, groups = heads.kv_heads, heads.groups
-    _require(heads.group_size >= 1, "group_size", heads.group_size, "at least 1")
+    chosen, groups, size = heads.kv_heads, heads.groups, heads.group_size
+    _require(size >= 1, "group_size", size, "at least 1")
     _check_chosen("kv_heads", chosen, num_kv_heads)
-    _require(
-        len(groups) == len(chosen),
-        "query_groups",
-        groups,
-        f"one for each of {len(chosen)} kv_heads",
-    )
-    _require(
-        num_query_heads % heads.group_size == 0,
-        "query",
-        f"{num_query_heads} heads",
-        f"whole groups of {heads.group_size}",
-    )
-    _check_chosen("query_groups", groups, num_query_heads // heads.group_size)
+    _require(len(groups) == len(chosen), "query_groups", groups, "one for each of", chosen)
+    whole = num_query_heads % size == 0
+    _require(whole, "query", num_query_heads, "heads in whole groups of", size)
+    _check_chosen("query_groups", groups, num_query_heads // size)
 
 
 def check_parts(parts: Sequence[Part]) -> None:
@@ -85,21 +75,19 @@ def check_parts(parts: Sequence[Part]) -> None:
     """
     _require(len(parts) > 0, "parts", "none", "at least one")
     first = parts[0].output
-    _require(first.dim() == 3, "output", _seen(first), "[num_tokens, num_heads, head_size]")
+    _require(first.dim() == 3, "output", first, "[num_tokens, num_heads, head_size]")
     _require(first.dtype in FLOAT_DTYPES, "output", first.dtype, "float16, bfloat16 or float32")
     for output, lse in parts:
-        _require(
-            output.shape == first.shape, "output", _seen(output), f"the first's {_seen(first)}"
-        )
+        _require(output.shape == first.shape, "output", output, "as the first")
         _require(output.dtype == first.dtype, "output", output.dtype, f"the first's {first.dtype}")
         _require(output.device == first.device, "output", output.device, first.device)
         _require(
             output.stride(2) == 1 or output.numel() == 0,
             "output",
-            f"strides {output.stride()}",
+            output,
             "contiguous heads",
         )
-        _require(lse.shape == first.shape[:2], "lse", _seen(lse), f"{tuple(first.shape[:2])}")
+        _require(lse.shape == first.shape[:2], "lse", lse, f"{tuple(first.shape[:2])}")
         _require(lse.dtype == torch.float32, "lse", lse.dtype, "float32")
         _require(lse.device == first.device, "lse", lse.device, f"the output's {first.device}")
 
@@ -121,7 +109,7 @@ def check_concat(parts: Sequence[torch.Tensor], groups: Sequence[Sequence[int]])
     _require(every == list(range(len(every))), "groups", every, "all KV heads, each once")
     first, sizes = parts[0], set()
     for part, group in zip(parts, groups, strict=True):
-        _require(part.dim() == 3, "parts", _seen(part), "[num_tokens, num_heads, head_size]")
+        _require(part.dim() == 3, "parts", part, "[num_tokens, num_heads, head_size]")
         _require(
             part.stride(2) == 1 or part.numel() == 0, "parts", part.stride(), "contiguous heads"
         )
@@ -129,7 +117,7 @@ def check_concat(parts: Sequence[torch.Tensor], groups: Sequence[Sequence[int]])
         _require(part.element_size() in COPY_ELEMENT_BYTES, "parts", part.dtype, "1, 2 or 4 bytes")
         _require(part.device == first.device, "parts", part.device, f"the first's {first.device}")
         same = (part.shape[0], part.shape[2]) == (first.shape[0], first.shape[2])
-        _require(same, "parts", _seen(part), f"tokens and head size of {_seen(first)}")
+        _require(same, "parts", part, f"tokens and head size of {_seen(first)}")
         _require(
             len(group) > 0 and part.shape[1] > 0 and part.shape[1] % len(group) == 0,
             "parts",
@@ -166,22 +154,22 @@ def check_blocks(
     size = first.element_size()
     _require(size in COPY_ELEMENT_BYTES, "caches", first.dtype, "elements of 1, 2 or 4 bytes")
     key, _ = key_value_views(first, layout)
-    _require(key.stride(3) == 1, "caches", f"strides {first.stride()}", "contiguous heads")
+    _require(key.stride(3) == 1, "caches", first, "contiguous heads")
     form = (pages.block_size_tokens, pages.head_size)
-    _require((key.shape[1], key.shape[3]) == form, "caches", _seen(first), f"pages of {form}")
+    _require((key.shape[1], key.shape[3]) == form, "caches", first, f"pages of {form}")
     _check_chosen("kv_heads", tuple(kv_heads), key.shape[2])
     _require(len(kv_heads) == len(pages.heads), "kv_heads", len(kv_heads), f"{len(pages.heads)}")
     for name, ids in (("block_ids", block_ids), ("slot_ids", slot_ids)):
         _require(ids.dtype == torch.int64, name, ids.dtype, "int64")
         _require(ids.device == first.device, name, ids.device, f"the caches' {first.device}")
-        _require(ids.dim() == 1 and ids.is_contiguous(), name, _seen(ids), "[n], contiguous")
-    _require(block_ids.shape == slot_ids.shape, "slot_ids", _seen(slot_ids), _seen(block_ids))
+        _require(ids.dim() == 1 and ids.is_contiguous(), name, ids, "[n], contiguous")
+    _require(block_ids.shape == slot_ids.shape, "slot_ids", slot_ids, block_ids)
     _check_slots(slots, first.device, pages, size)
 
 
 def _check_slots(slots: torch.Tensor, device: torch.device, pages: SlotPages, size: int) -> None:
     _require(slots.dtype == torch.uint8, "slots", slots.dtype, "uint8")
-    _require(slots.dim() == 2, "slots", _seen(slots), "[num_slots, slot_bytes]")
+    _require(slots.dim() == 2, "slots", slots, "[num_slots, slot_bytes]")
     needed = pages.end_bytes(size)
     _require(slots.shape[1] >= needed, "slots", f"{slots.shape[1]} bytes", f"{needed} or more")
     whole = all(n % size == 0 for n in (slots.shape[1], slots.stride(0), slots.storage_offset()))
@@ -190,14 +178,20 @@ def _check_slots(slots: torch.Tensor, device: torch.device, pages: SlotPages, si
 
 
 def _check_chosen(name: str, chosen: tuple[int, ...], count: int) -> None:
-    valid = len(set(chosen)) == len(chosen) > 0 and set(chosen) <= set(range(count))
-    _require(valid, name, chosen, f"one or more of 0 to {count - 1}, each once")
+    once = set(chosen)
+    valid = len(once) == len(chosen) > 0 and min(chosen) >= 0 and max(chosen) < count
+    _require(valid, name, chosen, "one or more, each once, below", count)
 
 
 def _seen(tensor: torch.Tensor) -> str:
     return f"shape {tuple(tensor.shape)}"
 
 
-def _require(holds: bool, argument: str, seen: object, allowed: object) -> None:
-    if not holds:
-        raise ValueError(f"{argument}: {seen}; allowed: {allowed}")
+def _require(holds: bool, argument: str, seen: object, *allowed: object) -> None:
+    # Words are put together only for an error: these checks run before every launch.
+    if holds:
+        return
+    if isinstance(seen, torch.Tensor):
+        shape, strides = tuple(seen.shape), seen.stride()
+        seen = f"shape {shape} strides {strides} of {seen.dtype} on {seen.device}"
+    raise ValueError(f"{argument}: {seen}; allowed: {' '.join(map(str, allowed))}")

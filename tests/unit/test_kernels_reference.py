@@ -128,7 +128,7 @@ def _batch(**changes):
     [
         ("query", {"query": CASE.query[0]}),
         ("query", {"query": CASE.query.double()}),
-        ("query: head size 48", {"query": CASE.query[..., :48]}),
+        ("query", {"query": CASE.query[..., :48]}),
         ("query", {"query": CASE.query.transpose(1, 2).contiguous().transpose(1, 2)}),
         ("query", {"query": CASE.query[:, :3]}),
         ("key_cache", {"key": CASE.key.half()}),
