@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ _NOTE = "run.json"
 _ADMIN = "admin.json"
 _KEPT_RUNS = 10
 _SOCKETS = "banaserve-"
+_LOCK = "lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,16 @@ def open_run_dir(chosen: Path | None) -> Iterator[RunDir]:
         note = logs / _NOTE
         note.write_text(json.dumps({"pid": os.getpid(), "started_at": time.time()}))
         _sweep_killed_runs()
-        sockets = Path(tempfile.mkdtemp(prefix=f"{_SOCKETS}{os.getpid()}-"))
+        sockets = Path(tempfile.mkdtemp(prefix=_SOCKETS))
+        lock = (sockets / _LOCK).open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
         raise UserError(f"--run-dir {logs}: {error.strerror}") from error
     try:
         yield RunDir(logs, sockets)
     finally:
         shutil.rmtree(sockets, ignore_errors=True)
+        lock.close()
         (logs / _ADMIN).unlink(missing_ok=True)
         note.unlink(missing_ok=True)
 
@@ -95,15 +100,18 @@ def find_admin(chosen: Path | None) -> AdminAccess:
 
 
 def _sweep_killed_runs() -> None:
-    """Remove the socket folders of this user's runs that ended without a chance to do so."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_SOCKETS}*-*"):
-        pid = folder.name.removeprefix(_SOCKETS).partition("-")[0]
-        if (
-            pid.isdigit()
-            and not Path("/proc", pid).exists()
-            and folder.stat().st_uid == os.getuid()
-        ):
-            shutil.rmtree(folder, ignore_errors=True)
+    """Remove the socket folders of this user's runs that ended without a chance to do so.
+
+    A lock says that a run lives, not its process id: containers share temporary folders and have
+    ids of their own. Engines inherit the lock, so it is held until the last of them has ended.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SOCKETS}*"):
+        with contextlib.suppress(OSError):
+            if folder.stat().st_uid != os.getuid():
+                continue
+            with (folder / _LOCK).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _runs() -> Path:

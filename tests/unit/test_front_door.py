@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -164,6 +166,33 @@ def test_a_run_directory_is_one_runs_own(tmp_path: Path) -> None:
     (folder / "run.json").write_text(json.dumps({"pid": _dead_pid()}))
     with pytest.raises(UserError, match="rm -r"), open_run_dir(folder):
         pass
+
+
+def test_sockets_of_a_killed_run_are_swept_and_those_of_a_live_one_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed = _killed_run(tmp_path / "killed")
+    with open_run_dir(tmp_path / "first") as first:
+        assert not killed.exists()
+        with open_run_dir(tmp_path / "second"):
+            assert first.sockets.is_dir()
+
+
+def _killed_run(logs: Path) -> Path:
+    """The sockets that a run leaves behind whose process is killed."""
+    readable, writable = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with open_run_dir(logs) as run:
+            os.write(writable, str(run.sockets).encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+    sockets = Path(os.read(readable, 4096).decode())
+    os.waitpid(pid, 0)
+    os.close(readable)
+    os.close(writable)
+    assert sockets.is_dir()
+    return sockets
 
 
 def _dead_pid() -> int:
