@@ -47,7 +47,7 @@ $(INSTALLED): $(VENV_STAMP) $(SOURCES)
 	@requirements/install.sh '$(DEVICE)'
 	@touch $@
 
-test: lint  ## Lint, then run every test; the last ones start real engines.
+test: lint  ## Lint, then run every test, JOBS files side by side; many start real engines.
 	@$(BIN)/pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-fast: install  ## Run the tests that start no engine.

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     record = result.result(
         "kernels",
         seed=given.seed,
-        options={name: str(value) for name, value in vars(given).items()},
+        options={name: str(value) for name, value in vars(given).items() if name != "json"},
         started_at=started_at,
         figures={name: result.figure(found, _unit(name)) for name, found in samples.items()},
         notes=notes,

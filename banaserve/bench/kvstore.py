@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     record = result.result(
         "kvstore",
         seed=given.seed,
-        options={name: str(value) for name, value in vars(given).items()},
+        options={name: str(value) for name, value in vars(given).items() if name != "json"},
         started_at=started_at,
         figures={name: result.figure(samples[name], _unit(name)) for name in names},
         notes=notes,
