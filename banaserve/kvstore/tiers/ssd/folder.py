@@ -128,7 +128,9 @@ class Folder:
 
     def _replace(self, name: str, content: bytes) -> None:
         temporary = self.path / (name + _TEMPORARY)
-        temporary.write_bytes(content)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
         temporary.rename(self.path / name)
 
 
