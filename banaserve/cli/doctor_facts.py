@@ -19,7 +19,7 @@ from banaserve.cli import doctor_checks as checks
 from banaserve.cli.doctor_checks import Finding, Status
 from banaserve.cli.version import installed_version
 from banaserve.errors import UserError
-from banaserve.kvstore.system import MADV_POPULATE_WRITE, available_memory_bytes, madvise
+from banaserve.linux import MADV_POPULATE_WRITE, available_memory_bytes, madvise
 from banaserve.models import cache, hub
 
 

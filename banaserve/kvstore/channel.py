@@ -13,7 +13,7 @@ from typing import TypeVar
 from banaserve.errors import FingerprintError, ProtocolError, StoreUnavailableError
 from banaserve.kvstore import wire
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.system import peer_of
+from banaserve.linux import peer_of
 
 _RECEIVE_BYTES = 64 * 1024
 _NUM_FDS = 2

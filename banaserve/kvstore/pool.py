@@ -15,7 +15,7 @@ from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.fingerprint import PAGE_BYTES, Fingerprint
 from banaserve.kvstore.interface import Slot
 from banaserve.kvstore.sizes import format_size
-from banaserve.kvstore.system import MADV_POPULATE_WRITE, available_memory_bytes, madvise
+from banaserve.linux import MADV_POPULATE_WRITE, available_memory_bytes, madvise
 
 POISON = 0xFF
 _POPULATE_STEP_BYTES = 64 * 2**20

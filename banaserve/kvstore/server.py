@@ -20,10 +20,10 @@ from banaserve.kvstore.pool import Pool
 from banaserve.kvstore.quarantine import Quarantine
 from banaserve.kvstore.service import StoreService
 from banaserve.kvstore.sizes import format_size
-from banaserve.kvstore.system import open_peer_pidfd, peer_of
 from banaserve.kvstore.tiering import NOTE_EVERY_S, Tiering
 from banaserve.kvstore.tiers.registry import TierSpec
 from banaserve.kvstore.watcher import PoolWatcher
+from banaserve.linux import open_peer_pidfd, peer_of
 
 log = logging.getLogger(__name__)
 

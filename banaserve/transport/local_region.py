@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
+from banaserve.linux import MADV_DONTNEED, madvise
 from banaserve.transport.errors import RefusedError, StaleEpochError, TransferTimeoutError
 from banaserve.transport.interface import RegionDescriptor
-from banaserve.transport.linux import MADV_DONTNEED, madvise
 from banaserve.transport.memory import Memory, whole_pages
 from banaserve.transport.plans import check_offer, check_range
 

@@ -7,8 +7,8 @@ import select
 import socket
 from contextlib import suppress
 
+from banaserve.linux import open_peer_pidfd
 from banaserve.transport.errors import PeerGoneError
-from banaserve.transport.linux import open_peer_pidfd
 
 
 class PeerWatch:

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from banaserve.linux import MADV_POPULATE_WRITE, MADV_REMOVE, madvise
 from banaserve.transport.errors import RefusedError, StaleEpochError, TransferTimeoutError
-from banaserve.transport.linux import MADV_POPULATE_WRITE, MADV_REMOVE, madvise
 from banaserve.transport.memory import PAGE_BYTES, Memory, whole_pages
 
 _CLOSED = 2**64 - 1

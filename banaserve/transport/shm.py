@@ -9,9 +9,9 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from banaserve.linux import is_own, peer_of
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
 from banaserve.transport.interface import RegionDescriptor
-from banaserve.transport.linux import is_own, peer_of
 from banaserve.transport.memory import Memory
 from banaserve.transport.options import TransportOptions
 from banaserve.transport.peer import PeerWatch

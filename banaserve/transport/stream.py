@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
+from banaserve.linux import open_peer_pidfd
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
-from banaserve.transport.linux import open_peer_pidfd
 
 # Of a peer that has begun a message and sends nothing more, while nobody waits that long.
 STALL_S = 1.0

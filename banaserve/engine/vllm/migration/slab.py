@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from banaserve.transport import linux
+from banaserve import linux
 
 _MAP_NORESERVE = 0x4000
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -6,6 +6,7 @@ import ctypes
 import os
 import socket
 import struct
+from pathlib import Path
 from typing import NamedTuple
 
 MADV_DONTNEED = 4
@@ -52,6 +53,8 @@ def open_peer_pidfd(sock: socket.socket) -> int:
     """A pidfd of the peer's process, which becomes readable when that process is dead.
 
     A closed socket alone does not tell: a process that the peer has forked may hold it open.
+    ``SO_PEERPIDFD`` (Linux 6.5) also works for a process of another PID namespace, and cannot meet
+    a reused pid; older kernels get ``pidfd_open``.
 
     Raises:
         OSError: The process is dead already or cannot be named from here.
@@ -60,3 +63,27 @@ def open_peer_pidfd(sock: socket.socket) -> int:
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:
         return os.pidfd_open(peer_of(sock).pid)
+
+
+def available_memory_bytes() -> int:
+    """Memory that can be taken without swapping, within this control group's limit."""
+    available_bytes = _meminfo_bytes("MemAvailable")
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used_bytes = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return available_bytes
+    if limit == "max":
+        return available_bytes
+    reclaimable_bytes = int(stat.get("inactive_file", 0))
+    return min(available_bytes, int(limit) - used_bytes + reclaimable_bytes)
+
+
+def _meminfo_bytes(name: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        field, _, value = line.partition(":")
+        if field == name:
+            return int(value.split()[0]) * 1024
+    raise OSError(f"/proc/meminfo does not name {name}")
