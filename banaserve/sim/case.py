@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from banaserve.costs.profile import Profile, check_keys, load, read_toml
 from banaserve.errors import UserError
 from banaserve.names import check_known
 from banaserve.sim.events import Event
-from banaserve.sim.profile import Profile, check_keys, load, read_toml
 from banaserve.sim.result import Limits
 from banaserve.sim.system import KINDS, System, preset
 from banaserve.sim.workload import Lengths, Phase

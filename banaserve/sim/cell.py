@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from banaserve.costs.profile import Profile
+from banaserve.costs.steps import StepCosts
 from banaserve.errors import NoInstanceError
 from banaserve.orchestrator.measure import Reports, smoothed
 from banaserve.orchestrator.migration import registry as migrations
 from banaserve.orchestrator.routing import registry as routings
-from banaserve.sim.costs import StepCosts
 from banaserve.sim.engine import SimEngine
 from banaserve.sim.instance import SimInstance
 from banaserve.sim.placing import Placing
-from banaserve.sim.profile import Profile
 from banaserve.sim.request import SimRequest
 from banaserve.sim.store import HASH_BLOCK_TOKENS, PrefixCache
 from banaserve.sim.system import System

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from banaserve.costs.profile import Profile
 from banaserve.errors import UserError
 from banaserve.names import check_known
 from banaserve.sim.cell import Cell
 from banaserve.sim.instance import SimInstance
-from banaserve.sim.profile import Profile
 from banaserve.sim.request import SimRequest
 from banaserve.sim.store import HASH_BLOCK_TOKENS, PrefixCache
 from banaserve.sim.system import System

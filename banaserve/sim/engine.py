@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from banaserve.costs.steps import StepCosts, run_s, steps_within
 from banaserve.sim.batch import Batch, EngineLimits
-from banaserve.sim.costs import StepCosts, run_s, steps_within
 from banaserve.sim.request import SimRequest
 from banaserve.sim.timeline import Timeline
 

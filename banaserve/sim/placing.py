@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from banaserve.orchestrator.migration import slabs, weighing
-from banaserve.orchestrator.model import moving
+from banaserve.costs import modules
+from banaserve.costs.profile import Profile
+from banaserve.orchestrator.migration import weighing
 from banaserve.sim.instance import SimInstance
-from banaserve.sim.profile import Profile
 from banaserve.sim.timeline import Timeline
 from banaserve.types import (
     InstanceId,
@@ -144,26 +144,13 @@ class Placing:
         return told
 
     def _share(self, module: Module) -> float:
-        facts = self._profile.facts
-        share = slabs.num_slabs(facts, module) / (facts.num_layers * facts.num_kv_heads)
-        return share * self._attention if module.heads else share
+        return modules.share(self._profile, module, self._attention)
 
     def _hop_s(self, host: SimInstance, module: Module) -> float:
-        shape, link = self._profile.shape, self._profile.between
         tokens = len(host.engine.decoding)
         if host.engine.prefilling:
             tokens += _PREFILL_STEP_TOKENS
-        if not module.heads:
-            return moving.layers_step_s(tokens, shape.hidden_size, shape.element_bytes, link)
-        return moving.heads_step_s(
-            tokens,
-            module.num_layers,
-            len(module.heads),
-            shape.head_dim,
-            shape.element_bytes,
-            link,
-            shape.num_heads // shape.num_kv_heads,
-        )
+        return modules.hop_s(self._profile, module, tokens)
 
     def _take_home(self, host: SimInstance, module: Module) -> None:
         for placement in host.placements:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from banaserve.costs.profile import Profile
 from banaserve.sim.case import Case
 from banaserve.sim.cluster import SimCluster
 from banaserve.sim.events import Event, arrange
-from banaserve.sim.profile import Profile
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import SIMULATED, Limits, summary
 from banaserve.sim.system import System

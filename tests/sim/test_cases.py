@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from banaserve.costs import profile
 from banaserve.errors import UserError
-from banaserve.sim import case, profile
+from banaserve.sim import case
 from banaserve.sim.run import run_case
 from banaserve.sim.workload import Lengths, Phase, drawn, traced
 

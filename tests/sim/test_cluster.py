@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from banaserve.costs.profile import load
 from banaserve.errors import UserError
 from banaserve.sim.cluster import SimCluster
 from banaserve.sim.events import Event, arrange
-from banaserve.sim.profile import load
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import Limits
 from banaserve.sim.run import simulate

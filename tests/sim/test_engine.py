@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from banaserve.costs.profile import load
+from banaserve.costs.steps import StepCosts, run_s, steps_within
 from banaserve.sim.batch import EngineLimits
-from banaserve.sim.costs import StepCosts, run_s, steps_within
 from banaserve.sim.engine import SimEngine
-from banaserve.sim.profile import load
 from banaserve.sim.request import SimRequest
 from banaserve.sim.timeline import Timeline
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from banaserve.sim.profile import Profile
+from banaserve.costs.profile import Profile
 
 
 class StepCosts:
