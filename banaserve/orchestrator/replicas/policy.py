@@ -1,0 +1,133 @@
+"""The frame of the policies: who may be chosen at all, and callbacks that do nothing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from banaserve.errors import UserError
+from banaserve.orchestrator.replicas.interface import (
+    Decision,
+    FleetView,
+    Flight,
+    Generator,
+    Reason,
+    ReplicaId,
+    ReplicaView,
+    Request,
+    State,
+)
+
+
+class Deaf:
+    """Callbacks of a policy that learns nothing and keeps nothing."""
+
+    def on_sent(self, flight: Flight) -> None: ...
+
+    def on_first_token(self, flight: Flight) -> None: ...
+
+    def on_finished(self, flight: Flight) -> None: ...
+
+    def on_failed(self, flight: Flight) -> None: ...
+
+    def on_replica_gone(self, target: ReplicaId) -> None: ...
+
+    def tick(self, now_s: float) -> None: ...
+
+    def state(self) -> State:
+        return {}
+
+    def restore(self, state: State) -> None:
+        if state:
+            raise UserError(f"this policy keeps no state: remove {', '.join(sorted(state))}")
+
+
+class Policy(Deaf, ABC):
+    """A policy that a subclass completes with one choice among the replicas that are left.
+
+    Attributes:
+        PRESETS: Named options, the first one the default.
+        uses_peers: ``pick`` also gets peers. The others serve a request in their own region.
+    """
+
+    PRESETS: ClassVar[Mapping[str, Any]]
+    uses_peers: ClassVar[bool] = False
+
+    def __init__(self, options: Any, generator: Generator, unit_bytes: int) -> None:
+        self.options = options
+        self.generator = generator
+        self.unit_bytes = unit_bytes
+
+    def choose(self, request: Request, fleet: FleetView) -> Decision:
+        may = [view for view in self._known(request, fleet) if may_serve(view, request)]
+        if not may:
+            return Decision(None, Reason.NONE_MAY)
+        candidates = [view for view in may if view.is_available]
+        if not candidates:
+            return Decision(None, Reason.NONE_AVAILABLE)
+        return self.pick(request, candidates, fleet)
+
+    @abstractmethod
+    def pick(
+        self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
+    ) -> Decision:
+        """Returns the decision; ``candidates`` are allowed, available and at least one."""
+
+    def _known(self, request: Request, fleet: FleetView) -> Sequence[ReplicaView]:
+        if not self.uses_peers or request.was_forwarded or not fleet.peers:
+            return fleet.replicas
+        return [*fleet.replicas, *fleet.peers]
+
+    def any_of(self, views: Sequence[ReplicaView]) -> ReplicaView:
+        """Returns one of ``views`` at random; draws only where there is a choice."""
+        if len(views) == 1:
+            return views[0]
+        return views[int(self.generator.random() * len(views))]
+
+    def least(
+        self, views: Sequence[ReplicaView], costs: Sequence[float], within: float = 0.0
+    ) -> int:
+        """Returns the place of the least cost, at random among those no more than ``within`` above.
+
+        Args:
+            costs: One for each of ``views``.
+        """
+        limit = min(costs) + within
+        places = [place for place, cost in enumerate(costs) if cost <= limit]
+        if len(places) == 1:
+            return places[0]
+        return places[int(self.generator.random() * len(places))]
+
+
+def may_serve(view: ReplicaView, request: Request) -> bool:
+    """Whether ``view`` may ever be sent ``request``: region, model and length of the prompt."""
+    return (
+        (request.allowed_regions is None or view.region in request.allowed_regions)
+        and (not request.model or not view.models or request.model in view.models)
+        and (not view.max_prompt_tokens or request.num_tokens <= view.max_prompt_tokens)
+    )
+
+
+def check_range(options: object, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Returns if each option named in ``ranges`` lies within its bounds.
+
+    Raises:
+        UserError: One does not, or is no number; names it and the range.
+    """
+    for name, (low, high) in ranges.items():
+        value = getattr(options, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"{name} is {value!r}: give a number")
+        if not low <= value <= high:
+            raise UserError(f"{name} is {value:g}: give {low:g} to {high:g}")
+
+
+def check_choice(name: str, value: str, known: Iterable[str]) -> None:
+    """Returns if ``value`` is one of ``known``.
+
+    Raises:
+        UserError: It is not.
+    """
+    if value not in known:
+        raise UserError(f"{name} is {value!r}: give {' or '.join(known)}")

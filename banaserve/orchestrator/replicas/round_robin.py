@@ -1,0 +1,50 @@
+"""Round robin: the replica chosen longest ago."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from banaserve.orchestrator.replicas.interface import (
+    Decision,
+    FleetView,
+    Flight,
+    Reason,
+    ReplicaId,
+    ReplicaView,
+    Request,
+)
+from banaserve.orchestrator.replicas.policy import Policy
+from banaserve.orchestrator.replicas.registry import register
+
+
+@dataclass(frozen=True, slots=True)
+class NoOptions:
+    """Options of a policy that has none."""
+
+
+@register("round_robin")
+class RoundRobin(Policy):
+    """Takes turns. A replica that comes back waits for no one; one that is away loses no turn."""
+
+    PRESETS: ClassVar[Mapping[str, Any]] = {"plain": NoOptions()}
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._turn = 0
+        self._sent_at: dict[ReplicaId, int] = {}
+
+    def pick(
+        self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
+    ) -> Decision:
+        sent_at = self._sent_at
+        target = min(candidates, key=lambda view: sent_at.get(view.id, 0))
+        return Decision(target.id, Reason.TURN)
+
+    def on_sent(self, flight: Flight) -> None:
+        self._turn += 1
+        self._sent_at[flight.target] = self._turn
+
+    def on_replica_gone(self, target: ReplicaId) -> None:
+        self._sent_at.pop(target, None)
