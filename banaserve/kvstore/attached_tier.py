@@ -224,12 +224,20 @@ class AttachedTier:
         thread.start()
         return thread
 
+    def oldest_load_s(self) -> float | None:
+        """When the oldest load that the tier has taken was queued; None where there is none."""
+        return min((load.began_s for load in self.loading.values()), default=None)
+
+    def give_up(self, problem: str) -> None:
+        """Take it out of service, as if it had raised."""
+        self.problem = problem
+        self._faulty, self._tier = self._tier, None
+        self.is_faulty = True
+
     def _guarded(self, call: Callable[[], T], otherwise: T) -> T:
         try:
             return call()
         except Exception as error:
-            self.problem = describe(error)
+            self.give_up(describe(error))
             log.exception("going on without the %s tier: %s", self.name, self.problem)
-            self._faulty, self._tier = self._tier, None
-            self.is_faulty = True
             return otherwise

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 READ = selectors.EVENT_READ
 NOTE_EVERY_S = 5.0
 """So long a tier may be out of service, for instance at its start, before the log says so."""
+HUNG_AFTER_S = 60.0
+"""A tier that has not ended a load within so long will not: far beyond its own timeouts."""
 
 
 class Tiering:
@@ -98,6 +100,7 @@ class Tiering:
             self._note_at_s = now_s + NOTE_EVERY_S
             for tier in self._tiers:
                 tier.note_state()
+                self._watch(tier, now_s)
 
     def settle(self, timeout_s: float) -> bool:
         """Give up what no tier has taken and wait for the rest; whether nothing is under way."""
@@ -154,6 +157,13 @@ class Tiering:
                 self.promoter.end(tier, load, completion.outcome)
             elif (entry := tier.storing.pop(completion.ticket, None)) is not None:
                 self._demoter.end(tier, entry, completion.outcome)
+
+    def _watch(self, tier: AttachedTier, now_s: float) -> None:
+        oldest_s = tier.oldest_load_s()
+        if tier.is_open and oldest_s is not None and now_s - oldest_s > HUNG_AFTER_S:
+            tier.give_up(f"a load has not ended in {HUNG_AFTER_S:g} s")
+            log.error("going on without the %s tier: %s", tier.name, tier.problem)
+            self._desert(tier)
 
     def _desert(self, tier: AttachedTier) -> None:
         self._unregister(tier)

@@ -179,14 +179,23 @@ def test_a_block_that_is_there_is_not_stored_again(tier: StoreTier) -> None:
 
 
 def test_a_block_that_is_being_stored_is_not_stored_or_loaded(tier: StoreTier) -> None:
-    ticket = submit(tier, name(1), content(1))
-    assert tier.submit_store(name(1), content(2)) is None
-    assert tier.lookup([name(1).key]) != [Lookup.HIT]
-    assert tier.submit_load(name(1).key, aligned_bytes(BLOCK_BYTES)) is None
-    assert not tier.evict(name(1).key)
-    tier.clear()
-    assert wait(tier, ticket)[ticket].outcome is Outcome.DONE
-    assert bytes(load(tier, name(1).key)) == bytes(content(1))
+    for number in range(1, 51):
+        ticket = submit(tier, name(number), content(1))
+        refused = (
+            tier.submit_store(name(number), content(2)) is None
+            and tier.lookup([name(number).key]) != [Lookup.HIT]
+            and tier.submit_load(name(number).key, aligned_bytes(BLOCK_BYTES)) is None
+            and not tier.evict(name(number).key)
+        )
+        # A store that ended in the middle of the questions says nothing: ask about another.
+        if is_under_way := tier.stats().stores == number - 1:
+            assert refused
+            tier.clear()
+        assert wait(tier, ticket)[ticket].outcome is Outcome.DONE
+        if is_under_way:
+            assert bytes(load(tier, name(number).key)) == bytes(content(1))
+            return
+    raise AssertionError("each store ended before the tier could be asked")
 
 
 def test_no_load_of_what_is_not_there(tier: StoreTier) -> None:

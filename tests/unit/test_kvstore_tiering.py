@@ -19,7 +19,7 @@ from banaserve.kvstore.pool import Pool
 from banaserve.kvstore.promoter import PROBE_AFTER_S
 from banaserve.kvstore.service import StoreService
 from banaserve.kvstore.stats import TierReport
-from banaserve.kvstore.tiering import NOTE_EVERY_S, Tiering
+from banaserve.kvstore.tiering import HUNG_AFTER_S, NOTE_EVERY_S, Tiering
 from banaserve.kvstore.tiers.interface import (
     BlockBytes,
     BlockName,
@@ -551,6 +551,24 @@ def test_the_log_says_once_that_a_tier_is_away_and_once_that_it_is_back(
         "going on without the disk tier: the peer is away",
         "the disk tier serves again",
     ]
+
+
+def test_a_tier_that_does_not_end_a_load_is_gone_without(stack: ExitStack) -> None:
+    store, tier = filled(stack, *KEYS[:2])
+    granted = store.exchange(KEYS[:2])
+    store.now_s += HUNG_AFTER_S
+    store.turn()
+    assert store.arrivals(granted) == [PENDING, PENDING]
+    store.now_s += NOTE_EVERY_S
+    store.turn()
+    assert store.arrivals(granted) == [MISS, MISS]
+    assert "has not ended" in store.report().stats.problem
+    # What it may still write to stays taken until it has closed.
+    assert store.service.stats().used_slots == 2
+    store.release(granted)
+    store.turn(5.0)
+    assert tier.closed
+    assert store.service.stats().used_slots == 0
 
 
 def test_slots_wait_for_a_tier_that_raised_in_the_middle(stack: ExitStack) -> None:

@@ -132,6 +132,19 @@ if sys.argv[3:] and os.geteuid() == 0:
 try:
     if sys.argv[2] == "open":
         SsdTier(folder, 2**20).close()
+    elif sys.argv[2] == "fill":
+        import errno
+        SsdTier(folder, 2**20).close()
+        with (folder.parent / "filler").open("wb", buffering=0) as filler:
+            try:
+                while True:
+                    filler.write(bytes(4096))
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+        first = SsdTier(folder, 2**20)
+        in_use = (folder / "lock").stat().st_size
+        first.close()
+        print("served,", in_use and "in use", "then", (folder / "lock").stat().st_size)
     else:
         print(check_folder(folder))
 except UserError as error:
@@ -177,3 +190,11 @@ def test_a_full_disk(tmp_path: Path) -> None:
     prefix = ("unshare", "-rm", "sh", "-c", f'{fill}; cd {tmp_path} && mkdir log; exec "$0" "$@"')
     said = in_a_process(tmp_path / "log", "open", *prefix)
     assert "No space left on device; make room on that disk" in said
+
+
+def test_a_disk_that_is_full_already_is_no_reason_not_to_serve_what_is_there(
+    tmp_path: Path,
+) -> None:
+    script = f'mount -t tmpfs -o size=2m tmpfs {tmp_path} && cd {tmp_path}; exec "$0" "$@"'
+    said = in_a_process(tmp_path / "log", "fill", "unshare", "-rm", "sh", "-c", script)
+    assert said == "served, in use then 0\n"

@@ -29,16 +29,19 @@ class TierSpec(NamedTuple):
 
 Factory = Callable[[TierSpec], StoreTier]
 _factories: dict[str, Factory] = {}
-_schemes: set[str] = set()
+_schemes: dict[str, Callable[[str], object]] = {}
 
 
-def register(name: str, factory: Factory, *, is_scheme: bool = False) -> None:
+def register(
+    name: str, factory: Factory, *, check_url: Callable[[str], object] | None = None
+) -> None:
     """Make a tier known.
 
     Args:
         name: Short and stable.
         factory: Opens it; may raise anything.
-        is_scheme: Whether ``name://...`` is how users ask for it.
+        check_url: Where ``name://...`` is how users ask for it: raises ``UserError`` for a URL
+            that makes no sense, and reaches for nothing.
 
     Raises:
         ValueError: The name is taken.
@@ -46,8 +49,8 @@ def register(name: str, factory: Factory, *, is_scheme: bool = False) -> None:
     if name in _factories:
         raise ValueError(f"there is a tier named {name} already")
     _factories[name] = factory
-    if is_scheme:
-        _schemes.add(name)
+    if check_url is not None:
+        _schemes[name] = check_url
 
 
 def check_name(name: str) -> None:
@@ -69,13 +72,14 @@ def distributed_spec(url: str) -> TierSpec:
     """The tier that a URL stands for, chosen by its scheme.
 
     Raises:
-        UserError: No tier has this scheme; lists those that have one.
+        UserError: No tier has this scheme (lists those that have one), or an option is wrong.
     """
     scheme = urlsplit(url).scheme
     if not scheme:
         known = ", ".join(f"{name}://" for name in sorted(_schemes))
         raise UserError(f"{url!r} is no URL of a distributed store: it begins with one of {known}")
     check_known("scheme of a distributed store", scheme, _schemes)
+    _schemes[scheme](url)
     return TierSpec(scheme, url)
 
 
@@ -90,5 +94,5 @@ register("dictionary", lambda spec: _attribute("dictionary", "DictionaryTier")(s
 register(
     "mooncake",
     lambda spec: _attribute("mooncake", "MooncakeTier").from_url(spec.place),
-    is_scheme=True,
+    check_url=lambda url: _attribute("mooncake_config", "parse_url")(url),
 )

@@ -57,9 +57,9 @@ class Folder:
         except OSError as error:
             raise UserError(describe(error, path)) from error
         try:
-            self.was_closed = not os.pread(self._lock_fd, 1, 0)
+            self.was_closed = not os.fstat(self._lock_fd).st_size
             self._check_format()
-            os.pwrite(self._lock_fd, b"%d\n" % os.getpid(), 0)
+            self._sign()
         except OSError as error:
             os.close(self._lock_fd)
             raise UserError(describe(error, path)) from error
@@ -100,12 +100,21 @@ class Folder:
         """Let others in, who will look at the newest records."""
         os.close(self._lock_fd)
 
+    def _sign(self) -> None:
+        """Say that the log is in use. A length alone does, and takes no room on a full disk."""
+        os.ftruncate(self._lock_fd, 1)
+        try:
+            os.pwrite(self._lock_fd, b"%d\n" % os.getpid(), 0)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+
     def _lock(self) -> int:
         fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.pread(fd, 20, 0).decode(errors="replace").strip()
+            owner = os.pread(fd, 20, 0).decode(errors="replace").strip("\0\n ")
             os.close(fd)
             raise UserError(
                 f"{self.path} is in use by another store (process {owner or 'unknown'}): "
