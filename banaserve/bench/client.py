@@ -5,15 +5,15 @@ A failure of any kind is a record with ``error``; nothing is dropped and nothing
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-import aiohttp
 import msgspec
 
+from banaserve.bench.http_stream import Exchange, HttpStreams
 from banaserve.bench.record import RequestRecord
 from banaserve.clock import Clock, WallClock
 
@@ -81,15 +81,14 @@ class OpenAiClient:
         self.clock = clock or WallClock()
         self._base_url = base_url.rstrip("/").removesuffix("/v1")
         self._model = model
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._return_token_ids = return_token_ids
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._session: aiohttp.ClientSession | None = None
+        self._timeout_s = timeout_s
+        self._streams = HttpStreams(self._base_url)
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=self._timeout, headers=self._headers
-        )
         return self
 
     async def __aexit__(
@@ -98,8 +97,7 @@ class OpenAiClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._session is not None:
-            await self._session.close()
+        self._streams.close()
 
     async def send(self, call: Call, due_at_s: float | None = None) -> RequestRecord:
         """Makes ``call``, waits for its end and returns its record, whatever came of it."""
@@ -108,34 +106,62 @@ class OpenAiClient:
 
     async def send_into(self, call: Call, record: RequestRecord) -> RequestRecord:
         """As ``send``; ``record`` can be read while the stream goes on, and after a cancel."""
+        body = msgspec.json.encode(call.body(self._model, self._return_token_ids))
+        answer = _Answer(record, self.clock.now)
         try:
-            await self._stream(call, record)
+            async with asyncio.timeout(self._timeout_s):
+                await self._streams.post(call.path, self._headers, body, answer)
+            answer.end()
         except TimeoutError:
-            record.error = f"timed out after {self._timeout.total:g} s"
-        except (aiohttp.ClientError, OSError) as error:
+            record.error = f"timed out after {self._timeout_s:g} s"
+        except OSError as error:
             record.error = f"{type(error).__name__}: {error}"
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             record.error = f"the server sent a broken event: {error}"
         record.ended_at_s = self.clock.now()
         return record
 
-    async def _stream(self, call: Call, record: RequestRecord) -> None:
-        assert self._session is not None, "use the client in an async with block"
-        body = msgspec.json.encode(call.body(self._model, self._return_token_ids))
-        async with self._session.post(
-            self._base_url + call.path, data=body, headers={"Content-Type": "application/json"}
-        ) as response:
-            record.status = response.status
-            if response.status != 200:
-                record.error = f"HTTP {response.status}: {_line(await response.text())}"
-                return
-            async for event in _events(response.content):
-                if event == "[DONE]":
-                    return
-                _note(record, msgspec.json.decode(event, type=_Event), self.clock.now())
-                if record.error is not None:
-                    return
+
+class _Answer(Exchange):
+    """Writes a stream of events into a record as they come."""
+
+    def __init__(self, record: RequestRecord, now: Callable[[], float]) -> None:
+        self._record = record
+        self._now = now
+        self._rest = b""
+        self._is_done = False
+
+    def on_status(self, status: int) -> None:
+        self._record.status = status
+
+    def on_piece(self, piece: bytes) -> None:
+        if self._record.status != 200:
+            self._rest += piece
+            return
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            self._read(line)
+
+    def end(self) -> None:
+        """The body has ended."""
+        record = self._record
+        if record.status != 200:
+            text = self._rest.decode(errors="replace")
+            record.error = f"HTTP {record.status}: {_line(text)}"
+            return
+        self._read(self._rest)
+        if not self._is_done and record.error is None:
             record.error = "the stream ended before it was done"
+
+    def _read(self, line: bytes) -> None:
+        if self._is_done or not line.startswith(b"data:"):
+            return
+        event = line[5:].strip()
+        if event == b"[DONE]":
+            self._is_done = True
+            return
+        _note(self._record, _decode(event), self._now())
+        self._is_done = self._record.error is not None
 
 
 class _Choice(msgspec.Struct):
@@ -168,6 +194,9 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
+_decode = msgspec.json.Decoder(_Event).decode
+
+
 def _note(record: RequestRecord, event: _Event, at_s: float) -> None:
     """Writes one event into the record."""
     if event.error is not None:
@@ -197,20 +226,3 @@ def _message(error: Any) -> str:
 
 def _line(text: str, max_chars: int = 500) -> str:
     return " ".join(text.split())[:max_chars]
-
-
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[str]:
-    """Yields the data of server-sent events.
-
-    Reads pieces, not lines: aiohttp limits a line's length, and the first event of a long prompt
-    with token ids passes that limit.
-    """
-    decode = codecs.getincrementaldecoder("utf-8")().decode
-    rest = ""
-    async for piece in content.iter_any():
-        *lines, rest = (rest + decode(piece)).split("\n")
-        for line in lines:
-            if line.startswith("data:"):
-                yield line.removeprefix("data:").strip()
-    if rest.startswith("data:"):
-        yield rest.removeprefix("data:").strip()
