@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from banaserve.errors import UserError
@@ -18,6 +19,11 @@ from banaserve.orchestrator.replicas.interface import (
     Request,
     State,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class NoOptions:
+    """Options of a policy that has none."""
 
 
 class Deaf:
@@ -85,14 +91,8 @@ class Policy(Deaf, ABC):
             return views[0]
         return views[int(self.generator.random() * len(views))]
 
-    def least(
-        self, views: Sequence[ReplicaView], costs: Sequence[float], within: float = 0.0
-    ) -> int:
-        """Returns the place of the least cost, at random among those no more than ``within`` above.
-
-        Args:
-            costs: One for each of ``views``.
-        """
+    def least(self, costs: Sequence[float], within: float = 0.0) -> int:
+        """Returns the place of the least cost, at random among those at most ``within`` above."""
         limit = min(costs) + within
         places = [place for place, cost in enumerate(costs) if cost <= limit]
         if len(places) == 1:

@@ -12,7 +12,15 @@ from banaserve.names import check_known
 from banaserve.orchestrator.replicas.interface import Generator, ReplicaPolicy
 from banaserve.orchestrator.replicas.policy import Policy
 
-BUILT_IN = ("round_robin",)
+BUILT_IN = (
+    "consistent_hash",
+    "least_load",
+    "least_requests",
+    "power_of_two",
+    "random_choice",
+    "round_robin",
+    "session_affinity",
+)
 """Each is a file in this folder; one file may hold several policies."""
 
 UNIT_BYTES = (1, 4, 8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
@@ -15,13 +14,8 @@ from banaserve.orchestrator.replicas.interface import (
     ReplicaView,
     Request,
 )
-from banaserve.orchestrator.replicas.policy import Policy
+from banaserve.orchestrator.replicas.policy import NoOptions, Policy
 from banaserve.orchestrator.replicas.registry import register
-
-
-@dataclass(frozen=True, slots=True)
-class NoOptions:
-    """Options of a policy that has none."""
 
 
 @register("round_robin")

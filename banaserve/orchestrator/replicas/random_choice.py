@@ -1,0 +1,28 @@
+"""Random: any replica, each as likely as the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from banaserve.orchestrator.replicas.interface import (
+    Decision,
+    FleetView,
+    Reason,
+    ReplicaView,
+    Request,
+)
+from banaserve.orchestrator.replicas.policy import NoOptions, Policy
+from banaserve.orchestrator.replicas.registry import register
+
+
+@register("random")
+class RandomChoice(Policy):
+    """Draws one replica a request."""
+
+    PRESETS: ClassVar[Mapping[str, Any]] = {"plain": NoOptions()}
+
+    def pick(
+        self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
+    ) -> Decision:
+        return Decision(self.any_of(candidates).id, Reason.RANDOM)

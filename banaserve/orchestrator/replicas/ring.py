@@ -1,0 +1,71 @@
+"""A consistent hash ring: each target owns many points, a key belongs to the next one."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Container, Sequence
+from hashlib import blake2b
+
+from banaserve.orchestrator.replicas.interface import ReplicaId, Request
+
+MIN_ENTRIES = 1024
+"""Envoy's smallest ring, over all targets together."""
+
+PREFIX_UNITS = 256
+"""Of a prompt, that stand for a session nobody named; GORGO's."""
+
+
+def hash_of(data: bytes) -> int:
+    """Returns 64 bits that are the same in every process."""
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+
+
+def session_key(request: Request, unit_bytes: int) -> bytes:
+    """Returns what requests of one session have in common: its name, else the prompt's start."""
+    if request.session:
+        return request.session.encode()
+    return request.prompt[: PREFIX_UNITS * unit_bytes]
+
+
+class Ring:
+    """The ring of one set of targets; ``over`` gives the ring of another set.
+
+    A target that joins or leaves moves only the keys that it gains or had.
+    """
+
+    def __init__(self, virtual_nodes: int) -> None:
+        """``virtual_nodes``: points of each target; more where ``MIN_ENTRIES`` asks for more."""
+        self._virtual_nodes = virtual_nodes
+        self._targets: tuple[ReplicaId, ...] = ()
+        self._points: list[int] = []
+        self._owners: list[ReplicaId] = []
+
+    def over(self, targets: Sequence[ReplicaId]) -> Ring:
+        """Returns this ring, built again where it is not that of ``targets``."""
+        wanted = tuple(targets)
+        if wanted != self._targets:
+            each = max(self._virtual_nodes, -(-MIN_ENTRIES // max(1, len(wanted))))
+            entries = sorted(
+                (hash_of(f"{target}_{number}".encode()), target)
+                for target in wanted
+                for number in range(each)
+            )
+            self._points = [point for point, _ in entries]
+            self._owners = [target for _, target in entries]
+            self._targets = wanted
+        return self
+
+    def find(self, key: bytes, among: Container[ReplicaId]) -> ReplicaId | None:
+        """Returns the first target at or after ``key`` that is in ``among``, or None."""
+        start = bisect_left(self._points, hash_of(key))
+        tried: set[ReplicaId] = set()
+        for place in range(len(self._owners)):
+            owner = self._owners[(start + place) % len(self._owners)]
+            if owner in tried:
+                continue
+            if owner in among:
+                return owner
+            tried.add(owner)
+            if len(tried) == len(self._targets):
+                break
+        return None

@@ -1,0 +1,80 @@
+"""Session affinity: a table of who was served where."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from banaserve.orchestrator.replicas.interface import (
+    Decision,
+    FleetView,
+    Flight,
+    Reason,
+    ReplicaId,
+    ReplicaView,
+    Request,
+)
+from banaserve.orchestrator.replicas.policy import Policy, check_range
+from banaserve.orchestrator.replicas.registry import register
+from banaserve.orchestrator.replicas.ring import hash_of, session_key
+
+
+@dataclass(frozen=True, slots=True)
+class SessionAffinityOptions:
+    """Options of ``session_affinity``.
+
+    Attributes:
+        max_sessions: Remembered; beyond, the one not seen for longest is forgotten.
+        modulo: GORGO's baseline: the hash of the prompt's first 256 tokens, modulo the number of
+            replicas. No table, and nearly every session moves when a replica joins or dies.
+    """
+
+    max_sessions: int = 100_000
+    modulo: bool = False
+
+    def __post_init__(self) -> None:
+        check_range(self, {"max_sessions": (1, 1e9)})
+
+
+@register("session_affinity")
+class SessionAffinity(Policy):
+    """A session that is not known goes where least is outstanding, and stays there."""
+
+    PRESETS: ClassVar[Mapping[str, Any]] = {
+        "repaired": SessionAffinityOptions(),
+        "as-coded": SessionAffinityOptions(modulo=True),
+    }
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._home: OrderedDict[int, ReplicaId] = OrderedDict()
+
+    def pick(
+        self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
+    ) -> Decision:
+        if self.options.modulo:
+            place = self._key(request) % len(candidates)
+            return Decision(candidates[place].id, Reason.SESSION)
+        home = self._home.get(self._key(request))
+        if home is not None and any(view.id == home for view in candidates):
+            return Decision(home, Reason.SESSION)
+        place = self.least([view.outstanding for view in candidates])
+        return Decision(candidates[place].id, Reason.LEAST_LOADED)
+
+    def on_sent(self, flight: Flight) -> None:
+        if self.options.modulo:
+            return
+        key = self._key(flight.request)
+        self._home[key] = flight.target
+        self._home.move_to_end(key)
+        if len(self._home) > self.options.max_sessions:
+            self._home.popitem(last=False)
+
+    def on_replica_gone(self, target: ReplicaId) -> None:
+        for key in [key for key, home in self._home.items() if home == target]:
+            del self._home[key]
+
+    def _key(self, request: Request) -> int:
+        return hash_of(session_key(request, self.unit_bytes))
