@@ -44,6 +44,9 @@ class InstanceFacts:
         hidden_bytes: Hidden state of one token between two layers.
         queries_a_head: Query heads of one KV head.
         granule_bytes: The slab of one layer and KV head grows and shrinks in steps of this.
+        kv_bytes: Memory of the KV blocks with nothing moved, where it is set apart: then neither
+            weights that leave nor guests that come change it. 0 where all share ``memory_bytes``.
+        max_kv_blocks: KV blocks that it can never exceed; 0 for no such limit.
         can_move_layers, can_move_heads, can_switch_role: What migrations may do to it.
     """
 
@@ -57,6 +60,8 @@ class InstanceFacts:
     hidden_bytes: int = 0
     queries_a_head: int = 1
     granule_bytes: int = 1
+    kv_bytes: int = 0
+    max_kv_blocks: int = 0
     can_move_layers: bool = True
     can_move_heads: bool = True
     can_switch_role: bool = True
@@ -78,6 +83,7 @@ class InstanceReport:
         num_kv_blocks: KV blocks that it has at present; 0 where it does not say.
         weight_bytes: Weights of the layers that it holds at present.
         guest_bytes: What guests on it hold for others: weights and KV.
+        step_tokens: Tokens of one step, smoothed; 0 where they are not measured.
     """
 
     num_running: int
@@ -90,6 +96,7 @@ class InstanceReport:
     num_kv_blocks: int = 0
     weight_bytes: int = 0
     guest_bytes: int = 0
+    step_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, order=True)

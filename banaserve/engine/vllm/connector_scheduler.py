@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -17,6 +18,7 @@ from banaserve.engine.vllm.transfer_plan import BlockCopy, Counters, StepDone, S
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.cost_gate import CostGate
 from banaserve.kvstore.interface import Lease
+from banaserve.orchestrator.model.calibration import StepWork
 
 
 class SchedulerSide:
@@ -72,6 +74,7 @@ class SchedulerSide:
         self._plan_saves(plan, output)
         self._matcher.end_step()
         computes = [(before, num) for _, before, num in _scheduled(output)]
+        plan.work = work_of(computes)
         self._gate.planned(plan.step, computes, len(plan.loads) + len(plan.early_loads))
         return plan
 
@@ -145,6 +148,24 @@ class SchedulerSide:
         if tracked is not None:
             self._matcher.let_go(tracked)
             self._loads = [load for load in self._loads if load[0] is not tracked]
+
+
+def work_of(computes: Sequence[tuple[int, int]]) -> StepWork | None:
+    """What a step computes; None where that is nothing. A single token costs what decode costs.
+
+    Args:
+        computes: Of each request the tokens computed before the step and in it.
+    """
+    if not computes:
+        return None
+    chunks = [(before, num) for before, num in computes if num > 1]
+    singles = [before for before, num in computes if num == 1]
+    return StepWork(
+        prefill_tokens=sum(num for _, num in chunks),
+        prefill_pairs=sum(num * (num + 2 * before) for before, num in chunks),
+        decode_requests=len(singles),
+        context_tokens=sum(singles),
+    )
 
 
 def _scheduled(output: SchedulerOutput) -> list[tuple[str, int, int]]:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -184,6 +184,8 @@ class WorkerSide:
         if not step.began_s:
             return
         self.stats.add(busy_seconds=now_s - step.began_s)
+        if plan.work is not None:
+            self.stats.add(steps=1, **{f"step_{n}": v for n, v in asdict(plan.work).items()})
         if step.fetched_blocks:
             self.stats.add(load_seconds=step.fetch_s)
         if plan.saves:

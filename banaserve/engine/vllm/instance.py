@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import dataclasses
 import enum
 import logging
 import os
@@ -26,7 +25,8 @@ from banaserve.engine.vllm import compat, metrics
 from banaserve.engine.vllm.launcher import Launcher
 from banaserve.engine.vllm.reports import ReportBoard, SharedPrometheus
 from banaserve.errors import InstanceDeadError
-from banaserve.types import InstanceId, InstanceReport, InstanceView, Placement, Role
+from banaserve.orchestrator.viewing import with_guests
+from banaserve.types import InstanceId, InstanceView, Placement, Role
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,12 @@ class State(enum.Enum):
 
 
 class Instance:
-    """Starts, watches and ends one engine core; counts what the router has sent it."""
+    """Starts, watches and ends one engine core; counts what the router has sent it.
+
+    Attributes:
+        role: What the router sends it; the engine does not know it.
+        is_draining: The router sends it nothing, what it has goes on.
+    """
 
     def __init__(
         self,
@@ -62,13 +67,14 @@ class Instance:
         self.incarnation = 0
         self.pid = 0
         self.llm: compat.AsyncLLM | None = None
+        self.is_draining = False
         self.log_path = run_dir / f"{instance_id}.log"
         self._config = config
         self._launcher = launcher
         self._prometheus = prometheus
         self._socket_dir = socket_dir
         self._clock = clock
-        self._board = ReportBoard(instance_id, clock)
+        self._board = self._new_board()
         self._inflight_requests = 0
         self._inflight_prefill_tokens = 0
         self._prefill_tokens_per_s = _DEFAULT_PREFILL_TOKENS_PER_S
@@ -167,7 +173,7 @@ class Instance:
         self.set_placements((), 0)
         metrics.UP.labels(self.id, self.role.value).set(0)
         llm, self.llm = self.llm, None
-        self._board = ReportBoard(self.id, self._clock)
+        self._board = self._new_board()
         if llm is not None:
             compat.mark_dead(llm)
             llm.shutdown(timeout=0)
@@ -211,8 +217,8 @@ class Instance:
         return InstanceView(
             id=self.id,
             role=self.role,
-            ready=self.is_ready,
-            report=self._report(),
+            ready=self.is_ready and not self.is_draining,
+            report=with_guests(self._board.last, *self._guests),
             inflight_requests=self._inflight_requests,
             inflight_prefill_tokens=self._inflight_prefill_tokens,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
@@ -221,14 +227,9 @@ class Instance:
             changed_s=self._changed_s,
         )
 
-    def _report(self) -> InstanceReport | None:
-        """The engine's report with the work and memory of guests beside it."""
-        last = self._board.last
-        guest_bytes, guest_busy_fraction = self._guests
-        if last is None or not guest_bytes:
-            return last
-        busy_fraction = min(1.0, last.busy_fraction + guest_busy_fraction)
-        return dataclasses.replace(last, busy_fraction=busy_fraction, guest_bytes=guest_bytes)
+    def _new_board(self) -> ReportBoard:
+        full_step = self._config.scheduler_config.max_num_batched_tokens
+        return ReportBoard(self.id, self._clock, full_step)
 
     def set_guests(self, num_bytes: int, busy_fraction: float) -> None:
         """What guests beside this instance take of its memory and time."""
@@ -237,8 +238,24 @@ class Instance:
     def set_placements(self, placements: tuple[Placement, ...], epoch: int) -> None:
         """Which modules of this instance run elsewhere, and in which epoch."""
         if placements != self._placements:
-            self._changed_s = self._clock.now()
+            self.has_changed()
         self._placements, self._epoch = placements, epoch
+
+    def set_role(self, role: Role) -> None:
+        """Let the router send it other legs from here on."""
+        metrics.UP.remove(self.id, self.role.value)
+        self.role = role
+        self.has_changed()
+        metrics.UP.labels(self.id, role.value).set(self.is_ready)
+
+    def has_changed(self) -> None:
+        """Its role, its placements or its guests are others than before."""
+        self._changed_s = self._clock.now()
+
+    @property
+    def inflight_requests(self) -> int:
+        """Legs that it has been sent and that have not ended."""
+        return self._inflight_requests
 
     @property
     def is_ready(self) -> bool:

@@ -25,6 +25,12 @@ IN_FLIGHT = Gauge(
 )
 UP = Gauge("banaserve_instance_ready", "1 while the instance serves", ["instance_id", "role"])
 RESTARTS = Counter("banaserve_instance_restarts", "Restarts after a death", ["instance_id"])
+STEP_ERROR = Gauge(
+    "banaserve_prediction_error_fraction",
+    "Smoothed relative error of predictions made before their measurement: of an instance's steps "
+    "(step), or of migrations (migration)",
+    ["model", "instance_id"],
+)
 STORE_RESTARTS = Counter("banaserve_store_restarts", "Restarts of the store daemon")
 
 _TRANSFERS = {
@@ -43,6 +49,7 @@ _TRANSFERS = {
         "load_wait_seconds": "Seconds the forward pass waited for a fetch",
         "save_wait_seconds": "Seconds the end of a step waited for saves and their commit",
         "busy_seconds": "Seconds spent in engine steps",
+        "steps": "Engine steps that computed something",
         "promoted_blocks": "KV blocks that came up from a tier below the pool for a request",
         "promotion_wait_seconds": "Seconds that requests waited for them",
         "promotion_predicted_seconds": "Seconds that the store predicted for these waits",

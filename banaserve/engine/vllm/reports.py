@@ -10,54 +10,56 @@ from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, Schedule
 
 from banaserve.clock import Clock
 from banaserve.engine.vllm import compat, metrics
+from banaserve.engine.vllm.step_meter import StepMeter
 from banaserve.types import InstanceId, InstanceReport
-
-_SMOOTHING_S = 2.0
 
 
 class ReportBoard:
-    """Keeps the last report of one incarnation of an instance."""
+    """Keeps the last report of one incarnation of an instance.
 
-    def __init__(self, instance_id: InstanceId, clock: Clock) -> None:
+    Args:
+        full_step_tokens: The most tokens that one of its steps may compute.
+    """
+
+    def __init__(self, instance_id: InstanceId, clock: Clock, full_step_tokens: int = 0) -> None:
         self._id = instance_id
         self._clock = clock
-        self._busy_fraction = 0.0
-        self._busy_since_s = clock.now()
+        self.meter = StepMeter(full_step_tokens, clock.now())
         self.last: InstanceReport | None = None
 
     def record(self, stats: SchedulerStats) -> None:
-        """Take one step's statistics."""
+        """Take the statistics of one step, or of several."""
         counted = stats.kv_connector_stats or {}
         metrics.count_transfers(self._id, counted)
-        now_s = self._clock.now()
-        self._smooth(float(counted.get("busy_seconds", 0.0)), now_s)
-        self.last = InstanceReport(
-            num_running=stats.num_running_reqs,
-            num_waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
-            kv_used_fraction=stats.kv_cache_usage,
-            busy_fraction=self._busy_fraction,
-            at_s=now_s,
+        self.meter.record(counted, self._clock.now())
+        metrics.STEP_ERROR.labels("step", self._id).set(self.meter.model.error_fraction)
+        self.last = self._report(
+            stats.num_running_reqs,
+            stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
+            stats.kv_cache_usage,
         )
 
     def answered(self, idle: bool) -> None:
         """The engine has answered a question: what it last said still holds, or it is idle."""
-        now_s = self._clock.now()
-        self._smooth(0.0, now_s)
+        self.meter.idle(self._clock.now())
         last = self.last
-        self.last = InstanceReport(
-            num_running=0 if idle or last is None else last.num_running,
-            num_waiting=0 if idle or last is None else last.num_waiting,
-            kv_used_fraction=0.0 if idle or last is None else last.kv_used_fraction,
-            busy_fraction=self._busy_fraction,
-            at_s=now_s,
-        )
+        if idle or last is None:
+            self.last = self._report(0, 0, 0.0)
+        else:
+            self.last = self._report(last.num_running, last.num_waiting, last.kv_used_fraction)
 
-    def _smooth(self, busy_s: float, now_s: float) -> None:
-        elapsed_s = max(now_s - self._busy_since_s, 1e-6)
-        self._busy_since_s = now_s
-        weight = min(1.0, elapsed_s / _SMOOTHING_S)
-        sample = min(1.0, busy_s / elapsed_s)
-        self._busy_fraction += weight * (sample - self._busy_fraction)
+    def _report(self, num_running: int, num_waiting: int, kv_used: float) -> InstanceReport:
+        meter = self.meter
+        return InstanceReport(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            kv_used_fraction=kv_used,
+            busy_fraction=meter.busy_fraction,
+            at_s=self._clock.now(),
+            step_fill_fraction=meter.fill_fraction,
+            step_s=meter.step_s,
+            step_tokens=meter.step_tokens,
+        )
 
 
 class SharedPrometheus:

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from banaserve.kvstore.interface import Slot
+from banaserve.orchestrator.model.calibration import StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,14 @@ class StepPlan(KVConnectorMetadata):
         early_loads: Blocks that this step also writes new tokens into: all their layers are
             fetched before the forward pass, or the fetch would overwrite the new tokens.
         saves: Copied out layer by layer, each after its layer's attention.
+        work: What the step computes; None where it computes nothing.
     """
 
     step: int = 0
     loads: list[BlockCopy] = field(default_factory=list)
     early_loads: list[BlockCopy] = field(default_factory=list)
     saves: list[BlockCopy] = field(default_factory=list)
+    work: StepWork | None = None
 
 
 @dataclass

@@ -51,12 +51,15 @@ class Home:
 
     def blocks(self, facts: InstanceFacts, guest_bytes: int) -> int:
         """Returns how many KV blocks fit beside guests, weights and what cannot move."""
-        pool_bytes = facts.memory_bytes - facts.fixed_bytes - guest_bytes
-        pool_bytes -= self.layers * facts.layer_weight_bytes
+        pool_bytes = facts.kv_bytes
+        if not pool_bytes:
+            pool_bytes = facts.memory_bytes - facts.fixed_bytes - guest_bytes
+            pool_bytes -= self.layers * facts.layer_weight_bytes
         if self.slabs <= 0 or pool_bytes <= 0:
             return 0
         granule = facts.granule_bytes
-        return pool_bytes // self.slabs // granule * granule // slab_block_bytes(facts)
+        fitting = pool_bytes // self.slabs // granule * granule // slab_block_bytes(facts)
+        return min(fitting, facts.max_kv_blocks) if facts.max_kv_blocks else fitting
 
 
 def blocks(facts: InstanceFacts, away: Iterable[Module], guest_bytes: int) -> int:

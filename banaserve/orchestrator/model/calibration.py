@@ -10,7 +10,7 @@ from banaserve.orchestrator.model.moving import Link
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step of an engine does.
+    """What one step of an engine does, or the mean of several.
 
     Attributes:
         prefill_tokens: Prompt tokens that it computes.
@@ -20,10 +20,10 @@ class StepWork:
         context_tokens: Their tokens so far, together.
     """
 
-    prefill_tokens: int = 0
-    prefill_pairs: int = 0
-    decode_requests: int = 0
-    context_tokens: int = 0
+    prefill_tokens: float = 0
+    prefill_pairs: float = 0
+    decode_requests: float = 0
+    context_tokens: float = 0
 
     @property
     def features(self) -> tuple[float, ...]:

@@ -1,0 +1,86 @@
+"""What a worker counts becomes busy time, fill and a model of step times."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from banaserve.engine.vllm.connector_scheduler import work_of
+from banaserve.engine.vllm.step_meter import StepMeter
+from banaserve.orchestrator.model.calibration import StepTime, StepWork
+
+TRUTH = StepTime.of(0.02, 1e-3, 1e-7, 1e-6, 2e-3)
+
+
+def counted(work: StepWork, steps: int = 1, waited_s: float = 0.0) -> dict[str, float]:
+    return {
+        "busy_seconds": steps * TRUTH.predict_s(work) + waited_s,
+        "load_wait_seconds": waited_s,
+        "steps": steps,
+        "step_prefill_tokens": steps * work.prefill_tokens,
+        "step_prefill_pairs": steps * work.prefill_pairs,
+        "step_decode_requests": steps * work.decode_requests,
+        "step_context_tokens": steps * work.context_tokens,
+    }
+
+
+@pytest.mark.parametrize(
+    ("computes", "work"),
+    [
+        ([], None),
+        ([(0, 100)], StepWork(100, 10_000)),
+        ([(100, 50), (0, 2)], StepWork(52, 50 * 250 + 4)),
+        ([(300, 1), (20, 1), (0, 10)], StepWork(10, 100, 2, 320)),
+    ],
+)
+def test_the_work_of_a_step(computes, work):
+    assert work_of(computes) == work
+
+
+def test_half_of_the_time_in_steps_is_half_busy():
+    meter = StepMeter(512, 0.0)
+    work = StepWork(decode_requests=1, context_tokens=50)
+    step_s = TRUTH.predict_s(work)
+    now_s = 0.0
+    for _ in range(400):
+        now_s += 2 * step_s
+        meter.record(counted(work), now_s)
+    assert meter.busy_fraction == pytest.approx(0.5, abs=0.01)
+    assert meter.step_s == pytest.approx(step_s)
+    assert meter.step_tokens == pytest.approx(1.0)
+    meter.idle(now_s + 100)
+    assert meter.busy_fraction == 0.0
+
+
+def test_steps_are_predicted_after_some_dozens_of_all_kinds():
+    meter = StepMeter(512, 0.0)
+    assert meter.fill_fraction == 1.0
+    kinds = [StepWork(decode_requests=n, context_tokens=100 * n * n) for n in (1, 4, 16, 40)] + [
+        StepWork(prefill_tokens=n, prefill_pairs=n * n) for n in (30, 100, 400)
+    ]
+    for number in range(140):
+        work = kinds[number % len(kinds)]
+        meter.record(counted(work, steps=1 + number % 3, waited_s=0.5), float(number))
+    for work in kinds:
+        assert meter.model.predict_s(work) == pytest.approx(TRUTH.predict_s(work), rel=0.05)
+    assert meter.model.error_fraction < 0.05
+
+
+def test_one_request_decoding_fills_a_step_little_and_a_full_prompt_wholly():
+    def fill_of(work: StepWork) -> float:
+        meter = StepMeter(512, 0.0)
+        for number in range(60):
+            other = StepWork(prefill_tokens=400, prefill_pairs=160_000)
+            meter.record(counted(other if number < 30 else work), 10.0 * number)
+        return meter.fill_fraction
+
+    assert fill_of(StepWork(decode_requests=1, context_tokens=50)) < 0.2
+    assert fill_of(StepWork(prefill_tokens=512, prefill_pairs=512**2)) == pytest.approx(1, abs=0.05)
+
+
+def test_a_step_that_computes_nothing_teaches_nothing():
+    meter = StepMeter(512, 0.0)
+    meter.record({"busy_seconds": 0.001}, 1.0)
+    assert meter.model.fit.num_samples == 0
+    assert meter.step_s == 0.0
