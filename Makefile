@@ -48,10 +48,10 @@ $(INSTALLED): $(VENV_STAMP) $(SOURCES)
 	@touch $@
 
 test: lint  ## Lint, then run every test, JOBS files side by side; many start real engines.
-	@$(BIN)/pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: install  ## Run the tests that start no engine.
-	@$(BIN)/pytest -n $(JOBS) --dist loadfile -m 'not e2e' $(ARGS)
+	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not e2e' $(ARGS)
 
 test-gpu:  ## Run the tests that need a GPU with GPU_PYTHON; installs nothing, skips without a GPU.
 	@timeout 480 $(GPU_PYTHON) -m pytest -p no:cacheprovider tests/gpu $(ARGS) || \

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,13 +43,13 @@ def data_folder() -> Path | None:
 
 
 def real_prompts(tokenize: Callable[[str], list[int]]) -> list[list[int]]:
-    """22 short instructions and 10 texts of 1,000 to 4,000 tokens."""
+    """26 short instructions and 6 texts of 1,000 to 4,000 tokens."""
     data = data_folder()
     kinds = ("alpaca", "longbench") if data else ("synthetic", "synthetic")
     shapes = [
-        (kinds[0], 22, 5, 80),
-        (kinds[1], 7, 1000, 1200),
-        (kinds[1], 2, 1800, 2200),
+        (kinds[0], 26, 5, 80),
+        (kinds[1], 4, 1000, 1200),
+        (kinds[1], 1, 1800, 2200),
         (kinds[1], 1, 3500, 4000),
     ]
     found = []
@@ -110,51 +110,74 @@ def ask(
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("shape", ["1:1", "2:2"])
-def test_tokens_equal_one_engine(
-    shape: str, prompts: list[list[int]], reference: dict[str, list[list[int]]]
+def check_tokens(
+    server: Server,
+    decode_instances: list[str],
+    prompts: list[list[int]],
+    reference: dict[str, list[list[int]]],
 ) -> None:
-    with banaserve_server(models.PACKAGED, "--pd", shape, *FLOAT32) as server:
-        for name, sampling in SAMPLINGS.items():
-            answers = ask(server, prompts, sampling, stream_concurrency=8)
-            different = [i for i, a in enumerate(answers) if a != reference[name][i]]
-            assert different == [], f"{name} at --pd {shape}: other tokens for prompts {different}"
-        num_requests = 2 * len(prompts)
-        assert server.metric("banaserve_first_tokens_total", leg="prefill") > 0
-        assert server.metric("banaserve_first_tokens_total", leg="decode") >= len(prompts)
-        for decode in ["d0", "d1"][: int(shape[-1])]:
-            computed = server.metric("banaserve_prompt_tokens_computed_total", instance_id=decode)
-            short = sum(len(tokens) for tokens in prompts if len(tokens) <= 32)
-            assert computed <= num_requests + 2 * short
+    """Every way through the server gives the reference's tokens, and decode computes one each."""
+    for name, sampling in SAMPLINGS.items():
+        answers = ask(server, prompts, sampling, stream_concurrency=8)
+        different = [i for i, a in enumerate(answers) if a != reference[name][i]]
+        assert different == [], f"{name}: other tokens for prompts {different}"
+    num_requests = 2 * len(prompts)
+    assert server.metric("banaserve_first_tokens_total", leg="prefill") > 0
+    assert server.metric("banaserve_first_tokens_total", leg="decode") >= len(prompts)
+    for decode in decode_instances:
+        computed = server.metric("banaserve_prompt_tokens_computed_total", instance_id=decode)
+        short = sum(len(tokens) for tokens in prompts if len(tokens) <= 32)
+        assert computed <= num_requests + 2 * short
+
+
+def test_tokens_equal_one_engine(
+    prompts: list[list[int]], reference: dict[str, list[list[int]]]
+) -> None:
+    with banaserve_server(models.PACKAGED, "--pd", "1:1", *FLOAT32) as server:
+        check_tokens(server, ["d0"], prompts, reference)
+
+
+@pytest.fixture(scope="module")
+def two_and_two() -> Iterator[Server]:
+    """2:2, whose prefill instances take turns."""
+    options = ("--pd", "2:2", "--routing-policy", "round_robin", *FLOAT32)
+    with banaserve_server(models.PACKAGED, *options) as server:
+        yield server
 
 
 def test_a_prefix_computed_on_one_prefill_instance_is_read_by_the_other(
-    prompts: list[list[int]],
+    two_and_two: Server, prompts: list[list[int]]
 ) -> None:
-    prefix = max(prompts, key=len)[:1920]
+    # Backwards, so that no other test meets it.
+    prefix = max(prompts, key=len)[1919::-1]
     suffix = prompts[0] + prompts[1]
-    options = ("--pd", "2:1", "--routing-policy", "round_robin", "--dtype", "float32")
     sampling = {"temperature": 0.0}
-    with banaserve_server(models.PACKAGED, *options) as server:
 
-        def computed() -> dict[str, float]:
-            name = "banaserve_prompt_tokens_computed_total"
-            return {p: server.metric(name, instance_id=p) for p in ("p0", "p1")}
+    def computed() -> dict[str, float]:
+        name = "banaserve_prompt_tokens_computed_total"
+        return {p: two_and_two.metric(name, instance_id=p) for p in ("p0", "p1")}
 
-        ask(server, [prefix], sampling, 1)
-        first = computed()
-        (cold,) = [p for p, tokens in first.items() if tokens == 0]
-        ask(server, [prefix + suffix], sampling, 1)
-        second = computed()
-        assert first[next(p for p in first if p != cold)] == len(prefix)
-        # Whole blocks are shared: the new part, and nothing of the 15 blocks before it.
-        assert second[cold] == len(suffix)
+    before = computed()
+    ask(two_and_two, [prefix], sampling, 1)
+    first = computed()
+    (warm,) = [p for p in first if first[p] > before[p]]
+    cold = "p1" if warm == "p0" else "p0"
+    assert first[warm] - before[warm] == len(prefix) == 1920
+    ask(two_and_two, [prefix + suffix], sampling, 1)
+    # Whole blocks are shared: the new part, and nothing of the 15 blocks before it.
+    assert computed() == {warm: first[warm], cold: first[cold] + len(suffix)}
+
+
+def test_tokens_equal_one_engine_at_two_and_two(
+    two_and_two: Server, prompts: list[list[int]], reference: dict[str, list[list[int]]]
+) -> None:
+    check_tokens(two_and_two, ["d0", "d1"], prompts, reference)
 
 
 def test_a_seed_gives_the_same_tokens_however_the_prompt_is_cut(
     prompts: list[list[int]], reference: dict[str, list[list[int]]]
 ) -> None:
-    chosen = [i for i, tokens in enumerate(prompts) if 1000 <= len(tokens) <= 1200][:2]
+    chosen = [i for i, tokens in enumerate(prompts) if 1000 <= len(tokens) <= 1200][:1]
     options = ("--colocated", "1", "--dtype", "float32", "--max-num-batched-tokens", "256")
     with banaserve_server(models.PACKAGED, *options) as server:
         answers = ask(server, [prompts[i] for i in chosen], SAMPLINGS["seeded"], 2)
