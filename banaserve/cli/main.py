@@ -38,6 +38,9 @@ COMMANDS = {
     "placement": Command(
         "banaserve.cli.placement", "app", "Say which instance runs which layers and heads."
     ),
+    "simulate": Command(
+        "banaserve.cli.simulate", "app", "Compare systems under a load in virtual time."
+    ),
     "bench": Command("banaserve.cli.bench", "bench_command", "Measure one question."),
     "version": Command("banaserve.cli.version", "version_command", "Show versions."),
 }

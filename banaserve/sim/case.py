@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,10 @@ from banaserve.costs.profile import Profile, check_keys, load, read_toml
 from banaserve.errors import UserError
 from banaserve.names import check_known
 from banaserve.sim.events import Event
+from banaserve.sim.request import SimRequest
 from banaserve.sim.result import Limits
 from banaserve.sim.system import KINDS, System, preset
-from banaserve.sim.workload import Lengths, Phase
+from banaserve.sim.workload import Lengths, Phase, drawn
 
 BUILT_IN = Path(__file__).parent / "cases"
 
@@ -85,6 +86,15 @@ class Case:
     systems: Mapping[str, System]
     events: tuple[Event, ...]
     goals: tuple[Goal, ...]
+
+    def requests(self, seed: int) -> Iterator[SimRequest]:
+        """Yields the requests of its phases."""
+        return drawn(self.phases, seed, self.repeat)
+
+    @property
+    def expected_requests(self) -> int:
+        """How many come on average."""
+        return round(self.repeat * sum(p.rate_per_s * p.duration_s for p in self.phases))
 
 
 def names() -> list[str]:

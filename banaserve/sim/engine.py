@@ -23,6 +23,10 @@ class SimEngine(Batch):
             ``join`` when it is here.
         prefilled: Called when a prompt is computed; true says that decoding goes on here.
         finished: Called when a request has its last token.
+
+    Attributes:
+        observe: Where set, told of each step, or run of steps that only decode, when it is over:
+            its start, its time, the number of steps, of decoding requests and of prompt tokens.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class SimEngine(Batch):
         self.name = name
         self.costs = costs
         self.is_dead = False
+        self.observe: Callable[[float, float, int, int, int], None] | None = None
         self.num_steps = 0
         self.prefilled_tokens = 0
         self.prefill_busy_s = 0.0
@@ -173,8 +178,11 @@ class SimEngine(Batch):
         """A step, or a run of them, is over."""
         if version != self._version:
             return
-        _, first_s, growth_s, work_s, steps = self._run
+        start_s, first_s, growth_s, work_s, steps = self._run
         took_s = run_s(first_s, growth_s, steps)
+        if self.observe is not None:
+            tokens = sum(chunk for _, chunk in self._chunks)
+            self.observe(start_s, took_s, steps, len(self.decoding), tokens)
         self._busy_s += took_s
         self._work_s += work_s * steps + growth_s * steps * (steps - 1) / 2
         self.num_steps += steps

@@ -131,17 +131,16 @@ class Placing:
 
     def told(self) -> list[tuple[float, str]]:
         """Returns when which step was committed, in words."""
-        told = []
-        for at_s, step in self.done:
-            action = step.action
-            if isinstance(action, SwitchRole):
-                words = f"switch {action.instance} from {action.old.value} to {action.role.value}"
-            elif isinstance(action, MoveModule):
-                words = weighing.words_of("move", action.module, action.host, action.guest)
-            else:
-                words = weighing.words_of("return", action.module, action.guest, action.host)
-            told.append((at_s, words))
-        return told
+        return [(at_s, _words(step)) for at_s, step in self.done]
+
+    def spans(self) -> list[tuple[float, float, str]]:
+        """Returns the start, the time and the words of each step that was committed."""
+        return [
+            (at_s, 0.0, _words(step))
+            if isinstance(step.action, SwitchRole)
+            else (at_s - step.cost_s, step.cost_s, _words(step))
+            for at_s, step in self.done
+        ]
 
     def _share(self, module: Module) -> float:
         return modules.share(self._profile, module, self._attention)
@@ -165,3 +164,12 @@ class Placing:
 
     def _count(self, step: Step) -> None:
         self.done.append((self._timeline.now_s, step))
+
+
+def _words(step: Step) -> str:
+    action = step.action
+    if isinstance(action, SwitchRole):
+        return f"switch {action.instance} from {action.old.value} to {action.role.value}"
+    if isinstance(action, MoveModule):
+        return weighing.words_of("move", action.module, action.host, action.guest)
+    return weighing.words_of("return", action.module, action.guest, action.host)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from banaserve.costs.profile import Profile
@@ -13,7 +13,6 @@ from banaserve.sim.request import SimRequest
 from banaserve.sim.result import SIMULATED, Limits, summary
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
-from banaserve.sim.workload import drawn
 
 
 def simulate(
@@ -22,18 +21,24 @@ def simulate(
     requests: Iterable[SimRequest],
     limits: Limits | None = None,
     events: Sequence[Event] = (),
+    watch: Callable[[SimCluster], None] | None = None,
 ) -> dict[str, Any]:
     """Sends ``requests``, in the order of their arrivals, through ``system`` until all have ended.
 
     Equal arguments give equal results. ``steps`` of the result are the migrations carried out.
+
+    Args:
+        watch: Called with the cluster before anything happens.
     """
     timeline = Timeline()
     cluster = SimCluster(timeline, profile, system)
+    if watch is not None:
+        watch(cluster)
     for event in events:
         arrange(event, cluster, timeline)
     num_requests = 0
 
-    def counted() -> Iterable[SimRequest]:
+    def counted() -> Iterator[SimRequest]:
         nonlocal num_requests
         for request in requests:
             num_requests += 1
@@ -53,25 +58,26 @@ def simulate(
 
 
 def run_case(case: Case, seed: int | None = None) -> dict[str, Any]:
-    """Runs every system of ``case`` and checks its goals.
-
-    Returns:
-        ``systems``: a result by name; ``goals``: each with its value and whether it is reached;
-        ``is_reached``: whether all are.
-    """
+    """Runs every system of ``case`` and checks its goals; see ``judged``."""
     used = case.seed if seed is None else seed
     systems = {
-        name: simulate(
-            case.profile,
-            system,
-            drawn(case.phases, used, case.repeat),
-            case.limits,
-            case.events,
-        )
+        name: simulate(case.profile, system, case.requests(used), case.limits, case.events)
         for name, system in case.systems.items()
     }
+    return judged(case, used, systems)
+
+
+def judged(case: Case, seed: int, systems: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the outcome of a case whose ``systems`` have run.
+
+    Returns:
+        ``systems``: a result by name; ``goals``: each with its value and whether it is reached,
+        those left out whose systems have not run; ``is_reached``: whether all are.
+    """
     goals = []
     for goal in case.goals:
+        if not {goal.system, goal.relative_to or goal.system} <= set(systems):
+            continue
         value = goal.value(systems)
         goals.append(
             {
@@ -88,8 +94,8 @@ def run_case(case: Case, seed: int | None = None) -> dict[str, Any]:
         "time": SIMULATED,
         "case": case.name,
         "about": case.about,
-        "seed": used,
-        "systems": systems,
+        "seed": seed,
+        "systems": dict(systems),
         "goals": goals,
         "is_reached": all(goal["is_reached"] for goal in goals),
     }

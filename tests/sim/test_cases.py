@@ -13,7 +13,7 @@ from banaserve.costs import profile
 from banaserve.errors import UserError
 from banaserve.sim import case
 from banaserve.sim.run import run_case
-from banaserve.sim.workload import Lengths, Phase, drawn, traced
+from banaserve.sim.workload import Lengths, Phase, drawn
 
 NAMES = [
     "bursts",
@@ -179,39 +179,3 @@ def test_lengths(lengths: Lengths, low: int, high: int, mean: float) -> None:
     assert low <= min(values)
     assert max(values) <= high
     assert sum(values) / len(values) == pytest.approx(mean, rel=0.05)
-
-
-def test_a_trace_in_either_format(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(
-        '{"timestamp": 4000, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n'
-        '{"timestamp": 1000, "input_length": 5000, "output_length": 9, "hash_ids": []}\n'
-        "\n"
-        '{"t": 2.0, "input_length": 7, "output_length": 8}\n'
-    )
-    requests = list(traced(path, speed=2.0, max_tokens=2048))
-    assert [(r.arrival_s, r.prompt_tokens, r.output_tokens, r.hash_ids) for r in requests] == [
-        (0.0, 2047, 1, ()),
-        (0.5, 7, 8, ()),
-        (1.5, 600, 5, (1, 2)),
-    ]
-    assert len(list(traced(path, limit=2))) == 2
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("{", "line 2: not JSON"),
-        ("[]", "line 2: not an object"),
-        ('{"input_length": 1, "output_length": 1}', "line 2: no arrival time"),
-        ('{"t": -1, "input_length": 1, "output_length": 1}', "line 2: no arrival time"),
-        ('{"t": 1, "output_length": 1}', "line 2: input_length is None"),
-        ('{"t": 1, "input_length": 1, "output_length": 0}', "line 2: output_length is 0"),
-    ],
-)
-def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, line: str, words: str) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"t": 0, "input_length": 1, "output_length": 1}\n' + line + "\n")
-    with pytest.raises(UserError) as failure:
-        list(traced(path))
-    assert words in str(failure.value)

@@ -1,0 +1,182 @@
+"""``banaserve simulate``: systems under one load, in virtual time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from banaserve.cli.console import print_rows
+from banaserve.cli.simulate_table import goal_rows, listing_rows, move_rows, result_rows
+from banaserve.errors import UserError
+from banaserve.sim.chrome import ChromeTrace
+from banaserve.sim.job import ARRIVALS, POLICIES, Asked, Job, job
+from banaserve.sim.request import SimRequest
+from banaserve.sim.result import SIMULATED
+from banaserve.sim.run import judged, simulate
+
+app = typer.Typer(name="simulate", add_completion=False)
+
+_EXIT_GOAL_MISSED = 1
+_TELL_EVERY = 256
+"""Requests between two moves of the progress bar."""
+
+
+@app.command()
+def simulate_command(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A case, a .toml file with one, a trace (Mooncake, Azure), a file of lengths, "
+            "or alpaca or longbench: their lengths."
+        ),
+    ] = "",
+    show_list: Annotated[bool, typer.Option("--list", help="Show what comes with it.")] = False,
+    system: Annotated[
+        list[str] | None, typer.Option(help="One to run, several times for several; else all.")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help=f"Of migration: {', '.join(POLICIES)}.")
+    ] = None,
+    profile: Annotated[str | None, typer.Option(help="A name, or a .toml file.")] = None,
+    instances: Annotated[
+        str | None, typer.Option(help="P:D; the colocated system has as many in all.")
+    ] = None,
+    rps: Annotated[float | None, typer.Option(help="Mean requests a second.")] = None,
+    arrivals: Annotated[str | None, typer.Option(help=", ".join(ARRIVALS))] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds in which requests come.")] = None,
+    variation: Annotated[float, typer.Option(help="Of the gaps of bursts.")] = 4.0,
+    swing: Annotated[float, typer.Option(help="Of a diurnal rate, in [0, 1).")] = 0.8,
+    speed: Annotated[float | None, typer.Option(help="How many times faster a trace runs.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Requests of a trace that are used.")] = None,
+    max_output_tokens: Annotated[
+        int | None, typer.Option(help="Longer answers are cut; for lengths that are drawn.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Number of runs, each with the next seed.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="The first seed.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    chrome_trace: Annotated[
+        Path | None, typer.Option(help="Write steps, requests and moves of the first seed there.")
+    ] = None,
+) -> int:
+    """Simulate systems under a load; nothing real runs, and no time but virtual time passes."""
+    if show_list:
+        print_rows(listing_rows(), {})
+        return 0
+    if not target:
+        raise UserError("give a case, a trace or a dataset (see `banaserve simulate --list`)")
+    prefill, decode = _pair(instances)
+    asked = Asked(
+        target=target,
+        systems=system or (),
+        policy=policy,
+        profile=profile,
+        prefill=prefill,
+        decode=decode,
+        rps=rps,
+        arrivals=arrivals,
+        duration_s=duration,
+        variation=variation,
+        swing_fraction=swing,
+        speed=speed,
+        limit=limit,
+        max_output_tokens=max_output_tokens,
+    )
+    return _compare(job(asked), seeds, seed, as_json, chrome_trace)
+
+
+def _compare(
+    planned: Job, seeds: int, seed: int | None, as_json: bool, chrome_trace: Path | None
+) -> int:
+    """Runs it and shows what came out; the exit code."""
+    if seeds < 1:
+        raise UserError(f"seeds is {seeds}: give 1 or more")
+    first = planned.seed if seed is None else seed
+    trace = ChromeTrace() if chrome_trace is not None else None
+    outcomes = _run(planned, range(first, first + seeds), trace)
+    if trace is not None and chrome_trace is not None:
+        trace.write(chrome_trace)
+    if as_json:
+        typer.echo(json.dumps(_as_json(planned, outcomes), indent=2))
+    else:
+        _show(planned, outcomes)
+    is_reached = all(outcome.get("is_reached", True) for outcome in outcomes)
+    return 0 if is_reached else _EXIT_GOAL_MISSED
+
+
+def _pair(instances: str | None) -> tuple[int | None, int | None]:
+    if instances is None:
+        return None, None
+    prefill, _, decode = instances.partition(":")
+    if not (prefill.isdecimal() and decode.isdecimal()):
+        raise UserError(f"instances is {instances}: give P:D, such as 2:2")
+    return int(prefill), int(decode)
+
+
+def _run(planned: Job, seeds: range, trace: ChromeTrace | None) -> list[dict[str, Any]]:
+    """Returns what came out, one entry a seed; a bar on standard error shows how far it is."""
+    total = planned.expected_requests * len(planned.systems) * len(seeds)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("simulating", total=total)
+        outcomes = []
+        for seed in seeds:
+            results = {}
+            for name, system in planned.systems.items():
+                progress.update(task, description=f"simulating {name}, seed {seed}")
+                watch = None
+                if trace is not None and seed == seeds[0]:
+                    watch = _watcher(trace, name)
+                requests = _told(planned.requests(seed), lambda n: progress.advance(task, n))
+                results[name] = simulate(
+                    planned.profile, system, requests, planned.limits, planned.events, watch
+                )
+            outcomes.append(_outcome(planned, seed, results))
+    return outcomes
+
+
+def _watcher(trace: ChromeTrace, name: str) -> Callable[[Any], None]:
+    return lambda cluster: trace.watch(name, cluster)
+
+
+def _told(requests: Iterator[SimRequest], tell: Callable[[int], None]) -> Iterator[SimRequest]:
+    for number, request in enumerate(requests, start=1):
+        if number % _TELL_EVERY == 0:
+            tell(_TELL_EVERY)
+        yield request
+
+
+def _outcome(planned: Job, seed: int, results: dict[str, Any]) -> dict[str, Any]:
+    if planned.case is not None:
+        return judged(planned.case, seed, results)
+    return {"time": SIMULATED, "seed": seed, "systems": results}
+
+
+def _as_json(planned: Job, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "time": SIMULATED,
+        "target": planned.name,
+        "about": planned.about,
+        "profile": planned.profile.name,
+        "profile_source": planned.profile.source,
+        "runs": outcomes,
+    }
+
+
+def _show(planned: Job, outcomes: list[dict[str, Any]]) -> None:
+    typer.echo(f"{planned.name}: {planned.about}")
+    typer.echo(f"{SIMULATED}; profile {planned.profile.name} ({planned.profile.source})")
+    typer.echo()
+    print_rows(result_rows(outcomes), {})
+    if moves := move_rows(outcomes[0]):
+        typer.echo()
+        print_rows(moves, {})
+    if goals := goal_rows(outcomes):
+        typer.echo()
+        print_rows(goals, {"reached": "green", "missed": "bold red"})

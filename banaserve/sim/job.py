@@ -1,0 +1,243 @@
+"""What one simulation compares: systems under one load, from a case, a trace or a distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+
+from banaserve.costs import profile as profiles
+from banaserve.costs.profile import Profile
+from banaserve.errors import UserError
+from banaserve.names import check_known
+from banaserve.sim import case as cases
+from banaserve.sim.case import Case
+from banaserve.sim.events import Event
+from banaserve.sim.lengths import DATASETS, draw_measured, read_lengths
+from banaserve.sim.request import SimRequest
+from banaserve.sim.result import Limits
+from banaserve.sim.system import KINDS, System, preset
+from banaserve.sim.trace import Arrival, read_records, read_trace, requests_of
+from banaserve.sim.workload import Arrivals, Pair, arriving
+
+ARRIVALS = ("bursts", "diurnal", "poisson", "trace")
+POLICIES = ("published", "repaired", "still")
+DEFAULT_PROFILE = "opt-13b-a100"
+
+_EVERY_SYSTEM = ("colocated", "static", "banaserve")
+_FILES = (".json", ".jsonl", ".csv", ".zst")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Options of a simulation; None is what the target itself says, or the usual.
+
+    Attributes:
+        target: A case, a ``.toml`` file with one, a trace or file of lengths, or a dataset of
+            which the lengths are known.
+        systems: Those to run; none is all.
+        policy: Of migration, for every system that migrates.
+        rps: Mean arrivals a second; a trace is stretched to it.
+        variation: Of the gaps of bursts.
+        swing_fraction: Of a diurnal rate.
+        speed: Of a trace.
+        limit: Requests of a trace that are used.
+        max_output_tokens: Longer answers are cut.
+    """
+
+    target: str
+    systems: Sequence[str] = ()
+    policy: str | None = None
+    profile: str | None = None
+    prefill: int | None = None
+    decode: int | None = None
+    rps: float | None = None
+    arrivals: str | None = None
+    duration_s: float | None = None
+    variation: float = 4.0
+    swing_fraction: float = 0.8
+    speed: float | None = None
+    limit: int | None = None
+    max_output_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is simulated.
+
+    Attributes:
+        requests: Yields the requests of a seed.
+        expected_requests: About how many there will be, for a progress bar.
+        seed: The first seed where none is asked.
+        case: Where its goals are checked.
+    """
+
+    name: str
+    about: str
+    profile: Profile
+    systems: Mapping[str, System]
+    requests: Callable[[int], Iterator[SimRequest]]
+    expected_requests: int
+    limits: Limits
+    events: tuple[Event, ...] = ()
+    seed: int = 0
+    case: Case | None = None
+
+
+def job(asked: Asked) -> Job:
+    """Returns what ``asked`` describes; everything is read and checked, nothing has run.
+
+    Raises:
+        UserError: An unknown target or option, a file with a bad line, or options that say
+            nothing for this target.
+    """
+    if asked.policy is not None:
+        check_known("policy", asked.policy, POLICIES)
+    if asked.arrivals is not None:
+        check_known("kind of arrivals", asked.arrivals, ARRIVALS)
+    target = asked.target
+    if target.endswith(".toml") or target in cases.names():
+        return _of_case(asked, cases.read(target))
+    if target not in DATASETS and not target.endswith(_FILES) and not Path(target).is_file():
+        check_known("case, trace or dataset", target, [*cases.names(), *DATASETS])
+    return _of_load(asked)
+
+
+def _of_case(asked: Asked, case: Case) -> Job:
+    for name in ("rps", "arrivals", "duration_s", "prefill", "decode", "speed", "limit"):
+        if getattr(asked, name) is not None:
+            option = "instances" if name in ("prefill", "decode") else name.removesuffix("_s")
+            raise UserError(f"{option} says nothing for a case: the case has its own")
+    for name in asked.systems:
+        check_known(f"system of the case {case.name}", name, case.systems)
+    systems = {
+        name: _with_policy(system, asked.policy)
+        for name, system in case.systems.items()
+        if not asked.systems or name in asked.systems
+    }
+    return Job(
+        case.name,
+        case.about,
+        profiles.load(asked.profile) if asked.profile else case.profile,
+        systems,
+        case.requests,
+        case.expected_requests,
+        case.limits,
+        case.events,
+        case.seed,
+        case,
+    )
+
+
+def _with_policy(system: System, policy: str | None) -> System:
+    if policy is None or system.migration == "still":
+        return system
+    return replace(system, migration=policy)
+
+
+def _of_load(asked: Asked) -> Job:
+    profile = profiles.load(asked.profile or DEFAULT_PROFILE)
+    for name in asked.systems:
+        check_known("system", name, KINDS)
+    requests, expected, about = _load(asked, profile)
+    return Job(
+        Path(asked.target).name,
+        about,
+        profile,
+        {name: _system(name, asked) for name in asked.systems or _EVERY_SYSTEM},
+        requests,
+        expected,
+        Limits(),
+    )
+
+
+def _system(name: str, asked: Asked) -> System:
+    prefill = 2 if asked.prefill is None else asked.prefill
+    decode = 2 if asked.decode is None else asked.decode
+    if name == "colocated":
+        return preset(name, colocated=prefill + decode)
+    return _with_policy(preset(name, prefill=prefill, decode=decode), asked.policy)
+
+
+def _load(asked: Asked, profile: Profile) -> tuple[Callable[[int], Iterator[SimRequest]], int, str]:
+    kind = asked.arrivals or ("trace" if _has_times(asked.target) else "poisson")
+    most = profile.model.max_context_tokens
+    if kind == "trace":
+        for name in ("duration_s", "max_output_tokens"):
+            if getattr(asked, name) is not None:
+                option = name.removesuffix("_s").replace("_", "-")
+                raise UserError(f"{option} says nothing for a trace's own arrivals: use --limit")
+        rows = _trace(asked)
+        speed = _speed(asked, rows)
+        lasts_s = rows[-1].at_s / speed
+        num_cut = sum(row.prompt_tokens + row.output_tokens > most for row in rows)
+        about = f"{len(rows)} requests in {lasts_s:.0f} s"
+        if num_cut:
+            about += f", {num_cut} of them cut to the model's context of {most} tokens"
+        # A trace is the same for every seed.
+        return lambda seed: requests_of(rows, speed, most), len(rows), about
+    if asked.rps is None:
+        raise UserError("give the mean rate of the arrivals with --rps")
+    if asked.speed is not None:
+        raise UserError("speed says nothing for drawn arrivals: use --rps")
+    arrivals = Arrivals(
+        duration_s=300.0 if asked.duration_s is None else asked.duration_s,
+        rate_per_s=asked.rps,
+        variation=asked.variation if kind == "bursts" else 1.0,
+        swing_fraction=asked.swing_fraction if kind == "diurnal" else 0.0,
+    )
+    pair = _pair(asked)
+    expected = round(arrivals.rate_per_s * arrivals.duration_s)
+    about = f"{kind} arrivals, {arrivals.rate_per_s:g} a second for {arrivals.duration_s:g} s"
+    return lambda seed: arriving(arrivals, pair, seed, most), expected, about
+
+
+def _has_times(target: str) -> bool:
+    """Whether the file holds arrivals, by its first line; the rest is checked when it is read."""
+    if target in DATASETS:
+        return False
+    if Path(target).name.removesuffix(".zst").endswith(".csv"):
+        return True
+    _, first = next(read_records(Path(target), 1), (0, {}))
+    return "t" in first or "timestamp" in first
+
+
+def _trace(asked: Asked) -> list[Arrival]:
+    if asked.target in DATASETS:
+        raise UserError(f"{asked.target} has no arrivals: give poisson, bursts or diurnal")
+    if asked.limit is not None and asked.limit < 1:
+        raise UserError(f"limit is {asked.limit}: give 1 or more")
+    return read_trace(Path(asked.target), asked.limit)
+
+
+def _speed(asked: Asked, rows: Sequence[Arrival]) -> float:
+    if asked.rps is None:
+        speed = 1.0 if asked.speed is None else asked.speed
+        if not speed > 0:
+            raise UserError(f"speed is {speed}: give more than 0")
+        return speed
+    if asked.speed is not None:
+        raise UserError("give one of rps and speed")
+    if not asked.rps > 0 or not rows[-1].at_s > 0:
+        raise UserError("a trace is stretched to a rate above 0 if it lasts longer than 0 s")
+    return asked.rps * rows[-1].at_s / len(rows)
+
+
+def _pair(asked: Asked) -> Pair:
+    """Returns what draws the lengths of a request."""
+    most = asked.max_output_tokens
+    if most is not None and most < 1:
+        raise UserError(f"max-output-tokens is {most}: give 1 or more")
+    if asked.target in DATASETS:
+        return partial(_of_dataset, asked.target, most or 1_000_000)
+    pairs = [
+        (prompt, min(output, most or output)) for prompt, output in read_lengths(Path(asked.target))
+    ]
+    return lambda draws: draws.choice(pairs)
+
+
+def _of_dataset(name: str, most: int, draws: Random) -> tuple[int, int]:
+    prompt = round(draw_measured(f"{name}_prompt", draws))
+    return prompt, min(most, round(draw_measured(f"{name}_output", draws)))

@@ -1,0 +1,183 @@
+"""Traces of requests: Mooncake's and Azure's formats, checked as a whole before anything runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from banaserve.errors import UserError
+from banaserve.sim.request import SimRequest
+
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+class Arrival(NamedTuple):
+    """One line of a trace; ``at_s`` counts from the first one."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...] = ()
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[Arrival]:
+    """Returns the first ``limit`` requests of a trace, in the order of their arrivals.
+
+    JSON lines (``.zst`` with the zstandard package) have ``timestamp`` (ms, Mooncake) or ``t``
+    (s), ``input_length``, ``output_length``, and ``hash_ids`` where prefixes are known. A ``.csv``
+    has Azure's columns TIMESTAMP, ContextTokens and GeneratedTokens.
+
+    Raises:
+        UserError: The file cannot be read, holds no request, or a line is wrong; names file, line
+            and key.
+    """
+    name = path.name.removesuffix(".zst")
+    rows = _azure(path, limit) if name.endswith(".csv") else _json_lines(path, limit)
+    found = sorted(rows, key=lambda row: row.at_s)
+    if not found:
+        raise UserError(f"{path} holds no request")
+    return [row._replace(at_s=row.at_s - found[0].at_s) for row in found]
+
+
+def requests_of(
+    rows: Sequence[Arrival], speed: float = 1.0, max_tokens: int | None = None
+) -> Iterator[SimRequest]:
+    """Yields requests that arrive as in ``rows``.
+
+    Args:
+        speed: 2 makes the trace run twice as fast.
+        max_tokens: Longer requests are cut to this context, see ``cut``.
+    """
+    for number, row in enumerate(rows):
+        prompt, output = cut(row.prompt_tokens, row.output_tokens, max_tokens)
+        yield SimRequest(number, row.at_s / speed, prompt, output, row.hash_ids)
+
+
+def cut(prompt: int, output: int, max_tokens: int | None) -> tuple[int, int]:
+    """Returns both lengths within a context of ``max_tokens``: it is the prompt that is cut."""
+    if max_tokens is None or prompt + output <= max_tokens:
+        return prompt, output
+    output = min(output, max_tokens - 1)
+    return min(prompt, max_tokens - output), output
+
+
+def read_records(path: Path, limit: int | None = None) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yields the objects of a file of JSON lines with their line numbers, from 1.
+
+    Raises:
+        UserError: The file cannot be read, or a line is no object; names it.
+    """
+    count = 0
+    for number, line in enumerate(_unpacked(path).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        if limit is not None and count >= limit:
+            return
+        count += 1
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: not JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{path}, line {number}: not an object")
+        yield number, record
+
+
+def length(path: Path, number: int, record: Mapping[str, Any], key: str) -> int:
+    """Returns the length ``key`` of a record, a whole number above 0.
+
+    Raises:
+        UserError: It is anything else; names file, line and key.
+    """
+    value = record.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{path}, line {number}: {key} is {value!r}: give a whole number above 0")
+    return value
+
+
+def _json_lines(path: Path, limit: int | None) -> list[Arrival]:
+    return [
+        Arrival(
+            _time_s(path, number, record),
+            length(path, number, record, "input_length"),
+            length(path, number, record, "output_length"),
+            _hash_ids(path, number, record),
+        )
+        for number, record in read_records(path, limit)
+    ]
+
+
+def _time_s(path: Path, number: int, record: Mapping[str, Any]) -> float:
+    value = record.get("t", record.get("timestamp"))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not isfinite(value) or value < 0:
+        raise UserError(f"{path}, line {number}: no arrival time in t (s) or timestamp (ms)")
+    return float(value if "t" in record else value / 1000)
+
+
+def _hash_ids(path: Path, number: int, record: Mapping[str, Any]) -> tuple[int, ...]:
+    ids = record.get("hash_ids") or ()
+    try:
+        ids = json.loads(ids) if isinstance(ids, str) else ids
+    except ValueError:
+        ids = None
+    if not isinstance(ids, list | tuple) or not all(type(entry) is int for entry in ids):
+        raise UserError(f"{path}, line {number}: hash_ids is no list of whole numbers")
+    return tuple(ids)
+
+
+def _azure(path: Path, limit: int | None) -> list[Arrival]:
+    try:
+        lines = _unpacked(path).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text: {error.reason}") from error
+    table = csv.reader(lines)
+    heading = next(table, [])
+    for column in AZURE_COLUMNS:
+        if column not in heading:
+            raise UserError(f"{path}, line 1: there is no column {column}")
+    rows: list[Arrival] = []
+    for cells in table:
+        if limit is not None and len(rows) >= limit:
+            break
+        if cells:
+            record = dict(zip(heading, cells, strict=False))
+            rows.append(_azure_row(path, table.line_num, record))
+    return rows
+
+
+def _azure_row(path: Path, number: int, record: Mapping[str, str]) -> Arrival:
+    time, *lengths = AZURE_COLUMNS
+    try:
+        at_s = datetime.fromisoformat(f"{record[time].strip()}+00:00").timestamp()
+    except (KeyError, ValueError) as error:
+        told = record.get(time)
+        raise UserError(f"{path}, line {number}: {time} is {told!r}: give a date") from error
+    tokens = {}
+    for key in lengths:
+        told = record.get(key, "")
+        tokens[key] = int(told) if told.strip().isdecimal() else told
+    prompt, output = (length(path, number, tokens, key) for key in lengths)
+    return Arrival(at_s, prompt, output)
+
+
+def _unpacked(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    if path.suffix != ".zst":
+        return data
+    try:
+        import zstandard
+    except ImportError as error:
+        raise UserError(f"{path} is compressed: install the package zstandard") from error
+    try:
+        return zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
+    except zstandard.ZstdError as error:
+        raise UserError(f"{path} is not a zstd file: {error}") from error

@@ -1,0 +1,139 @@
+"""Traces and files of lengths: both formats read, bad lines named."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from banaserve.errors import UserError
+from banaserve.sim.lengths import MEASURED, draw_measured, read_lengths
+from banaserve.sim.trace import Arrival, cut, read_trace, requests_of
+
+GOOD = '{"t": 0, "input_length": 1, "output_length": 1}\n'
+HEADING = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+AZURE = HEADING + "2023-11-16 18:15:46.6805900,374,44\n"
+
+
+def test_json_lines_in_either_unit_of_time(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"timestamp": 4000, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n'
+        '{"timestamp": 1000, "input_length": 5000, "output_length": 9, "hash_ids": "[]"}\n'
+        "\n"
+        '{"t": 2.0, "input_length": 7, "output_length": 8}\n'
+    )
+    rows = read_trace(path)
+    assert rows == [
+        Arrival(0.0, 5000, 9),
+        Arrival(1.0, 7, 8),
+        Arrival(3.0, 600, 5, (1, 2)),
+    ]
+    requests = list(requests_of(rows, speed=2.0, max_tokens=2048))
+    assert [(r.arrival_s, r.prompt_tokens, r.output_tokens, r.hash_ids) for r in requests] == [
+        (0.0, 2039, 9, ()),
+        (0.5, 7, 8, ()),
+        (1.5, 600, 5, (1, 2)),
+    ]
+    assert len(read_trace(path, limit=2)) == 2
+
+
+def test_azures_table(tmp_path: Path) -> None:
+    path = tmp_path / "conv.csv"
+    path.write_text(AZURE + "2023-11-16 18:15:50.9951690,396,109\n")
+    first, second = read_trace(path)
+    assert first == Arrival(0.0, 374, 44)
+    assert second.at_s == pytest.approx(4.314579, abs=1e-5)
+    assert second[1:] == (396, 109, ())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "expected"),
+    [(10, 5, (10, 5)), (100, 10, (22, 10)), (5, 100, (1, 31)), (100, 100, (1, 31))],
+)
+def test_what_is_too_long_is_cut(prompt: int, output: int, expected: tuple[int, int]) -> None:
+    assert cut(prompt, output, 32) == expected
+    assert cut(prompt, output, None) == (prompt, output)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("t.jsonl", GOOD + "{\n", "line 2: not JSON"),
+        ("t.jsonl", GOOD + "[]\n", "line 2: not an object"),
+        ("t.jsonl", GOOD + '{"input_length": 1, "output_length": 1}', "line 2: no arrival time"),
+        ("t.jsonl", GOOD + '{"t": -1, "input_length": 1}', "line 2: no arrival time in t"),
+        ("t.jsonl", GOOD + '{"t": NaN, "input_length": 1}', "line 2: no arrival time in t"),
+        ("t.jsonl", GOOD + '{"t": 1, "output_length": 1}', "line 2: input_length is None"),
+        (
+            "t.jsonl",
+            GOOD + '{"t": 1, "input_length": 1, "output_length": 0}',
+            "line 2: output_length is 0",
+        ),
+        (
+            "t.jsonl",
+            '{"t": 1, "input_length": 1, "output_length": 1, "hash_ids": [1.5]}',
+            "line 1: hash_ids is no list",
+        ),
+        (
+            "t.jsonl",
+            '{"t": 1, "input_length": 1, "output_length": 1, "hash_ids": "[1"}',
+            "line 1: hash_ids is no list",
+        ),
+        ("t.jsonl", "\n", "holds no request"),
+        ("t.csv", "TIMESTAMP,ContextTokens\n", "line 1: there is no column GeneratedTokens"),
+        ("t.csv", HEADING, "holds no request"),
+        ("t.csv", AZURE + "yesterday,1,1\n", "line 3: TIMESTAMP is 'yesterday'"),
+        ("t.csv", AZURE + "2023-11-16 18:15:47,many,1\n", "line 3: ContextTokens is 'many'"),
+        ("t.csv", AZURE + "2023-11-16 18:15:47,1,0\n", "line 3: GeneratedTokens is 0"),
+        ("t.csv", AZURE + "2023-11-16 18:15:47,1\n", "line 3: GeneratedTokens is ''"),
+        ("t.jsonl.zst", GOOD, "not a zstd file"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, name: str, text: str, words: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(UserError) as failure:
+        read_trace(path)
+    assert words in str(failure.value)
+    assert str(path) in str(failure.value)
+
+
+def test_lengths_of_traces_and_of_texts(tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text(
+        '{"input_length": 3, "output_length": 4}\n'
+        '{"instruction": "What is the time now?", "input": "", "output": "Late already."}\n'
+        '{"instruction": "Say nothing.", "output": ""}\n'
+        '{"prompt": "Who was it, of all people?", "answers": ["Bob Dylan", "Bob"]}\n'
+    )
+    assert read_lengths(path) == [(3, 4), (5, 4), (7, 3)]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"text": "a"}', "line 1: no lengths: give input_length"),
+        ('{"input_length": 3}', "line 1: output_length is None"),
+        ('{"instruction": "Say nothing.", "output": ""}', "has no lengths"),
+    ],
+)
+def test_a_file_without_lengths_is_named(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text(line)
+    with pytest.raises(UserError) as failure:
+        read_lengths(path)
+    assert words in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "mean"),
+    [("alpaca_prompt", 18.3), ("alpaca_output", 57.6), ("longbench_prompt", 11640)],
+)
+def test_measured_lengths_have_their_mean_and_range(name: str, mean: float) -> None:
+    draws = random.Random(1)
+    values = [draw_measured(name, draws) for _ in range(20_000)]
+    assert MEASURED[name][0] <= min(values)
+    assert max(values) <= MEASURED[name][-1]
+    assert sum(values) / len(values) == pytest.approx(mean, rel=0.1)

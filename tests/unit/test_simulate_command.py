@@ -1,0 +1,95 @@
+"""`banaserve simulate`: what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from banaserve.cli.main import main
+from banaserve.costs import profile
+from banaserve.sim import case
+from banaserve.sim.system import KINDS
+
+
+def test_listing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in (*case.names(), *profile.names(), *KINDS))
+
+
+def test_a_case_says_that_it_is_simulated_and_what_was_reached(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["simulate", "death-in-migration"]) == 0
+    shown = capsys.readouterr().out
+    assert "simulated" in shown
+    assert "opt-13b-a100" in shown
+    assert "move heads" in shown
+    assert "reached  seed 7" in shown
+
+
+def test_a_goal_that_is_missed_is_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (case.BUILT_IN / "bursts.toml").read_text()
+    path = tmp_path / "hard.toml"
+    path.write_text(text.replace("duration_s = 120", "duration_s = 5").replace("1.1", "0.1"))
+    assert main(["simulate", str(path)]) == 1
+    assert "missed   seed 4" in capsys.readouterr().out
+
+
+def test_json_over_two_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--rps", "4", "--duration", "10", "--seeds", "2", "--seed", "5", "--json"]
+    assert main(["simulate", "alpaca", *options]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["time"].startswith("simulated")
+    assert [run["seed"] for run in told["runs"]] == [5, 6]
+    assert list(told["runs"][0]["systems"]) == ["colocated", "static", "banaserve"]
+
+
+def test_a_chrome_trace_has_every_step_and_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.json"
+    options = ["--rps", "4", "--duration", "20", "--system", "static", "--json"]
+    assert main(["simulate", "longbench", *options, "--chrome-trace", str(path)]) == 0
+    [run] = json.loads(capsys.readouterr().out)["runs"]
+    result = run["systems"]["static"]
+    written = json.loads(path.read_text())
+    assert written["otherData"]["time"].startswith("simulated")
+    events = written["traceEvents"]
+    begun = [e for e in events if e["ph"] == "b" and e["name"] == "first token"]
+    assert len(begun) == result["num_finished"]
+    spans = [e for e in events if e["ph"] == "X"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {rows[e["tid"]] for e in spans} == {"p0", "p1", "d0", "d1"}
+    assert {rows[e["tid"]][0] for e in spans if e["name"] == "prefill"} == {"p"}
+    assert sum(e["args"]["prompt_tokens"] for e in spans) == sum(
+        e["args"]["prompt_tokens"] for e in begun
+    )
+    for row in rows:
+        ends = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["tid"] == row)
+        assert all(a[1] <= b[0] + 0.01 for a, b in pairwise(ends))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "give a case, a trace or a dataset"),
+        (["bursts", "--seeds", "0"], "seeds is 0"),
+        (["alpaca", "--rps", "2", "--instances", "4"], "give P:D"),
+        (["alpaca", "--rps", "many"], "--rps"),
+        (["bursts", "--polic", "repaired"], "--policy"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *argv]) == 2
+    shown = capsys.readouterr()
+    assert words in shown.err
+    assert shown.err.count("\n") == 1
+    assert not shown.out
