@@ -23,8 +23,11 @@ from banaserve.errors import UserError
 DATA_VARIABLE = "BANASERVE_DATA"
 
 _PATTERNS = {
-    "alpaca": ("instruct/alpaca*.jsonl*", "alpaca*.jsonl*"),
+    "alpaca": ("instruct/alpaca*.jsonl*", "alpaca*.json*"),
+    "azure": ("traces/azure*.jsonl*", "azure*.jsonl*", "AzureLLMInferenceTrace_*.csv*"),
     "longbench": ("longbench/*.jsonl*",),
+    "mooncake": ("traces/mooncake*.jsonl*", "mooncake*.jsonl*", "*conversation_trace.jsonl*"),
+    "sharegpt": ("ShareGPT*.json*", "sharegpt*.json*", "traces/sharegpt*.jsonl*"),
 }
 
 
@@ -42,7 +45,7 @@ def data_folder(given: Path | None) -> Path | None:
 
 
 def dataset_files(kind: str, folder: Path | None) -> list[Path]:
-    """Returns the files of the dataset ``kind`` (alpaca or longbench) under ``folder``.
+    """Returns the files of the dataset ``kind`` under ``folder``.
 
     ``folder`` may also be one file, which is then taken for the dataset, or the dataset's own
     folder, named as the dataset is.
@@ -52,8 +55,8 @@ def dataset_files(kind: str, folder: Path | None) -> list[Path]:
     """
     if folder is None:
         raise UserError(
-            f"the {kind} prompts are not part of banaserve: give their folder with --data "
-            f"or in {DATA_VARIABLE}, or use the prompts named synthetic"
+            f"the {kind} data are not part of banaserve: give their file or folder with --data "
+            f"or in {DATA_VARIABLE}, or use what is named synthetic or {kind}-like"
         )
     if folder.is_file():
         return [folder]
@@ -70,10 +73,10 @@ def read_texts(path: Path) -> Iterator[Text]:
     Raises:
         UserError: The file is missing, not JSON lines, or an object has none of the known fields.
     """
-    templates = _templates(path)
+    templates = prompt_templates(path)
     for number, record in read_records(path):
         try:
-            yield Text(f"{path.name}:{number}", _prompt(record, path, templates))
+            yield Text(f"{path.name}:{number}", prompt_of(record, path, templates))
         except KeyError as error:
             raise UserError(f"{path}, line {number}: {error.args[0]}") from error
 
@@ -85,7 +88,7 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         UserError: The file cannot be read, or a line is not a JSON object.
     """
     decoder = msgspec.json.Decoder(dict[str, Any])
-    for number, line in enumerate(_unpacked(path).split(b"\n"), start=1):
+    for number, line in enumerate(unpacked(path).split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -110,7 +113,12 @@ def trace_times_s(path: Path) -> list[float]:
     return times_s
 
 
-def _unpacked(path: Path) -> bytes:
+def unpacked(path: Path) -> bytes:
+    """Returns the bytes of a file, decompressed where its name ends in ``.zst``.
+
+    Raises:
+        UserError: It cannot be read or decompressed.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -129,7 +137,8 @@ def _unpacked(path: Path) -> bytes:
         raise UserError(f"{path} is not a zstd file: {error}") from error
 
 
-def _templates(path: Path) -> Mapping[str, str]:
+def prompt_templates(path: Path) -> Mapping[str, str]:
+    """Returns LongBench's templates by task, where their file lies beside ``path``."""
     for folder in (path.parent, path.parent / "config"):
         file = folder / "dataset2prompt.json"
         if file.is_file():
@@ -140,8 +149,12 @@ def _templates(path: Path) -> Mapping[str, str]:
     return {}
 
 
-def _prompt(record: Mapping[str, Any], path: Path, templates: Mapping[str, str]) -> str:
-    """Returns the text of one object; KeyError with what is missing where it has none."""
+def prompt_of(record: Mapping[str, Any], path: Path, templates: Mapping[str, str]) -> str:
+    """Returns the text of one object.
+
+    Raises:
+        KeyError: It has none; its argument says what is missing.
+    """
     if isinstance(instruction := record.get("instruction"), str):
         return "\n\n".join(part for part in (instruction, record.get("input")) if part)
     for field in ("prompt", "question", "text"):

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.record import RequestRecord
 
+INTERRUPTED = "interrupted"
+"""The error of a request whose run was stopped; its record is still given to ``on_record``."""
+
 OnRecord = Callable[[RequestRecord], None]
 
 
@@ -63,6 +66,13 @@ async def closed_loop(
 async def _sent(
     client: OpenAiClient, call: Call, due_at_s: float | None, on_record: OnRecord
 ) -> RequestRecord:
-    record = await client.send(call, due_at_s)
+    record = RequestRecord(id=call.id, due_at_s=due_at_s, sent_at_s=client.clock.now())
+    try:
+        await client.send_into(call, record)
+    except asyncio.CancelledError:
+        record.error = INTERRUPTED
+        record.ended_at_s = client.clock.now()
+        on_record(record)
+        raise
     on_record(record)
     return record

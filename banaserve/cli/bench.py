@@ -45,6 +45,9 @@ BENCHMARKS = {
     "kernels": Benchmark(
         "banaserve.bench.kernels", "How near do the kernels come to the GPU's bandwidth?"
     ),
+    "serving": Benchmark(
+        "banaserve.bench.serving", "What does a server give its users at a given load?"
+    ),
     "stall": Benchmark(
         "banaserve.bench.stall", "Does a very long prompt stall the streams of others?"
     ),

@@ -223,11 +223,13 @@ class Stub:
         self.held = 0
         self.most_held = 0
         self.release = asyncio.Event()
+        self.three_held = asyncio.Event()
 
-    async def send(self, call: Call, due_at_s: float | None = None) -> RequestRecord:
-        record = RequestRecord(id=call.id, due_at_s=due_at_s, sent_at_s=self.clock.now())
+    async def send_into(self, call: Call, record: RequestRecord) -> RequestRecord:
         self.held += 1
         self.most_held = max(self.most_held, self.held)
+        if self.held == 3:
+            self.three_held.set()
         if self.held == self.wanted:
             self.release.set()
         await self.release.wait()
@@ -254,6 +256,17 @@ async def test_closed_loop_keeps_its_concurrency() -> None:
     records = await closed_loop(stub, calls(7), 3)
     assert [r.id for r in records] == [f"r{n}" for n in range(7)]
     assert stub.most_held == 3
+
+
+async def test_a_stopped_loop_still_tells_of_what_was_under_way() -> None:
+    stub: Any = Stub(wanted=9)
+    told: list[RequestRecord] = []
+    run = asyncio.create_task(open_loop(stub, calls(3), [0.0, 0.0, 0.0], told.append))
+    await stub.three_held.wait()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert {(r.id, r.error) for r in told} == {(f"r{n}", "interrupted") for n in range(3)}
 
 
 async def test_loops_of_nonsense() -> None:

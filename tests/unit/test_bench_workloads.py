@@ -137,7 +137,7 @@ def test_synthetic_prompts_share_no_long_beginning() -> None:
         ("synthetic", (0, 9), "no such lengths"),
         ("synthetic", (9, 8), "no such lengths"),
         ("synthetic", (1, 1), "only 0 synthetic"),
-        ("alpaca", (1, 9), "give their folder"),
+        ("alpaca", (1, 9), "give their file or folder"),
         ("file", (1, 9), "need the file"),
     ],
 )
