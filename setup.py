@@ -12,6 +12,7 @@ native = Extension(
     "banaserve._native",
     sources=[
         "csrc/block_copy.cpp",
+        "csrc/xxh3.cpp",
         "csrc/disk_queue.cpp",
         "csrc/disk_threads.cpp",
         "csrc/disk_uring.cpp",
@@ -20,7 +21,12 @@ native = Extension(
         # setuptools refuses an absolute path below this folder, such as one in .venv.
         os.path.relpath(NANOBIND / "src" / "nb_combined.cpp"),
     ],
-    depends=["csrc/block_copy.h", "csrc/disk_queue.h", "csrc/disk_queue_bindings.h"],
+    depends=[
+        "csrc/block_copy.h",
+        "csrc/disk_queue.h",
+        "csrc/disk_queue_bindings.h",
+        "csrc/xxh3.h",
+    ],
     include_dirs=[
         "csrc",
         str(NANOBIND / "include"),

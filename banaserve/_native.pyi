@@ -1,6 +1,9 @@
 import numpy as np
 import numpy.typing as npt
 
+def copy_instructions() -> list[str]:
+    """What streaming copies may use on this processor, widest first: avx512, avx2."""
+
 def copy_regions(
     dst_base: int,
     src_base: int,
@@ -10,13 +13,33 @@ def copy_regions(
     dst_size: int,
     src_size: int,
     streaming: bool = False,
+    instructions: str = "",
 ) -> None:
     """Copy ``num_bytes`` for each pair of offsets, without the GIL.
 
     ``streaming`` writes past the caches: for targets that this processor does not read soon.
+    ``instructions`` are one of ``copy_instructions``; empty for the widest.
 
     Raises:
         ValueError: A copy would leave the given sizes, or source and target overlap.
+    """
+
+def copy_regions_checksummed(
+    dst_base: int,
+    src_base: int,
+    dst_offsets: npt.NDArray[np.int64],
+    src_offsets: npt.NDArray[np.int64],
+    num_bytes: int,
+    dst_size: int,
+    src_size: int,
+    streaming: bool = False,
+    instructions: str = "",
+) -> int:
+    """``copy_regions``; the XXH3-64 of everything copied, in the order of the copies.
+
+    Raises:
+        ValueError: A copy would leave the given sizes, or source and target overlap.
+        RuntimeError: The xxhash package's library cannot be used.
     """
 
 class DiskQueue:

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "xxh3.h"
+
 namespace banaserve {
 
 enum class CopyFault {
@@ -24,6 +26,19 @@ struct Region {
   std::int64_t size;
 };
 
+// How bytes are written: through the caches, or past them with the instructions named.
+enum class CopyKind {
+  cached,
+  streaming_avx2,
+  streaming_avx512,
+};
+
+// Whether this processor has a kind's instructions.
+bool is_supported(CopyKind kind) noexcept;
+
+// The widest kind that this processor has, for targets that it does not read soon.
+CopyKind streaming_kind() noexcept;
+
 // Whether copying `num_bytes` for each pair of offsets stays within both regions, with no source
 // overlapping its own destination. Touches neither region.
 CopyCheck check_copies(Region dst, Region src, const std::int64_t* dst_offsets,
@@ -31,10 +46,14 @@ CopyCheck check_copies(Region dst, Region src, const std::int64_t* dst_offsets,
                        std::int64_t num_bytes) noexcept;
 
 // Copies `num_bytes` for each pair of offsets, in order. The copies must have passed
-// `check_copies`. `streaming` writes past the caches where the processor can: for targets that
-// this processor does not read soon.
+// `check_copies`, and the kind must be supported.
 void copy_blocks(Region dst, Region src, const std::int64_t* dst_offsets,
                  const std::int64_t* src_offsets, std::size_t num_copies, std::int64_t num_bytes,
-                 bool streaming) noexcept;
+                 CopyKind kind) noexcept;
+
+// The same, and adds what is copied to `checksum`: each byte is read from memory once for both.
+void copy_blocks(Region dst, Region src, const std::int64_t* dst_offsets,
+                 const std::int64_t* src_offsets, std::size_t num_copies, std::int64_t num_bytes,
+                 CopyKind kind, Xxh3& checksum) noexcept;
 
 }  // namespace banaserve

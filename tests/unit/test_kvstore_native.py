@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import xxhash
 
 from banaserve import _native
 
@@ -108,3 +111,59 @@ def test_streaming_copies_the_same_bytes(num_bytes: int) -> None:
             num_bytes, target.size, source.size, streaming=True,
         )  # fmt: skip
         assert (target == expected).all()
+
+
+KINDS = ["cached", "streaming", *_native.copy_instructions()]
+
+
+def call(function: Any, kind: str, target: Any, source: Any, dst: Any, src: Any, size: int) -> Any:
+    return function(
+        target.ctypes.data, source.ctypes.data, np.array(dst), np.array(src), size,
+        target.nbytes, source.nbytes, streaming=kind != "cached",
+        instructions="" if kind in ("cached", "streaming") else kind,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_scattered_copies_and_their_checksum(kind: str, seed: int) -> None:
+    draws = np.random.default_rng(seed)
+    for _ in range(60):
+        size = int(draws.choice([0, 1, 31, 63, 64, 65, 240, 256, 257, 8191, 8192, 8193, 20_000]))
+        count = int(draws.integers(0, 5))
+        source = draws.integers(0, 256, 100_001, dtype=np.uint8)
+        target = draws.integers(0, 256, count * (size + 70) + 70, dtype=np.uint8)
+        src = draws.integers(0, source.size - size, count)
+        # In an order of their own, with gaps, so that what lies between them is looked at too.
+        dst = draws.permutation(count) * (size + 70) + draws.integers(0, 70, count)
+        expected = target.copy()
+        for to, of in zip(dst, src, strict=True):
+            expected[to : to + size] = source[of : of + size]
+        copied = target.copy()
+        assert call(_native.copy_regions, kind, copied, source, dst, src, size) is None
+        assert (copied == expected).all()
+        value = call(_native.copy_regions_checksummed, kind, target, source, dst, src, size)
+        assert (target == expected).all()
+        assert value == xxhash.xxh3_64_intdigest(b"".join(source[of : of + size] for of in src))
+
+
+@pytest.mark.parametrize(
+    ("streaming", "instructions", "named"),
+    [(True, "sse9", "copy_instructions"), (False, "avx2", "streaming")],
+)
+def test_instructions_that_are_not_there_are_refused(streaming, instructions, named) -> None:
+    memory, zero = np.zeros(SIZE, dtype=np.uint8), np.zeros(1, dtype=np.int64)
+    for function in (_native.copy_regions, _native.copy_regions_checksummed):
+        with pytest.raises(ValueError, match=named):
+            function(
+                memory.ctypes.data, memory.ctypes.data, zero + 8, zero, 4, SIZE, SIZE,
+                streaming, instructions,
+            )  # fmt: skip
+
+
+def test_a_checksummed_copy_refuses_what_a_plain_one_refuses() -> None:
+    memory, zero = np.zeros(SIZE, dtype=np.uint8), np.zeros(1, dtype=np.int64)
+    with pytest.raises(ValueError, match=r"dst_offsets\[0\]"):
+        call(_native.copy_regions_checksummed, "cached", memory, memory, zero + 61, zero, 4)
+    with pytest.raises(ValueError, match="overlaps"):
+        call(_native.copy_regions_checksummed, "cached", memory, memory, zero, zero, 4)
