@@ -93,7 +93,8 @@ def _vllm_argv(config: ServeConfig, model: ResolvedModel, store_socket: str) -> 
     argv += options.common_options()
     if config.kv_store:
         argv += options.store_options(store_socket, config.kv_store_salt)
-    if config.migration and not _gives(config.vllm_argv, "--additional-config"):
+    argv += config.vllm_argv
+    if config.migration:
         from banaserve.engine.vllm.migration import settings
 
         argv += settings.migration_options(
@@ -101,9 +102,10 @@ def _vllm_argv(config: ServeConfig, model: ResolvedModel, store_socket: str) -> 
                 kv_growth=config.migration_kv_growth,
                 stall_s=config.migration_stall_s,
                 poison=config.migration_poison,
-            )
+            ),
+            options.parse_vllm_argv(argv).additional_config,
         )
-    return argv + list(config.vllm_argv)
+    return argv
 
 
 def _gives(argv: tuple[str, ...], *names: str) -> bool:

@@ -7,6 +7,7 @@ transports on a network where nobody else can reach the machines.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,9 +17,14 @@ import numpy as np
 
 from banaserve.errors import ProtocolError
 from banaserve.transport.channel import StreamChannel
-from banaserve.transport.errors import PeerGoneError, RefusedError, StaleEpochError
+from banaserve.transport.errors import (
+    PeerGoneError,
+    RefusedError,
+    StaleEpochError,
+    TransferTimeoutError,
+)
 from banaserve.transport.interface import Bytes, Message, RegionDescriptor, Tensor
-from banaserve.transport.local_region import LocalRegion
+from banaserve.transport.local_region import LocalRegion, reserve
 from banaserve.transport.memory import SLICE_BYTES, Memory, Plan
 from banaserve.transport.plans import check_offsets
 from banaserve.transport.remote import PlannedRegion
@@ -70,8 +76,12 @@ _answers = msgspec.msgpack.Decoder(Granted | Denied)
 class Mover(ABC):
     """One side of one connection of the library."""
 
-    def connect(self) -> None:
-        """Finish connecting, after the answer to Open is on its way. Blocks."""
+    def connect(self, check_peer: Callable[[], None]) -> None:
+        """Finish connecting, after the answer to Open is on its way. Blocks.
+
+        Raises:
+            PeerGoneError: As ``check_peer``, or the two do not come together.
+        """
         return
 
     @abstractmethod
@@ -103,16 +113,28 @@ class GrantedTransport(ServedTransport):
         """The offering side's mover, and what the peer needs to connect to it."""
 
     @abstractmethod
-    def _join(self, data: bytes, staging: Bytes) -> Mover:
-        """The opening side's mover, which moves between the peer and ``staging``."""
+    def _join(self, data: bytes, staging: Bytes, check_peer: Callable[[], None]) -> Mover:
+        """The opening side's mover, which moves between the peer and ``staging``.
+
+        Args:
+            check_peer: Raises PeerGoneError where the other process has gone, and
+                TransferTimeoutError where it takes too long.
+        """
 
     def _open(
         self, descriptor: RegionDescriptor, stream: SocketStream, seal: Seal, deadline: float
     ) -> PlannedRegion:
         channel = StreamChannel(stream, seal)
         data = ask(channel, Open(descriptor.region_id))
-        staging = np.empty(SLICE_BYTES, np.uint8)
-        return GrantedRemote(self, descriptor, stream, channel, self._join(data, staging), staging)
+        staging = reserve(SLICE_BYTES).view()
+
+        def check_peer() -> None:
+            stream.check_peer()
+            if time.monotonic() > deadline:
+                raise TransferTimeoutError(f"{self.name} has not connected in time")
+
+        mover = self._join(data, staging, check_peer)
+        return GrantedRemote(self, descriptor, stream, channel, mover, staging)
 
     def _serve(self, stream: SocketStream, seal: Seal) -> None:
         channel = StreamChannel(stream, seal)
@@ -125,7 +147,7 @@ class GrantedTransport(ServedTransport):
         mover, data = self._accept(region)
         try:
             _answer(channel, request, Granted(data))
-            mover.connect()
+            mover.connect(stream.check_peer)
             _give_grants(channel, stream, region, mover)
         finally:
             mover.close()

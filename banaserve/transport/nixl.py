@@ -57,7 +57,7 @@ class NixlTransport(GrantedTransport):
         owner = _Owner(self._agent(), region.memory)
         return owner, msgspec.msgpack.encode(owner.access)
 
-    def _join(self, data: bytes, staging: Bytes) -> Mover:
+    def _join(self, data: bytes, staging: Bytes, check_peer: Callable[[], None]) -> Mover:
         try:
             access = msgspec.msgpack.decode(data, type=Access)
         except msgspec.MsgspecError as error:

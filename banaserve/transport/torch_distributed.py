@@ -5,24 +5,26 @@ The groups stand apart from the process's default group, which belongs to the en
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.granted import GrantedTransport, Mover
 from banaserve.transport.interface import Bytes
-from banaserve.transport.local_region import LocalRegion
+from banaserve.transport.local_region import LocalRegion, reserve
 from banaserve.transport.memory import SLICE_BYTES, Memory, Plan
 from banaserve.transport.options import TransportOptions
 from banaserve.transport.runs import gather, scatter
 
 NAME = "torch_distributed"
 _CONNECT = timedelta(seconds=10)
+_LOOK_S = 0.05
 _OWNER, _PEER = range(2)
 _TAG = 1
 
@@ -50,13 +52,17 @@ class TorchDistributedTransport(GrantedTransport):
         where = Rendezvous(self._host, store.port)
         return _Owner(store, self._host), msgspec.msgpack.encode(where)
 
-    def _join(self, data: bytes, staging: Bytes) -> Mover:
+    def _join(self, data: bytes, staging: Bytes, check_peer: Callable[[], None]) -> Mover:
         try:
             where = msgspec.msgpack.decode(data, type=Rendezvous)
+        except msgspec.MsgspecError as error:
+            raise PeerGoneError(f"the peer breaks the protocol: {error}") from None
+
+        def join() -> dist.ProcessGroupGloo:
             store = dist.TCPStore(where.host, where.port, 2, is_master=False, timeout=_CONNECT)
-            return _Peer(_group(store, self._host, _PEER), torch.from_numpy(staging))
-        except (msgspec.MsgspecError, RuntimeError) as error:
-            raise PeerGoneError(f"the process group does not come up: {error}") from None
+            return _group(store, self._host, _PEER)
+
+        return _Peer(_meet(join, check_peer), torch.from_numpy(staging))
 
 
 class _TorchMover(Mover):
@@ -86,10 +92,10 @@ class _Owner(_TorchMover):
         super().__init__()
         self._store = store
         self._host = host
-        self._staging = np.empty(SLICE_BYTES, np.uint8)
+        self._staging = reserve(SLICE_BYTES).view()
 
-    def connect(self) -> None:
-        self._group = _group(self._store, self._host, _OWNER)
+    def connect(self, check_peer: Callable[[], None]) -> None:
+        self._group = _meet(lambda: _group(self._store, self._host, _OWNER), check_peer)
 
     def move(self, part: Plan, check_peer: Callable[[], None]) -> None:
         data = self._staging[: part.num_bytes * part.remote_offsets.size]
@@ -111,6 +117,30 @@ class _Peer(_TorchMover):
     def move(self, part: Plan, check_peer: Callable[[], None]) -> None:
         tensor = self._staging[: part.num_bytes * part.remote_offsets.size]
         self._exchange(tensor, _OWNER, sends=part.writes)
+
+
+def _meet(
+    make: Callable[[], dist.ProcessGroupGloo], check_peer: Callable[[], None]
+) -> dist.ProcessGroupGloo:
+    """Let both ranks come together, for as long as the peer lives.
+
+    The library waits for its whole timeout and cannot be interrupted, so it waits in a thread,
+    which is left to itself where the peer has gone.
+    """
+    made: Future[dist.ProcessGroupGloo] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except RuntimeError as error:
+            made.set_exception(PeerGoneError(f"the process group does not come up: {error}"))
+
+    threading.Thread(target=run, name="transport-gloo-connect", daemon=True).start()
+    while True:
+        try:
+            return made.result(_LOOK_S)
+        except TimeoutError:
+            check_peer()
 
 
 def _group(store: dist.Store, host: str, rank: int) -> dist.ProcessGroupGloo:

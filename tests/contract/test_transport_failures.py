@@ -9,6 +9,7 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
+from threading import Event
 
 import msgspec
 import numpy as np
@@ -89,6 +90,21 @@ def test_a_peer_that_stands_still_costs_a_timeout_or_nothing(side, doomed):
         with pytest.raises(TransferCancelledError):
             ticket.wait(0.0)
     remote.close()
+
+
+def test_a_peer_that_is_killed_before_the_groups_have_met_is_noticed(side, doomed, monkeypatch):
+    if side.name != "torch_distributed":
+        pytest.skip("there is nothing to wait for")
+    _, descriptor = doomed.offer()
+
+    def never(*_, **__):
+        os.kill(doomed.process.pid, signal.SIGKILL)
+        Event().wait(WAIT_S)
+        raise RuntimeError("nobody has looked")
+
+    monkeypatch.setattr("banaserve.transport.torch_distributed.dist.TCPStore", never)
+    with pytest.raises(PeerGoneError, match="peer has closed"):
+        side.transport.open(descriptor, WAIT_S)
 
 
 def test_nobody_with_another_secret_opens_a_region(side, tmp_path):

@@ -19,10 +19,14 @@ from banaserve.engine.vllm.migration.modules import (
     read_modules,
     write_modules,
 )
+from banaserve.engine.vllm.migration.move import Move
+from banaserve.engine.vllm.migration.move_book import KEPT, MoveBook
 from banaserve.engine.vllm.migration.phases import ALLOWED, OPEN, Phase, check_step
+from banaserve.engine.vllm.migration.units import Unit
 from banaserve.errors import MigrationError
 
 SHAPE = ModelShape(num_layers=30, num_kv_heads=3)
+UNIT = Unit("m", LayerRange(3, 4), {3: "l3"})
 
 
 def test_every_phase_is_in_the_table() -> None:
@@ -118,3 +122,27 @@ def test_modules_survive_the_wire(one: Modules) -> None:
 def test_what_the_model_does_not_have_is_refused(wrong: Modules, why: str) -> None:
     with pytest.raises(MigrationError, match=why):
         check_shape(wrong, SHAPE)
+
+
+def test_a_book_forgets_moves_that_are_over_and_no_others() -> None:
+    book = MoveBook()
+    first = Move("first", UNIT, None)
+    book.add(first)
+    for number in range(3 * KEPT):
+        move = Move(f"m{number}", UNIT, None)
+        book.add(move)
+        move.enter(Phase.ABORTED)
+        assert book.get(move.move_id) is move, "what has just ended can be asked about"
+    assert len(list(book)) == KEPT + 2
+    assert book.get("first") is first, "it is under way"
+    with pytest.raises(MigrationError, match="no move m0"):
+        book.get("m0")
+    with pytest.raises(MigrationError, match="already"):
+        book.add(Move("first", UNIT, None))
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_move_that_works_is_never_over(phase: Phase) -> None:
+    move = Move("m", UNIT, None)
+    move._phase = phase
+    assert move.is_over == (phase not in OPEN | {Phase.FREEING})

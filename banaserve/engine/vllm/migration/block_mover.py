@@ -11,6 +11,7 @@ from banaserve.engine.vllm.migration.host_kv import HostKv
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv, cancel_all, wait_all
 from banaserve.engine.vllm.migration.units import Unit
 from banaserve.transport.interface import Ticket
+from banaserve.transport.local_region import reserve
 from banaserve.transport.memory import Memory
 
 _BOUNCE_BYTES = 8 << 20
@@ -35,7 +36,7 @@ class BlockMover:
         self._block_bytes = {
             name: sum(run.num_bytes for run in host.runs(unit.heads(name))) for name in unit.names
         }
-        self._bounce = np.empty(0, np.uint8)
+        self._bounce: Memory | None = None
         self.num_bytes = 0
         self.seconds = 0.0
 
@@ -83,9 +84,9 @@ class BlockMover:
         assert self._target is not None
         num_bytes = 0
         per_time = max(1, _BOUNCE_BYTES // self._host.page_bytes)
-        if not self._bounce.size:
-            self._bounce = np.empty(per_time * self._host.page_bytes, np.uint8)
-        memory = Memory.of(self._bounce)
+        if self._bounce is None:
+            self._bounce = reserve(per_time * self._host.page_bytes)
+        memory = self._bounce
         for name in self._unit.names:
             for first in range(0, len(blocks), per_time):
                 if stop():

@@ -19,6 +19,7 @@ from banaserve.engine.vllm.migration.modules import (
     check_shape,
 )
 from banaserve.engine.vllm.migration.move import Move
+from banaserve.engine.vllm.migration.move_book import MoveBook
 from banaserve.engine.vllm.migration.phases import Phase
 from banaserve.engine.vllm.migration.placement import Placement
 from banaserve.engine.vllm.migration.settings import MigrationSettings
@@ -43,7 +44,7 @@ class MigrationHost:
         epoch: Of the placement; grows with each change of it.
         links: Guests by id.
         attaching: Guests that are not linked yet: ``state`` and ``reason``.
-        moves: By id, ended ones included.
+        moves: Under way, and the last of those that are over.
     """
 
     def __init__(self, runner: Any, settings: MigrationSettings, host_kv: HostKv) -> None:
@@ -51,7 +52,7 @@ class MigrationHost:
         self.epoch = 1
         self.links: dict[str, GuestLink] = {}
         self.attaching: dict[str, dict[str, str]] = {}
-        self.moves: dict[str, Move] = {}
+        self.moves = MoveBook()
         self.num_guests_lost = 0
         self._runner = runner
         self._config = runner.vllm_config
@@ -62,7 +63,7 @@ class MigrationHost:
         path, layers = checks.find_layers(runner.get_model(), self._names)
         (group,) = [g for groups in runner.attn_groups for g in groups]
         spec = group.kv_cache_spec
-        self.watch = StepWatch(group.get_metadata_builder(0), spec.block_size)
+        self.watch = StepWatch(group.get_metadata_builder(0), spec.block_size, host_kv.max_blocks)
         kv_shape = host_kv.shape(runner.cache_config.kv_cache_layout, spec.block_size)
         self._builder = UnitBuilder(path, kv_shape, host_kv, self._attentions, settings.poison)
         self._shape = ModelShape(len(self._names), host_kv.num_heads)
@@ -80,8 +81,10 @@ class MigrationHost:
             MigrationError: They cannot move, or the guest or the move's id is not to be had.
         """
         check_shape(modules, self._shape)
+        if any(unit.unit_id == move_id for unit in self.placement):
+            raise MigrationError(f"there is a unit {move_id} already: name the move otherwise")
         away = {u.unit_id: u.modules for u in self.placement}
-        moving = {m.unit.unit_id: m.unit.modules for m in self.moves.values() if m.is_open}
+        moving = {m.unit.unit_id: m.unit.modules for m in self.moves if m.is_open}
         check_free(modules, away | moving)
         if isinstance(modules, HeadSet):
             for layer in modules.layers:
@@ -98,7 +101,7 @@ class MigrationHost:
         unit = next((u for u in self.placement if u.unit_id == unit_id), None)
         if unit is None:
             raise MigrationError(f"{unit_id} is not away: name what is to move instead")
-        busy = [m for m in self.moves.values() if m.unit is unit]
+        busy = [m for m in self.moves if m.unit is unit]
         if any(m.is_open or m.phase is Phase.FREEING for m in busy):
             raise MigrationError(f"{unit_id} is moving: wait for that to end, or abort it")
         target = None if guest_id is None else self._link(guest_id)
@@ -108,16 +111,14 @@ class MigrationHost:
         return self._begin(move_id, unit, target)
 
     def _begin(self, move_id: str, unit: Unit, target: GuestLink | None) -> Move:
-        if move_id in self.moves:
-            raise MigrationError(f"there was a move {move_id} already: name another")
         move = Move(move_id, unit, target)
-        self.moves[move_id] = move
+        self.moves.add(move)
         move.prepare(self._builder)
         return move
 
     def precopy(self, move_id: str) -> Move:
         """Begin to copy what has been written, or what has been since."""
-        move = self.move(move_id)
+        move = self.moves.get(move_id)
         move.precopy(self.watch.written)
         return move
 
@@ -127,7 +128,7 @@ class MigrationHost:
         Raises:
             MigrationError: Not ready, or a guest was lost; then the source serves on.
         """
-        move = self.move(move_id)
+        move = self.moves.get(move_id)
         if move.phase not in (Phase.PREPARED, Phase.COPIED) or move.mover is None:
             raise MigrationError(f"move {move_id} is {move.phase.value}: nothing to commit yet")
         began_s = time.perf_counter()
@@ -144,7 +145,7 @@ class MigrationHost:
         self.placement.put(move.unit, move.new_residence)
         move.enter(Phase.COMMITTED)
         ended_s = time.perf_counter()
-        move.end_watch()
+        move.end_copies()
         move.facts |= {
             "commit_blocks": len(blocks),
             "copy_s": copied_s - began_s,
@@ -169,7 +170,7 @@ class MigrationHost:
         Raises:
             MigrationError: It is not committed, or its unit has moved again since.
         """
-        move = self.move(move_id)
+        move = self.moves.get(move_id)
         if move.unit.residence is not move.new_residence:
             raise MigrationError(f"{move.unit.unit_id} has moved since {move_id}")
 
@@ -190,22 +191,11 @@ class MigrationHost:
         Raises:
             MigrationError: It is committed or has ended.
         """
-        move = self.move(move_id)
+        move = self.moves.get(move_id)
         move.enter(Phase.ABORTED)
         move.give_up()
         move.join(_ABORT_WAIT_S)
         return move
-
-    def move(self, move_id: str) -> Move:
-        """A move by its id.
-
-        Raises:
-            MigrationError: There is none.
-        """
-        found = self.moves.get(move_id)
-        if found is None:
-            raise MigrationError(f"there is no move {move_id}")
-        return found
 
     # ---- faults
 
@@ -216,7 +206,7 @@ class MigrationHost:
         place would let another request read it before.
         """
         lost = self.placement.at(link)
-        for move in self.moves.values():
+        for move in self.moves:
             if move.is_open and (move.target is link or move.unit in lost):
                 self._failed(move, str(error))
             if move.unit in lost:
@@ -264,9 +254,12 @@ class MigrationHost:
         """
         link = self.links.get(guest_id)
         if link is None:
+            if self.attaching.get(guest_id, {}).get("state") == "lost":
+                del self.attaching[guest_id]
+                return
             raise MigrationError(f"guest {guest_id} is not attached")
         held = [str(unit.modules) for unit in self.placement.at(link)]
-        held += [str(m.unit.modules) for m in self.moves.values() if m.is_open and m.target is link]
+        held += [str(m.unit.modules) for m in self.moves if m.is_open and m.target is link]
         if held:
             raise MigrationError(f"guest {guest_id} holds {', '.join(held)}: move it first")
         link.close()
@@ -279,7 +272,7 @@ class MigrationHost:
             MigrationError: It is, or is not attached, or is lost.
         """
         link = self._link(guest_id)
-        if any(m.phase is Phase.PREPARING and m.target is link for m in self.moves.values()):
+        if any(m.phase is Phase.PREPARING and m.target is link for m in self.moves):
             raise MigrationError(f"guest {guest_id} is building: ask later")
         return link.ask(request)
 

@@ -16,7 +16,7 @@ def status_of(host: MigrationHost, memory: bool) -> dict[str, Any]:
         "epoch": host.epoch,
         "guests": dict(host.attaching)
         | {guest_id: _guest(link) for guest_id, link in host.links.items()},
-        "moves": {move_id: move.status() for move_id, move in host.moves.items()},
+        "moves": {move.move_id: move.status() for move in host.moves},
         "units": [
             {
                 "unit_id": unit.unit_id,

@@ -71,6 +71,11 @@ class Move:
     def is_open(self) -> bool:
         return self._phase in OPEN
 
+    @property
+    def is_over(self) -> bool:
+        """Nothing happens to it any more, and nobody waits for it."""
+        return not self._working and not self.is_open and self._phase is not Phase.FREEING
+
     def fail(self, reason: str) -> None:
         """A fault ends it; the unit stays where it is."""
         if self.is_open:
@@ -188,9 +193,11 @@ class Move:
         if residence is not None:
             with contextlib.suppress(BanaServeError):
                 residence.leave()
-        self.end_watch()
+        self.end_copies()
 
-    def end_watch(self) -> None:
+    def end_copies(self) -> None:
+        """Nothing more is copied."""
+        self.mover = None
         if self._watch is not None:
             self._watch.end()
             self._watch = None

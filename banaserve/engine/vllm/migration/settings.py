@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ KEY = "banaserve_migration"
 
 
 class MigrationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options in ``--additional-config '{"banaserve_migration": {...}}'``.
+    """Options in vLLM's ``additional_config``, as ``banaserve_migration``.
 
     Attributes:
         kv_growth: How many times the blocks of the start the pool may have one day: address
@@ -47,7 +48,26 @@ def settings_of(config: VllmConfig) -> MigrationSettings | None:
     return settings
 
 
-def migration_options(settings: MigrationSettings) -> list[str]:
-    """vLLM options of an engine whose layers and heads can move."""
-    extra: dict[str, Any] = {KEY: msgspec.to_builtins(settings)}
-    return ["--additional-config", json.dumps(extra)]
+def migration_options(settings: MigrationSettings, given: Mapping[str, Any]) -> list[str]:
+    """vLLM options of an engine whose layers and heads can move.
+
+    Args:
+        given: What the user's own ``--additional-config`` says, which is kept.
+
+    Raises:
+        UserError: It speaks of migration too, or cannot stand beside it.
+    """
+    if KEY in given:
+        raise UserError(
+            f"--additional-config has {KEY}: give --migration, --migration-kv-growth or "
+            "--migration-stall instead"
+        )
+    if odd := [key for key in given if "." in key or "=" in key]:
+        raise UserError(
+            f"--additional-config has {odd[0]!r}: with --migration on, no key may have . or = in it"
+        )
+    # vLLM joins options of this form, and they win over one whole --additional-config.
+    found: list[str] = []
+    for key, value in {**given, KEY: msgspec.to_builtins(settings)}.items():
+        found += [f"--additional-config.{key}", json.dumps(value)]
+    return found

@@ -13,14 +13,17 @@ from banaserve.engine.vllm.migration.written_blocks import WrittenBlocks
 class StepWatch:
     """Listens to the builder of one attention group, from the first step on.
 
+    Args:
+        num_blocks: That the pool can ever have.
+
     Attributes:
         written: Blocks marked from each step's slot mapping.
         step_id: Counts the steps.
         common: The batch of the step under way; None before the first.
     """
 
-    def __init__(self, builder: Any, block_size_tokens: int) -> None:
-        self.written = WrittenBlocks()
+    def __init__(self, builder: Any, block_size_tokens: int, num_blocks: int) -> None:
+        self.written = WrittenBlocks(num_blocks)
         self.step_id = 0
         self.common: CommonAttentionMetadata | None = None
         self._block_size = block_size_tokens
@@ -45,9 +48,10 @@ class StepWatch:
         self.step_id += 1
         self._fields = None
         self._local.clear()
-        slots = common.slot_mapping[: common.num_actual_tokens]
-        blocks = slots[slots >= 0].div(self._block_size, rounding_mode="floor")
-        self.written.mark(blocks.unique().tolist())
+        slots = common.slot_mapping[: common.num_actual_tokens].cpu().numpy()
+        # Padding is negative, and stays so.
+        blocks = slots // self._block_size
+        self.written.mark(blocks[blocks >= 0])
 
     @property
     def num_tokens(self) -> int:

@@ -231,6 +231,8 @@ class Course:
             self._guest.units.add(unit_id)
         now_s = asyncio.get_running_loop().time()
         self._hosted.changed_s = self._hosted.since_s[unit_id] = now_s
+        if self._target is None:
+            del self._hosted.since_s[unit_id]
 
     # ---- what is told
 

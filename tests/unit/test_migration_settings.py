@@ -1,0 +1,45 @@
+"""The settings of migration beside the user's own additional configuration."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from banaserve.engine.vllm import options
+from banaserve.engine.vllm.migration.settings import (
+    KEY,
+    MigrationSettings,
+    migration_options,
+)
+from banaserve.errors import UserError
+
+SETTINGS = MigrationSettings(kv_growth=3.0)
+OURS = {"kv_growth": 3.0, "stall_s": 1.0, "poison": False}
+
+
+def parsed(argv: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = options.parse_vllm_argv(["--model", "m", *argv]).additional_config
+    return found
+
+
+@pytest.mark.parametrize(
+    ("argv", "given"),
+    [
+        ([], {}),
+        (["--additional-config", json.dumps({"a_b": [1, "x"]})], {"a_b": [1, "x"]}),
+        (['--additional_config={"c": {"d": 2}}'], {"c": {"d": 2}}),
+        (["--additional-config.c.d", "2"], {"c": {"d": 2}}),
+    ],
+)
+def test_what_the_user_gave_is_kept(argv: list[str], given: dict[str, Any]) -> None:
+    ours = migration_options(SETTINGS, parsed(argv))
+    assert parsed([*argv, *ours]) == {**given, KEY: OURS}
+
+
+@pytest.mark.parametrize("key", [KEY, "a.b", "a=b"])
+def test_what_cannot_stand_beside_it_is_refused(key: str) -> None:
+    with pytest.raises(UserError, match="additional-config has") as refused:
+        migration_options(SETTINGS, {key: 1})
+    assert "\n" not in str(refused.value)
