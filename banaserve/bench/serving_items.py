@@ -38,7 +38,8 @@ class Wanted:
         output_tokens: Of every answer, whatever the data say; also the mean of ``random``.
         max_prompt_tokens: Longer prompts are cut: texts lose their middle, others their end.
         max_output_tokens: Longer answers are cut.
-        context_tokens: Prompt and answer fit into it: the prompt is cut; None where not known.
+        context_tokens: Prompt and answer fit into it: the answer is cut to half of it, the prompt
+            to the rest; None where not known.
         as_text: Send made-up prompts as text, for servers that take no token ids.
     """
 
@@ -171,18 +172,20 @@ class Dataset:
         return standins.published_lengths(wanted.dataset, draws)
 
     def _item(self, entry: Entry, seed: int, number: int) -> Item:
-        output = self._output_tokens(entry)
+        is_text = entry.text is not None
+        asked = self._words.count(entry.text or "") if is_text else entry.prompt_tokens or 1
+        output = self._output_tokens(entry, asked)
         room = self._room(output)
         if entry.text is not None:
-            return self._text_item(entry, entry.text, output, room)
-        asked = entry.prompt_tokens or 1
+            return self._text_item(entry, entry.text, asked, output, room)
         length = min(asked, room) if room is not None else asked
         prompt = self._tokens(entry, length, f"{seed} {number}", seed)
         sent = self._words.text(prompt) if self._wanted.as_text else prompt
         return Item(sent, length, output, entry.at_s, entry.source, length < asked)
 
-    def _text_item(self, entry: Entry, text: str, output: int, room: int | None) -> Item:
-        count = self._words.count(text)
+    def _text_item(
+        self, entry: Entry, text: str, count: int, output: int, room: int | None
+    ) -> Item:
         is_cut = room is not None and count > room
         if is_cut and room is not None:
             text = without_middle(text, room, self._words.encode)
@@ -193,20 +196,20 @@ class Dataset:
         block = self._wanted.trace_block_tokens
         found: list[int] = []
         if entry.block_ids:
-            needed = -(-length // block)
-            if len(entry.block_ids) < needed:
+            if len(entry.block_ids) < length // block:
                 raise UserError(
                     f"{entry.source}: {len(entry.block_ids)} hash_ids for {length} tokens are too "
                     f"few for blocks of {block}: give the trace's own with --trace-block-tokens"
                 )
-            for one in entry.block_ids[:needed]:
+            for one in entry.block_ids[: -(-length // block)]:
                 found += self._words.tokens(block, f"block {one}")
-            return found[:length]
+            # Some traces leave the partial last block without an id.
+            return (found + self._words.tokens(block, own))[:length]
         shared = min(entry.shared_tokens, length)
         found = self._words.tokens(shared, f"{seed} {entry.shared_by}") if shared else []
         return found + self._words.tokens(length - shared, own)
 
-    def _output_tokens(self, entry: Entry) -> int:
+    def _output_tokens(self, entry: Entry, prompt_tokens: int) -> int:
         wanted = self._wanted
         if wanted.output_tokens is not None and wanted.dataset != "random":
             count = wanted.output_tokens
@@ -219,8 +222,12 @@ class Dataset:
                 f"{entry.source}: no output, output_length or max_gen says how long the answer "
                 "is: give --output-tokens"
             )
-        limits = (wanted.max_output_tokens, (wanted.context_tokens or 0) - 1)
-        return max(1, min(count, *(limit for limit in limits if limit and limit > 0)))
+        if wanted.max_output_tokens is not None:
+            count = min(count, wanted.max_output_tokens)
+        if wanted.context_tokens is not None:
+            left = wanted.context_tokens - prompt_tokens - 1
+            count = min(count, max(left, wanted.context_tokens // 2))
+        return max(1, count)
 
     def _room(self, output: int) -> int | None:
         """Tokens that a prompt may have."""

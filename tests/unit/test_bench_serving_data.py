@@ -1,0 +1,242 @@
+"""Requests for ``bench serving``: formats of files, lengths as asked, stand-ins, prefixes."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from banaserve.bench import standins
+from banaserve.bench.serving_entries import read_entries
+from banaserve.bench.serving_items import Dataset, Item, Wanted, Words
+from banaserve.errors import UserError
+
+BESIDE_CHECKOUT = Path(__file__).resolve().parents[3] / "shared" / "data"
+
+
+@pytest.fixture(scope="module")
+def words() -> Words:
+    letters = "abcdefgh"
+    known = [f"{a}{b}{c}" for a in letters for b in letters for c in letters]
+    vocabulary = {"[UNK]": 0, **{f"Ġ{word}": n for n, word in enumerate(known, start=1)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return Words(tokenizer)
+
+
+def jsonl(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def items(words: Words, count: int = 4, seed: int = 0, place: int = 0, **wanted: Any) -> list[Item]:
+    return Dataset(Wanted(**wanted), words).items(count, seed, place)
+
+
+@pytest.mark.parametrize(
+    ("row", "entry"),
+    [
+        (
+            {"input_length": 7, "output_length": 2, "timestamp": 1500, "hash_ids": [3, 4]},
+            {"prompt_tokens": 7, "output_tokens": 2, "at_s": 1.5, "block_ids": (3, 4)},
+        ),
+        ({"input_length": 7, "output_length": 2, "t": 3}, {"prompt_tokens": 7, "at_s": 3}),
+        ({"input_length": 7, "output_length": 2}, {"prompt_tokens": 7, "at_s": None}),
+        (
+            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
+            {"text": "Hi", "output_text": "Ho"},
+        ),
+        (
+            {"conversations": [{"from": "gpt", "value": "?"}, {"from": "human", "value": "Hi"}]},
+            {"text": "Hi", "output_text": None},
+        ),
+        ({"instruction": "Do", "input": "it", "output": "ok"}, {"text": "Do\n\nit"}),
+        ({"prompt": "Read", "max_gen": 32}, {"text": "Read", "output_tokens": 32}),
+        ({"text": "Read", "output_length": 5}, {"text": "Read", "output_tokens": 5}),
+    ],
+)
+def test_formats(tmp_path: Path, row: object, entry: dict[str, object]) -> None:
+    for path in (jsonl(tmp_path / "a.jsonl", row), tmp_path / "a.json"):
+        if path.suffix == ".json":
+            path.write_text(json.dumps([row]))
+        [found] = read_entries(path)
+        assert found.source == f"{path.name}:1"
+        assert {name: getattr(found, name) for name in entry} == entry
+
+
+def test_azure_csv(tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:17:03.9799600,374,44\n"
+        "2023-11-16 18:17:08.2799600,396,109\n"
+    )
+    first, second = read_entries(path)
+    assert (first.prompt_tokens, first.output_tokens) == (374, 44)
+    assert second.at_s is not None
+    assert first.at_s is not None
+    assert second.at_s - first.at_s == pytest.approx(4.3)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind", "words_of_error"),
+    [
+        ("a.jsonl", '{"input_length": 1}', None, "line 1: the field output_length is None"),
+        ("a.jsonl", '{"input_length": -1, "output_length": 1}', None, "input_length is -1"),
+        ("a.jsonl", '{"input_length": 1.5, "output_length": 1}', None, "input_length is 1.5"),
+        (
+            "a.jsonl",
+            '{"input_length": 1, "output_length": 1, "t": "x"}',
+            None,
+            "the field t is not a number",
+        ),
+        (
+            "a.jsonl",
+            '{"input_length": 1, "output_length": 1, "hash_ids": "1"}',
+            None,
+            "hash_ids is not a list",
+        ),
+        ("a.jsonl", '{"prompt": "x"}', "alpaca", "line 1: the field instruction is missing"),
+        ("a.jsonl", '{"prompt": "x", "output": 3}', None, "the field output is not a text"),
+        ("a.jsonl", '{"prompt": "x", "max_gen": "3"}', None, "the field max_gen is '3'"),
+        ("a.jsonl", '{"conversations": "x"}', None, "conversations is not a list"),
+        ("a.jsonl", '{"conversations": []}', None, "has no turn"),
+        ("a.jsonl", '{"answer": "x"}', None, "line 1: none of the fields"),
+        ("a.jsonl", "", None, "holds no requests"),
+        ("a.json", '[{"answer": "x"}]', None, "object 1: none of the fields"),
+        ("a.json", '{"prompt": "x"}', None, "not a list of JSON objects"),
+        ("a.csv", "TIMESTAMP,ContextTokens\n", None, "the field GeneratedTokens is missing"),
+        (
+            "a.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,1\n",
+            None,
+            "line 2: the field TIMESTAMP is 'noon'",
+        ),
+        (
+            "a.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,x,1\n",
+            None,
+            "line 2: the field ContextTokens is 'x'",
+        ),
+    ],
+)
+def test_a_wrong_field_is_named(
+    tmp_path: Path, name: str, text: str, kind: str | None, words_of_error: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_entries(path, kind)
+    assert words_of_error in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_texts_are_drawn_by_seed_and_again_when_they_run_out(tmp_path: Path, words: Words) -> None:
+    rows = [{"prompt": f"word {n}", "output": "one two"} for n in range(3)]
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    found = items(words, 6, dataset=str(path))
+    assert sorted(str(item.prompt) for item in found[:3]) == ["word 0", "word 1", "word 2"]
+    assert {(item.prompt_tokens, item.output_tokens) for item in found} == {(2, 2)}
+    assert found == items(words, 6, dataset=str(path))
+    orders = {tuple(i.source for i in items(words, 3, n, dataset=str(path))) for n in range(8)}
+    assert len(orders) > 1
+
+
+def test_answers_without_a_length(tmp_path: Path, words: Words) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "word"})
+    with pytest.raises(UserError, match=r"a.jsonl:1: no output.*--output-tokens"):
+        items(words, 1, dataset=str(path))
+    [item] = items(words, 1, dataset=str(path), output_tokens=5)
+    assert item.output_tokens == 5
+
+
+def test_traces_keep_their_order_and_their_prefixes(tmp_path: Path, words: Words) -> None:
+    rows = [
+        {"timestamp": n * 1000, "input_length": 20, "output_length": 3, "hash_ids": [0, n]}
+        for n in range(6)
+    ]
+    path = jsonl(tmp_path / "trace.jsonl", *rows)
+    first = items(words, 3, dataset=str(path), trace_block_tokens=12)
+    second = items(words, 3, place=1, dataset=str(path), trace_block_tokens=12)
+    assert [item.at_s for item in first + second] == [0, 1, 2, 3, 4, 5]
+    prompts = [item.prompt for item in first + second]
+    assert {len(prompt) for prompt in prompts} == {20}
+    assert len({tuple(prompt[:12]) for prompt in prompts}) == 1
+    assert len({tuple(prompt[12:]) for prompt in prompts}) == 6
+    with pytest.raises(UserError, match="--trace-block-tokens"):
+        items(words, 1, dataset=str(path), trace_block_tokens=4)
+    with pytest.raises(UserError, match="the trace has 6 requests, 7 are asked"):
+        items(words, 7, dataset=str(path))
+
+
+def test_what_is_too_long_is_cut(tmp_path: Path, words: Words) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "begin " + "x " * 100 + "end", "max_gen": 8})
+    [item] = items(words, 1, dataset=str(path), context_tokens=40)
+    assert item.is_cut
+    assert item.prompt_tokens + item.output_tokens < 40
+    assert isinstance(item.prompt, str)
+    assert item.prompt.startswith("begin")
+    assert item.prompt.endswith("end")
+    [made] = items(words, 1, dataset="random", prompt_tokens=50, max_prompt_tokens=10)
+    assert (made.prompt_tokens, made.is_cut) == (10, True)
+    [short] = items(words, 1, dataset="random", output_tokens=90, max_output_tokens=7)
+    assert (short.output_tokens, short.is_cut) == (7, False)
+
+
+def test_made_up_prompts_as_text_have_the_length_too(words: Words) -> None:
+    for item in items(words, dataset="random", prompt_tokens=30, range_fraction=0.5, as_text=True):
+        assert isinstance(item.prompt, str)
+        assert words.count(item.prompt) == item.prompt_tokens
+        assert 15 <= item.prompt_tokens <= 45
+
+
+def test_shared_prefix(words: Words) -> None:
+    found = items(words, dataset="shared-prefix", prefix_tokens=50, prompt_tokens=10)
+    assert len({tuple(item.prompt[:50]) for item in found}) == 1
+    assert len({tuple(item.prompt[50:]) for item in found}) == len(found)
+    other = items(words, 1, seed=1, dataset="shared-prefix", prefix_tokens=50)
+    assert other[0].prompt[:50] != found[0].prompt[:50]
+
+
+def test_turns_of_a_chat_begin_with_the_turn_before(words: Words) -> None:
+    found = items(words, 32, dataset="multi-turn", prompt_tokens=20, output_tokens=6)
+    first, second = found[0], found[8]
+    assert (first.source, second.source) == ("multi-turn:0:0", "multi-turn:0:1")
+    assert second.prompt[: len(first.prompt)] == first.prompt
+    assert len(second.prompt) >= len(first.prompt) + 6 + 10
+    assert found[1].prompt[: len(first.prompt)] != first.prompt
+
+
+@pytest.mark.parametrize("kind", standins.PUBLISHED)
+def test_stand_ins_have_the_published_quantiles(kind: str) -> None:
+    drawn = list(islice(standins.published_lengths(kind, random.Random(1)), 4000))
+    lengths = standins._LENGTHS[kind]
+    for name, table in (("prompt_tokens", lengths.prompt), ("output_tokens", lengths.output)):
+        values = sorted(getattr(entry, name) for entry in drawn)
+        assert table[0] <= values[0]
+        assert values[-1] <= table[-1]
+        for share, published in ((0.25, table[2]), (0.5, table[3]), (0.9, table[5])):
+            # Three in a hundred more or fewer of the draws lie below it.
+            low, high = values[int(4000 * (share - 0.03))], values[int(4000 * (share + 0.03))]
+            assert low <= published <= high
+
+
+def test_an_unknown_dataset(words: Words) -> None:
+    with pytest.raises(UserError, match="did you mean alpaca-like"):
+        items(words, 1, dataset="alpaca-lik")
+
+
+@pytest.mark.skipif(not BESIDE_CHECKOUT.is_dir(), reason="no data beside the checkout")
+@pytest.mark.parametrize("kind", ["alpaca", "azure", "mooncake", "sharegpt"])
+def test_published_data(words: Words, kind: str) -> None:
+    block = {"sharegpt": 16}.get(kind, 512)
+    found = items(
+        words, 20, dataset=kind, data=BESIDE_CHECKOUT, trace_block_tokens=block, context_tokens=4096
+    )
+    assert len(found) == 20
+    assert all(item.prompt_tokens + item.output_tokens < 4096 for item in found)
