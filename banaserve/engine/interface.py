@@ -1,10 +1,15 @@
-"""What the floors above and below may ask of an instance, real or simulated."""
+"""What the floors above and below may ask of instances, real or simulated."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
-from banaserve.types import InstanceId, InstanceView, Role
+import msgspec
+
+from banaserve.orchestrator.model.moving import Link
+from banaserve.types import ClusterView, InstanceId, InstanceView, Role, Step
 
 
 class InstanceClient(Protocol):
@@ -18,4 +23,83 @@ class InstanceClient(Protocol):
 
     def view(self) -> InstanceView:
         """The last report with the caller's own in-flight counts on top; never blocks."""
+        ...
+
+
+class Ending(StrEnum):
+    """How a step has ended: shown to people, and a metric's label."""
+
+    DONE = "done"
+    REFUSED = "refused"
+    FAILED = "failed"
+    ABORTED = "aborted"
+    TIMED_OUT = "timed out"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What carrying out a step has come to.
+
+    Attributes:
+        reason: Why it is not done; empty where it is.
+        seconds: From the beginning to the end.
+        num_bytes: That travelled: KV and weights.
+        stall_s: How long it kept its host from stepping.
+        blocks_gained: By how much the host's pool has grown; negative where it has shrunk.
+        reverted: It was over its time with a part of it in place, which was taken back.
+    """
+
+    ending: Ending
+    reason: str = ""
+    seconds: float = 0.0
+    num_bytes: int = 0
+    stall_s: float = 0.0
+    blocks_gained: int = 0
+    reverted: bool = False
+
+
+class RoleChange(msgspec.Struct):
+    """An instance on its way to another role; over HTTP as JSON.
+
+    Attributes:
+        old, role: ``prefill`` or ``decode``.
+        state: draining, done, aborted, failed or timed out.
+        num_left: Requests that are still on it.
+    """
+
+    id: str
+    instance: str
+    old: str
+    role: str
+    state: str
+    reason: str = ""
+    num_left: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self.state == "draining"
+
+
+class Executor(Protocol):
+    """Carries out the steps of migration plans on real or simulated instances."""
+
+    async def discover(self) -> None:
+        """Ask the instances what runs where: whoever decides may just have begun."""
+        ...
+
+    def view(self) -> ClusterView:
+        """All instances with facts and placements, and every step under way; never blocks."""
+        ...
+
+    async def carry_out(self, step: Step) -> Outcome:
+        """Carry out one step and return when it has ended; never raises for a step that cannot be.
+
+        One that takes longer than ``step.timeout_s`` is aborted; where a part of it is in place by
+        then, that is taken back. Cancelling it aborts it too.
+        """
+        ...
+
+    def link(self) -> Link | None:
+        """What migrations have been measured to cost; None before the first."""
         ...

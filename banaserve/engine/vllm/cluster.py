@@ -15,7 +15,7 @@ from banaserve.engine.vllm.instance import Instance, State
 from banaserve.engine.vllm.lookup import PrefixLookup
 from banaserve.errors import InstanceDeadError, NoInstanceError
 from banaserve.orchestrator.routing.interface import RoutingPolicy
-from banaserve.types import ClusterView, InstanceId, RequestId, RequestView, Route
+from banaserve.types import ClusterView, InstanceId, RequestId, RequestView, Role, Route
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +141,11 @@ class Cluster:
 
     def instance(self, instance_id: InstanceId) -> Instance:
         return self.instances[instance_id]
+
+    def has_left_decode(self, instance_id: InstanceId) -> bool:
+        """Whether an instance has been given another role since a decode leg was routed there."""
+        instance = self.instances[instance_id]
+        return instance.is_draining or instance.role is Role.PREFILL
 
     def serving(self) -> list[Instance]:
         return [i for i in self.instances.values() if i.state is State.READY]

@@ -208,6 +208,9 @@ async def travel(job: Job, cluster: Cluster) -> AsyncGenerator[RequestOutput, No
             if route.prefill is not None and not job.prefilled:
                 await prefill(job, cluster.instance(route.prefill))
             leg = "decode"
+            if route.prefill is not None and cluster.has_left_decode(route.decode):
+                async with asyncio.timeout_at(job.deadline):
+                    route = await cluster.route(job.request, job.uncached_tokens)
             _count_way(job, route, attempt)
             async with contextlib.aclosing(decode(job, cluster.instance(route.decode))) as outputs:
                 async for output in outputs:

@@ -7,14 +7,14 @@ import contextlib
 import logging
 from typing import Any
 
-from banaserve.engine.vllm.migration.modules import HeadSet, Modules
 from banaserve.engine.vllm.moves import guest_usage, metrics
+from banaserve.engine.vllm.moves.asking import modules_of
 from banaserve.engine.vllm.moves.coordinator import Coordinator
 from banaserve.engine.vllm.moves.guests import Guest
 from banaserve.engine.vllm.moves.hosted import Hosted
 from banaserve.engine.vllm.moves.sizes import kv_bytes, weight_bytes
 from banaserve.errors import BanaServeError, MigrationError
-from banaserve.types import InstanceId, Module, Placement
+from banaserve.types import InstanceId, Placement
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Overseer:
         found = []
         for unit in hosted.units(self._guests):
             size = weight_bytes(unit.modules, facts) + kv_bytes(unit.modules, facts, kv)
-            parts = _modules(unit.modules)
+            parts = modules_of(unit.modules)
             for part in parts:
                 found.append(
                     Placement(
@@ -197,9 +197,3 @@ class Overseer:
             metrics.GUEST_BYTES.labels(name).set(num_bytes)
             metrics.GUEST_BUSY.labels(name).set(busy)
             hosted.instance.set_guests(num_bytes, min(1.0, busy))
-
-
-def _modules(modules: Modules) -> list[Module]:
-    if isinstance(modules, HeadSet):
-        return [Module(layer, layer + 1, modules.heads[layer]) for layer in modules.layers]
-    return [Module(modules.start, modules.end)]

@@ -1,0 +1,90 @@
+"""The decision log: bounded in memory, and every line of it in a file where one is asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from banaserve.controller.words import Decision
+from banaserve.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+KEPT = 500
+
+
+class DecisionLog:
+    """Keeps the last decisions.
+
+    A turn that comes to the same as the one before, in all but its numbers, replaces it and is
+    counted. The file gets a decision when it differs, and again when one of its steps has ended.
+
+    Args:
+        path: JSON lines are appended to it; None writes none.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
+
+    def __init__(self, path: Path | None = None, kept: int = KEPT) -> None:
+        self._kept: deque[Decision] = deque(maxlen=kept)
+        self._path = path
+        self._number = 0
+        if path is not None:
+            try:
+                path.touch(mode=0o600)
+            except OSError as error:
+                raise UserError(f"--decision-log {path}: {error.strerror}") from error
+
+    @property
+    def num_decisions(self) -> int:
+        return self._number
+
+    def last(self, count: int | None = None) -> list[Decision]:
+        """The last decisions, the oldest first."""
+        kept = list(self._kept)
+        return kept if count is None else kept[max(0, len(kept) - count) :]
+
+    def add(self, decision: Decision) -> Decision:
+        """Take a decision; returns what is kept, with its number."""
+        last = self._kept[-1] if self._kept else None
+        if last is not None and _gist(last) == _gist(decision):
+            decision.number, decision.turns = last.number, last.turns + 1
+            self._kept[-1] = decision
+            return decision
+        self._number += 1
+        decision.number = self._number
+        self._kept.append(decision)
+        self.write(decision)
+        return decision
+
+    def write(self, decision: Decision) -> None:
+        """Append a decision to the file as it is. A full disk ends the file, not the loop."""
+        if self._path is None:
+            return
+        try:
+            with self._path.open("ab") as file:
+                file.write(msgspec.json.encode(decision) + b"\n")
+        except OSError as error:
+            logger.error("the decision log %s ends here: %s", self._path, error)
+            self._path = None
+
+
+def _gist(decision: Decision) -> tuple[object, ...]:
+    """What makes two decisions the same; one that has begun a step is like no other."""
+    begun = [id(step) for step in decision.steps if not step.held]
+    held = [(step.what, step.held) for step in decision.steps]
+    rejected = sorted((one.candidate, one.reason) for one in decision.rejected)
+    return (
+        decision.mode,
+        decision.policy,
+        decision.is_balancing,
+        decision.reason,
+        decision.left_out,
+        begun,
+        held,
+        rejected,
+    )

@@ -1,0 +1,254 @@
+"""The control loop: look, decide, begin, and keep what came of it. Serving never depends on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from banaserve.clock import Clock
+from banaserve.controller import metrics
+from banaserve.controller.decisions import DecisionLog
+from banaserve.controller.telling import changes, decision_of, result_of
+from banaserve.controller.words import ControllerState, ControllerStatus, Decision, Wanted
+from banaserve.engine.interface import Ending, Executor, Outcome
+from banaserve.orchestrator.control import Limits, Mode, Remembered, kind_of, turn
+from banaserve.orchestrator.migration import registry
+from banaserve.types import ClusterView, InstanceId, Step
+
+logger = logging.getLogger(__name__)
+
+_SETTLED_S = 5.0
+"""After a step has ended, until what it has changed is read off."""
+_PAUSES_S = (1.0, 2.0, 5.0, 15.0, 60.0)
+"""Before the loop begins again, by how often it has failed without a decision in between."""
+_LEARNT = {"link_bytes_per_s": "bytes_per_s", "link_sync_s": "sync_s"}
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerOptions:
+    """How the loop runs.
+
+    Attributes:
+        policy: Name of the migration policy.
+        section: Its options; what is not given of the link is learnt from migrations.
+        interval_s: From one decision to the next.
+    """
+
+    mode: Mode = Mode.DRY_RUN
+    policy: str = "repaired"
+    section: Mapping[str, Any] = field(default_factory=dict)
+    interval_s: float = 2.0
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(slots=True)
+class _Settling:
+    """A step that has ended and whose effect is not read off yet."""
+
+    decision: Decision
+    wanted: Wanted
+    instances: tuple[InstanceId, ...]
+    ended_s: float
+
+
+class Controller:
+    """Decides every few seconds and lets the executor carry out what may begin.
+
+    A failure of the loop is logged in one line, and the loop begins again from what the instances
+    say; what is under way is the executor's and goes on. Decisions and a pause outlive it.
+
+    Args:
+        wall: Seconds since 1970, for people.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        options: ControllerOptions,
+        log: DecisionLog,
+        clock: Clock,
+        wall: Callable[[], float],
+    ) -> None:
+        registry.make(options.policy, **options.section)  # a wrong option stops here
+        self.log = log
+        self._executor = executor
+        self._options = options
+        self._clock = clock
+        self._wall = wall
+        self._state = ControllerState.OFF
+        self._is_paused = False
+        self._remembered = Remembered()
+        self._settling: list[_Settling] = []
+        self._carrying: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.Task[None] | None = None
+        self._num_restarts = 0
+        self._error = ""
+
+    # ---- life
+
+    def start(self) -> None:
+        """Begin to decide; without effect where the mode is off."""
+        if self._options.mode is not Mode.OFF:
+            self._loop = asyncio.create_task(self._supervised())
+
+    async def stop(self) -> None:
+        """End the loop, and abort what it has under way."""
+        tasks = [*self._carrying, *([self._loop] if self._loop is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._enter(ControllerState.OFF)
+
+    def set_paused(self, paused: bool) -> None:
+        """Begin no step while paused; deciding, and what is under way, go on."""
+        self._is_paused = paused
+        if self._state in (ControllerState.RUNNING, ControllerState.PAUSED):
+            self._enter(self._running_state)
+
+    def status(self) -> ControllerStatus:
+        options, link = self._options, self._executor.link()
+        last = self.log.last(1)
+        return ControllerStatus(
+            state=self._state,
+            mode=options.mode.value,
+            policy=options.policy,
+            interval_s=options.interval_s,
+            num_decisions=self.log.num_decisions,
+            num_restarts=self._num_restarts,
+            error=self._error,
+            last_at_s=last[0].at_s if last else None,
+            gap=last[0].gap if last else 0.0,
+            reason=last[0].reason if last else "",
+            left_out=last[0].left_out if last else {},
+            link_bytes_per_s=link.bytes_per_s if link else None,
+            link_sync_s=link.sync_s if link else None,
+        )
+
+    async def _supervised(self) -> None:
+        num_failures = 0
+        while True:
+            decided = self.log.num_decisions
+            try:
+                await self._run()
+            except Exception as failure:
+                num_failures = 0 if self.log.num_decisions > decided else num_failures
+                pause_s = _PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)]
+                num_failures += 1
+                self._failed(failure, pause_s)
+                await self._clock.sleep(pause_s)
+
+    def _failed(self, failure: Exception, pause_s: float) -> None:
+        self._num_restarts += 1
+        metrics.RESTARTS.inc()
+        frame = traceback.extract_tb(failure.__traceback__)[-1]
+        self._error = f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+        logger.error(
+            "the orchestrator failed (%s, %s:%s) and begins again in %g s; serving goes on",
+            self._error,
+            frame.filename.rpartition("/")[2],
+            frame.lineno,
+            pause_s,
+        )
+        self._enter(ControllerState.RESTARTING)
+
+    @property
+    def _running_state(self) -> ControllerState:
+        return ControllerState.PAUSED if self._is_paused else ControllerState.RUNNING
+
+    def _enter(self, state: ControllerState) -> None:
+        self._state = state
+        is_running = state is ControllerState.RUNNING
+        metrics.RUNNING.labels(self._options.mode.value).set(is_running)
+
+    # ---- deciding
+
+    async def _run(self) -> None:
+        # What limits and repeats are counted by outlives a failure; what was seen does not.
+        last = self._remembered
+        self._remembered = Remembered(begun_s=last.begun_s, failed_s=last.failed_s)
+        await self._executor.discover()
+        self._enter(self._running_state)
+        while True:
+            await self._clock.sleep(self._options.interval_s)
+            self._turn()
+
+    def _turn(self) -> None:
+        began_s = self._clock.now()
+        policy = registry.make(self._options.policy, **self._section())
+        options = self._options
+        found = turn(
+            self._executor.view(),
+            policy,
+            options.mode,
+            self._is_paused,
+            options.limits,
+            self._remembered,
+        )
+        self._remembered = found.after
+        mode = "paused" if self._is_paused else options.mode.value
+        decision = decision_of(found, mode, options.policy, self._wall())
+        decision.took_s = self._clock.now() - began_s
+        decision = self.log.add(decision)
+        _count(decision)
+        self._settle(found.view)
+        for step, wanted in zip(found.begin, decision.steps, strict=False):
+            task = asyncio.create_task(self._carry_out(step, wanted, decision))
+            self._carrying.add(task)
+            task.add_done_callback(self._carrying.discard)
+        metrics.UNDER_WAY.set(len(found.view.under_way) + len(found.begin))
+
+    def _section(self) -> dict[str, Any]:
+        section, link = dict(self._options.section), self._executor.link()
+        if link is not None and self._options.policy != "still":
+            for option, name in _LEARNT.items():
+                section.setdefault(option, getattr(link, name))
+        return section
+
+    # ---- what came of it
+
+    async def _carry_out(self, step: Step, wanted: Wanted, decision: Decision) -> None:
+        logger.info("orchestrator: %s", wanted.what)
+        try:
+            outcome = await self._executor.carry_out(step)
+        except Exception as broken:
+            logger.exception("orchestrator: %s", wanted.what)
+            outcome = Outcome(Ending.FAILED, f"{type(broken).__name__}: {broken}")
+        wanted.result = result_of(outcome)
+        metrics.STEPS.labels(wanted.kind, outcome.ending).inc()
+        now_s = self._clock.now()
+        if outcome.ending is not Ending.DONE:
+            logger.warning("orchestrator: %s: %s %s", wanted.what, outcome.ending, outcome.reason)
+            self._remembered = self._remembered.with_failed(step.action, now_s)
+            self.log.write(decision)
+            return
+        error = abs(step.cost_s - outcome.seconds) / max(outcome.seconds, 1e-9)
+        metrics.COST_ERROR.labels(kind_of(step.action)).set(error)
+        self._settling.append(_Settling(decision, wanted, step.instances, now_s))
+
+    def _settle(self, view: ClusterView) -> None:
+        """Read off what steps have changed, once the smoothed reports show it."""
+        due = [one for one in self._settling if view.now_s - one.ended_s >= _SETTLED_S]
+        for one in due:
+            assert one.wanted.result is not None
+            one.wanted.result.changed = changes(one.decision.instances, view, one.instances)
+            self.log.write(one.decision)
+            self._settling.remove(one)
+
+
+def _count(decision: Decision) -> None:
+    begun = sum(not step.held for step in decision.steps)
+    outcome = "steps" if begun else "held" if decision.steps else "none"
+    metrics.DECISIONS.labels(outcome).inc()
+    metrics.DECISION_S.observe(decision.took_s)
+    metrics.GAP.set(decision.gap)
+    for rejected in decision.rejected:
+        metrics.REJECTED.labels(rejected.reason).inc()
+    for step in decision.steps:
+        if step.held:
+            metrics.HELD.labels(step.held).inc()
+    for name in {*decision.instances, *decision.left_out}:
+        metrics.LEFT_OUT.labels(name).set(name in decision.left_out)

@@ -1,0 +1,113 @@
+"""A turn of the loop as words and numbers for the decision log. Pure."""
+
+from __future__ import annotations
+
+from banaserve.controller.words import Decision, Felt, Numbers, Rejection, Result, Wanted
+from banaserve.engine.interface import Outcome
+from banaserve.orchestrator.control import Held, Turn, kind_of, words
+from banaserve.orchestrator.measure import load_of
+from banaserve.types import ClusterView, InstanceId, InstanceView, Module, Step
+
+
+def decision_of(turn: Turn, mode: str, policy: str, at_s: float) -> Decision:
+    """Returns what is kept of ``turn``; the log gives it its number."""
+    plan = turn.plan
+    steps = [wanted(step, None) for step in turn.begin]
+    steps += [wanted(step, held) for step, held in turn.held]
+    return Decision(
+        number=0,
+        at_s=at_s,
+        mode=mode,
+        policy=policy,
+        gap=plan.gap,
+        is_balancing=plan.is_balancing,
+        reason=plan.reason,
+        instances=numbers_of(turn.view),
+        left_out={name: str(reason) for name, reason in plan.left_out.items()},
+        steps=steps,
+        rejected=[Rejection(r.candidate, str(r.reason), r.value) for r in plan.rejected],
+    )
+
+
+def wanted(step: Step, held: Held | None) -> Wanted:
+    """Returns a step of a plan with what was predicted of it."""
+    predicted: dict[str, Felt] = {
+        name: Felt(felt.compute, felt.memory, felt.kv_blocks, felt.step_s)
+        for name, felt in step.influence
+    }
+    return Wanted(
+        what=words(step.action),
+        kind=kind_of(step.action),
+        cost_s=step.cost_s,
+        benefit_s=step.benefit_s,
+        timeout_s=step.timeout_s,
+        predicted=predicted,
+        held="" if held is None else str(held),
+    )
+
+
+def result_of(outcome: Outcome) -> Result:
+    """Returns how a step has ended; what it has changed is seen later."""
+    return Result(
+        ending=str(outcome.ending),
+        reason=outcome.reason,
+        seconds=outcome.seconds,
+        num_bytes=outcome.num_bytes,
+        stall_s=outcome.stall_s,
+        blocks_gained=outcome.blocks_gained,
+        reverted=outcome.reverted,
+    )
+
+
+def changes(
+    before: dict[str, Numbers], now: ClusterView, names: tuple[InstanceId, ...]
+) -> dict[str, Felt]:
+    """Returns what is different at ``names`` from what a decision saw."""
+    seen = numbers_of(now)
+    return {
+        name: Felt(
+            seen[name].compute - before[name].compute,
+            seen[name].memory - before[name].memory,
+            seen[name].num_kv_blocks - before[name].num_kv_blocks,
+            seen[name].step_s - before[name].step_s,
+        )
+        for name in names
+        if name in seen and name in before
+    }
+
+
+def numbers_of(view: ClusterView) -> dict[str, Numbers]:
+    """Returns the loads of every instance that has reported."""
+    return {
+        name: _numbers(one, view.now_s)
+        for name, one in view.instances.items()
+        if one.report is not None
+    }
+
+
+def module_words(module: Module) -> str:
+    """Returns a module for people."""
+    layers = f"layers {module.first_layer}:{module.end_layer}"
+    return f"heads {','.join(map(str, module.heads))} of {layers}" if module.heads else layers
+
+
+def _numbers(view: InstanceView, now_s: float) -> Numbers:
+    report = view.report
+    assert report is not None
+    load = load_of(report)
+    return Numbers(
+        role=view.role.value,
+        compute=load.compute,
+        memory=load.memory,
+        busy_fraction=report.busy_fraction,
+        step_fill_fraction=report.step_fill_fraction,
+        step_s=report.step_s,
+        step_tokens=report.step_tokens,
+        num_running=report.num_running,
+        num_waiting=report.num_waiting,
+        inflight_prefill_tokens=view.inflight_prefill_tokens,
+        num_kv_blocks=report.num_kv_blocks,
+        guest_bytes=report.guest_bytes,
+        age_s=now_s - report.at_s,
+        away=[f"{module_words(p.module)} at {p.guest}" for p in view.placements],
+    )

@@ -1,0 +1,219 @@
+"""What the controller tells: plain values, in memory, in a file and over HTTP as JSON."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Numbers(msgspec.Struct, frozen=True):
+    """What a decision saw of one instance; smoothed, the shares in [0, 1].
+
+    Attributes:
+        compute: Load of compute: busy time times the fill of a step.
+        memory: KV blocks in use.
+        age_s: Of its report.
+        away: Modules that run elsewhere, in words.
+    """
+
+    role: str
+    compute: float
+    memory: float
+    busy_fraction: float
+    step_fill_fraction: float
+    step_s: float
+    step_tokens: float
+    num_running: int
+    num_waiting: int
+    inflight_prefill_tokens: int
+    num_kv_blocks: int
+    guest_bytes: int
+    age_s: float
+    away: list[str]
+
+
+class Felt(msgspec.Struct, frozen=True):
+    """What a step was predicted to change on one instance, or what has changed on it."""
+
+    compute: float
+    memory: float
+    kv_blocks: int
+    step_s: float
+
+
+class Result(msgspec.Struct):
+    """How a step has ended, beside what was predicted.
+
+    Attributes:
+        ending: done, refused, failed, aborted or timed out.
+        seconds: It took; ``Wanted.cost_s`` were predicted.
+        changed: By instance, some seconds after the end against the decision; empty until then.
+    """
+
+    ending: str
+    reason: str
+    seconds: float
+    num_bytes: int
+    stall_s: float
+    blocks_gained: int
+    reverted: bool
+    changed: dict[str, Felt] = {}
+
+
+class Wanted(msgspec.Struct):
+    """A step of a plan.
+
+    Attributes:
+        what: In words.
+        kind: layers, heads, return or role.
+        held: Why it did not begin; empty where it did.
+        predicted: By instance.
+        result: None until it has ended.
+    """
+
+    what: str
+    kind: str
+    cost_s: float
+    benefit_s: float
+    timeout_s: float
+    predicted: dict[str, Felt]
+    held: str = ""
+    result: Result | None = None
+
+
+class Rejection(msgspec.Struct, frozen=True):
+    """A candidate that was not taken; ``value`` is the number that decided."""
+
+    candidate: str
+    reason: str
+    value: float | None = None
+
+
+class Decision(msgspec.Struct):
+    """One turn of the loop, or several in a row that differ only in their numbers.
+
+    Attributes:
+        number: Counts decisions from 1 on.
+        at_s: Seconds since 1970; of the last turn where there were several.
+        mode: dry-run or on; ``paused`` where a person has paused it.
+        gap: Between the fullest and the emptiest instance, as the policy measures it.
+        reason: Why there are no more steps than these.
+        instances: What was seen, by id.
+        left_out: Instances that took no part, each with the reason.
+        took_s: Time of the decision itself.
+        turns: So many came to the same.
+    """
+
+    number: int
+    at_s: float
+    mode: str
+    policy: str
+    gap: float
+    is_balancing: bool
+    reason: str
+    instances: dict[str, Numbers]
+    left_out: dict[str, str]
+    steps: list[Wanted]
+    rejected: list[Rejection]
+    took_s: float = 0.0
+    turns: int = 1
+
+
+class ControllerState(StrEnum):
+    """What the loop does at present."""
+
+    OFF = "off"
+    RUNNING = "running"
+    PAUSED = "paused"
+    RESTARTING = "restarting after a failure"
+
+
+class ControllerStatus(msgspec.Struct, frozen=True):
+    """The controller in a few words.
+
+    Attributes:
+        error: Of its last failure; empty where it never failed.
+        link_bytes_per_s: As measured from migrations; None before the first.
+    """
+
+    state: ControllerState
+    mode: str
+    policy: str
+    interval_s: float
+    num_decisions: int = 0
+    num_restarts: int = 0
+    error: str = ""
+    last_at_s: float | None = None
+    gap: float = 0.0
+    reason: str = ""
+    left_out: dict[str, str] = {}
+    link_bytes_per_s: float | None = None
+    link_sync_s: float | None = None
+
+
+class InstanceStatus(msgspec.Struct, frozen=True):
+    """One instance at this moment.
+
+    Attributes:
+        state: ready, draining, starting, dead or failed.
+        compute, memory: Its load; None where it has not reported.
+        age_s: Of its report.
+        kv_blocks: Of its pool; ``kv_blocks_gained`` due to what is away.
+        away: What runs elsewhere, in words with the place.
+        guests: Whose modules run beside it, in words.
+        left_out: Why no decision counts on it; empty where they do.
+    """
+
+    id: str
+    role: str
+    state: str
+    inflight_requests: int
+    inflight_prefill_tokens: int
+    compute: float | None = None
+    memory: float | None = None
+    num_running: int = 0
+    num_waiting: int = 0
+    step_s: float = 0.0
+    step_tokens: float = 0.0
+    age_s: float | None = None
+    kv_blocks: int = 0
+    kv_blocks_gained: int = 0
+    guest_bytes: int = 0
+    epoch: int = 0
+    away: list[str] = []
+    guests: list[str] = []
+    left_out: str = ""
+
+
+class MoveLine(msgspec.Struct, frozen=True):
+    """A migration or role switch under way, or the last ones that ended."""
+
+    id: str
+    what: str
+    state: str
+    seconds: float = 0.0
+    error: str = ""
+
+
+class Status(msgspec.Struct, frozen=True):
+    """A running server on one screen."""
+
+    at_s: float
+    instances: list[InstanceStatus]
+    moves: list[MoveLine]
+    controller: ControllerStatus
+
+
+class PauseAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Pause the controller, or let it go on; what is under way comes to its end."""
+
+    paused: bool
+
+
+class RoleAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Give ``instance`` another role once what it runs has ended."""
+
+    instance: str
+    role: str
+    timeout_s: float = 300.0

@@ -1,0 +1,228 @@
+"""Steps of migration plans on real engines: moves by the coordinator, roles by ``Roles``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import replace
+
+from vllm.config import VllmConfig
+
+from banaserve.clock import Clock
+from banaserve.engine.interface import Ending, Outcome
+from banaserve.engine.vllm import metrics
+from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.facts import instance_facts
+from banaserve.engine.vllm.instance import Instance
+from banaserve.engine.vllm.moves.asking import (
+    ask_of,
+    bytes_of,
+    foreign_step,
+    seconds_of,
+    stall_s_of,
+)
+from banaserve.engine.vllm.moves.coordinator import Coordinator
+from banaserve.engine.vllm.moves.words import Migration, Return
+from banaserve.engine.vllm.roles import Roles
+from banaserve.errors import BanaServeError, InstanceDeadError, MigrationError
+from banaserve.orchestrator.model.calibration import TransferTime
+from banaserve.orchestrator.model.moving import Link
+from banaserve.orchestrator.viewing import Known, cluster_view
+from banaserve.types import (
+    ClusterView,
+    InstanceFacts,
+    InstanceId,
+    MoveModule,
+    ReturnModule,
+    Role,
+    Step,
+    SwitchRole,
+)
+
+logger = logging.getLogger(__name__)
+
+_FIRST_LINK = Link(bytes_per_s=200e6, sync_s=1.0)
+"""Before the first move: a guest that has to be forked, weights from a disk's cache."""
+_HOP_S = 100e-6
+
+
+class MoveExecutor:
+    """The executor of one front door; see ``engine.interface.Executor``.
+
+    Args:
+        kv_growth: How many times the KV blocks of the start an instance may once have.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        coordinator: Coordinator,
+        roles: Roles,
+        clock: Clock,
+        kv_growth: float,
+    ) -> None:
+        self._cluster = cluster
+        self._coordinator = coordinator
+        self._roles = roles
+        self._clock = clock
+        self._kv_growth = kv_growth
+        self._cannot: dict[InstanceId, str] = {}
+        self._facts: dict[tuple[InstanceId, int, bool], InstanceFacts | None] = {}
+        self._active: dict[int, Step] = {}
+        self._own_ids: set[str] = set()
+        self._learnt: set[str] = set()
+        self._transfer = TransferTime.of(_FIRST_LINK, doubt=2.0)
+
+    # ---- what is there
+
+    async def discover(self) -> None:
+        async def ask(name: InstanceId) -> None:
+            try:
+                await self._coordinator.hosts[name].refresh()
+                self._cannot[name] = ""
+            except MigrationError as reason:
+                self._cannot[name] = str(reason)
+            except InstanceDeadError:
+                pass  # asked again when somebody begins anew; until then it cannot move
+
+        await asyncio.gather(*(ask(name) for name in self._coordinator.hosts))
+
+    def view(self) -> ClusterView:
+        self._learn()
+        instances = self._cluster.instances.values()
+        known = {instance.id: self._known(instance) for instance in instances}
+        return cluster_view(
+            self._clock.now(), (i.view() for i in instances), known, self._under_way()
+        )
+
+    def _known(self, instance: Instance) -> Known:
+        llm, name = instance.llm, instance.id
+        if llm is None:
+            return Known(None)
+        can_move = self._cannot.get(name) == ""
+        key = (name, instance.incarnation, can_move)
+        if key not in self._facts:
+            self._facts[key] = self._facts_of(llm.vllm_config, instance.role, can_move)
+        grown = self._coordinator.hosts[name].grown_blocks
+        return Known(self._facts[key], (llm.vllm_config.cache_config.num_gpu_blocks or 0) + grown)
+
+    def _facts_of(self, config: VllmConfig, role: Role, can_move: bool) -> InstanceFacts | None:
+        can_switch = role is not Role.COLOCATED
+        return instance_facts(
+            config, self._coordinator.facts, self._kv_growth, can_move, can_switch
+        )
+
+    def _under_way(self) -> list[Step]:
+        """Own steps as they were decided, and what people have begun."""
+        steps = list(self._active.values())
+        for migration in self._coordinator.recent():
+            if migration.is_open and migration.id not in self._own_ids:
+                steps.append(foreign_step(migration, self._coordinator))
+        for change in self._roles.recent():
+            if change.is_open and change.id not in self._own_ids:
+                action = SwitchRole(
+                    InstanceId(change.instance), Role(change.old), Role(change.role)
+                )
+                steps.append(Step(action, (), 0.0, 0.0, 0.0))
+        return steps
+
+    # ---- what is done
+
+    async def carry_out(self, step: Step) -> Outcome:
+        began_s = self._clock.now()
+        self._active[id(step)] = step
+        try:
+            if isinstance(step.action, SwitchRole):
+                outcome = await self._switch(step.action, step.timeout_s)
+            else:
+                outcome = await self._move(step.action, step.timeout_s)
+        except BanaServeError as refused:
+            outcome = Outcome(Ending.REFUSED, str(refused))
+        finally:
+            del self._active[id(step)]
+        if outcome.ending is Ending.DONE or outcome.reverted:
+            for name in step.instances:
+                self._cluster.instances[name].has_changed()
+        return replace(outcome, seconds=self._clock.now() - began_s)
+
+    async def _switch(self, action: SwitchRole, timeout_s: float) -> Outcome:
+        change = self._roles.begin(action.instance, action.role.value, timeout_s)
+        self._own_ids.add(change.id)
+        try:
+            await self._roles.wait(change.id)
+        except asyncio.CancelledError:
+            with contextlib.suppress(MigrationError):
+                self._roles.abort(change.id)
+            raise
+        return Outcome(Ending(change.state), change.reason)
+
+    async def _move(self, action: MoveModule | ReturnModule, timeout_s: float) -> Outcome:
+        coordinator = self._coordinator
+        migration = await coordinator.begin(ask_of(action))
+        self._own_ids.add(migration.id)
+        try:
+            await coordinator.wait(migration.id, timeout_s)
+        except asyncio.CancelledError:
+            with contextlib.suppress(MigrationError):
+                coordinator.abort(migration.id)
+            raise
+        is_late = migration.is_open
+        if is_late:
+            with contextlib.suppress(MigrationError):
+                coordinator.abort(migration.id)
+            await coordinator.wait(migration.id)
+        reverted = migration.state != "done" and await self._revert(action)
+        return _outcome(migration, is_late, timeout_s, reverted)
+
+    async def _revert(self, action: MoveModule | ReturnModule) -> bool:
+        """Take home what is away of a move that has not come to its end."""
+        if isinstance(action, ReturnModule):
+            return False
+        asked = ask_of(action)
+        home = Return(action.host, getattr(asked, "layers", None), getattr(asked, "heads", None))
+        try:
+            migration = await self._coordinator.begin(home)
+        except BanaServeError:
+            return False  # nothing of it is away
+        self._own_ids.add(migration.id)
+        ended = await self._coordinator.wait(migration.id)
+        if ended.state != "done":
+            logger.warning("cannot take back what %s has left: %s", action.host, ended.error)
+        return ended.state == "done"
+
+    # ---- what it costs
+
+    def link(self) -> Link | None:
+        return self._transfer.link(_HOP_S) if self._transfer.fit.num_samples else None
+
+    def _learn(self) -> None:
+        """Take every migration that has come to its end as a measurement, whoever began it."""
+        kept = set()
+        for migration in self._coordinator.recent():
+            kept.add(migration.id)
+            if migration.state != "done" or migration.id in self._learnt:
+                continue
+            self._learnt.add(migration.id)
+            seconds = seconds_of(migration)
+            if seconds > 0:
+                self._transfer = self._transfer.observed(bytes_of(migration), seconds)
+                error = self._transfer.error_fraction
+                metrics.STEP_ERROR.labels("migration", "").set(error)
+        self._learnt &= kept
+        self._own_ids = {i for i in self._own_ids if i in kept or self._roles.get(i) is not None}
+
+
+def _outcome(migration: Migration, is_late: bool, timeout_s: float, reverted: bool) -> Outcome:
+    ending, reason = Ending(migration.state), migration.error
+    if is_late and ending is not Ending.DONE:
+        ending = Ending.TIMED_OUT
+        reason = reason or f"not done in {timeout_s:.0f} s"
+    return Outcome(
+        ending,
+        reason,
+        num_bytes=bytes_of(migration),
+        stall_s=stall_s_of(migration),
+        blocks_gained=migration.blocks_gained,
+        reverted=reverted,
+    )

@@ -1,0 +1,179 @@
+"""Role switches: what the router sends to an instance changes, and nothing restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from banaserve.clock import Clock
+from banaserve.engine.interface import RoleChange
+from banaserve.errors import MigrationError, UserError
+from banaserve.names import check_known
+from banaserve.types import InstanceId, Role
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+_KEPT = 200
+_ROLES = (Role.PREFILL, Role.DECODE)
+
+
+class RoleInstance(Protocol):
+    """What a role switch needs of an ``Instance``."""
+
+    id: InstanceId
+    role: Role
+    is_draining: bool
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def inflight_requests(self) -> int: ...
+
+    def set_role(self, role: Role) -> None: ...
+
+
+class Roles:
+    """Drains instances and gives them the other role.
+
+    The engine knows no role, so a leg that comes late is served all the same: draining keeps the
+    work of one role from slowing down that of the other.
+
+    Args:
+        instances: By id; they may die and come back.
+    """
+
+    def __init__(self, instances: Mapping[InstanceId, RoleInstance], clock: Clock) -> None:
+        self._instances = instances
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._changes: dict[str, RoleChange] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def begin(self, name: str, role_name: str, timeout_s: float) -> RoleChange:
+        """Begin to drain an instance; it has the new role when nothing is left on it.
+
+        Raises:
+            UserError: There is no such instance or role.
+            MigrationError: It cannot have it at present.
+        """
+        check_known("instance", name, self._instances)
+        check_known("role", role_name, [role.value for role in _ROLES])
+        if not timeout_s > 0:
+            raise UserError(f"timeout_s={timeout_s:g}: give more than 0 seconds")
+        instance, role = self._instances[InstanceId(name)], Role(role_name)
+        self._check(instance, role)
+        change = RoleChange(
+            f"r{next(self._numbers)}", name, instance.role.value, role.value, "draining"
+        )
+        self._changes[change.id] = change
+        for old in list(self._changes)[:-_KEPT]:
+            if not self._changes[old].is_open:
+                del self._changes[old]
+        instance.is_draining = True
+        task = asyncio.create_task(self._run(change, instance, role, timeout_s))
+        self._tasks[change.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(change.id, None))
+        return change
+
+    def get(self, change_id: str) -> RoleChange | None:
+        return self._changes.get(change_id)
+
+    def recent(self) -> list[RoleChange]:
+        """All that are kept, the oldest first."""
+        return list(self._changes.values())
+
+    def abort(self, change_id: str) -> RoleChange:
+        """Give a switch up: the instance keeps its role.
+
+        Raises:
+            MigrationError: It has ended.
+        """
+        change = self._changes[change_id]
+        if not change.is_open:
+            raise MigrationError(f"role switch {change_id} is {change.state}: nothing to abort")
+        change.state = "aborted"
+        return change
+
+    async def wait(self, change_id: str, timeout_s: float | None = None) -> RoleChange:
+        """Return when it has ended, or after ``timeout_s``."""
+        if task := self._tasks.get(change_id):
+            await asyncio.wait({task}, timeout=timeout_s)
+        return self._changes[change_id]
+
+    async def stop(self) -> None:
+        """Give up every switch."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- checks
+
+    def _check(self, instance: RoleInstance, role: Role) -> None:
+        if instance.role not in _ROLES:
+            raise MigrationError(f"instance {instance.id} does both: it has no role to switch")
+        if instance.role is role:
+            raise MigrationError(f"instance {instance.id} is for {role.value} already")
+        if instance.is_draining:
+            raise MigrationError(f"instance {instance.id} is switching its role already")
+        if not instance.is_ready:
+            raise MigrationError(f"instance {instance.id} does not serve at present")
+        if not self._has_peer(instance):
+            raise MigrationError(
+                f"instance {instance.id} is the only one that serves {instance.role.value}: "
+                "switch another one to it first"
+            )
+
+    def _has_peer(self, instance: RoleInstance) -> bool:
+        return any(
+            other is not instance
+            and other.role is instance.role
+            and other.is_ready
+            and not other.is_draining
+            for other in self._instances.values()
+        )
+
+    # ---- running
+
+    async def _run(
+        self, change: RoleChange, instance: RoleInstance, role: Role, timeout_s: float
+    ) -> None:
+        began_s = self._clock.now()
+        stops: list[tuple[Callable[[], bool], str, str]] = [
+            (lambda: change.state == "aborted", "aborted", ""),
+            (lambda: not instance.is_ready, "failed", "the instance has ended"),
+            (
+                lambda: not self._has_peer(instance),
+                "failed",
+                f"no other instance serves {change.old} any more",
+            ),
+        ]
+        try:
+            while instance.inflight_requests:
+                change.num_left = instance.inflight_requests
+                change.seconds = self._clock.now() - began_s
+                for holds, state, reason in stops:
+                    if holds():
+                        change.state, change.reason = state, reason
+                        return
+                if change.seconds >= timeout_s:
+                    change.state = "timed out"
+                    change.reason = f"{change.num_left} requests are left after {timeout_s:g} s"
+                    return
+                await self._clock.sleep(_POLL_S)
+            if change.is_open:
+                instance.set_role(role)
+                change.state = "done"
+                logger.info("instance %s is for %s from here on", instance.id, role.value)
+        except asyncio.CancelledError:
+            change.state, change.reason = "aborted", "the server stops"
+            raise
+        finally:
+            instance.is_draining = False
+            change.num_left = instance.inflight_requests
+            change.seconds = self._clock.now() - began_s

@@ -1,0 +1,196 @@
+"""One turn of the control loop without its effects: what is decided, and what of it may begin.
+
+A policy says what would help. What may begin at this moment is decided here: not while paused, not
+in a dry run, not faster than the limits, and not what failed a moment ago.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from banaserve.errors import UserError
+from banaserve.orchestrator.measure import Reports, smoothed
+from banaserve.orchestrator.migration.interface import MigrationPlan, MigrationPolicy
+from banaserve.orchestrator.migration.weighing import words_of
+from banaserve.types import (
+    Action,
+    ClusterView,
+    MoveModule,
+    ReturnModule,
+    Step,
+    SwitchRole,
+)
+
+_RATE_WINDOW_S = 60.0
+
+
+class Mode(StrEnum):
+    """What the controller does with the steps of a plan."""
+
+    OFF = "off"
+    DRY_RUN = "dry-run"
+    ON = "on"
+
+
+class Held(StrEnum):
+    """Why a step of a plan does not begin: shown to people, and a metric's label."""
+
+    DRY_RUN = "dry run: nothing is moved"
+    PAUSED = "the orchestrator is paused"
+    CONCURRENT = "as many steps as may be are under way"
+    RATE = "as many steps as may be have begun within a minute"
+    FAILED = "it failed a moment ago"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much may be done at once.
+
+    Attributes:
+        concurrent: Steps under way in the whole cluster.
+        per_minute: Steps that begin within a minute.
+        retry_after_s: A step that failed is not tried again before.
+        smoothing_s: Over which the reports that a policy sees are smoothed.
+    """
+
+    concurrent: int = 2
+    per_minute: int = 6
+    retry_after_s: float = 60.0
+    smoothing_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("concurrent", "per_minute"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}: give 1 or more")
+        if self.retry_after_s < 0 or self.smoothing_s <= 0:
+            raise UserError("retry_after_s is 0 or more and smoothing_s above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What one turn hands to the next; empty when the loop begins.
+
+    Attributes:
+        reports: Smoothed, by instance.
+        is_balancing: What the last plan said of itself.
+        begun_s: When steps began, of the last minute.
+        failed_s: Steps that failed, and when.
+    """
+
+    reports: Reports = field(default_factory=dict)
+    is_balancing: bool = False
+    begun_s: tuple[float, ...] = ()
+    failed_s: Mapping[Action, float] = field(default_factory=dict)
+
+    def with_failed(self, action: Action, now_s: float) -> Remembered:
+        """Returns this with ``action`` among what failed."""
+        return replace(self, failed_s={**self.failed_s, unsized(action): now_s})
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one turn has come to.
+
+    Attributes:
+        view: What the policy saw.
+        begin: Steps to carry out, in this order.
+        held: Steps that the policy wants and that do not begin.
+        after: For the next turn.
+    """
+
+    view: ClusterView
+    plan: MigrationPlan
+    begin: tuple[Step, ...]
+    held: tuple[tuple[Step, Held], ...]
+    after: Remembered
+
+
+def turn(
+    seen: ClusterView,
+    policy: MigrationPolicy,
+    mode: Mode,
+    is_paused: bool,
+    limits: Limits,
+    before: Remembered,
+) -> Turn:
+    """Returns what to do about the cluster as ``seen``. Pure: equal arguments, equal result."""
+    view, reports = smoothed(
+        replace(seen, is_balancing=before.is_balancing), before.reports, limits.smoothing_s
+    )
+    plan = policy.plan(view)
+    before = _forgetting(before, view.now_s, limits)
+    begin: list[Step] = []
+    held: list[tuple[Step, Held]] = []
+    for step in plan.steps:
+        # Later steps of a plan count on the earlier ones.
+        reason = held[0][1] if held else _held(step, mode, is_paused, limits, before, view, begin)
+        if reason is None:
+            begin.append(step)
+        else:
+            held.append((step, reason))
+    after = replace(
+        before,
+        reports=reports,
+        is_balancing=plan.is_balancing,
+        begun_s=(*before.begun_s, *(view.now_s for _ in begin)),
+    )
+    return Turn(view, plan, tuple(begin), tuple(held), after)
+
+
+def _held(
+    step: Step,
+    mode: Mode,
+    is_paused: bool,
+    limits: Limits,
+    before: Remembered,
+    view: ClusterView,
+    begin: Sequence[Step],
+) -> Held | None:
+    if mode is not Mode.ON:
+        return Held.DRY_RUN
+    if is_paused:
+        return Held.PAUSED
+    if unsized(step.action) in before.failed_s:
+        return Held.FAILED
+    if len(view.under_way) + len(begin) >= limits.concurrent:
+        return Held.CONCURRENT
+    if len(before.begun_s) + len(begin) >= limits.per_minute:
+        return Held.RATE
+    return None
+
+
+def _forgetting(before: Remembered, now_s: float, limits: Limits) -> Remembered:
+    return replace(
+        before,
+        begun_s=tuple(at for at in before.begun_s if now_s - at < _RATE_WINDOW_S),
+        failed_s={
+            action: at
+            for action, at in before.failed_s.items()
+            if now_s - at < limits.retry_after_s
+        },
+    )
+
+
+def unsized(action: Action) -> Action:
+    """Returns ``action`` without its bytes, which change from one look to the next."""
+    return action if isinstance(action, SwitchRole) else replace(action, num_bytes=0)
+
+
+def kind_of(action: Action) -> str:
+    """Returns ``layers``, ``heads``, ``return`` or ``role``: a metric's label."""
+    if isinstance(action, SwitchRole):
+        return "role"
+    if isinstance(action, ReturnModule):
+        return "return"
+    return "heads" if action.module.heads else "layers"
+
+
+def words(action: Action) -> str:
+    """Returns ``action`` as a policy names its candidates."""
+    if isinstance(action, SwitchRole):
+        return f"switch {action.instance} from {action.old.value} to {action.role.value}"
+    if isinstance(action, MoveModule):
+        return words_of("move", action.module, action.host, action.guest)
+    return words_of("return", action.module, action.guest, action.host)
