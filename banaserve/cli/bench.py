@@ -45,6 +45,9 @@ BENCHMARKS = {
     "kernels": Benchmark(
         "banaserve.bench.kernels", "How near do the kernels come to the GPU's bandwidth?"
     ),
+    "report": Benchmark(
+        "banaserve.bench.report", "What do the results in a folder say, as one page?"
+    ),
     "serving": Benchmark(
         "banaserve.bench.serving", "What does a server give its users at a given load?"
     ),

@@ -1,0 +1,77 @@
+"""``banaserve bench report DIR``: the results in a folder as one page, HTML and Markdown.
+
+Every figure with its 95% interval over the runs (Student's t), or its range where there are too
+few; for serving runs the distributions of latency, and throughput and latency over the load.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from banaserve.bench import result
+from banaserve.bench.plot import svg
+from banaserve.bench.report_pages import Section, as_html, as_markdown, section_of
+from banaserve.errors import UserError
+
+_SKIPPED = ("run.json",)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write both pages; the exit code."""
+    parser = argparse.ArgumentParser(prog="banaserve bench report", description=__doc__)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="with results, at any depth")
+    parser.add_argument("--out", type=Path, help="folder of the pages (default: DIR)")
+    parser.add_argument("--title", default="Benchmarks of banaserve")
+    given = parser.parse_args(list(argv))
+    pages = write_report(given.folder, given.out or given.folder, given.title)
+    for page in pages:
+        print(page)
+    return 0
+
+
+def write_report(folder: Path, out: Path, title: str) -> list[Path]:
+    """Writes report.html, report.md and its plots for all results below ``folder``.
+
+    Raises:
+        UserError: No folder, no result in it, a file that is no result, or no room to write.
+    """
+    sections = [section_of(result.read(path)) for path in result_files(folder)]
+    html, markdown = out / "report.html", out / "report.md"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        html.write_text(as_html(title, sections))
+        markdown.write_text(as_markdown(title, sections, _written(sections, out)))
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from error
+    return [html, markdown]
+
+
+def result_files(folder: Path) -> list[Path]:
+    """Returns the result files at any depth; of a serving run's folder only its result.
+
+    Raises:
+        UserError: There is no such folder, or nothing in it.
+    """
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}")
+    found = [
+        path
+        for path in sorted(folder.rglob("*.json"))
+        if path.name not in _SKIPPED and path.parent.name != "summaries"
+    ]
+    if not found:
+        raise UserError(f"{folder} holds no results: write some there with bench NAME --json")
+    return found
+
+
+def _written(sections: Sequence[Section], out: Path) -> list[list[str]]:
+    """Writes each section's plots as files; returns their names."""
+    names = []
+    for number, section in enumerate(sections, start=1):
+        names.append([f"plots/{number}-{place}.svg" for place in range(len(section.plots))])
+        for name, plot in zip(names[-1], section.plots, strict=True):
+            (out / "plots").mkdir(exist_ok=True)
+            (out / name).write_text(svg(plot) + "\n")
+    return names

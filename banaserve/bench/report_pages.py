@@ -1,0 +1,234 @@
+"""The pages of a report: sections with tables and plots, as HTML and as Markdown. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import PurePath
+
+import msgspec
+
+from banaserve.bench.plot import Plot, Series, style, svg
+from banaserve.bench.result import Figure, Result
+from banaserve.bench.serving_summary import Summary
+from banaserve.bench.statistics import mean_interval
+from banaserve.errors import UserError
+
+_LATENCIES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "e2e": "end to end",
+}
+_OVER_LOAD = {
+    "output_tokens_per_s": ("Throughput over the load", "output tokens/s", 1.0),
+    "weighted_tokens_per_s": ("Input + 2 x output over the load", "tokens/s", 1.0),
+    "ttft_p50": ("Median time to first token over the load", "ms", 1e3),
+    "ttft_p99": ("p99 of the time to first token over the load", "ms", 1e3),
+    "tpot_p50": ("Median time per output token over the load", "ms", 1e3),
+}
+_SERVING_COLUMNS = (
+    ("requests/s", "requests_per_s", 1.0),
+    ("output tokens/s", "output_tokens_per_s", 1.0),
+    ("goodput /s", "goodput_per_s", 1.0),
+    ("TTFT p50, ms", "ttft_p50", 1e3),
+    ("TTFT p99, ms", "ttft_p99", 1e3),
+    ("TPOT p50, ms", "tpot_p50", 1e3),
+    ("TPOT p99, ms", "tpot_p99", 1e3),
+    ("e2e p50, s", "e2e_p50", 1.0),
+    ("cached", "cached_fraction", 1.0),
+)
+_CSS = (
+    "body{font:15px/1.5 sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222;"
+    "background:#fff}table{border-collapse:collapse;margin:1rem 0;font-size:13px;display:block;"
+    "overflow-x:auto}td,th{border:1px solid #bbb;padding:.2rem .5rem;text-align:right}"
+    "td:first-child,th:first-child{text-align:left}.facts{color:#555;font-size:13px}"
+    "@media screen and (prefers-color-scheme:dark){body{color:#ddd;background:#15181c}"
+    "td,th{border-color:#555}.facts{color:#aaa}}"
+    "@media print{section{break-inside:avoid}}"
+)
+
+Table = list[list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One result: what it is, its table (the first row are headings) and its plots."""
+
+    name: str
+    facts: list[str]
+    table: Table
+    plots: list[Plot]
+    notes: list[str]
+
+
+def section_of(record: Result) -> Section:
+    """Returns the section of a result.
+
+    Raises:
+        UserError: It says that it is a serving run, and its cells are not such.
+    """
+    systems = _systems(record)
+    facts = [
+        f"commit {record.commit[:9] if record.commit else 'unknown'}"
+        + (" with changes" if record.dirty else ""),
+        f"{record.machine.num_cores} x {record.machine.cpu_model}"
+        + (f", {record.machine.gpu}" if record.machine.gpu else ""),
+        f"vLLM {record.versions.vllm}, Python {record.versions.python}",
+        f"seed {record.seed}",
+        f"{record.started_at:%Y-%m-%d}",
+        ", ".join(f"{name}={value}" for name, value in record.options.items() if value is not None),
+    ]
+    table = serving_table(systems) if systems else figure_table(record.figures)
+    plots = [*load_plots(systems), *cdf_plots(systems)] if systems else []
+    return Section(record.name, facts, table, plots, record.notes)
+
+
+def _systems(record: Result) -> dict[str, list[Summary]]:
+    """Returns the cells of a serving run or a comparison by system; empty for other results."""
+    raw = record.raw.get("systems")
+    if raw is None and "cells" in record.raw:
+        raw = {record.options.get("system") or record.name: record.raw["cells"]}
+    try:
+        found = msgspec.convert(raw or {}, type=dict[str, list[Summary]])
+    except msgspec.ValidationError as error:
+        raise UserError(f"a result of {record.name} has cells that are none: {error}") from error
+    return {name: cells for name, cells in found.items() if cells}
+
+
+def interval_text(samples: Sequence[float], factor: float = 1.0) -> str:
+    """Returns a mean and the half of its 95% interval; of one sample only that."""
+    values = [value * factor for value in samples]
+    if len(values) < 2:
+        return f"{values[0]:.4g}"
+    low, mean, high = mean_interval(values)
+    return f"{mean:.4g} ± {(high - low) / 2:.2g}"
+
+
+def figure_table(figures: Mapping[str, Figure]) -> Table:
+    """Returns a row for each figure."""
+    rows = [["figure", "median", "min", "max", "mean ± 95%", "runs", "unit"]]
+    for name, one in figures.items():
+        numbers = [f"{value:.4g}" for value in (one.median, one.min, one.max)]
+        rows.append([name, *numbers, interval_text(one.samples), str(len(one.samples)), one.unit])
+    return rows
+
+
+def _by_load(cells: Sequence[Summary]) -> dict[str, list[Summary]]:
+    found: dict[str, list[Summary]] = {}
+    for cell in sorted(cells, key=lambda one: one.load or 0.0):
+        found.setdefault(cell.load_name, []).append(cell)
+    return found
+
+
+def serving_table(systems: Mapping[str, Sequence[Summary]]) -> Table:
+    """Returns a row for each system and load: means over seeds with their intervals."""
+    rows = [["system", "load", "requests", "failed", *(name for name, _, _ in _SERVING_COLUMNS)]]
+    for system, cells in systems.items():
+        for load, same in _by_load(cells).items():
+            counts = [str(sum(one.requests for one in same)), str(sum(one.failed for one in same))]
+            values = []
+            for _, metric, factor in _SERVING_COLUMNS:
+                samples = [one.metrics[metric] for one in same if metric in one.metrics]
+                values.append(interval_text(samples, factor) if samples else "-")
+            rows.append([system, load, *counts, *values])
+    return rows
+
+
+def load_plots(systems: Mapping[str, Sequence[Summary]]) -> list[Plot]:
+    """Returns metrics over the load, where there are at least two loads."""
+    loads = {cell.load for cells in systems.values() for cell in cells if cell.load is not None}
+    if len(loads) < 2:
+        return []
+    is_closed = any(cell.is_closed for cells in systems.values() for cell in cells)
+    x_label = "requests under way" if is_closed else "requests/s asked"
+    plots = []
+    for metric, (title, unit, factor) in _OVER_LOAD.items():
+        series = [_over_load(name, cells, metric, factor) for name, cells in systems.items()]
+        if any(one.points for one in series):
+            plots.append(Plot(title, x_label, unit, series))
+    return plots
+
+
+def _over_load(name: str, cells: Sequence[Summary], metric: str, factor: float) -> Series:
+    points, whiskers = [], []
+    for same in _by_load(cells).values():
+        values = [one.metrics[metric] * factor for one in same if metric in one.metrics]
+        if not values or same[0].load is None:
+            continue
+        points.append((same[0].load, sum(values) / len(values)))
+        whiskers.append((min(values), max(values)))
+    return Series(name, points, whiskers if any(low < high for low, high in whiskers) else ())
+
+
+def cdf_plots(systems: Mapping[str, Sequence[Summary]]) -> list[Plot]:
+    """Returns the distributions of latency at each load, all seeds together."""
+    found: dict[str, dict[str, list[Summary]]] = {}
+    for system, cells in systems.items():
+        for load, same in _by_load(cells).items():
+            found.setdefault(load, {})[system] = same
+    plots = []
+    for load, by_system in found.items():
+        for latency, title in _LATENCIES.items():
+            series = [
+                Series(system, cdf([v * 1e3 for one in same for v in one.samples.get(latency, ())]))
+                for system, same in by_system.items()
+            ]
+            if any(one.points for one in series):
+                title_ = f"{title[0].upper()}{title[1:]} at {load.replace('_', ' ')}"
+                share = "share of requests"
+                plots.append(Plot(title_, "ms", share, series, x_log=True, marks=False))
+    return plots
+
+
+def cdf(values: Sequence[float], max_points: int = 200) -> list[tuple[float, float]]:
+    """Returns the empirical distribution: at each value the share of values up to it."""
+    ordered = sorted(values)
+    step = -(-len(ordered) // max_points) or 1
+    places = [*range(0, len(ordered), step), len(ordered) - 1] if ordered else []
+    return [(ordered[place], (place + 1) / len(ordered)) for place in places]
+
+
+def as_html(title: str, sections: Sequence[Section]) -> str:
+    """Returns a page that needs no other file."""
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" '
+        'content="light dark">',
+        f"<title>{escape(title)}</title><style>{_CSS}{style()}</style></head><body>",
+        f"<h1>{escape(title)}</h1>",
+    ]
+    for section in sections:
+        parts.append(f"<section><h2>{escape(section.name)}</h2>")
+        parts.append(f'<p class="facts">{escape("; ".join(section.facts))}</p>')
+        head, *rows = section.table
+        parts.append(f"<table><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>")
+        for row in rows:
+            parts.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>")
+        parts.append("</table></section>")
+        parts += [f"<figure>{svg(plot, standalone=False)}</figure>" for plot in section.plots]
+        if section.notes:
+            items = "".join(f"<li>{escape(note)}</li>" for note in section.notes)
+            parts.append(f"<ul>{items}</ul>")
+    parts.append("</body></html>\n")
+    return "\n".join(parts)
+
+
+def as_markdown(
+    title: str, sections: Sequence[Section], plot_names: Sequence[Sequence[str]]
+) -> str:
+    """Returns the page, with the plots as files beside it."""
+    parts = [f"# {title}"]
+    for section, names in zip(sections, plot_names, strict=True):
+        parts.append(f"## {section.name}")
+        parts.append("; ".join(section.facts))
+        head, *rows = section.table
+        lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+        parts.append("\n".join(lines))
+        parts += [
+            f"![{plot.title}]({PurePath(name).as_posix()})"
+            for plot, name in zip(section.plots, names, strict=True)
+        ]
+        if section.notes:
+            parts.append("\n".join(f"- {note}" for note in section.notes))
+    return "\n\n".join(parts) + "\n"
