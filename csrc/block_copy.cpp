@@ -10,7 +10,7 @@
 namespace banaserve {
 namespace {
 
-// What is hashed and then copied from the first-level cache.
+// What is hashed while it lies in the first-level cache.
 constexpr std::size_t tile_bytes = 8 * 1024;
 
 bool fits(std::int64_t offset, std::int64_t num_bytes, std::int64_t size) {
@@ -137,6 +137,14 @@ void copy_blocks(Region dst, Region src, const std::int64_t* dst_offsets,
                  const std::int64_t* src_offsets, std::size_t num_copies, std::int64_t num_bytes,
                  CopyKind kind, Xxh3& checksum) noexcept {
   const Copy copy = copy_of(kind);
+  alignas(64) std::byte tile[tile_bytes];
+  // What is hashed is what is written, also where somebody writes to the source meanwhile.
+  const auto copy_and_hash = [&](std::byte* target, const std::byte* source, std::size_t num) {
+    std::byte* const seen = kind == CopyKind::cached ? target : tile;
+    std::memcpy(seen, source, num);
+    checksum.update(seen, num);
+    if (seen == tile) copy(target, tile, num);
+  };
   auto* const to = reinterpret_cast<std::byte*>(dst.base);
   const auto* const from = reinterpret_cast<const std::byte*>(src.base);
   const auto length = static_cast<std::size_t>(num_bytes);
@@ -144,9 +152,8 @@ void copy_blocks(Region dst, Region src, const std::int64_t* dst_offsets,
     std::byte* const target = to + dst_offsets[i];
     const std::byte* const source = from + src_offsets[i];
     for (std::size_t done = 0; done < length; done += tile_bytes) {
-      const std::size_t tile = std::min(tile_bytes, length - done);
-      checksum.update(source + done, tile);
-      copy(target + done, source + done, tile);
+      const std::size_t num = std::min(tile_bytes, length - done);
+      copy_and_hash(target + done, source + done, num);
     }
   }
   make_visible(kind);

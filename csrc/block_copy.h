@@ -51,7 +51,8 @@ void copy_blocks(Region dst, Region src, const std::int64_t* dst_offsets,
                  const std::int64_t* src_offsets, std::size_t num_copies, std::int64_t num_bytes,
                  CopyKind kind) noexcept;
 
-// The same, and adds what is copied to `checksum`: each byte is read from memory once for both.
+// The same, and adds what is written to `checksum`, also where the source changes meanwhile. Each
+// byte is read from memory once for both.
 void copy_blocks(Region dst, Region src, const std::int64_t* dst_offsets,
                  const std::int64_t* src_offsets, std::size_t num_copies, std::int64_t num_bytes,
                  CopyKind kind, Xxh3& checksum) noexcept;

@@ -22,7 +22,7 @@ from banaserve.transport.local_region import LocalRegion
 from banaserve.transport.memory import SLICE_BYTES, Memory, Plan
 from banaserve.transport.plans import check_offsets
 from banaserve.transport.remote import PlannedRegion
-from banaserve.transport.runs import Runs, gather, scatter
+from banaserve.transport.runs import Runs, gather_checksummed, scatter
 from banaserve.transport.seal import Seal
 from banaserve.transport.served import ServedTransport
 from banaserve.transport.stream import SocketStream
@@ -83,31 +83,32 @@ class _Responder:
             data = self._bytes[: request.run_bytes * request.num_runs]
             if request.kind == bulk.WRITE:
                 self._stream.read_into(memoryview(data.data), deadline)
-            status = self._do(request, offsets, data)
+            status, total = self._do(request, offsets, data)
             follows = request.kind == bulk.READ and status == bulk.DONE
-            answer = Answer(status, seq, self._region.epoch, bulk.checksum(data) if follows else 0)
+            answer = Answer(status, seq, self._region.epoch, total)
             parts = bulk.sign_answer(answer, self._seal)
             self._stream.write([*parts, data.data] if follows else parts, deadline)
 
-    def _do(self, request: Request, offsets: Runs, data: npt.NDArray[np.uint8]) -> int:
-        region = self._region
+    def _do(self, request: Request, offsets: Runs, data: npt.NDArray[np.uint8]) -> tuple[int, int]:
+        """The answer's status, and the checksum of what was put into ``data``."""
+        region, total = self._region, 0
         if request.kind == bulk.OPEN:
             raise ProtocolError("a region is opened once on a connection")
         try:
             check_offsets(offsets, request.run_bytes, region.descriptor.num_bytes, "the region")
             if request.kind == bulk.WRITE and bulk.checksum(data) != request.checksum:
-                return bulk.DAMAGED
+                return bulk.DAMAGED, 0
             with region.use(request.epoch):
                 memory, staged = region.memory, Memory.of(data)
                 if request.kind == bulk.WRITE:
                     scatter(memory, offsets, staged, request.run_bytes)
                 else:
-                    gather(staged, memory, offsets, request.run_bytes)
+                    total = gather_checksummed(staged, memory, offsets, request.run_bytes)
         except StaleEpochError:
-            return bulk.STALE
+            return bulk.STALE, 0
         except RefusedError:
-            return bulk.CLOSED if region.is_closed else bulk.OUTSIDE
-        return bulk.DONE
+            return bulk.CLOSED if region.is_closed else bulk.OUTSIDE, 0
+        return bulk.DONE, total
 
 
 class TcpRemote(PlannedRegion):
@@ -179,8 +180,8 @@ class TcpRemote(PlannedRegion):
         kind, total, data = bulk.READ, 0, self._staging[:0]
         if part.writes:
             data = self._staging[: part.local_offsets.size * part.num_bytes]
-            gather(Memory.of(data), part.local, part.local_offsets, part.num_bytes)
-            kind, total = bulk.WRITE, bulk.checksum(data)
+            kind, staged = bulk.WRITE, Memory.of(data)
+            total = gather_checksummed(staged, part.local, part.local_offsets, part.num_bytes)
         offsets = part.remote_offsets
         request = Request(kind, self._seq, part.epoch, part.num_bytes, offsets.size, total, _NO_ID)
         parts = bulk.sign_request(request, offsets, self._seal)
