@@ -237,7 +237,7 @@ async def _measure(
     client = OpenAiClient(target.url, target.model, api_key=given.api_key, timeout_s=given.timeout)
     with stopped_by_signals(), _bar() as bar:
         async with client:
-            first = dataset.items(1, plan.seeds[0] - 1, 0)[0]
+            first = dataset.items(1, "first", 0)[0]
             extra = {"ignore_eos": True, "min_tokens": 1} if plan.exact_output else {}
             await try_out(client, Call("first", prompt=first.prompt, max_tokens=1, extra=extra))
             shown = _Shown(bar)

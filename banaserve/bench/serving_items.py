@@ -136,16 +136,17 @@ class Dataset:
         """Whether every entry says when it arrived."""
         return bool(self._entries) and all(entry.at_s is not None for entry in self._entries)
 
-    def items(self, count: int, seed: int, place: int) -> list[Item]:
+    def items(self, count: int, seed: str, place: int) -> list[Item]:
         """Returns ``count`` requests; equal arguments give equal ones.
 
-        Made-up entries and texts are drawn by ``seed``. Traces keep their order: the run at
-        ``place`` gets the ``place``-th stretch of ``count``, from the start again at the end.
+        Made-up prompts share nothing with those of another ``seed``, which would lie in caches.
+        Traces keep their order: the cell at ``place`` gets the ``place``-th stretch of ``count``,
+        from the start again at the end.
         """
         entries = islice(self._chosen(count, seed, place), count)
         return [self._item(entry, seed, number) for number, entry in enumerate(entries)]
 
-    def _chosen(self, count: int, seed: int, place: int) -> Iterable[Entry]:
+    def _chosen(self, count: int, seed: str, place: int) -> Iterable[Entry]:
         draws = random.Random(f"{seed} {self._wanted.dataset}")
         if self._files is None:
             return self._made_up(draws)
@@ -171,7 +172,7 @@ class Dataset:
             return standins.multi_turn(wanted.prompt_tokens, output, _SESSIONS_AT_ONCE, draws)
         return standins.published_lengths(wanted.dataset, draws)
 
-    def _item(self, entry: Entry, seed: int, number: int) -> Item:
+    def _item(self, entry: Entry, seed: str, number: int) -> Item:
         is_text = entry.text is not None
         asked = self._words.count(entry.text or "") if is_text else entry.prompt_tokens or 1
         output = self._output_tokens(entry, asked)
@@ -192,7 +193,7 @@ class Dataset:
             count = self._words.count(text)
         return Item(text, count, output, entry.at_s, entry.source, is_cut)
 
-    def _tokens(self, entry: Entry, length: int, own: str, seed: int) -> list[int]:
+    def _tokens(self, entry: Entry, length: int, own: str, seed: str) -> list[int]:
         block = self._wanted.trace_block_tokens
         found: list[int] = []
         if entry.block_ids:

@@ -149,7 +149,7 @@ async def _run_one(
     folder: RunFolder,
     progress: Progress,
 ) -> Summary:
-    items = dataset.items(plan.count(cell), cell.seed, plan.seeds.index(cell.seed))
+    items = dataset.items(plan.count(cell), cell.name, plan.cells().index(cell))
     arrivals_s = arrival_times_s(
         plan.arrival,
         len(items),

@@ -34,8 +34,10 @@ def jsonl(path: Path, *rows: object) -> Path:
     return path
 
 
-def items(words: Words, count: int = 4, seed: int = 0, place: int = 0, **wanted: Any) -> list[Item]:
-    return Dataset(Wanted(**wanted), words).items(count, seed, place)
+def items(
+    words: Words, count: int = 4, seed: object = 0, place: int = 0, **wanted: Any
+) -> list[Item]:
+    return Dataset(Wanted(**wanted), words).items(count, str(seed), place)
 
 
 @pytest.mark.parametrize(
