@@ -73,7 +73,7 @@ class SchedulerSide:
         self._claim_decoded(output)
         self._plan_saves(plan, output)
         self._matcher.end_step()
-        computes = [(before, num) for _, before, num in _scheduled(output)]
+        computes = [(before, num) for _, before, num in scheduled(output)]
         plan.work = work_of(computes)
         self._gate.planned(plan.step, computes, len(plan.loads) + len(plan.early_loads))
         return plan
@@ -115,7 +115,7 @@ class SchedulerSide:
     def _plan_saves(self, plan: StepPlan, output: SchedulerOutput) -> None:
         state = output.kv_connector_block_state
         assert state is not None
-        for request_id, num_before, num_scheduled in _scheduled(output):
+        for request_id, num_before, num_scheduled in scheduled(output):
             tracked = self._tracked.get(request_id)
             ready = tracked.take_ready(num_before + num_scheduled) if tracked else []
             if ready:
@@ -168,7 +168,7 @@ def work_of(computes: Sequence[tuple[int, int]]) -> StepWork | None:
     )
 
 
-def _scheduled(output: SchedulerOutput) -> list[tuple[str, int, int]]:
+def scheduled(output: SchedulerOutput) -> list[tuple[str, int, int]]:
     """Of each scheduled request the tokens computed before the step and in it."""
     cached = output.scheduled_cached_reqs
     before = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from banaserve.costs.transfers import StepTimes
 from banaserve.engine.vllm.connector_options import ConnectorOptions
 from banaserve.engine.vllm.copies import BlockCopier, Copy, ThrottledCopier, make_copier
 from banaserve.engine.vllm.trace import Moment, Tracer
@@ -45,7 +46,12 @@ class _Step:
 
 
 class WorkerSide:
-    """One per worker; its hooks run in the model runner's thread, its copies in two others."""
+    """One per worker; its hooks run in the model runner's thread, its copies in two others.
+
+    Attributes:
+        modelled: What the step under way takes where time is modelled: told and counted in place
+            of what it really took.
+    """
 
     def __init__(self, client: StoreClient, part: int, options: ConnectorOptions) -> None:
         self._client = client
@@ -63,6 +69,7 @@ class WorkerSide:
         self._is_abandoned = False
         self.stats = Counters()
         self.trace = Tracer(options.trace)
+        self.modelled: StepTimes | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor], page_bytes: int) -> None:
         """Take the engine's KV cache: one tensor ``[num_blocks, ...]`` a layer, in layer order."""
@@ -183,9 +190,12 @@ class WorkerSide:
         step = self._step
         if not step.began_s:
             return
-        self.stats.add(busy_seconds=now_s - step.began_s)
         if plan.work is not None:
             self.stats.add(steps=1, **{f"step_{n}": v for n, v in asdict(plan.work).items()})
+        if self.modelled is not None:
+            self._measure_modelled(self.modelled)
+            return
+        self.stats.add(busy_seconds=now_s - step.began_s)
         if step.fetched_blocks:
             self.stats.add(load_seconds=step.fetch_s)
         if plan.saves:
@@ -197,9 +207,18 @@ class WorkerSide:
             # The save of the last layer ends after that layer: the host's clock has seen it all.
             step.compute_s = now_s - step.began_s
 
+    def _measure_modelled(self, times: StepTimes) -> None:
+        self._step.compute_s, self._step.fetch_s = times.compute_s, times.fetch_s
+        self.stats.add(
+            busy_seconds=times.step_s,
+            load_seconds=times.fetch_s,
+            load_wait_seconds=times.step_s - times.compute_s,
+        )
+
     def _waited(self, seconds: float) -> None:
         self._step.waited_s += seconds
-        self.stats.add(load_wait_seconds=seconds)
+        if self.modelled is None:
+            self.stats.add(load_wait_seconds=seconds)
 
     # ---- copies
 

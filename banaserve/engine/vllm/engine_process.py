@@ -16,6 +16,7 @@ from banaserve.engine.vllm import compat, cpu_seeds, options
 from banaserve.engine.vllm.migration import guest_process
 from banaserve.engine.vllm.migration import install as migration
 from banaserve.engine.vllm.migration.guest_address import GuestAddress
+from banaserve.engine.vllm.pacing import install as pacing
 
 _PR_SET_PDEATHSIG = 1
 INSTANCE_VARIABLE = "BANASERVE_INSTANCE"
@@ -42,6 +43,7 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
     if options.is_on_cpu():
         cpu_seeds.install(compat.cpu_model_runner())
         migration.install(config, compat.cpu_model_runner())
+        pacing.install(config, compat.cpu_model_runner(), instance_id)
     if config.model_config.enforce_eager and options.is_on_cpu():
         # vLLM still compiles parts of its sampler at their first use: all streams would wait 10 s
         # for the first request with logprobs, and the engine would die where no compiler is.

@@ -1,0 +1,64 @@
+"""What a step takes whose KV is fetched from the store and saved to it, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from banaserve.costs.profile import Profile
+from banaserve.costs.steps import StepCosts
+from banaserve.kvstore.overlap import pipeline
+from banaserve.orchestrator.model.calibration import StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Tokens whose KV of all layers a step copies.
+
+    Attributes:
+        fetched: Fetched layer by layer, each before its layer is computed.
+        fetched_before: Fetched before the step computes anything.
+        saved: Saved layer by layer, each after its layer is computed.
+    """
+
+    fetched: int = 0
+    fetched_before: int = 0
+    saved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Modelled seconds of one step.
+
+    Attributes:
+        step_s: From its begin to its end, with whatever transfers nothing hides.
+        compute_s: Without waiting for transfers; messages to remote modules included.
+        fetch_s: Of its fetches, whether or not anything waited for them.
+    """
+
+    step_s: float
+    compute_s: float
+    fetch_s: float
+
+
+def step_times(profile: Profile, costs: StepCosts, work: StepWork, copied: Copied) -> StepTimes:
+    """Returns the times of a step of ``work``, its transfers overlapped as on a GPU.
+
+    While a layer is computed the next one is fetched and the one before saved, each direction
+    over the link of the profile (BanaServe Eqs. 12 and 13); all layers take the same time.
+    """
+    compute_s, _ = costs.mixed_s(
+        int(work.prefill_tokens),
+        int(work.prefill_pairs),
+        int(work.decode_requests),
+        int(work.context_tokens),
+    )
+    before_s = copied.fetched_before * costs.fetch_token_s
+    fetch_s = copied.fetched * costs.fetch_token_s
+    if not copied.fetched and not copied.saved:
+        return StepTimes(before_s + compute_s, compute_s, before_s)
+    layers = profile.shape.num_layers
+    save_s = copied.saved * costs.fetch_token_s
+    ended = pipeline(
+        [fetch_s / layers] * layers, [compute_s / layers] * layers, [save_s / layers] * layers
+    )
+    return StepTimes(before_s + ended.end_s, compute_s, before_s + fetch_s)

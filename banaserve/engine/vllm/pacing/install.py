@@ -1,0 +1,115 @@
+"""Puts pacing into an engine's process before its engine is made."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from banaserve.costs import profile as profiles
+from banaserve.costs.transfers import Copied
+from banaserve.engine.vllm import compat_pacing
+from banaserve.engine.vllm.connector_scheduler import scheduled, work_of
+from banaserve.engine.vllm.migration.host import MigrationHost
+from banaserve.engine.vllm.migration.modules import ModelShape, Modules
+from banaserve.engine.vllm.migration.worker_methods import HOST_ATTRIBUTE
+from banaserve.engine.vllm.pacing.away import Away
+from banaserve.engine.vllm.pacing.pacer import Pacer
+from banaserve.engine.vllm.pacing.settings import settings_of
+from banaserve.engine.vllm.transfer_plan import StepPlan
+
+
+def install(config: VllmConfig, runner_class: type[Any], instance: str) -> Pacer | None:
+    """Pace the engine that ``config`` describes, the only one of this process.
+
+    Args:
+        instance: Its id.
+
+    Returns:
+        What paces it; None where it is not asked to.
+
+    Raises:
+        UserError: The settings or the profile cannot be used.
+    """
+    settings = settings_of(config)
+    if settings is None:
+        return None
+    profile = profiles.load(settings.profile)
+    pacer = Pacer(profile, instance, Path(settings.folder), settings.dilation)
+    compat_pacing.on_wake(pacer.woke)
+    _install_runner(runner_class, PacedSteps(pacer, config))
+    return pacer
+
+
+class PacedSteps:
+    """What the pacer must know of each step, taken from what the runner is told to run."""
+
+    def __init__(self, pacer: Pacer, config: VllmConfig) -> None:
+        self._pacer = pacer
+        model, parallel = config.model_config, config.parallel_config
+        self._shape = ModelShape(model.get_num_layers(parallel), model.get_num_kv_heads(parallel))
+        self._epoch = 1
+
+    def begin(self, runner: Any, output: Any) -> None:
+        """The runner begins a step, or has been told that there is nothing to run."""
+        plan = output.kv_connector_metadata
+        worker = get_kv_transfer_group().worker if isinstance(plan, StepPlan) else None
+        work = work_of([(before, num) for _, before, num in scheduled(output)])
+        if work is None:
+            self._pacer.woke()
+            times = None
+        else:
+            self._look_away(getattr(runner, HOST_ATTRIBUTE, None))
+            times = self._pacer.begin(work, self._copied(runner, plan))
+        if worker is not None:
+            worker.modelled = times
+
+    def end(self) -> None:
+        self._pacer.end()
+
+    def _copied(self, runner: Any, plan: Any) -> Copied:
+        if not isinstance(plan, StepPlan):
+            return Copied()
+        block_tokens = runner.cache_config.block_size
+        return Copied(
+            len(plan.loads) * block_tokens,
+            len(plan.early_loads) * block_tokens,
+            len(plan.saves) * block_tokens,
+        )
+
+    def _look_away(self, host: Any) -> None:
+        if isinstance(host, MigrationHost) and host.epoch != self._epoch:
+            self._epoch = host.epoch
+            self._pacer.away = Away.of(self._pacer.profile, self._shape, _placed(host))
+
+
+def _placed(host: MigrationHost) -> Iterator[tuple[Modules, str]]:
+    for unit in host.placement:
+        if unit.residence is not None:
+            # A guest's id ends with the instance that it runs beside.
+            yield unit.modules, unit.residence.link.guest_id.rpartition("-")[2]
+
+
+def _install_runner(runner_class: type[Any], steps: PacedSteps) -> None:
+    run, sample = runner_class.execute_model, runner_class.sample_tokens
+
+    @functools.wraps(run)
+    def execute_model(runner: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+        steps.begin(runner, output)
+        result = run(runner, output, *args, **kwargs)
+        if result is not None:
+            steps.end()
+        return result
+
+    @functools.wraps(sample)
+    def sample_tokens(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        result = sample(runner, *args, **kwargs)
+        steps.end()
+        return result
+
+    runner_class.execute_model = execute_model
+    runner_class.sample_tokens = sample_tokens

@@ -1,0 +1,146 @@
+"""A model so small that its steps cost almost nothing: what runs where time is modelled.
+
+Random weights of the Llama architecture, with layers and KV heads in the proportions of a modelled
+model, and the tokenizer of the packaged one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from banaserve import models
+from banaserve.models import cache
+
+HIDDEN_SIZE = 64
+HEAD_SIZE = 32
+"""The smallest that vLLM's attention on CPU takes."""
+ELEMENT_BYTES = 4
+MAX_LAYERS = 10
+MAX_KV_HEADS = 4
+# Raise it whenever the files that are written change.
+_FORMAT_VERSION = 1
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_SPREAD = 0.08
+"""Of the weights: wide enough that the best token is rarely close to the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Miniature:
+    """Dimensions of a miniature; everything else is the same for all."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    max_context_tokens: int
+
+    @classmethod
+    def of(
+        cls, num_layers: int, num_heads: int, num_kv_heads: int, max_context_tokens: int
+    ) -> Miniature:
+        """Returns the miniature of a model with these dimensions.
+
+        Each of its layers and KV heads stands for the same number of the model's, so a share of
+        either is a share of the other. Its steps cost a CPU about as much as it has layers.
+        """
+        layers = largest_divisor(num_layers, MAX_LAYERS)
+        kv_heads = largest_divisor(num_kv_heads, MAX_KV_HEADS)
+        queries_a_head = min(2, num_heads // num_kv_heads)
+        return cls(layers, kv_heads * queries_a_head, kv_heads, max_context_tokens)
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token in all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * HEAD_SIZE * ELEMENT_BYTES
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of ``number`` that is at most ``most``."""
+    return next(d for d in range(min(most, number), 0, -1) if number % d == 0)
+
+
+def resolve(
+    miniature: Miniature,
+    name: str,
+    cache_dir: Path | None,
+    progress: Callable[[str], None],
+) -> models.ResolvedModel:
+    """Make the miniature where that has not been done. Blocking.
+
+    Args:
+        name: Of the model in the API.
+        cache_dir: Where models are kept; None for the user's cache.
+
+    Raises:
+        UserError: The packaged model, whose tokenizer it takes, cannot be had.
+    """
+    packaged = models.resolve(models.PACKAGED, cache_dir, progress)
+    told = json.dumps([_FORMAT_VERSION, asdict(miniature)])
+    root = cache.cache_root() if cache_dir is None else cache_dir
+    folder = root / "models" / f"miniature-{xxhash.xxh3_64_hexdigest(told.encode())}"
+    source = Path(packaged.path_or_id)
+    if cache.obtain(folder, lambda target: _write(miniature, source, target), progress):
+        progress(f"made a miniature of {miniature.num_layers} layers in {folder}")
+    return models.ResolvedModel(name, str(folder), served_name=name, is_local=False)
+
+
+def _write(miniature: Miniature, packaged: Path, target: Path) -> None:
+    from safetensors.numpy import save_file
+
+    for name in _TOKENIZER_FILES:
+        if (packaged / name).exists():
+            shutil.copy(packaged / name, target / name)
+    known = json.loads((packaged / "config.json").read_text(encoding="utf-8"))
+    config = _config(miniature, known)
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    (target / "generation_config.json").write_text(json.dumps(special) + "\n", encoding="utf-8")
+    weights = dict(_weights(miniature, config["vocab_size"]))
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def _config(miniature: Miniature, packaged: dict[str, Any]) -> dict[str, Any]:
+    return packaged | {
+        "head_dim": HEAD_SIZE,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": HIDDEN_SIZE,
+        "max_position_embeddings": miniature.max_context_tokens,
+        "num_attention_heads": miniature.num_heads,
+        "num_hidden_layers": miniature.num_layers,
+        "num_key_value_heads": miniature.num_kv_heads,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+
+
+def _weights(
+    miniature: Miniature, vocab_size: int
+) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+    random = np.random.default_rng(0)
+    ones = np.ones(HIDDEN_SIZE, np.float32)
+
+    def matrix(rows: int, columns: int) -> npt.NDArray[np.float32]:
+        return random.normal(0.0, _SPREAD, (rows, columns)).astype(np.float32)
+
+    queries, keys = miniature.num_heads * HEAD_SIZE, miniature.num_kv_heads * HEAD_SIZE
+    yield "model.embed_tokens.weight", matrix(vocab_size, HIDDEN_SIZE)
+    yield "model.norm.weight", ones
+    for layer in range(miniature.num_layers):
+        stem = f"model.layers.{layer}"
+        yield f"{stem}.input_layernorm.weight", ones
+        yield f"{stem}.post_attention_layernorm.weight", ones
+        yield f"{stem}.self_attn.q_proj.weight", matrix(queries, HIDDEN_SIZE)
+        yield f"{stem}.self_attn.k_proj.weight", matrix(keys, HIDDEN_SIZE)
+        yield f"{stem}.self_attn.v_proj.weight", matrix(keys, HIDDEN_SIZE)
+        yield f"{stem}.self_attn.o_proj.weight", matrix(HIDDEN_SIZE, queries)
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            yield f"{stem}.mlp.{part}.weight", matrix(HIDDEN_SIZE, HIDDEN_SIZE)
