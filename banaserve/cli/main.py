@@ -35,11 +35,20 @@ COMMANDS = {
     "migrate": Command(
         "banaserve.cli.migrate", "app", "Move layers and heads between running instances."
     ),
+    "route": Command("banaserve.cli.route", "route_command", "Balance requests over replicas."),
     "placement": Command(
         "banaserve.cli.placement", "app", "Say which instance runs which layers and heads."
     ),
     "simulate": Command(
         "banaserve.cli.simulate", "app", "Compare systems under a load in virtual time."
+    ),
+    "status": Command("banaserve.cli.status", "app", "Show a running server on one screen."),
+    "decisions": Command(
+        "banaserve.cli.decisions", "app", "Say what the orchestrator decided, and why."
+    ),
+    "role": Command("banaserve.cli.role", "app", "Give a running instance another role."),
+    "orchestrator": Command(
+        "banaserve.cli.orchestrator", "app", "Pause the orchestrator, or let it go on."
     ),
     "bench": Command("banaserve.cli.bench", "bench_command", "Measure one question."),
     "version": Command("banaserve.cli.version", "version_command", "Show versions."),
@@ -90,5 +99,5 @@ def _run_typer(app: Any, name: str, argv: list[str]) -> int:
 
 def _help() -> str:
     lines = ["Usage: banaserve COMMAND [OPTIONS]", "", "Commands:"]
-    lines += [f"  {name:<9} {command.summary}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join([*lines, "", "`banaserve COMMAND --help` lists the options of a command."])

@@ -15,9 +15,10 @@ from typing import Any, TextIO
 
 from banaserve import models
 from banaserve.cli.leaving import Leaving
+from banaserve.cli.listening import listening
+from banaserve.cli.orchestrator_options import check_orchestrator
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.config import ServeConfig
-from banaserve.errors import UserError
 from banaserve.kvstore.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size
 from banaserve.orchestrator.routing import registry
@@ -36,7 +37,7 @@ def serve_command(argv: list[str]) -> int:
     _check(config)
     with (
         Leaving() as leaving,
-        _listen(config) as sock,
+        listening(config.host, config.port) as sock,
         open_run_dir(config.run_dir) as run,
         _quiet(run) as terminal,
         leaving.insisting(),
@@ -54,6 +55,7 @@ def _check(config: ServeConfig) -> None:
     parse_size(config.max_body_size)
     section: dict[str, Any] = dict(config.routing_options)
     registry.make(config.routing_policy, **section)
+    check_orchestrator(config.orchestrator)
 
 
 def _serve(
@@ -69,23 +71,6 @@ def _serve(
 
     with launch.prepared(config, model, sock, run) as parts:
         launch.run(parts, say, lambda: _banner(config, model, run, terminal))
-
-
-@contextlib.contextmanager
-def _listen(config: ServeConfig) -> Iterator[socket.socket]:
-    """Take the port first: finding out later that it is taken costs minutes."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((config.host, config.port))
-            sock.listen(2048)
-        except OSError as error:
-            raise UserError(
-                f"cannot listen on {config.host}:{config.port} ({error.strerror}): stop what "
-                "listens there or choose another --port"
-            ) from error
-        yield sock
 
 
 @contextlib.contextmanager

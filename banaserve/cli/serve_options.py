@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from banaserve.cli.orchestrator_options import add_orchestrator, orchestrator_of
+from banaserve.cli.pairs import read_pair
 from banaserve.config import ServeConfig, options_from_file, parse_pd, split_argv
 from banaserve.errors import UserError
 
@@ -79,7 +80,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         kv_store_verify=known.kv_store_verify,
         kv_store_salt=known.kv_store_salt,
         routing_policy=known.routing_policy,
-        routing_options=tuple(_pair(text) for text in known.routing_option),
+        routing_options=tuple(read_pair("--routing-option", text) for text in known.routing_option),
         skip_prefill_below_tokens=known.skip_prefill_below_tokens,
         threads_per_instance=known.threads_per_instance,
         max_concurrent_requests=known.max_concurrent_requests,
@@ -93,18 +94,9 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         migration_kv_growth=known.migration_kv_growth,
         migration_stall_s=known.migration_stall,
         migration_poison=known.migration_poison,
+        orchestrator=orchestrator_of(known),
         vllm_argv=vllm_argv,
     )
-
-
-def _pair(text: str) -> tuple[str, str | int | float]:
-    key, equals, word = text.partition("=")
-    if not equals:
-        raise UserError(f"--routing-option {text}: write KEY=VALUE")
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return key.replace("-", "_"), kind(word)
-    return key.replace("-", "_"), word
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -121,6 +113,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_store(parser)
     _add_routing(parser)
     _add_migration(parser)
+    add_orchestrator(parser)
     return parser
 
 

@@ -1,0 +1,59 @@
+"""Answers of the balancer itself, in the form that OpenAI's clients read."""
+
+from __future__ import annotations
+
+import math
+from http import HTTPStatus
+
+import msgspec
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+def error_body(status: int, why: str) -> bytes:
+    """Returns the JSON of an error in one line."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return msgspec.json.encode(
+        {"error": {"message": why, "type": kind, "param": None, "code": status}}
+    )
+
+
+def error(status: int, why: str, *, closes: bool, retry_after_s: float | None = None) -> bytes:
+    """Returns a whole answer.
+
+    Args:
+        closes: The connection ends with it.
+        retry_after_s: When the client may try again; rounded up to whole seconds.
+    """
+    fields = b"WWW-Authenticate: Bearer\r\n" if status == 401 else b""
+    if retry_after_s is not None:
+        fields += b"Retry-After: %d\r\n" % max(1, math.ceil(retry_after_s))
+    return answer(status, b"application/json", error_body(status, why), closes, fields)
+
+
+def answer(
+    status: int, content_type: bytes, body: bytes, closes: bool, fields: bytes = b""
+) -> bytes:
+    """Returns a whole answer with ``body``."""
+    phrase = HTTPStatus(status).phrase.encode()
+    if closes:
+        fields += b"Connection: close\r\n"
+    return b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n%b\r\n%b" % (
+        status, phrase, content_type, len(body), fields, body,
+    )  # fmt: skip
+
+
+def error_event(why: str) -> bytes:
+    """Returns the end of a chunked event stream that cannot go on: an error, then the last chunk.
+
+    Clients raise it; without it a broken stream looks like one that has ended.
+    """
+    event = b"data: %b\n\n" % error_body(502, why)
+    return b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event)

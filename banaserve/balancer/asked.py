@@ -1,0 +1,70 @@
+"""What routing may know of a request, read from its body without changing a byte of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from banaserve.balancer.message import Message
+from banaserve.orchestrator.replicas.interface import Request
+from banaserve.types import RequestId
+
+BYTES_A_TOKEN = 4
+"""Of English text, about; only ratios between requests matter to routing."""
+
+_NOTHING = msgspec.Raw(b"")
+
+
+class _Body(msgspec.Struct):
+    """The parts of an OpenAI request that routing reads; a part of another type is no match."""
+
+    model: str = ""
+    user: str | None = None
+    messages: msgspec.Raw = _NOTHING
+    prompt: msgspec.Raw = _NOTHING
+    input: msgspec.Raw = _NOTHING
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+
+
+def blind_request(request_id: RequestId, now_s: float) -> Request:
+    """Returns what a policy that reads no prompt is asked."""
+    return Request(request_id, 1, arrived_s=now_s)
+
+
+def read_request(
+    request_id: RequestId,
+    message: Message,
+    now_s: float,
+    allowed_regions: frozenset[str] | None,
+    was_forwarded: bool,
+) -> Request:
+    """Returns ``message`` as routing sees it.
+
+    A body that is no JSON object of the known form is no error here: the replica refuses it in
+    its own words.
+    """
+    body = _NO_BODY
+    if message.body:
+        data = message.body[0] if len(message.body) == 1 else b"".join(message.body)
+        try:
+            body = _decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            body = _NO_BODY
+    prompt = bytes(body.messages or body.prompt or body.input)
+    return Request(
+        request_id,
+        max(1, len(prompt) // BYTES_A_TOKEN),
+        prompt,
+        max(0, body.max_completion_tokens or body.max_tokens or 0),
+        message.session or body.user or "",
+        body.model,
+        allowed_regions,
+        was_forwarded,
+        now_s,
+    )
+
+
+_NO_BODY = _Body()

@@ -1,0 +1,291 @@
+"""Connections from clients: bytes to messages, and what a client may take its time with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from time import monotonic
+from typing import Protocol, cast
+
+import httptools
+
+from banaserve.balancer import answers
+from banaserve.balancer.message import MAX_HEAD_BYTES, Message, RefusedError
+
+MAX_PIPELINED = 16
+HEAD_TIMEOUT_S = 10.0
+BODY_SILENCE_S = 30.0
+KEEP_ALIVE_S = 75.0
+_LINGER_S = 2.0
+_RETRY_AFTER_S = 1.0
+
+
+class Exchange(Protocol):
+    """One request on its way, as its connection sees it."""
+
+    def cancel(self) -> None:
+        """The client has gone."""
+        ...
+
+    def pause(self) -> None:
+        """The client reads more slowly than the answer comes."""
+        ...
+
+    def resume(self) -> None: ...
+
+
+class Desk(Protocol):
+    """Who takes the requests.
+
+    Attributes:
+        max_body_bytes: Of one request.
+    """
+
+    max_body_bytes: int
+
+    def opened(self, client: Client) -> bool:
+        """Returns whether another connection may be open."""
+        ...
+
+    def closed(self, client: Client) -> None: ...
+
+    def check_head(self, message: Message) -> None:
+        """Returns if the body of ``message`` may come.
+
+        Raises:
+            RefusedError: It may not.
+        """
+        ...
+
+    def hold(self, num_bytes: int) -> None:
+        """Counts bytes of bodies in memory; a negative number gives them back.
+
+        Raises:
+            RefusedError: There is no room for them.
+        """
+        ...
+
+    def take(self, client: Client, message: Message) -> Exchange | None:
+        """Takes a whole request; None where it is answered already."""
+        ...
+
+    def refused(self, error: RefusedError) -> None: ...
+
+
+class Client(asyncio.Protocol):
+    """One connection from a client: requests come one after another, answers likewise."""
+
+    __slots__ = (
+        "_closes_at_s",
+        "_desk",
+        "_exchange",
+        "_head_bytes",
+        "_held_bytes",
+        "_in_head",
+        "_is_busy",
+        "_is_choked",
+        "_is_paused",
+        "_message",
+        "_parser",
+        "_refusal",
+        "_transport",
+        "_waiting",
+        "can_go_on",
+    )
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._parser = httptools.HttpRequestParser(self)
+        self._message = Message()
+        self._waiting: deque[Message] = deque()
+        self._exchange: Exchange | None = None
+        self._refusal: RefusedError | None = None
+        self._closes_at_s = 0.0
+        self._head_bytes = self._held_bytes = 0
+        self._in_head = True
+        self._is_busy = self._is_choked = self._is_paused = False
+        self.can_go_on = True
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._within(HEAD_TIMEOUT_S)
+        if not self._desk.opened(self):
+            self._refuse(RefusedError(503, "too many connections are open; try again shortly"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.can_go_on = False
+        self._waiting.clear()
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.cancel()
+        self._give_back(self._held_bytes)
+        self._desk.closed(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            cause = error.__context__
+            if not isinstance(cause, RefusedError):
+                raise
+            self._refuse(cause)
+            return
+        except httptools.HttpParserUpgrade:
+            self._refuse(RefusedError(400, "CONNECT and upgrades are not supported"))
+            return
+        except httptools.HttpParserError as error:
+            self._refuse(RefusedError(400, f"not a valid HTTP/1.1 request: {error}"))
+            return
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(RefusedError(431, f"the head exceeds {MAX_HEAD_BYTES} bytes"))
+
+    # The parser's callbacks.
+
+    def on_message_begin(self) -> None:
+        if not self._is_busy:
+            self._within(HEAD_TIMEOUT_S)
+
+    def on_url(self, part: bytes) -> None:
+        self._message.add_url(part)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # What follows the body are trailers; nothing in them may change a request.
+        if self._in_head:
+            self._message.add_field(name, value)
+
+    def on_headers_complete(self) -> None:
+        message, parser = self._message, self._parser
+        self._in_head = False
+        keep_alive = parser.should_keep_alive()
+        message.head_complete(parser.get_method(), parser.get_http_version(), keep_alive)
+        if message.announced_bytes > self._desk.max_body_bytes:
+            limit = self._desk.max_body_bytes
+            raise RefusedError(413, f"the body is larger than {limit} bytes (--max-body-size)")
+        self._desk.check_head(message)
+        if not self._is_busy:
+            self._within(BODY_SILENCE_S)
+            if message.expects_continue:
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, data: bytes) -> None:
+        self._message.add_body(data, self._desk.max_body_bytes)
+        self._desk.hold(len(data))
+        self._held_bytes += len(data)
+        if not self._is_busy:
+            self._within(BODY_SILENCE_S)
+
+    def on_message_complete(self) -> None:
+        message, self._message = self._message, Message()
+        self._in_head, self._head_bytes = True, 0
+        if not self._is_busy and not self._waiting and not self._is_choked:
+            self._begin(message)
+            return
+        if len(self._waiting) >= MAX_PIPELINED:
+            raise RefusedError(429, f"more than {MAX_PIPELINED} requests wait on one connection")
+        self._waiting.append(message)
+        if not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def _begin(self, message: Message) -> None:
+        self._is_busy, self._closes_at_s = True, 0.0
+        self.can_go_on = message.keep_alive
+        exchange = self._desk.take(self, message)
+        # An answer that came at once has ended the exchange already.
+        if self._is_busy:
+            self._exchange = exchange
+
+    # For the exchange.
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def done(self, message: Message) -> None:
+        """The answer to ``message`` is complete."""
+        self._exchange, self._is_busy = None, False
+        self._give_back(message.size)
+        if not self.can_go_on:
+            self._leave()
+            return
+        self._within(KEEP_ALIVE_S)
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._begin_next)
+        elif self._refusal is not None:
+            self._answer_refusal(self._refusal)
+        elif self._is_paused:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    def _begin_next(self) -> None:
+        # An answer on top of answers that nobody reads would make a buffer without bound.
+        if self._waiting and not self._is_busy and not self._is_choked:
+            self._begin(self._waiting.popleft())
+
+    def abort(self) -> None:
+        """Break the connection, so that half an answer is not taken for a whole one."""
+        self._exchange = None
+        self._transport.abort()
+
+    # Time, back-pressure, ends.
+
+    def sweep(self, now_s: float) -> None:
+        """Close the connection where its client has taken too long."""
+        if not self._closes_at_s or now_s < self._closes_at_s:
+            return
+        is_idle = self._in_head and not self._head_bytes
+        if self._refusal is not None or is_idle or self._transport.is_closing():
+            self._transport.abort()
+        else:
+            self._refuse(RefusedError(408, "the request took too long to arrive"))
+
+    def leave_if_idle(self) -> None:
+        """Close the connection where no request is under way; else after the answer."""
+        self.can_go_on = False
+        if not self._is_busy:
+            self._transport.close()
+
+    def pause_writing(self) -> None:
+        self._is_choked = True
+        if self._exchange is not None:
+            self._exchange.pause()
+
+    def resume_writing(self) -> None:
+        self._is_choked = False
+        if self._exchange is not None:
+            self._exchange.resume()
+        elif self._waiting:
+            asyncio.get_running_loop().call_soon(self._begin_next)
+
+    def eof_received(self) -> None:
+        return None
+
+    def _refuse(self, error: RefusedError) -> None:
+        self._refusal = error
+        self._desk.refused(error)
+        if not self._is_busy and not self._waiting:
+            self._answer_refusal(error)
+
+    def _answer_refusal(self, error: RefusedError) -> None:
+        again = _RETRY_AFTER_S if error.status in (429, 503) else None
+        self.write(answers.error(error.status, str(error), closes=True, retry_after_s=again))
+        self._leave()
+
+    def _leave(self) -> None:
+        """Close for writing and discard what still comes: closing at once may cost the answer."""
+        self._refusal = self._refusal or RefusedError(400, "the connection is closing")
+        self._within(_LINGER_S)
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:
+            self._transport.close()
+
+    def _within(self, seconds: float) -> None:
+        self._closes_at_s = monotonic() + seconds
+
+    def _give_back(self, num_bytes: int) -> None:
+        self._held_bytes -= num_bytes
+        self._desk.hold(-num_bytes)

@@ -1,0 +1,65 @@
+"""What a request must be before anything is done for it: its key and its path."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+
+from banaserve.balancer.message import Message, RefusedError
+
+OPEN_PATHS = frozenset((b"/health", b"/ready", b"/ping", b"/metrics"))
+"""Answered by the balancer itself, without a key."""
+
+PASSED_PREFIXES = (b"/v1/", b"/v2/")
+PASSED_PATHS = frozenset(
+    (b"/tokenize", b"/detokenize", b"/pooling", b"/classify", b"/score", b"/rerank", b"/generate",
+     b"/version")
+)  # fmt: skip
+_NOT_PASSED = (b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter")
+
+
+class Keys:
+    """The keys that clients may show; none: nobody needs one."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def admits(self, header: bytes) -> bool:
+        """Returns whether an Authorization header names a known key, in constant time."""
+        scheme, _, key = header.partition(b" ")
+        given = _digest(key.strip())
+        known = [secrets.compare_digest(given, digest) for digest in self._digests]
+        return any(known) and scheme.lower() == b"bearer"
+
+
+def check_path(path: bytes) -> None:
+    """Returns if requests for ``path`` go on to a replica.
+
+    Its administration does not: who may use the model may not stop it.
+
+    Raises:
+        RefusedError: They do not.
+    """
+    is_known = path.startswith(PASSED_PREFIXES) or path in PASSED_PATHS
+    if is_known and path.rstrip(b"/") not in _NOT_PASSED:
+        return
+    shown = path[:100].decode("ascii", "replace")
+    raise RefusedError(404, f"there is no {shown} here: the API is below /v1")
+
+
+def check_key(keys: Keys, message: Message) -> None:
+    """Returns if ``message`` shows a known key, or none is needed.
+
+    Raises:
+        RefusedError: It shows none.
+    """
+    if keys and not keys.admits(message.seen.get(b"authorization", b"")):
+        raise RefusedError(401, "no valid API key: send the header 'Authorization: Bearer KEY'")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

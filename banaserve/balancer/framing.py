@@ -1,0 +1,261 @@
+"""How an answer is cut out of the bytes of a connection (RFC 9112), strictly.
+
+Bodies are measured, never copied: what a replica frames goes on to the client as it came.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+from banaserve.errors import ProtocolError
+
+MAX_HEAD_BYTES = 64 * 1024
+_MAX_SIZE_LINE_BYTES = 18
+_MAX_TRAILER_BYTES = 8 * 1024
+
+_TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
+_HEAD = re.compile(
+    rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: ([^\r\n\0]*))?\r\n"
+    rb"((?:" + _TOKEN + rb":[^\r\n\0]*\r\n)*)\r\n"
+)
+# Anchored at line starts; only these matter to whoever stands between the two ends.
+_HOP = re.compile(
+    rb"^(connection|keep-alive|proxy-connection|proxy-authenticate|upgrade|te|"
+    rb"transfer-encoding|content-length):[ \t]*([^\r]*?)[ \t]*\r\n",
+    re.IGNORECASE | re.MULTILINE,
+)
+_KEPT = frozenset((b"transfer-encoding", b"content-length"))
+_DIGITS = re.compile(rb"[0-9]{1,18}")
+_HEX = re.compile(rb"[0-9a-fA-F]{1,15}")
+
+
+class Body(Protocol):
+    """Says where a body ends.
+
+    Attributes:
+        is_done: The whole body has been fed.
+        at_boundary: Something of ours could be put after the bytes fed so far.
+    """
+
+    is_done: bool
+
+    @property
+    def at_boundary(self) -> bool: ...
+
+    def feed(self, data: bytes) -> int:
+        """Returns how many bytes of ``data`` belong to the body.
+
+        Raises:
+            ProtocolError: The framing is broken.
+        """
+        ...
+
+
+class LengthBody:
+    """A body of a known number of bytes."""
+
+    __slots__ = ("_left", "is_done")
+
+    def __init__(self, num_bytes: int) -> None:
+        self._left = num_bytes
+        self.is_done = num_bytes == 0
+
+    @property
+    def at_boundary(self) -> bool:
+        return False
+
+    def feed(self, data: bytes) -> int:
+        num_bytes = len(data)
+        if num_bytes < self._left:
+            self._left -= num_bytes
+            return num_bytes
+        used, self._left = self._left, 0
+        self.is_done = True
+        return used
+
+
+class UntilClose:
+    """A body that ends with its connection."""
+
+    __slots__ = ("is_done",)
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    @property
+    def at_boundary(self) -> bool:
+        return False
+
+    def feed(self, data: bytes) -> int:
+        return len(data)
+
+
+class ChunkedBody:
+    """A body in the chunked transfer coding; extensions are refused."""
+
+    __slots__ = ("_in_trailers", "_left", "_line", "is_done")
+
+    def __init__(self) -> None:
+        # Of the chunk under way, its line end included.
+        self._left = 0
+        self._line = b""
+        self._in_trailers = False
+        self.is_done = False
+
+    @property
+    def at_boundary(self) -> bool:
+        return not (self._left or self._line or self._in_trailers or self.is_done)
+
+    def feed(self, data: bytes) -> int:
+        num_bytes, at = len(data), self._left
+        if at > num_bytes:
+            self._left = at - num_bytes
+            if at - num_bytes == 1 and data[-1] != 13:
+                raise ProtocolError("a chunk does not end where it says")
+            return num_bytes
+        if at:
+            _check_line_end(data, at)
+            self._left = 0
+        while at < num_bytes:
+            if self._line or self._in_trailers:
+                return self._feed_lines(data, at)
+            end = data.find(b"\r\n", at, at + _MAX_SIZE_LINE_BYTES)
+            if end < 0:
+                return self._feed_lines(data, at)
+            size = _chunk_size(data[at:end])
+            if size == 0:
+                self._in_trailers = True
+                at = end + 2
+                continue
+            after = end + size + 4
+            if after > num_bytes:
+                self._left = after - num_bytes
+                if self._left == 1 and data[-1] != 13:
+                    raise ProtocolError("a chunk does not end where it says")
+                return num_bytes
+            _check_line_end(data, after)
+            at = after
+        return num_bytes
+
+    def _feed_lines(self, data: bytes, at: int) -> int:
+        """The rare case: a size line or the trailers lie in more than one read."""
+        before = len(self._line)
+        line = self._line + data[at:]
+        if self._in_trailers:
+            return self._feed_trailers(line, at - before, len(data))
+        end = line.find(b"\r\n", 0, _MAX_SIZE_LINE_BYTES)
+        if end < 0:
+            if len(line) >= _MAX_SIZE_LINE_BYTES or not _HEX.fullmatch(line.rstrip(b"\r")):
+                raise ProtocolError("bad chunk size")
+            self._line = line
+            return len(data)
+        self._line = b""
+        size = _chunk_size(line[:end])
+        start = at - before + end + 2
+        if size == 0:
+            self._in_trailers = True
+        else:
+            self._left = size + 2
+        return start + self.feed(data[start:]) if start < len(data) else len(data)
+
+    def _feed_trailers(self, line: bytes, offset: int, num_bytes: int) -> int:
+        end = 2 if line.startswith(b"\r\n") else line.find(b"\r\n\r\n") + 4
+        if end >= 4 or line.startswith(b"\r\n"):
+            self._line, self.is_done = b"", True
+            return offset + end
+        if len(line) > _MAX_TRAILER_BYTES:
+            raise ProtocolError("trailers too long")
+        self._line = line
+        return num_bytes
+
+
+def _check_line_end(data: bytes, end: int) -> None:
+    """A chunk whose end lies at ``end`` of ``data`` ends in a line end."""
+    if data[max(end - 2, 0) : end] not in (b"\r\n", b"\n"):
+        raise ProtocolError("a chunk does not end where it says")
+
+
+def _chunk_size(digits: bytes) -> int:
+    if not _HEX.fullmatch(digits):
+        raise ProtocolError("bad chunk size")
+    return int(digits, 16)
+
+
+@dataclass(slots=True)
+class ResponseHead:
+    """The head of an answer.
+
+    Attributes:
+        lines: Status line and fields for the client, without those that are about the connection
+            and without the empty line at the end.
+        keep_alive: The connection may be used again after the body.
+    """
+
+    status: int
+    lines: bytes
+    body: Body
+    keep_alive: bool
+
+
+def parse_response_head(head: bytes, to_head: bool = False) -> ResponseHead:
+    """Returns the meaning of ``head``, which ends in an empty line.
+
+    Args:
+        to_head: It answers a HEAD request, so no body follows whatever it says.
+
+    Raises:
+        ProtocolError: Not an HTTP/1 head, or one whose body has no certain end.
+    """
+    match = _HEAD.fullmatch(head)
+    if match is None:
+        raise ProtocolError("the answer is not HTTP/1.1")
+    minor, digits, reason, fields = match.groups()
+    status = int(digits)
+    lengths: list[bytes] = []
+    codings: list[bytes] = []
+    connection, others = b"", False
+    for name, value in _HOP.findall(fields):
+        lowered = name.lower()
+        if lowered == b"content-length":
+            lengths.append(value)
+        elif lowered == b"transfer-encoding":
+            codings.append(value.lower())
+        else:
+            others = True
+            if lowered == b"connection":
+                connection += b"," + value.lower()
+    body = _body(status, lengths, codings, to_head)
+    kept = _HOP.sub(_keep, fields) if others else fields
+    if connection and connection not in (b",close", b",keep-alive"):
+        kept = _without(kept, connection)
+    persists = b"keep-alive" in connection if minor == b"0" else b"close" not in connection
+    lines = b"HTTP/1.1 %b %b\r\n%b" % (digits, reason or b"", kept)
+    return ResponseHead(status, lines, body, persists and not isinstance(body, UntilClose))
+
+
+def _keep(match: re.Match[bytes]) -> bytes:
+    return match[0] if match[1].lower() in _KEPT else b""
+
+
+def _without(fields: bytes, connection: bytes) -> bytes:
+    """Drops the fields that the Connection field names."""
+    names = {name.strip() for name in connection.split(b",")} - _KEPT
+    lines = fields.split(b"\r\n")[:-1]
+    kept = [line for line in lines if line.partition(b":")[0].lower() not in names]
+    return b"".join(line + b"\r\n" for line in kept)
+
+
+def _body(status: int, lengths: list[bytes], codings: list[bytes], to_head: bool) -> Body:
+    if len(lengths) > 1 or len(codings) > 1 or (lengths and codings):
+        raise ProtocolError("the length of the answer is given twice")
+    if lengths and not _DIGITS.fullmatch(lengths[0]):
+        raise ProtocolError("the length of the answer is no number")
+    if codings and codings[0] != b"chunked":
+        raise ProtocolError("the answer has a transfer coding other than chunked")
+    if to_head or status in (204, 304) or status < 200:
+        return LengthBody(0)
+    if codings:
+        return ChunkedBody()
+    return LengthBody(int(lengths[0])) if lengths else UntilClose()

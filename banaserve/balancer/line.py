@@ -1,0 +1,81 @@
+"""The waiting line: first come, first served among requests that may go to the same places."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Protocol
+
+
+class Waiting(Protocol):
+    """A request that waits for a replica.
+
+    Attributes:
+        kind: Requests of one kind may go to the same places.
+        is_over: It needs no place any more.
+        waits_until_s: When waiting has no point any more.
+    """
+
+    is_over: bool
+    waits_until_s: float
+
+    @property
+    def kind(self) -> Hashable: ...
+
+    def place(self) -> bool:
+        """Returns whether the request has been sent somewhere, or answered."""
+        ...
+
+    def waited_too_long(self) -> None: ...
+
+
+class Line:
+    """Requests in the order in which they came, a lane for each kind.
+
+    Nobody overtakes within a lane; a lane that waits for one replica does not hold up another.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: OrderedDict[Hashable, OrderedDict[Waiting, None]] = OrderedDict()
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def is_ahead_of(self, kind: Hashable) -> bool:
+        """Returns whether somebody of that kind waits already."""
+        return kind in self._lanes
+
+    def join(self, one: Waiting, at_front: bool = False) -> None:
+        """Take in a request; ``at_front``: it has waited before."""
+        lane = self._lanes.setdefault(one.kind, OrderedDict())
+        lane[one] = None
+        if at_front:
+            lane.move_to_end(one, last=False)
+        self._length += 1
+
+    def leave(self, one: Waiting) -> None:
+        """Take out a request, if it is there."""
+        lane = self._lanes.get(one.kind)
+        if lane is None or one not in lane:
+            return
+        del lane[one]
+        self._length -= 1
+        if not lane:
+            del self._lanes[one.kind]
+
+    def wake(self) -> None:
+        """Place whoever can be placed; called whenever something may have become free."""
+        for kind in list(self._lanes):
+            while (lane := self._lanes.get(kind)) is not None:
+                first = next(iter(lane))
+                if not first.is_over and not first.place():
+                    break
+                self.leave(first)
+
+    def sweep(self, now_s: float) -> None:
+        """Send away who has waited too long."""
+        late = [one for lane in self._lanes.values() for one in lane if one.waits_until_s <= now_s]
+        for one in late:
+            self.leave(one)
+            one.waited_too_long()

@@ -1,0 +1,197 @@
+"""One client request, as parsed, and the bytes in which it goes on to a replica."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import unquote_to_bytes
+
+from banaserve.errors import BanaServeError
+
+MAX_FIELDS = 128
+MAX_HEAD_BYTES = 32 * 1024
+
+# About the connection, or made anew for the next one.
+_DROPPED = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"proxy-authorization", b"te", b"trailer",
+     b"transfer-encoding", b"content-length", b"expect", b"host")
+)  # fmt: skip
+_OURS = b"x-banaserve-"
+_SEEN = frozenset((b"authorization", b"traceparent", b"tracestate", b"x-session-id"))
+_PASSED = (b"tracestate", b"x-session-id")
+_ODD_PATH = re.compile(rb"//|/\.\.?(?:/|$)|[\\\0-\x20]")
+_TARGET = re.compile(rb"/[A-Za-z0-9\-._~!$&'()*+,;=:@%/]*(?:\?[^\s#\\\0]*)?")
+
+
+class RefusedError(BanaServeError):
+    """The request is answered here: no replica is asked.
+
+    Attributes:
+        closes: What follows on the connection cannot be trusted.
+    """
+
+    def __init__(self, status: int, why: str, closes: bool = True) -> None:
+        super().__init__(why)
+        self.status = status
+        self.closes = closes
+
+
+class Message:
+    """A request. Filled in by the parser's callbacks in the order of the bytes.
+
+    Attributes:
+        target: Path and query, as sent.
+        path: Without the query, percent signs resolved.
+        fields: Lines for the replica, each with its line end.
+        seen: Values of the fields that the balancer itself reads, by lower-case name.
+        keep_alive: The client wants another answer on the same connection.
+    """
+
+    __slots__ = (
+        "_connection",
+        "_head_bytes",
+        "_num_fields",
+        "_num_hosts",
+        "_size",
+        "_target",
+        "announced_bytes",
+        "body",
+        "expects_continue",
+        "fields",
+        "is_http10",
+        "keep_alive",
+        "method",
+        "path",
+        "seen",
+    )
+
+    def __init__(self) -> None:
+        self._target = b""
+        self._connection = b""
+        self._head_bytes = self._num_fields = self._num_hosts = self._size = 0
+        self.announced_bytes = 0
+        self.method = self.path = b""
+        self.fields: list[bytes] = []
+        self.seen: dict[bytes, bytes] = {}
+        self.body: list[bytes] = []
+        self.keep_alive = False
+        self.is_http10 = self.expects_continue = False
+
+    @property
+    def target(self) -> bytes:
+        return self._target
+
+    @property
+    def size(self) -> int:
+        """Bytes of the body so far."""
+        return self._size
+
+    @property
+    def session(self) -> str:
+        """Who asks, where the client says so."""
+        return self.seen.get(b"x-session-id", b"")[:256].decode("latin-1")
+
+    def add_url(self, part: bytes) -> None:
+        self._count(len(part))
+        self._target += part
+
+    def add_field(self, name: bytes, value: bytes) -> None:
+        """Take in one header field.
+
+        Raises:
+            RefusedError: Too many, or one that would make the request mean two things.
+        """
+        self._num_fields += 1
+        if self._num_fields > MAX_FIELDS:
+            raise RefusedError(431, f"more than {MAX_FIELDS} header fields")
+        self._count(len(name) + len(value))
+        lowered = name.lower()
+        if lowered in _DROPPED:
+            self._read_dropped(lowered, value)
+        elif lowered.startswith(_OURS) or lowered in _SEEN:
+            if lowered in self.seen:
+                raise RefusedError(400, f"the header field {name.decode('latin-1')} is there twice")
+            self.seen[lowered] = value
+            if lowered in _PASSED:
+                self.fields.append(b"%b: %b\r\n" % (name, value))
+        elif lowered == b"upgrade":
+            raise RefusedError(501, "upgrades of the connection are not supported: HTTP/1.1 only")
+        else:
+            self.fields.append(b"%b: %b\r\n" % (name, value))
+
+    def _count(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise RefusedError(431, f"the head exceeds {MAX_HEAD_BYTES} bytes")
+
+    def _read_dropped(self, name: bytes, value: bytes) -> None:
+        if name == b"content-length":
+            if not value.isdigit() or len(value) > 18:
+                raise RefusedError(400, "Content-Length is no number")
+            self.announced_bytes = int(value)
+        elif name == b"transfer-encoding":
+            if value.strip().lower() != b"chunked":
+                raise RefusedError(501, "Transfer-Encoding is not chunked")
+        elif name == b"host":
+            self._num_hosts += 1
+        elif name == b"expect":
+            if value.lower() != b"100-continue":
+                raise RefusedError(417, "Expect is not 100-continue")
+            self.expects_continue = True
+        elif name == b"connection":
+            self._connection += b"," + value.lower()
+
+    def head_complete(self, method: bytes, version: str, keep_alive: bool) -> None:
+        """Check the head as a whole.
+
+        Raises:
+            RefusedError: It is not one that may go on.
+        """
+        self.method, self.keep_alive = method, keep_alive
+        if version not in ("1.1", "1.0"):
+            raise RefusedError(505, "HTTP/1.1 only")
+        self.is_http10 = version == "1.0"
+        if self._num_hosts > 1 or (self._num_hosts == 0 and not self.is_http10):
+            raise RefusedError(400, "exactly one Host header field is needed")
+        if self.is_http10 and self.expects_continue:
+            self.expects_continue = False
+        if method in (b"CONNECT", b"TRACE"):
+            raise RefusedError(405, f"{method.decode()} is not supported")
+        if not _TARGET.fullmatch(self._target):
+            raise RefusedError(400, "the request's target is not a path")
+        # A replica may read the path otherwise than the list of allowed paths does.
+        path = self._target.partition(b"?")[0]
+        self.path = unquote_to_bytes(path) if b"%" in path else path
+        if _ODD_PATH.search(self.path):
+            raise RefusedError(400, "the path is not in its simplest form")
+        if self._connection and self._connection not in (b",keep-alive", b",close"):
+            self._drop_named()
+
+    def _drop_named(self) -> None:
+        """The Connection field may name others that are not for the next hop."""
+        names = {name.strip() for name in self._connection.split(b",")}
+        self.fields = [line for line in self.fields if line.partition(b":")[0].lower() not in names]
+
+    def add_body(self, data: bytes, max_bytes: int) -> None:
+        """Take in a part of the body.
+
+        Raises:
+            RefusedError: It is longer than ``max_bytes``.
+        """
+        self._size += len(data)
+        if self._size > max_bytes:
+            raise RefusedError(413, f"the body is larger than {max_bytes} bytes (--max-body-size)")
+        self.body.append(data)
+
+    def parts(self, fields_for_target: bytes) -> list[bytes]:
+        """The bytes for a replica; framed anew, so both ends agree on where the body ends.
+
+        Args:
+            fields_for_target: Lines that this hop alone needs: Host, keys.
+        """
+        version = b"1.0" if self.is_http10 else b"1.1"
+        start = b"%b %b HTTP/%b\r\n" % (self.method, self._target, version)
+        if not self.body and self.method in (b"GET", b"HEAD", b"DELETE", b"OPTIONS"):
+            return [b"".join((start, fields_for_target, *self.fields, b"\r\n"))]
+        length = b"Content-Length: %d\r\n\r\n" % self._size
+        head = b"".join((start, fields_for_target, *self.fields, length))
+        return [head, *self.body]

@@ -1,0 +1,145 @@
+"""What happened, as plain counters that are made into Prometheus metrics when somebody asks.
+
+Counting with a library's thread-safe metrics costs more than relaying a chunk.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from banaserve.balancer.target import Target
+
+_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 300)
+
+
+class _Histogram:
+    __slots__ = ("_counts", "_sum")
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_BOUNDS_S) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(_BOUNDS_S, value)] += 1
+        self._sum += value
+
+    def family(self, name: str, what: str) -> Metric:
+        buckets, total = [], 0
+        for bound, count in zip((*map(str, _BOUNDS_S), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        family = HistogramMetricFamily(name, what)
+        family.add_metric([], buckets, self._sum)
+        return family
+
+
+class Metrics(Collector):
+    """Counters of one balancer; times are seconds."""
+
+    def __init__(self) -> None:
+        self._decisions: Counter[tuple[str, str]] = Counter()
+        self._answers: Counter[int] = Counter()
+        self._refused: Counter[int] = Counter()
+        self._waits, self._first, self._durations = _Histogram(), _Histogram(), _Histogram()
+        self._num_cancelled = 0
+        self.num_reads = 0
+        self.targets: Callable[[], Iterable[Target]] = tuple
+        self.line_length: Callable[[], int] = int
+        self.num_under_way: Callable[[], int] = int
+
+    def placed(self, target: str, reason: str, waited_s: float) -> None:
+        """A request has its first place."""
+        self._decisions[target, reason] += 1
+        self._waits.add(waited_s)
+
+    def first_byte(self, after_s: float) -> None:
+        self._first.add(after_s)
+
+    def ended(self, status: int, after_s: float) -> None:
+        """A request has been answered; 502 also for an answer that broke off."""
+        self._answers[status] += 1
+        self._durations.add(after_s)
+
+    def cancelled(self) -> None:
+        self._num_cancelled += 1
+
+    def refused(self, status: int) -> None:
+        """A request was refused before it was whole."""
+        self._refused[status] += 1
+
+    def page(self) -> bytes:
+        """Returns everything in Prometheus' text format."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry)
+
+    def collect(self) -> Iterator[Metric]:
+        name = "banaserve_route_"
+        yield _counter(name + "answers", "Answers to whole requests.", ["status"], self._answers)
+        yield _counter(name + "refused", "Refused before whole.", ["status"], self._refused)
+        yield _counter(name + "decisions", "First places.", ["target", "reason"], self._decisions)
+        yield CounterMetricFamily(
+            name + "cancelled", "Clients that went away.", value=self._num_cancelled
+        )
+        yield CounterMetricFamily(name + "reads", "Parts relayed.", value=self.num_reads)
+        yield self._waits.family(name + "wait_seconds", "From the whole request to its place.")
+        yield self._first.family(name + "first_byte_seconds", "To the answer's first byte.")
+        yield self._durations.family(name + "duration_seconds", "To the answer's last byte.")
+        yield GaugeMetricFamily(name + "waiting", "Requests in line.", value=self.line_length())
+        yield GaugeMetricFamily(
+            name + "under_way", "Requests under way.", value=self.num_under_way()
+        )
+        yield from self._of_targets()
+
+    def _of_targets(self) -> Iterator[Metric]:
+        name, targets = "banaserve_route_target_", list(self.targets())
+        gauges: dict[str, Callable[[Target], float]] = {
+            "available": lambda one: one.view.is_available,
+            "healthy": lambda one: one.is_healthy,
+            "circuit_open": lambda one: one.breaker.is_open,
+            "outstanding": lambda one: one.view.outstanding,
+            "pending": lambda one: one.view.pending,
+            "round_trip_ms": lambda one: one.view.round_trip_ms,
+        }
+        for key, read in gauges.items():
+            family = GaugeMetricFamily(name + key, f"Of a target: {key}.", labels=["target"])
+            for one in targets:
+                family.add_metric([one.view.id], float(read(one)))
+            yield family
+        counters: dict[str, Callable[[Target], float]] = {
+            "broken": lambda one: one.num_broken,
+            "retried": lambda one: one.num_retried,
+            "circuit_opened": lambda one: one.breaker.num_opened,
+        }
+        for key, read in counters.items():
+            counter = CounterMetricFamily(name + key, f"Of a target: {key}.", labels=["target"])
+            for one in targets:
+                counter.add_metric([one.view.id], float(read(one)))
+            yield counter
+        answers = CounterMetricFamily(
+            name + "answers", "Answers of a target.", labels=["target", "status"]
+        )
+        for one in targets:
+            for status, count in one.num_answers.items():
+                answers.add_metric([one.view.id, str(status)], count)
+        yield answers
+
+
+def _counter(
+    name: str, what: str, labels: list[str], counts: Counter[int] | Counter[tuple[str, str]]
+) -> Metric:
+    family = CounterMetricFamily(name, what, labels=labels)
+    for key, count in counts.items():
+        values = list(map(str, key)) if isinstance(key, tuple) else [str(key)]
+        family.add_metric(values, count)
+    return family

@@ -1,0 +1,44 @@
+"""What an exchange needs of its balancer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from banaserve.balancer.line import Line
+from banaserve.balancer.message import Message
+from banaserve.balancer.metrics import Metrics
+from banaserve.balancer.target import Target
+from banaserve.orchestrator.replicas.fleet import Fleet
+from banaserve.orchestrator.replicas.interface import Decision, Request
+
+if TYPE_CHECKING:
+    from banaserve.balancer.exchange import Exchange
+
+
+class Office(Protocol):
+    """The balancer, as one request's exchange sees it."""
+
+    fleet: Fleet
+    line: Line
+    metrics: Metrics
+    targets: dict[str, Target]
+    max_attempts: int
+    max_queue: int
+
+    def now_s(self) -> float: ...
+
+    def decide(self, request: Request, without: set[str]) -> Decision:
+        """Asks the policy, leaving out ``without`` where other targets are left."""
+        ...
+
+    def has_other(self, tried: set[str]) -> bool:
+        """Returns whether a replica of this region that is not in ``tried`` is available."""
+        ...
+
+    def fields(self, message: Message, target: Target, request: Request) -> bytes:
+        """Returns the header lines that this hop alone needs."""
+        ...
+
+    def log(self, text: str) -> None: ...
+
+    def ended(self, exchange: Exchange) -> None: ...

@@ -1,0 +1,72 @@
+"""The process: a socket, an event loop, and an end that lets requests finish."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+
+import uvloop
+
+from banaserve.balancer.balancer import Balancer
+from banaserve.balancer.client import Client
+
+_TICK_S = 0.1
+_TICKS_A_SLOW_ONE = 5
+_BACKLOG = 2048
+
+
+def run(make: Callable[[], Balancer], sock: socket.socket, on_ready: Callable[[], None]) -> int:
+    """Serve on ``sock`` until SIGINT or SIGTERM; returns 128 and the signal's number.
+
+    The first signal lets requests under way finish, for a limited time; the second ends at once.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(make, sock, on_ready))
+
+
+async def serve(
+    make: Callable[[], Balancer], sock: socket.socket, on_ready: Callable[[], None]
+) -> int:
+    """As ``run``, within a running loop of the main thread."""
+    loop = asyncio.get_running_loop()
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    for each in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(each, signals.put_nowait, int(each))
+    balancer = make()
+    await balancer.start()
+    ticking = loop.create_task(tick(balancer))
+    server = await loop.create_server(lambda: Client(balancer), sock=sock, backlog=_BACKLOG)
+    on_ready()
+    try:
+        number = await signals.get()
+        server.close()
+        await drain(balancer, signals)
+    finally:
+        ticking.cancel()
+        balancer.close()
+    return 128 + number
+
+
+async def tick(balancer: Balancer) -> None:
+    """Keep the balancer's time."""
+    while True:
+        for _ in range(_TICKS_A_SLOW_ONE):
+            await asyncio.sleep(_TICK_S)
+            balancer.tick()
+        balancer.tick_slowly()
+
+
+async def drain(balancer: Balancer, signals: asyncio.Queue[int]) -> None:
+    """Return when nothing is under way, time is up or another signal has come."""
+    balancer.leave()
+    again = asyncio.ensure_future(signals.get())
+    idle = asyncio.ensure_future(balancer.idle())
+    await asyncio.wait(
+        (again, idle),
+        timeout=balancer.settings.limits.drain_s,
+        return_when=asyncio.FIRST_COMPLETED,
+    )
+    again.cancel()
+    idle.cancel()

@@ -1,0 +1,168 @@
+"""What a balancer is told: one frozen schema for the command line and the file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from banaserve.errors import UserError
+from banaserve.kvstore.sizes import parse_size
+
+
+class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One replica.
+
+    Attributes:
+        url: ``http://HOST:PORT``.
+        id: In metrics and logs; host and port where empty.
+        models: Served model names; none: any.
+        key: Sent to the replica instead of the client's key.
+        max_outstanding: Requests it is sent at most at a time; 0: the balancer's setting.
+        max_prompt_tokens: Longer prompts go elsewhere; 0: unknown.
+    """
+
+    url: str
+    id: str = ""
+    models: tuple[str, ...] = ()
+    key: str = ""
+    max_outstanding: int = 0
+    max_prompt_tokens: int = 0
+
+
+class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The routing policy, its preset and its own options.
+
+    Attributes:
+        preset: The policy's default where empty.
+        seed: Of its random choices.
+    """
+
+    name: str = "round_robin"
+    preset: str = ""
+    options: dict[str, Any] = {}
+    seed: int = 0
+
+
+class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is too much, too large or too late.
+
+    Attributes:
+        max_body: Of one request.
+        max_buffered: Bodies held in memory, all together.
+        max_requests: Under way at once; more are answered 429.
+        max_queue: Of these, waiting for a replica.
+        max_outstanding: At one replica at a time; 0: no limit.
+        queue_timeout_s: Longest wait for a replica.
+        request_timeout_s: From the whole request to the last byte of the answer.
+        max_attempts: Replicas tried before the first byte.
+        drain_s: How long requests under way may take when the balancer ends.
+    """
+
+    max_body: str = "32MiB"
+    max_buffered: str = "1GiB"
+    max_connections: int = 16384
+    max_requests: int = 4096
+    max_queue: int = 1024
+    max_outstanding: int = 0
+    queue_timeout_s: float = 30.0
+    request_timeout_s: float = 600.0
+    connect_timeout_s: float = 2.0
+    max_attempts: int = 3
+    drain_s: float = 10.0
+
+    def check(self) -> None:
+        """Returns if every limit makes sense.
+
+        Raises:
+            UserError: One does not.
+        """
+        parse_size(self.max_body)
+        parse_size(self.max_buffered)
+        for name in ("max_outstanding", "drain_s"):
+            if getattr(self, name) < 0:
+                raise UserError(f"limits.{name} is {getattr(self, name)}: give 0 or more")
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if name in ("max_outstanding", "drain_s") or isinstance(value, str):
+                continue
+            if not 0 < value < 1e9:
+                raise UserError(f"limits.{name} is {value}: give more than 0")
+
+
+class HealthSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """When a replica is taken out and brought back.
+
+    Attributes:
+        interval_s: Between two looks at a replica's ``path``.
+        report_interval_s: Between two looks at its metrics, for policies that read them.
+        failures: Failed looks in a row until it is taken out; one good look brings it back.
+        breaker_failures: Failed requests in a row until its circuit opens.
+    """
+
+    path: str = "/health"
+    interval_s: float = 1.0
+    timeout_s: float = 2.0
+    report_interval_s: float = 0.1
+    failures: int = 2
+    breaker_failures: int = 3
+    breaker_pause_s: float = 1.0
+    breaker_longest_pause_s: float = 30.0
+
+    def check(self) -> None:
+        """Returns if every number makes sense.
+
+        Raises:
+            UserError: One does not.
+        """
+        if not self.path.startswith("/") or not self.path.isascii() or " " in self.path:
+            raise UserError(f"health.path is {self.path!r}: give a path such as /health")
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if name != "path" and not 0 < value < 1e6:
+                raise UserError(f"health.{name} is {value}: give more than 0")
+
+
+class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything.
+
+    Attributes:
+        region: Where this balancer and its replicas are.
+        api_keys: One of them is needed from clients; none: no key is needed.
+    """
+
+    region: str = "local"
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_keys: tuple[str, ...] = ()
+    replica_key: str = ""
+    policy: PolicySettings = PolicySettings()
+    replicas: tuple[ReplicaSettings, ...] = ()
+    limits: LimitSettings = LimitSettings()
+    health: HealthSettings = HealthSettings()
+
+    def check(self) -> None:
+        """Returns if the settings make sense together.
+
+        Raises:
+            UserError: They do not; names the key.
+        """
+        self.limits.check()
+        self.health.check()
+        if not 0 < self.port < 65536:
+            raise UserError(f"port is {self.port}: give 1 to 65535")
+        if not all(self.api_keys):
+            raise UserError("an API key is empty: give a key, or none")
+        if not is_loopback(self.host) and not self.api_keys:
+            raise UserError(
+                f"host {self.host} lets other machines in: set an API key (--api-key, "
+                "BANASERVE_API_KEY), or stay on 127.0.0.1"
+            )
+        for key in (self.replica_key, *self.api_keys, *(one.key for one in self.replicas)):
+            if not key.isascii() or not key.isprintable() or " " in key:
+                raise UserError("a key has characters that no header may carry")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,0 +1,243 @@
+"""Connections to replicas: one answer at a time, kept open between requests."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Iterable
+from time import monotonic
+from typing import Protocol, cast
+
+from banaserve.balancer.endpoint import Endpoint
+from banaserve.balancer.framing import (
+    MAX_HEAD_BYTES,
+    Body,
+    ResponseHead,
+    UntilClose,
+    parse_response_head,
+)
+from banaserve.errors import ProtocolError
+
+IDLE_S = 4.0
+"""Below uvicorn's five seconds, after which a server closes an idle connection."""
+
+MAX_IDLE = 256
+
+
+class Sink(Protocol):
+    """Who gets an answer. After ``on_end`` or ``on_broken`` nothing more comes."""
+
+    def on_head(self, head: ResponseHead, data: bytes) -> None:
+        """The head has come, with the first bytes of the body, which may be none."""
+        ...
+
+    def on_body(self, data: bytes) -> None: ...
+
+    def on_end(self) -> None: ...
+
+    def on_broken(self, why: str, was_reused: bool) -> None:
+        """The connection broke, or what came on it is no answer.
+
+        Args:
+            was_reused: It had carried another answer before and nothing came of this one: likely
+                the server had just closed it, which says nothing of its health.
+        """
+        ...
+
+
+class Upstream(asyncio.Protocol):
+    """One connection to a replica."""
+
+    __slots__ = (
+        "_body",
+        "_head",
+        "_is_paused",
+        "_pool",
+        "_sink",
+        "_to_head",
+        "_transport",
+        "idle_since_s",
+        "is_closed",
+        "is_kept",
+        "num_answers",
+    )
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._sink: Sink | None = None
+        self._body: Body | None = None
+        self._head = b""
+        self._to_head = self._is_paused = False
+        self.num_answers = 0
+        self.is_closed = False
+        self.is_kept = True
+        self.idle_since_s = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._pool.opened(self)
+
+    def send(self, parts: Iterable[bytes], sink: Sink, to_head: bool) -> None:
+        """Send a whole request, whose answer goes to ``sink``."""
+        self._sink, self._to_head = sink, to_head
+        self._transport.writelines(parts)
+
+    def data_received(self, data: bytes) -> None:
+        sink, body = self._sink, self._body
+        if sink is None:
+            # Nobody asked: whatever it is, it must not become the answer to the next request.
+            self.abort()
+            return
+        try:
+            if body is None:
+                self._read_head(sink, data)
+                return
+            used = body.feed(data)
+        except ProtocolError as error:
+            self._break(str(error))
+            return
+        if used == len(data) and not body.is_done:
+            sink.on_body(data)
+            return
+        sink.on_body(data if used == len(data) else data[:used])
+        self._end(sink, is_clean=used == len(data))
+
+    def _read_head(self, sink: Sink, data: bytes) -> None:
+        self._head = data = self._head + data if self._head else data
+        end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
+        if end < 0:
+            if len(data) >= MAX_HEAD_BYTES:
+                raise ProtocolError(f"the head of the answer exceeds {MAX_HEAD_BYTES} bytes")
+            return
+        head = parse_response_head(data[: end + 4], self._to_head)
+        rest = data[end + 4 :]
+        if head.status < 200:
+            if head.status == 101:
+                raise ProtocolError("the answer changes the protocol")
+            self._head = b""
+            if rest:
+                self._read_head(sink, rest)
+            return
+        used = head.body.feed(rest) if rest and not head.body.is_done else 0
+        self._head, self._body = b"", head.body
+        self.is_kept = head.keep_alive
+        is_clean = used == len(rest)
+        sink.on_head(head, rest if is_clean else rest[:used])
+        # The sink may have dropped the connection.
+        if head.body.is_done and self._sink is sink:
+            self._end(sink, is_clean)
+
+    def _end(self, sink: Sink, is_clean: bool) -> None:
+        if self._sink is not sink:
+            return
+        self._sink = self._body = None
+        self.num_answers += 1
+        self.resume()
+        # Before the sink asks for a connection for its next request.
+        if is_clean:
+            self._pool.give_back(self)
+        else:
+            self.abort()
+        sink.on_end()
+
+    def _break(self, why: str) -> None:
+        sink = self._sink
+        self.abort()
+        if sink is not None:
+            sink.on_broken(why, was_reused=False)
+
+    def eof_received(self) -> None:
+        return None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        sink, self._sink = self._sink, None
+        was_open, self.is_closed = not self.is_closed, True
+        if was_open:
+            self._pool.lost(self)
+        if sink is None:
+            return
+        if isinstance(self._body, UntilClose) and exc is None:
+            sink.on_end()
+            return
+        was_reused = self.num_answers > 0 and self._body is None and not self._head
+        sink.on_broken("the connection broke", was_reused)
+
+    def abort(self) -> None:
+        """Close at once; the sink hears nothing. A server takes that for a cancelled request."""
+        self._sink = None
+        if not self.is_closed:
+            self.is_closed = True
+            self._pool.lost(self)
+            self._transport.abort()
+
+    def pause(self) -> None:
+        """Read no more: the client is slower than the replica."""
+        if not self.is_closed and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._is_paused and not self.is_closed:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+
+class Pool:
+    """The connections to one server."""
+
+    def __init__(self, endpoint: Endpoint, connect_timeout_s: float) -> None:
+        self.endpoint = endpoint
+        self._connect_timeout_s = connect_timeout_s
+        self._tls = ssl.create_default_context() if endpoint.is_tls else None
+        self._idle: list[Upstream] = []
+        self._all: set[Upstream] = set()
+
+    def take(self) -> Upstream | None:
+        """Returns an idle connection, the one used last, or None."""
+        return self._idle.pop() if self._idle else None
+
+    async def connect(self) -> Upstream:
+        """Returns a fresh connection.
+
+        Raises:
+            OSError: Refused, unreachable, or not within the time limit.
+        """
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._connect_timeout_s):
+            _, made = await loop.create_connection(
+                lambda: Upstream(self), self.endpoint.host, self.endpoint.port, ssl=self._tls
+            )
+        return made
+
+    def opened(self, connection: Upstream) -> None:
+        """Remember an open connection."""
+        self._all.add(connection)
+
+    def give_back(self, connection: Upstream) -> None:
+        """Take back a connection whose answer is complete."""
+        if not connection.is_kept or len(self._idle) >= MAX_IDLE:
+            connection.abort()
+            return
+        connection.idle_since_s = monotonic()
+        self._idle.append(connection)
+
+    def lost(self, connection: Upstream) -> None:
+        """Forget a closed connection."""
+        self._all.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def drop_idle(self) -> None:
+        """Close the idle connections."""
+        for connection in list(self._idle):
+            connection.abort()
+
+    def sweep(self, now_s: float) -> None:
+        """Close connections that have been idle so long that the server may be closing them."""
+        while self._idle and now_s - self._idle[0].idle_since_s > IDLE_S:
+            self._idle[0].abort()
+
+    def close(self) -> None:
+        """Close all connections, those under way too."""
+        for connection in list(self._all):
+            connection.abort()

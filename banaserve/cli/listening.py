@@ -1,0 +1,30 @@
+"""Taking a port before anything slow happens."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+from banaserve.errors import UserError
+
+
+@contextlib.contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """Yields a socket that listens: finding out later that the port is taken costs minutes.
+
+    Raises:
+        UserError: The port is taken, or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+            sock.listen(2048)
+        except OSError as error:
+            raise UserError(
+                f"cannot listen on {host}:{port} ({error.strerror}): stop what "
+                "listens there or choose another --port"
+            ) from error
+        yield sock

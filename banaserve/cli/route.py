@@ -1,0 +1,131 @@
+"""``banaserve route``: a balancer in front of OpenAI-compatible replicas."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from banaserve.balancer.balancer import Balancer
+from banaserve.balancer.settings import (
+    BalancerSettings,
+    HealthSettings,
+    LimitSettings,
+    PolicySettings,
+    ReplicaSettings,
+)
+from banaserve.cli.console import print_error
+from banaserve.cli.listening import listening
+from banaserve.cli.pairs import read_pair
+from banaserve.errors import UserError
+from banaserve.orchestrator.replicas import registry
+
+_DEFAULTS = BalancerSettings()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"route: {message} (see banaserve route --help)")
+
+
+def route_command(argv: Sequence[str]) -> int:
+    """Balance until SIGINT or SIGTERM; returns the exit code.
+
+    Raises:
+        UserError: Something the user can mend.
+    """
+    settings = read_argv(argv)
+    settings.check()
+    if not settings.replicas:
+        raise UserError("route: no replica: give --replica URL, once for each")
+    from banaserve.balancer import server
+
+    started_s = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - started_s:5.1f} s] {text}", flush=True)
+
+    balancers: list[Balancer] = []
+
+    def make() -> Balancer:
+        balancers.append(Balancer(settings, print_error))
+        return balancers[0]
+
+    with listening(settings.host, settings.port) as sock:
+        say(f"looking at {len(settings.replicas)} replicas")
+        code = server.run(make, sock, lambda: _banner(balancers[0]))
+    say("ended")
+    return code
+
+
+def read_argv(argv: Sequence[str]) -> BalancerSettings:
+    """Returns the settings that the words after ``banaserve route`` mean.
+
+    Raises:
+        UserError: A word or a value that makes no sense.
+    """
+    known = _make_parser().parse_args(argv)
+    keys = known.api_key or [key for key in [os.environ.get("BANASERVE_API_KEY", "")] if key]
+    options = dict(read_pair("--policy-option", text) for text in known.policy_option)
+    return BalancerSettings(
+        host=known.host,
+        port=known.port,
+        api_keys=tuple(keys),
+        replica_key=known.replica_key or os.environ.get("BANASERVE_REPLICA_KEY", ""),
+        policy=PolicySettings(
+            name=known.policy, preset=known.preset, options=options, seed=known.seed
+        ),
+        replicas=tuple(ReplicaSettings(url=url) for url in known.replica),
+        limits=LimitSettings(
+            max_body=known.max_body_size,
+            max_requests=known.max_concurrent_requests,
+            max_queue=known.max_queue,
+            max_outstanding=known.max_outstanding,
+            queue_timeout_s=known.queue_timeout,
+            request_timeout_s=known.request_timeout,
+        ),
+        health=HealthSettings(path=known.health_path, interval_s=known.health_interval),
+    )
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    limits, health = _DEFAULTS.limits, _DEFAULTS.health
+    parser = _Parser(
+        prog="banaserve route",
+        description="Balance requests over OpenAI-compatible replicas (banaserve, vLLM, SGLang).",
+        epilog="banaserve route --replica http://10.0.0.1:8000 --replica http://10.0.0.2:8000",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--replica", action="append", default=[], metavar="URL", help="one server; repeat")
+    add("--policy", default=_DEFAULTS.policy.name, help=", ".join(registry.names()))
+    add("--preset", default="", help="the policy's set of options to start from")
+    add("--policy-option", action="append", default=[], metavar="KEY=VALUE", help="repeat")
+    add("--seed", type=int, default=0, help="of the policy's random choices")
+    add("--host", default=_DEFAULTS.host, help="other than loopback needs --api-key (%(default)s)")
+    add("--port", type=int, default=_DEFAULTS.port, help="(%(default)s)")
+    add("--api-key", action="append", default=[], help="clients need one; BANASERVE_API_KEY")
+    add("--replica-key", default="", help="sent to replicas; BANASERVE_REPLICA_KEY")
+    add("--max-body-size", default=limits.max_body, help="of one request (%(default)s)")
+    add("--max-concurrent-requests", type=int, default=limits.max_requests, help="(%(default)s)")
+    add("--max-queue", type=int, default=limits.max_queue, help="waiting requests (%(default)s)")
+    add("--max-outstanding", type=int, default=0, help="at a replica at a time; 0: no limit")
+    add("--queue-timeout", type=float, default=limits.queue_timeout_s, help="s (%(default)s)")
+    add("--request-timeout", type=float, default=limits.request_timeout_s, help="s (%(default)s)")
+    add("--health-path", default=health.path, help="of replicas (%(default)s)")
+    add("--health-interval", type=float, default=health.interval_s, help="s (%(default)s)")
+    return parser
+
+
+def _banner(balancer: Balancer) -> None:
+    settings = balancer.settings
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"http://{host}:{settings.port}"
+    lines = ["", f"  banaserve routes by {settings.policy.name}"]
+    for target in balancer.targets.values():
+        state = "ready" if target.is_healthy else "does not answer yet"
+        lines.append(f"  {target.endpoint.url:<32} {state}")
+    lines += [f"  API      {url}/v1", f"  metrics  {url}/metrics", "", "  Ctrl-C ends it.", ""]
+    print("\n".join(lines), flush=True)
