@@ -17,15 +17,19 @@ native = Extension(
         "csrc/disk_threads.cpp",
         "csrc/disk_uring.cpp",
         "csrc/disk_queue_bindings.cpp",
+        "csrc/prefix_tree.cpp",
+        "csrc/prefix_tree_bindings.cpp",
         "csrc/bindings.cpp",
         # setuptools refuses an absolute path below this folder, such as one in .venv.
         os.path.relpath(NANOBIND / "src" / "nb_combined.cpp"),
     ],
     depends=[
         "csrc/block_copy.h",
+        "csrc/xxh3.h",
         "csrc/disk_queue.h",
         "csrc/disk_queue_bindings.h",
-        "csrc/xxh3.h",
+        "csrc/prefix_tree.h",
+        "csrc/prefix_tree_bindings.h",
     ],
     include_dirs=[
         "csrc",

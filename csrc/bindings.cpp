@@ -15,6 +15,7 @@
 
 #include "block_copy.h"
 #include "disk_queue_bindings.h"
+#include "prefix_tree_bindings.h"
 #include "xxh3.h"
 
 namespace nb = nanobind;
@@ -178,4 +179,5 @@ Raises:
     ValueError: Names the argument at fault; nothing has been copied.
     RuntimeError: The xxhash package's library cannot be used.)");
   bind_disk_queue(module);
+  bind_prefix_tree(module);
 }
