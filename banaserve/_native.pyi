@@ -1,6 +1,9 @@
 import numpy as np
 import numpy.typing as npt
 
+from banaserve.orchestrator.replicas.interface import ReplicaId
+from banaserve.orchestrator.replicas.prefix_tree import TreeEntry
+
 def copy_instructions() -> list[str]:
     """What streaming copies may use on this processor, widest first: avx512, avx2."""
 
