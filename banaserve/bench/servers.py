@@ -45,6 +45,15 @@ class Server:
                 total_s += times.user + times.system
         return total_s
 
+    def memory_bytes(self) -> int:
+        """Memory of all its processes; pages that several share count once in all (PSS)."""
+        total = 0
+        root = psutil.Process(self._process.pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_full_info().pss
+        return total
+
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of ``name`` that carry ``labels``."""
         total = 0.0

@@ -24,6 +24,9 @@ class Benchmark(NamedTuple):
 
 
 BENCHMARKS = {
+    "compare": Benchmark(
+        "banaserve.bench.compare", "Which system serves the same requests better?"
+    ),
     "handover": Benchmark(
         "banaserve.bench.handover", "What does a request cost that is handed over?"
     ),

@@ -1,0 +1,100 @@
+"""The systems that ``banaserve bench compare`` sets side by side, as options of one server."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from banaserve.errors import UserError
+from banaserve.names import check_known
+
+
+class System(NamedTuple):
+    """A system under comparison.
+
+    Attributes:
+        options: Of ``banaserve serve``, beside those that all systems share.
+    """
+
+    name: str
+    options: tuple[str, ...]
+    question: str
+
+
+REFERENCE = System("reference", ("--colocated", "1", "--no-kv-store"), "one vLLM engine")
+
+
+def known_systems(num_instances: int) -> dict[str, System]:
+    """Returns the named systems, each with ``num_instances`` engines.
+
+    Colocated ones are vLLM engines as they are, each with its own prefix cache; the front door is
+    the same for all, which spares the baselines a server process for each engine.
+    """
+    prefill = max(1, num_instances // 2)
+    together = ("--colocated", str(num_instances))
+    apart = ("--pd", f"{prefill}:{max(1, num_instances - prefill)}")
+    no_store, still = ("--no-kv-store",), ("--migration", "off")
+
+    def routed(policy: str) -> tuple[str, ...]:
+        return ("--routing-policy", policy)
+
+    systems = [
+        System(
+            "colocated-round-robin",
+            (*together, *no_store, *still, *routed("round_robin")),
+            "vLLM engines behind round robin",
+        ),
+        System(
+            "colocated-least-requests",
+            (*together, *no_store, *still, *routed("least_requests")),
+            "vLLM engines behind least requests",
+        ),
+        System(
+            "static-pd",
+            (*apart, *still, *routed("round_robin")),
+            "prefill and decode apart, round robin, nothing moves",
+        ),
+        System(
+            "banaserve",
+            (*apart, "--migration", "on", *routed("load_aware")),
+            "prefill and decode apart, load-aware, store, migration",
+        ),
+        System(
+            "banaserve-no-migration",
+            (*apart, *still, *routed("load_aware")),
+            "the same without migration",
+        ),
+        System(
+            "banaserve-colocated",
+            (*together, *still, *routed("load_aware")),
+            "engines that do both, load-aware, store",
+        ),
+        System(
+            "banaserve-no-store",
+            (*together, *no_store, *still, *routed("load_aware")),
+            "engines that do both, load-aware, no store",
+        ),
+    ]
+    return {system.name: system for system in systems}
+
+
+def chosen_systems(words: Sequence[str], num_instances: int) -> list[System]:
+    """Returns the systems that ``words`` name: known ones, or ``NAME=OPTIONS`` of serve.
+
+    Raises:
+        UserError: An unknown name, or a name twice.
+    """
+    known = known_systems(num_instances)
+    found: list[System] = []
+    for word in words or known:
+        name, equals, options = word.partition("=")
+        if equals:
+            found.append(System(name, tuple(shlex.split(options)), "as given"))
+        else:
+            check_known("system", name, known)
+            found.append(known[name])
+    names = [system.name for system in found]
+    if len(set(names)) < len(names):
+        raise UserError(f"each system once: {', '.join(names)}")
+    return found
