@@ -12,6 +12,9 @@ from banaserve.errors import UserError
 from banaserve.types import InstanceId, Role
 
 DEFAULT_SKIP_PREFILL_BELOW_TOKENS = 32
+MINIATURE = "miniature"
+"""The model that runs in the place of a modelled one."""
+_MAX_DILATION = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class ServeConfig:
         migration_kv_growth: How many times the KV blocks of the start an instance may once have.
         migration_stall_s: How long a guest may be silent beyond what its work should take.
         migration_poison: Overwrite KV that has moved away with NaN: for tests.
+        pace: Profile of the GPU and model whose time is modelled; empty for real time.
+        dilate: Wall seconds of one modelled second.
     """
 
     model: str = "smollm2-135m"
@@ -71,6 +76,8 @@ class ServeConfig:
     migration_kv_growth: float = 2.0
     migration_stall_s: float = 1.0
     migration_poison: bool = False
+    pace: str = ""
+    dilate: float = 1.0
     vllm_argv: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -147,6 +154,10 @@ def _check(config: ServeConfig) -> None:
             raise UserError(f"{option} {value}: must not be negative")
     if config.migration_kv_growth < 1 or config.migration_stall_s <= 0:
         raise UserError("--migration-kv-growth is at least 1 and --migration-stall above 0")
+    if not 0 < config.dilate <= _MAX_DILATION:
+        raise UserError(f"--dilate {config.dilate:g}: above 0 and at most {_MAX_DILATION:g}")
+    if config.dilate != 1 and not config.pace:
+        raise UserError("--dilate stretches modelled time: give --pace PROFILE too")
     if config.admin_key and config.admin_key in config.api_keys:
         raise UserError("--admin-key is one of the --api-keys: give it a key of its own")
     if not all(config.api_keys):

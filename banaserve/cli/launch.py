@@ -7,10 +7,12 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
+from banaserve.cli import paced
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size, parse_size
@@ -46,10 +48,11 @@ def prepared(
 
     options.set_environment()
     store_socket = str(run.sockets / "kv")
-    argv = _vllm_argv(config, model, store_socket)
+    argv = _vllm_argv(config, model, store_socket, run.logs)
     args = options.parse_vllm_argv(argv)
     engine_config = options.engine_config(argv)
     on_cpu = options.is_on_cpu()
+    paced.begin(config, engine_config.parallel_config.world_size, on_cpu, run.logs)
     if on_cpu:
         _check_memory(config, model, engine_config.cache_config.kv_cache_memory_bytes or 0)
     if config.engine_start == "fork" or (config.engine_start == "auto" and on_cpu):
@@ -74,7 +77,9 @@ def run(parts: Parts, say: Callable[[str], None], on_open: Callable[[], None]) -
         runner.run(serve(parts, say, on_open))
 
 
-def _vllm_argv(config: ServeConfig, model: ResolvedModel, store_socket: str) -> list[str]:
+def _vllm_argv(
+    config: ServeConfig, model: ResolvedModel, store_socket: str, logs: Path
+) -> list[str]:
     """vLLM's options: ours first, so that what the user gave wins."""
     from banaserve.engine.vllm import options
 
@@ -91,6 +96,7 @@ def _vllm_argv(config: ServeConfig, model: ResolvedModel, store_socket: str) -> 
         if not _gives(config.vllm_argv, *_PARALLEL, "--distributed-executor-backend"):
             argv += ["--distributed-executor-backend", "uni"]  # one process an engine, not two
     argv += options.common_options()
+    argv += paced.vllm_options(config, logs)
     if config.kv_store:
         argv += options.store_options(store_socket, config.kv_store_salt)
     argv += config.vllm_argv

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from banaserve import models
+from banaserve.cli import paced
 from banaserve.cli.leaving import Leaving
 from banaserve.cli.listening import listening
 from banaserve.cli.orchestrator_options import check_orchestrator
@@ -43,7 +44,7 @@ def serve_command(argv: list[str]) -> int:
         leaving.insisting(),
     ):
         say = _progress(terminal)
-        model = models.resolve(config.model, None, say)
+        model = paced.resolve(config, say)
         _serve(config, model, sock, run, say, terminal)
     return 0
 
@@ -55,6 +56,7 @@ def _check(config: ServeConfig) -> None:
     parse_size(config.max_body_size)
     section: dict[str, Any] = dict(config.routing_options)
     registry.make(config.routing_policy, **section)
+    paced.profile_of(config)
     check_orchestrator(config.orchestrator)
 
 
@@ -132,6 +134,7 @@ def _banner(
         f"  banaserve serves {model.served_name} ({shape})",
         f"  API    {url}/v1",
         f"  logs   {Path(run.logs)}",
+        *([f"  time   {time_is}"] if (time_is := paced.words(config)) else []),
         "",
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",
         "",

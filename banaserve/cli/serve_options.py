@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from banaserve.cli.orchestrator_options import add_orchestrator, orchestrator_of
 from banaserve.cli.pairs import read_pair
-from banaserve.config import ServeConfig, options_from_file, parse_pd, split_argv
+from banaserve.config import MINIATURE, ServeConfig, options_from_file, parse_pd, split_argv
 from banaserve.errors import UserError
 
 _DEFAULTS = ServeConfig()
@@ -62,7 +62,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         prefill = decode = 0
     keys = known.api_key or [key for key in [os.environ.get("BANASERVE_API_KEY", "")] if key]
     return ServeConfig(
-        model=known.model or _DEFAULTS.model,
+        model=known.model or (MINIATURE if known.pace else _DEFAULTS.model),
         prefill=prefill,
         decode=decode,
         colocated=known.colocated,
@@ -94,6 +94,8 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         migration_kv_growth=known.migration_kv_growth,
         migration_stall_s=known.migration_stall,
         migration_poison=known.migration_poison,
+        pace=known.pace,
+        dilate=known.dilate,
         orchestrator=orchestrator_of(known),
         vllm_argv=vllm_argv,
     )
@@ -113,6 +115,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_store(parser)
     _add_routing(parser)
     _add_migration(parser)
+    _add_pacing(parser)
     add_orchestrator(parser)
     return parser
 
@@ -232,3 +235,21 @@ def _add_migration(parser: argparse.ArgumentParser) -> None:
         help="a guest that is silent for so much longer than its work takes is given up",
     )
     add("--migration-poison", action="store_true", help="fill what moved away with NaN: for tests")
+
+
+def _add_pacing(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--pace",
+        default=_DEFAULTS.pace,
+        metavar="PROFILE",
+        help="model the time of a GPU and model: a profile's name or .toml file (a miniature runs "
+        "unless --model is given)",
+    )
+    add(
+        "--dilate",
+        type=float,
+        default=_DEFAULTS.dilate,
+        metavar="N",
+        help="with --pace: wall seconds of one modelled second",
+    )

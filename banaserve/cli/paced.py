@@ -1,0 +1,100 @@
+"""``banaserve serve --pace``: which model runs, what vLLM is told, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from banaserve import models
+from banaserve.config import MINIATURE, ServeConfig
+from banaserve.costs import profile as profiles
+from banaserve.costs.profile import Profile
+from banaserve.errors import UserError
+from banaserve.models import miniature
+from banaserve.models.miniature import Miniature
+
+BLOCK_TOKENS = 32
+"""The smallest that vLLM's attention on CPU takes; modelled memory is counted in 16."""
+
+
+def profile_of(config: ServeConfig) -> Profile | None:
+    """The modelled GPU and model; None where time is real.
+
+    Raises:
+        UserError: There is no such profile, or a key of it is missing or absurd.
+    """
+    if config.pace:
+        return profiles.load(config.pace)
+    if config.model == MINIATURE:
+        raise UserError(f"--model {MINIATURE} needs --pace PROFILE: what it is a miniature of")
+    return None
+
+
+def resolve(config: ServeConfig, say: Callable[[str], None]) -> models.ResolvedModel:
+    """The model that really runs. Blocking.
+
+    Raises:
+        UserError: It cannot be had.
+    """
+    profile = profile_of(config)
+    if profile is None or config.model != MINIATURE:
+        return models.resolve(config.model, None, say)
+    return miniature.resolve(miniature_of(profile), f"paced-{profile.name}", None, say)
+
+
+def miniature_of(profile: Profile) -> Miniature:
+    """The dimensions of what runs in the place of the modelled model."""
+    shape = profile.shape
+    return Miniature.of(
+        shape.num_layers, shape.num_heads, shape.num_kv_heads, profile.model.max_context_tokens
+    )
+
+
+def vllm_options(config: ServeConfig, logs: Path) -> list[str]:
+    """vLLM's options for paced engines; those of the user come after them.
+
+    A miniature has as many KV tokens as the modelled GPU holds of the modelled model.
+    """
+    from banaserve.engine.vllm.pacing.settings import PacingSettings, pacing_options
+
+    profile = profile_of(config)
+    if profile is None:
+        return []
+    name = str(Path(config.pace).resolve()) if config.pace.endswith(".toml") else config.pace
+    options = pacing_options(PacingSettings(name, str(logs), config.dilate))
+    if config.model == MINIATURE:
+        num_blocks = profile.memory.kv_tokens // BLOCK_TOKENS
+        kv_bytes = num_blocks * BLOCK_TOKENS * miniature_of(profile).token_bytes
+        options += ["--dtype", "float32", "--block-size", str(BLOCK_TOKENS)]
+        options += ["--kv-cache-memory-bytes", str(kv_bytes)]
+    return options
+
+
+def words(config: ServeConfig) -> str:
+    """What the banner says of time; empty where it is real."""
+    profile = profile_of(config)
+    if profile is None:
+        return ""
+    told = f"MODELLED, not measured: {profile.name} ({profile.source})"
+    return f"{told}; 1 s of it takes {config.dilate:g} s" if config.dilate != 1 else told
+
+
+def begin(config: ServeConfig, world_size: int, on_cpu: bool, logs: Path) -> None:
+    """Say on the metrics page that time is modelled, where it is.
+
+    Args:
+        world_size: Workers of an instance.
+
+    Raises:
+        UserError: These engines cannot be paced.
+    """
+    profile = profile_of(config)
+    if profile is None:
+        return
+    if not on_cpu or world_size != 1:
+        raise UserError(
+            "--pace models one GPU an instance on a CPU: no real GPU, and no -tp or -pp"
+        )
+    from banaserve.engine.vllm.pacing import metrics
+
+    metrics.register(profile, config.dilate, logs)
