@@ -107,6 +107,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--requests", type=int, default=16, help="of each rate and seed")
     add("--prompt-tokens", type=int, default=100, help="mean, of made-up prompts")
     add("--prefix-tokens", type=int, default=1000, help="of shared-prefix")
+    add("--prefixes", type=int, default=3, help="different ones, of shared-prefix")
     add("--output-tokens", type=int, default=16)
     add("--warmup", type=float, default=0.0, metavar="S", help="not counted")
     add("--check", type=int, default=4, help="answers of each workload compared with one engine")
@@ -136,6 +137,7 @@ def _dataset(given: argparse.Namespace, name: str, words: Words) -> Dataset:
         data=given.data,
         prompt_tokens=given.prompt_tokens,
         prefix_tokens=given.prefix_tokens,
+        num_prefixes=given.prefixes,
         output_tokens=given.output_tokens,
         range_fraction=0.5,
         max_prompt_tokens=4000,
@@ -240,9 +242,10 @@ async def _answers(client: OpenAiClient, calls: Sequence[Call]) -> list[list[int
 
 
 def _options(given: argparse.Namespace) -> dict[str, Any]:
-    names = ("model", "instances", "requests", "prompt_tokens", "prefix_tokens", "output_tokens")
+    names = ("model", "instances", "requests", "prompt_tokens", "prefix_tokens", "prefixes")
     return {
         **{name: getattr(given, name) for name in names},
+        "output_tokens": given.output_tokens,
         "rps": list(given.rps),
         "seeds": list(given.seeds),
         "warmup": given.warmup,

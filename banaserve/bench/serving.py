@@ -110,6 +110,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     add("--output-tokens", type=int, help="of every answer (default: as the data say)")
     add("--range-fraction", type=float, default=0.0, help="spread of random lengths")
     add("--prefix-tokens", type=int, default=1000, help="of shared-prefix")
+    add("--prefixes", type=int, default=1, help="different ones, of shared-prefix")
     add("--trace-block-tokens", type=int, default=512, help="tokens a hash id stands for")
     add("--max-prompt-tokens", type=int, help="cut longer prompts")
     add("--max-output-tokens", type=int, help="cut longer answers")
@@ -182,6 +183,7 @@ def _wanted(given: argparse.Namespace, target: Target) -> Wanted:
         output_tokens=given.output_tokens,
         range_fraction=given.range_fraction,
         prefix_tokens=given.prefix_tokens,
+        num_prefixes=given.prefixes,
         trace_block_tokens=given.trace_block_tokens,
         max_prompt_tokens=given.max_prompt_tokens,
         max_output_tokens=given.max_output_tokens,

@@ -49,6 +49,7 @@ class Wanted:
     output_tokens: int | None = None
     range_fraction: float = 0.0
     prefix_tokens: int = 1000
+    num_prefixes: int = 1
     trace_block_tokens: int = 512
     max_prompt_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -167,7 +168,9 @@ class Dataset:
                 wanted.prompt_tokens, output, wanted.range_fraction, draws
             )
         if wanted.dataset == "shared-prefix":
-            return standins.shared_prefix(wanted.prefix_tokens, wanted.prompt_tokens, output, draws)
+            return standins.shared_prefix(
+                wanted.prefix_tokens, wanted.num_prefixes, wanted.prompt_tokens, output, draws
+            )
         if wanted.dataset == "multi-turn":
             return standins.multi_turn(wanted.prompt_tokens, output, _SESSIONS_AT_ONCE, draws)
         return standins.published_lengths(wanted.dataset, draws)

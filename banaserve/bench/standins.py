@@ -85,9 +85,13 @@ def published_lengths(kind: str, draws: random.Random) -> Iterator[Entry]:
 
 
 def shared_prefix(
-    prefix_tokens: int, prompt_tokens: int, output_tokens: int, draws: random.Random
+    prefix_tokens: int,
+    num_prefixes: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    draws: random.Random,
 ) -> Iterator[Entry]:
-    """Yields entries that all begin with the same ``prefix_tokens`` (a system prompt)."""
+    """Yields entries that begin with one of few system prompts, drawn evenly."""
     for entry in random_lengths(prompt_tokens, output_tokens, 0.5, draws):
         assert entry.prompt_tokens is not None
         yield Entry(
@@ -95,7 +99,7 @@ def shared_prefix(
             prompt_tokens=prefix_tokens + entry.prompt_tokens,
             output_tokens=entry.output_tokens,
             shared_tokens=prefix_tokens,
-            shared_by="prefix",
+            shared_by=f"prefix {draws.randrange(num_prefixes)}",
         )
 
 

@@ -201,6 +201,8 @@ def test_shared_prefix(words: Words) -> None:
     found = items(words, dataset="shared-prefix", prefix_tokens=50, prompt_tokens=10)
     assert len({tuple(item.prompt[:50]) for item in found}) == 1
     assert len({tuple(item.prompt[50:]) for item in found}) == len(found)
+    several = items(words, 40, dataset="shared-prefix", prefix_tokens=50, num_prefixes=3)
+    assert len({tuple(item.prompt[:50]) for item in several}) == 3
     other = items(words, 1, seed=1, dataset="shared-prefix", prefix_tokens=50)
     assert other[0].prompt[:50] != found[0].prompt[:50]
 
