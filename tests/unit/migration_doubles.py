@@ -16,6 +16,7 @@ from banaserve.engine.vllm.moves.coordinator import Coordinator
 from banaserve.engine.vllm.moves.guests import Guest, Guests
 from banaserve.engine.vllm.moves.planner import num_pages
 from banaserve.engine.vllm.moves.sizes import ModelFacts
+from banaserve.engine.vllm.moves.words import Migration
 from banaserve.types import InstanceId, Placement, Role
 
 FACTS = ModelFacts(num_layers=30, num_kv_heads=3, layer_weight_bytes=1000)
@@ -31,6 +32,8 @@ class Engine:
         held: Phases that do not end by themselves.
         faults: A method's reply, or a phase's end: the reason that it fails with.
         lost_answers: Methods that do their work and answer with an error.
+        still: Methods that the host does not come to, as if it were stopped.
+        late: Methods that do their work and never answer.
         busy: Replies of shrinking, one after the other; then none is in the way.
     """
 
@@ -39,6 +42,8 @@ class Engine:
         self.held: set[str] = set()
         self.faults: dict[str, str] = {}
         self.lost_answers: set[str] = set()
+        self.still: set[str] = set()
+        self.late: set[str] = set()
         self.busy: list[int] = []
         self.dirty: list[int] = []
         self.guests: dict[str, dict[str, str]] = {}
@@ -62,7 +67,11 @@ class Engine:
         self.calls.append(name)
         if reason := self.faults.get(name):
             return [{"error": reason}]
+        if name in self.still:
+            await asyncio.Event().wait()
         reply = getattr(self, f"_{name}")(*args)
+        if name in self.late:
+            await asyncio.Event().wait()
         if name in self.lost_answers:
             return [{"error": "the answer was lost"}]
         return [{"error": "", **reply}]
@@ -255,3 +264,19 @@ class Cluster:
 
 
 SHAPE = ModelShape(FACTS.num_layers, FACTS.num_kv_heads)
+
+
+async def run(coordinator: Coordinator, ask: Any) -> Migration:
+    return await coordinator.wait((await coordinator.begin(ask)).id)
+
+
+async def done(coordinator: Coordinator, ask: Any) -> Migration:
+    migration = await run(coordinator, ask)
+    assert (migration.state, migration.error) == ("done", "")
+    return migration
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)

@@ -74,8 +74,7 @@ class Attaching:
             host.settings.stall_s,
         )
         hello = messages.Hello(address.token, f"host of {address.guest_id}")
-        ready = link.ask(hello, ATTACH_TIMEOUT_S)
-        assert isinstance(ready, messages.Ready)
+        ready = link.ask(hello, messages.Ready, ATTACH_TIMEOUT_S)
         link.watch(ready.pid)
         return link
 

@@ -6,6 +6,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -15,6 +16,8 @@ from banaserve.engine.vllm.migration.pulse import Pulse
 from banaserve.errors import GuestLostError, MigrationError, ProtocolError
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
 from banaserve.transport.interface import Channel, Message, Transport
+
+R = TypeVar("R", bound=messages.Reply)
 
 CONTROL_TIMEOUT_S = 5.0
 _FACTOR = 10.0
@@ -61,18 +64,35 @@ class GuestLink:
     # ---- control
 
     def ask(
-        self, request: messages.Request, timeout_s: float = CONTROL_TIMEOUT_S
-    ) -> messages.Reply:
+        self,
+        request: messages.Request,
+        expected: type[R],
+        timeout_s: float = CONTROL_TIMEOUT_S,
+        *,
+        may_wait: bool = False,
+    ) -> R:
         """One request and its answer.
+
+        Args:
+            expected: What an answer is that is no refusal.
+            may_wait: For what others, a disk say, as long as it takes. Else a guest that stands
+                still is given up as in a step.
 
         Raises:
             MigrationError: The guest refuses.
             GuestLostError: It is gone or does not answer.
         """
         with self._lock:
-            reply, _ = self._call(request, Parcel(), timeout_s)
+            self._refuse_lost()
+            try:
+                self._send(request, Parcel(), timeout_s)
+                reply, _ = self._read(self._await_answer(timeout_s, timeout_s if may_wait else 0.0))
+            except (TransportError, ProtocolError) as error:
+                raise self.give_up(str(error)) from error
         if isinstance(reply, messages.Refused):
             raise MigrationError(f"guest {self.guest_id} refuses: {reply.reason}")
+        if not isinstance(reply, expected):
+            raise self.give_up(f"{type(request).__name__} got a {type(reply).__name__}")
         return reply
 
     def watch(self, pid: int) -> None:
@@ -94,7 +114,7 @@ class GuestLink:
                 self._channel.receive(0.0)
         except TransportError as error:
             if isinstance(error, PeerGoneError):
-                raise self._give_up(str(error)) from error
+                raise self.give_up(str(error)) from error
         finally:
             self._lock.release()
 
@@ -120,11 +140,10 @@ class GuestLink:
         self._lock.acquire()
         try:
             self._refuse_lost()
-            self._sent_s = time.perf_counter()
-            self._channel.send(self._message(request, parcel), self._stall_s)
+            self._send(request, parcel, self._stall_s)
         except TransportError as error:
             self._lock.release()
-            raise self._give_up(str(error)) from error
+            raise self.give_up(str(error)) from error
         except BaseException:
             self._lock.release()
             raise
@@ -140,10 +159,19 @@ class GuestLink:
             self._learn(time.perf_counter() - self._sent_s, num_tokens)
             reply, tensors = self._read(answer)
         except (TransportError, ProtocolError) as error:
-            raise self._give_up(str(error)) from error
+            raise self.give_up(str(error)) from error
         finally:
             self._lock.release()
         return self._outputs(reply, tensors)
+
+    def give_up(self, reason: str) -> GuestLostError:
+        """Close the connection, and return what to raise.
+
+        A guest that has failed once is not trusted with another step.
+        """
+        self.lost = self.lost or reason
+        self._channel.close()
+        return GuestLostError(f"guest {self.guest_id}: {reason}")
 
     def close(self) -> None:
         """End the connection; the guest ends by itself."""
@@ -152,31 +180,28 @@ class GuestLink:
 
     # ---- inside
 
-    def _await_answer(self, deadline_s: float) -> Message:
-        """The next message, as long as the guest works or the deadline has not passed."""
+    def _send(self, request: messages.Request, parcel: Parcel, timeout_s: float) -> None:
+        message = Message(messages.encode(request), tuple(parcel.tensors), self._epoch())
+        self._sent_s = time.perf_counter()
+        self._channel.send(message, timeout_s)
+
+    def _await_answer(self, deadline_s: float, still_s: float = 0.0) -> Message:
+        """The next message, as long as the guest works or the deadline has not passed.
+
+        Args:
+            still_s: How long a guest may stand still that is seen to, if longer than ``stall_s``.
+        """
         until_s = self._sent_s + deadline_s
+        still_s = max(still_s, self._stall_s)
         while True:
             try:
                 return self._channel.receive(self._stall_s / _LOOKS)
             except TransferTimeoutError:
                 now_s = time.perf_counter()
                 worked_s = self._pulse.last_worked_s(now_s)
-                is_still = now_s - max(worked_s, self._sent_s) >= self._stall_s
+                is_still = now_s - max(worked_s, self._sent_s) >= still_s
                 if is_still and (self._pulse.is_known or now_s >= until_s):
                     raise
-
-    def _call(
-        self, request: messages.Request, parcel: Parcel, timeout_s: float
-    ) -> tuple[messages.Reply, list[torch.Tensor]]:
-        self._refuse_lost()
-        try:
-            answer = self._channel.call(self._message(request, parcel), timeout_s)
-            return self._read(answer)
-        except (TransportError, ProtocolError) as error:
-            raise self._give_up(str(error)) from error
-
-    def _message(self, request: messages.Request, parcel: Parcel) -> Message:
-        return Message(messages.encode(request), tuple(parcel.tensors), self._epoch())
 
     @staticmethod
     def _read(answer: Message) -> tuple[messages.Reply, list[torch.Tensor]]:
@@ -187,21 +212,27 @@ class GuestLink:
         self, reply: messages.Reply, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
         if isinstance(reply, messages.Refused):
-            raise self._give_up(reply.reason)
+            raise self.give_up(reply.reason)
         if not isinstance(reply, messages.Outputs):
-            raise self._give_up(f"a step was answered with {type(reply).__name__}")
+            raise self.give_up(f"a step was answered with {type(reply).__name__}")
+        if any(index is not None and not 0 <= index < len(tensors) for index in reply.values):
+            raise self.give_up("a step's answer names a tensor that did not come")
         self.round_trips += 1
         return [None if index is None else tensors[index] for index in reply.values]
+
+    def check_shape(self, tensor: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
+        """An output that is shaped like ``wanted`` and of its type.
+
+        Raises:
+            GuestLostError: It is not; the guest is given up.
+        """
+        if tensor is None or (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
+            raise self.give_up("a step was answered with another shape than was asked for")
+        return tensor
 
     def _refuse_lost(self) -> None:
         if self.lost is not None:
             raise GuestLostError(f"guest {self.guest_id} is lost: {self.lost}")
-
-    def _give_up(self, reason: str) -> GuestLostError:
-        """A guest that has failed once is not trusted with another step."""
-        self.lost = self.lost or reason
-        self._channel.close()
-        return GuestLostError(f"guest {self.guest_id}: {reason}")
 
     def _deadline_s(self, num_tokens: int) -> float:
         if not self._seconds_per_token:

@@ -10,7 +10,7 @@ from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.guest_link import GuestLink
 from banaserve.engine.vllm.migration.host_kv import HostKv, blocks_gained
 from banaserve.engine.vllm.migration.lost_steps import LostSteps
-from banaserve.engine.vllm.migration.messages import Reply, Request
+from banaserve.engine.vllm.migration.messages import GetUsage, Usage
 from banaserve.engine.vllm.migration.modules import (
     HeadSet,
     ModelShape,
@@ -265,8 +265,8 @@ class MigrationHost:
         link.close()
         del self.links[guest_id]
 
-    def ask_idle(self, guest_id: str, request: Request) -> Reply:
-        """A short question to a guest that is not building.
+    def usage(self, guest_id: str) -> Usage:
+        """What a guest that is not building takes.
 
         Raises:
             MigrationError: It is, or is not attached, or is lost.
@@ -274,7 +274,7 @@ class MigrationHost:
         link = self._link(guest_id)
         if any(m.phase is Phase.PREPARING and m.target is link for m in self.moves):
             raise MigrationError(f"guest {guest_id} is building: ask later")
-        return link.ask(request)
+        return link.ask(GetUsage(), Usage)
 
     @property
     def blocks_gained(self) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from banaserve.errors import ProtocolError
 from banaserve.transport.interface import RegionDescriptor
 
 
@@ -179,4 +180,16 @@ Reply = Ready | Built | Done | Outputs | Usage | Refused
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def decode_reply(body: bytes) -> Reply:
+    """What a guest has answered.
+
+    Raises:
+        ProtocolError: It is no answer.
+    """
+    try:
+        return _replies.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"that is no guest's answer: {error}") from None

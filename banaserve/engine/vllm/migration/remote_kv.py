@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -9,8 +10,8 @@ import numpy.typing as npt
 
 from banaserve.engine.vllm.migration.host_kv import Run
 from banaserve.errors import GuestLostError
-from banaserve.transport.errors import TransportError
-from banaserve.transport.interface import RegionDescriptor, Ticket, Transport
+from banaserve.transport.errors import PeerGoneError, TransportError
+from banaserve.transport.interface import Offsets, RegionDescriptor, Ticket, Transport
 from banaserve.transport.memory import Memory
 
 OPEN_TIMEOUT_S = 5.0
@@ -44,13 +45,13 @@ class RemoteKv:
         self.runs = {name: list(found) for name, found in runs.items()}
         self._places = dict(places)
         self._strides = {name: sum(r.num_bytes for r in found) for name, found in runs.items()}
-        self._bulk = transport.open(descriptor, OPEN_TIMEOUT_S)
-        self._urgent = transport.open(descriptor, OPEN_TIMEOUT_S)
+        self._bulk = _Connection(transport, descriptor)
+        self._urgent = _Connection(transport, descriptor)
 
     def warm(self, name: str, num_blocks: int) -> None:
         """Let the first blocks of one attention be backed by memory before they are copied."""
         try:
-            self._bulk.warm(self._places[name], num_blocks * self._strides[name])
+            self._bulk.region.warm(self._places[name], num_blocks * self._strides[name])
         except TransportError as error:
             raise GuestLostError(str(error)) from error
 
@@ -72,15 +73,15 @@ class RemoteKv:
         Raises:
             GuestLostError: The guest is gone, or takes copies of another epoch.
         """
-        region = self._urgent if urgent else self._bulk
-        begin = region.submit_write if to_guest else region.submit_read
+        connection = self._urgent if urgent else self._bulk
         pages = np.asarray(blocks, np.int64) * self._strides[name] + self._places[name]
-        tickets = []
+        tickets: list[Ticket] = []
         packed = 0
         try:
             for run in self.runs[name]:
                 offsets = local_offsets + run.in_page
-                tickets.append(begin(local, offsets, pages + packed, run.num_bytes, self.epoch))
+                plan = local, offsets, pages + packed, run.num_bytes, self.epoch
+                tickets.append(connection.submit(plan, to_guest))
                 packed += run.num_bytes
         except TransportError as error:
             cancel_all(tickets)
@@ -90,6 +91,64 @@ class RemoteKv:
     def close(self) -> None:
         self._bulk.close()
         self._urgent.close()
+
+
+class _Connection:
+    """One opening of a region. Where a copy has failed or was cancelled, it is opened again.
+
+    Attributes:
+        region: As opened last.
+    """
+
+    def __init__(self, transport: Transport, descriptor: RegionDescriptor) -> None:
+        self.region = transport.open(descriptor, OPEN_TIMEOUT_S)
+        self._transport = transport
+        self._descriptor = descriptor
+        self._last: Ticket | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def submit(self, plan: tuple[Memory, Offsets, Offsets, int, int], to_guest: bool) -> Ticket:
+        """Begin a copy.
+
+        Raises:
+            TransportError: The guest does not answer, or takes copies of another epoch.
+        """
+        with self._lock:
+            if self._last is not None and _has_failed(self._last):
+                self._open_again()
+            try:
+                self._last = self._begin(plan, to_guest)
+            except PeerGoneError:
+                self._open_again()
+                self._last = self._begin(plan, to_guest)
+            return self._last
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self.region.close()
+
+    def _begin(self, plan: tuple[Memory, Offsets, Offsets, int, int], to_guest: bool) -> Ticket:
+        return (self.region.submit_write if to_guest else self.region.submit_read)(*plan)
+
+    def _open_again(self) -> None:
+        if self._closed:
+            raise PeerGoneError("the region is closed")
+        self._last = None
+        self.region.close()
+        self.region = self._transport.open(self._descriptor, OPEN_TIMEOUT_S)
+
+
+def _has_failed(ticket: Ticket) -> bool:
+    """Copies of one connection end in their order, so the last one tells of those before it."""
+    if not ticket.poll():
+        return False
+    try:
+        ticket.wait(0.0)
+    except TransportError:
+        return True
+    return False
 
 
 def wait_all(tickets: Sequence[Ticket], num_bytes: int) -> None:

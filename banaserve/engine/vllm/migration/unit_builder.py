@@ -12,6 +12,7 @@ from banaserve.engine.vllm.migration.host_kv import HostKv
 from banaserve.engine.vllm.migration.modules import LayerRange
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv
 from banaserve.engine.vllm.migration.units import Residence, Unit
+from banaserve.transport.errors import TransportError
 
 BUILD_TIMEOUT_S = 600.0
 
@@ -54,13 +55,19 @@ class UnitBuilder:
         else:
             slices = tuple(self._slice(unit, name) for name in unit.names)
             request = messages.BuildHeads(unit.unit_id, slices, self._kv_shape)
-        built = link.ask(request, BUILD_TIMEOUT_S)
-        assert isinstance(built, messages.Built)
+        built = link.ask(request, messages.Built, BUILD_TIMEOUT_S, may_wait=True)
+        try:
+            kv = self._open(unit, link, built)
+        except TransportError as error:
+            raise link.give_up(f"its KV is out of reach: {error}") from error
+        return Residence(unit.unit_id, link, kv, built.weight_bytes)
+
+    def _open(self, unit: Unit, link: GuestLink, built: messages.Built) -> RemoteKv:
         runs = {name: self._kv.runs(unit.heads(name)) for name in unit.names}
         kv = RemoteKv(link.transport, built.region, built.places, runs)
         for name in unit.names:
             kv.warm(name, self._kv.num_blocks)
-        return Residence(unit.unit_id, link, kv, built.weight_bytes)
+        return kv
 
     def _slice(self, unit: Unit, name: str) -> messages.AttentionSlice:
         layer = self._attentions[name]

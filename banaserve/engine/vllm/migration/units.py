@@ -14,6 +14,7 @@ from banaserve.engine.vllm.migration.modules import HeadSet, LayerRange, Modules
 from banaserve.engine.vllm.migration.parcel import Parcel
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv
 from banaserve.engine.vllm.migration.step_watch import StepWatch
+from banaserve.errors import GuestLostError, MigrationError
 
 
 class Residence:
@@ -35,15 +36,19 @@ class Residence:
 
     def activate(self, epoch: int) -> None:
         """Put it to work: from here on it takes messages and copies of ``epoch`` only."""
-        self.link.ask(messages.Activate(self.unit_id, epoch))
+        self.link.ask(messages.Activate(self.unit_id, epoch), messages.Done)
         self.kv.epoch = epoch
         self.epoch = epoch
 
     def leave(self) -> None:
         """Let the guest forget the unit; a guest that is lost has forgotten already."""
         self.kv.close()
-        if self.link.lost is None:
-            self.link.ask(messages.Release(self.unit_id))
+        try:
+            self.link.ask(messages.Release(self.unit_id), messages.Done)
+        except GuestLostError:
+            return
+        except MigrationError as refused:
+            self.link.give_up(str(refused))
 
     def run_layers(
         self, watch: StepWatch, arguments: Mapping[str, Any]
@@ -56,7 +61,11 @@ class Residence:
             parcel.put_all(watch.fields()),
             parcel.put_all(arguments),
         )
-        return self.link.run(request, parcel, watch.num_tokens)
+        returned = self.link.run(request, parcel, watch.num_tokens)
+        for number, tensor in enumerate(returned or [None]):
+            if tensor is not None or not number:
+                self.link.check_shape(tensor, arguments["hidden_states"])
+        return returned
 
     @property
     def working_epoch(self) -> int:
@@ -75,6 +84,7 @@ class HeadsHere:
         self._residence = residence
         self._name = name
         self._watch = watch
+        self._query: torch.Tensor | None = None
 
     @property
     def link(self) -> GuestLink:
@@ -86,6 +96,7 @@ class HeadsHere:
         parcel = Parcel()
         for tensor in (query, key, value):
             parcel.put(tensor)
+        self._query = query
         link = residence.link
         step = parcel.put_all(watch.fields()) if link.described_step != watch.step_id else None
         link.described_step = watch.step_id
@@ -95,9 +106,11 @@ class HeadsHere:
         link.post(request, parcel)
 
     def collect(self) -> torch.Tensor:
-        (output,) = self._residence.link.collect(self._watch.num_tokens)
-        assert output is not None
-        return output
+        """Their attention's output, ``[num_tokens, query heads, head_size]``."""
+        query, self._query = self._query, None
+        assert query is not None
+        outputs = self.link.collect(self._watch.num_tokens)
+        return self.link.check_shape(outputs[0] if outputs else None, query)
 
 
 class Unit:

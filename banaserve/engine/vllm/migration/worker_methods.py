@@ -62,7 +62,6 @@ from banaserve.engine.vllm.migration.attaching import Attaching
 from banaserve.engine.vllm.migration.guest_address import GuestAddress
 from banaserve.engine.vllm.migration.host import MigrationHost
 from banaserve.engine.vllm.migration.host_status import status_of
-from banaserve.engine.vllm.migration.messages import GetUsage
 from banaserve.engine.vllm.migration.modules import read_modules
 from banaserve.errors import BanaServeError, MigrationError
 
@@ -135,7 +134,7 @@ class MigrationMethods:
 
     @_answered
     def banaserve_migration_usage(self, guest_id: str) -> Reply:
-        return cast(Reply, msgspec.to_builtins(self._migration().ask_idle(guest_id, GetUsage())))
+        return cast(Reply, msgspec.to_builtins(self._migration().usage(guest_id)))
 
     @_answered
     def banaserve_migration_status(self, memory: bool = False) -> Reply:

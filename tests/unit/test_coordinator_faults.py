@@ -1,0 +1,208 @@
+"""Hosts, guests and targets that fail under the coordinator, and what looks after guests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from banaserve.engine.vllm.moves import timeouts
+from banaserve.engine.vllm.moves.host_link import HostLink
+from banaserve.engine.vllm.moves.overseer import Overseer
+from banaserve.engine.vllm.moves.placements import placement_of
+from banaserve.engine.vllm.moves.words import Migration, MoveHeads, MoveLayers, Return
+
+_path = Path(__file__).parent / "migration_doubles.py"
+_spec = importlib.util.spec_from_file_location("migration_doubles", _path)
+assert _spec is not None
+assert _spec.loader is not None
+doubles = importlib.util.module_from_spec(_spec)
+sys.modules["migration_doubles"] = doubles
+_spec.loader.exec_module(doubles)
+run, done, until = doubles.run, doubles.done, doubles.until
+
+LAYERS = MoveLayers("d0", "p0", (10, 20))
+HEADS = MoveHeads("d0", "p0", {5: (1, 2)})
+ONE_HEAD = MoveHeads("d0", "p0", {5: (1,)})
+WHOLE_MOVE = ["attach", "prepare", "precopy", "commit", "free", "resize_pool"]
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Any]:
+    made = doubles.Cluster(tmp_path)
+    yield made
+    await made.close()
+
+
+def phase_of(cluster: Any, migration: Migration) -> str:
+    return migration.moves[0].phase
+
+
+# ---- faults
+
+
+@pytest.mark.parametrize(
+    "where", ["attach", "prepare", "preparing", "precopy", "copying", "commit"]
+)
+async def test_a_failure_before_commit_leaves_everything_at_home(cluster, where):
+    cluster.engine.faults = {where: "the guest refuses"}
+    migration = await run(cluster.coordinator, LAYERS)
+    assert (migration.state, migration.error) == ("failed", "the guest refuses")
+    assert (cluster.engine.units, cluster.engine.pool_blocks) == ({}, 300)
+    cluster.engine.faults = {}
+    await done(cluster.coordinator, LAYERS)
+
+
+async def test_a_phase_that_takes_too_long_is_given_up(cluster, monkeypatch):
+    monkeypatch.setitem(timeouts._ALLOWED, timeouts.Stage.PREPARE, (0.05, 1e12))
+    cluster.engine.held = {"preparing"}
+    migration = await run(cluster.coordinator, LAYERS)
+    assert migration.state == "failed"
+    assert migration.error == "preparing took more than 0 s"
+    assert cluster.engine.calls[-1] == "abort"
+
+
+async def test_blocks_in_use_keep_layers_away(cluster, monkeypatch):
+    await done(cluster.coordinator, LAYERS)
+    monkeypatch.setitem(timeouts._ALLOWED, timeouts.Stage.SHRINK, (0.05, 1e12))
+    cluster.engine.busy = [7] * 1000
+    migration = await run(cluster.coordinator, Return("d0"))
+    assert "7 KV blocks beyond 300 are in use" in migration.error
+    assert (list(cluster.engine.units), cluster.engine.pool_blocks) == (["m1.0"], 450)
+
+
+async def test_a_guest_that_dies_while_it_prepares_ends_the_move(cluster):
+    cluster.engine.held = {"preparing"}
+    migration = await cluster.coordinator.begin(LAYERS)
+    await until(lambda: phase_of(cluster, migration) == "preparing")
+    cluster.launcher.processes[0].kill()
+    await cluster.coordinator.wait(migration.id)
+    assert (migration.state, migration.error) == ("failed", "the guest beside p0 has ended")
+    assert list(cluster.coordinator.guests) == []
+
+
+@pytest.mark.parametrize("held", ["preparing", "copying", "committing", "freeing"])
+async def test_a_host_that_dies_takes_its_moves_and_guests_with_it(cluster, held):
+    cluster.engine.held, cluster.engine.still = {held}, {"commit"} - {held}
+    if held == "freeing":
+        cluster.engine.still = set()
+    migration = await cluster.coordinator.begin(LAYERS)
+    await until(lambda: migration.moves[0].phase == held)
+    cluster.d0.die()
+    cluster.coordinator.instance_ended(cluster.d0.id)
+    await cluster.coordinator.wait(migration.id)
+    assert (migration.state, migration.error) == ("failed", "instance d0 has ended")
+    await until(lambda: not list(cluster.coordinator.guests))
+    assert cluster.launcher.processes[0].wait() == -signal.SIGKILL
+    cluster.d0.restart()
+    again = await done(cluster.coordinator, LAYERS)
+    assert again.moves[0].phase == "done"
+    assert list(cluster.d0.engine.units) == ["m2.0"]
+
+
+@pytest.mark.parametrize("where", ["prepare", "precopy", "commit"])
+async def test_a_host_that_stands_still_is_not_waited_for(cluster, monkeypatch, where):
+    """It may go on later: what it has not begun by then is given up, and it is told."""
+    monkeypatch.setattr(HostLink.call, "__kwdefaults__", {"timeout_s": 0.05})
+    monkeypatch.setitem(timeouts._ALLOWED, timeouts.Stage.COMMIT, (0.05, 1e12))
+    cluster.engine.still = {where}
+    migration = await run(cluster.coordinator, LAYERS)
+    assert migration.state == "failed"
+    assert migration.error == f"instance d0 has not answered {where} in 0 s"
+    assert cluster.engine.calls[-1] == "abort"
+    assert (cluster.engine.units, cluster.engine.pool_blocks) == ({}, 300)
+    cluster.engine.still = set()
+    await done(cluster.coordinator, LAYERS)
+
+
+async def test_a_commit_that_is_never_answered_counts(cluster, monkeypatch):
+    monkeypatch.setitem(timeouts._ALLOWED, timeouts.Stage.COMMIT, (0.05, 1e12))
+    cluster.engine.late = {"commit"}
+    migration = await done(cluster.coordinator, LAYERS)
+    assert "abort" not in cluster.engine.calls
+    assert (list(cluster.engine.units), migration.blocks_gained) == (["m1.0"], 150)
+
+
+@pytest.mark.parametrize("where", ["free", "freeing"])
+async def test_what_fails_after_commit_leaves_the_unit_where_it_is(cluster, where):
+    cluster.engine.faults = {where: "the kernel refuses"}
+    migration = await run(cluster.coordinator, LAYERS)
+    assert (migration.state, migration.error) == ("failed", "the kernel refuses")
+    assert "abort" not in cluster.engine.calls
+    assert list(cluster.engine.units) == ["m1.0"]
+    cluster.engine.faults = {}
+    await done(cluster.coordinator, Return("d0"))
+    assert (cluster.engine.units, cluster.engine.pool_blocks) == ({}, 300)
+
+
+async def test_a_target_that_dies_keeps_its_guests(cluster):
+    await done(cluster.coordinator, LAYERS)
+    cluster.instances["p0"].die()
+    cluster.coordinator.instance_ended("p0")
+    assert cluster.launcher.processes[0].poll() is None
+    await done(cluster.coordinator, Return("d0"))
+
+
+# ---- looking after guests
+
+
+@pytest.fixture
+async def overseer(cluster: Any) -> AsyncIterator[Overseer]:
+    made = Overseer(cluster.coordinator, idle_s=0.0)
+    cluster.on_guest_end = made.guest_ended
+    made.start()
+    yield made
+    await made.stop()
+
+
+async def test_a_guest_that_is_lost_is_ended_and_its_pool_shrunk(cluster, overseer):
+    await done(cluster.coordinator, LAYERS)
+    (guest,) = cluster.coordinator.guests
+    cluster.engine.busy = [2, 1]
+    cluster.engine.lose(guest.id)
+    await until(lambda: cluster.engine.pool_blocks == 300)
+    await until(lambda: not list(cluster.coordinator.guests))
+    assert cluster.launcher.processes[0].wait() == -signal.SIGKILL
+    assert cluster.engine.guests == {}
+    assert cluster.d0.placements == ()
+
+
+async def test_a_guest_that_is_stopped_is_ended(cluster, overseer):
+    await done(cluster.coordinator, LAYERS)
+    process = cluster.launcher.processes[0]
+    os.kill(process.pid, signal.SIGSTOP)
+    await until(lambda: not list(cluster.coordinator.guests))
+    assert process.wait() == -signal.SIGKILL
+
+
+async def test_an_idle_guest_is_detached(cluster, overseer):
+    await done(cluster.coordinator, LAYERS)
+    assert "detach" not in cluster.engine.calls
+    await done(cluster.coordinator, Return("d0"))
+    await until(lambda: "detach" in cluster.engine.calls)
+
+
+async def test_the_target_counts_its_guests_and_the_host_what_is_away(cluster, overseer):
+    await done(cluster.coordinator, LAYERS)
+    await until(lambda: cluster.instances["p0"].guests[0] > 0)
+    await until(lambda: cluster.d0.placements != ())
+    (placement,) = cluster.d0.placements
+    assert (placement.guest, placement.module.first_layer, placement.module.end_layer) == (
+        "p0",
+        10,
+        20,
+    )
+    shown = await placement_of(cluster.coordinator)
+    by_id = {instance.id: instance for instance in shown.instances}
+    assert by_id["x0"].cannot_migrate == "MLA cannot be moved"
+    assert [unit.at for unit in by_id["d0"].units] == ["p0"]
+    assert (by_id["d0"].num_blocks, by_id["d0"].blocks_gained) == (450, 150)
+    assert [guest.target for guest in shown.guests] == ["p0"]

@@ -1,0 +1,131 @@
+"""Several sets of heads of one layer in one guest, over a real channel."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from banaserve.engine.vllm.migration import messages
+from banaserve.engine.vllm.migration.guest_link import GuestLink
+from banaserve.engine.vllm.migration.parcel import from_wire, to_wire
+from banaserve.engine.vllm.migration.split_attention import SplitAttention
+from banaserve.engine.vllm.migration.units import HeadsHere
+from banaserve.transport.channel import StreamChannel
+from banaserve.transport.connect import over_unix
+from banaserve.transport.errors import PeerGoneError
+from banaserve.transport.interface import Message
+
+NUM_TOKENS = 4000
+HEAD_SIZE = 64
+STALL_S = 20.0
+
+
+class Echo:
+    """Answers each question with twice its queries; what it answers may be spoiled."""
+
+    def __init__(self, channel: StreamChannel) -> None:
+        self.asked: list[int] = []
+        self.spoil: Any = None
+        self._channel = channel
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._answer(self._channel.receive(3600.0))
+        except PeerGoneError:
+            return
+
+    def _answer(self, message: Message) -> None:
+        request = messages.decode_request(message.body)
+        assert isinstance(request, messages.RunHeads)
+        self.asked.append(len(message.tensors[0].shape))
+        outputs: Any = messages.Outputs(False, (0,))
+        tensor = 2 * from_wire(message.tensors[0])
+        if self.spoil is not None:
+            outputs, tensor = self.spoil(outputs, tensor)
+        body = outputs if isinstance(outputs, bytes) else messages.encode(outputs)
+        self._channel.send(Message(body, (to_wire(tensor),)), STALL_S)
+
+    def join(self) -> None:
+        self._thread.join()
+        self._channel.close()
+
+
+@pytest.fixture
+def link() -> Iterator[tuple[GuestLink, Echo]]:
+    ours, theirs = socket.socketpair()
+    echo = Echo(over_unix(theirs))
+    link = GuestLink("g", over_unix(ours), None, lambda: 1, STALL_S)  # type: ignore[arg-type]
+    yield link, echo
+    link.close()
+    echo.join()
+
+
+def attention(link: GuestLink, lost: list[str]) -> SplitAttention:
+    """Of three KV heads with two query heads each; heads 0 and 2, and head 1, are in one guest."""
+    layer: Any = SimpleNamespace(num_heads=6, num_kv_heads=3, impl=None)
+    watch: Any = SimpleNamespace(step_id=1, fields=dict, num_tokens=NUM_TOKENS)
+    split = SplitAttention(None, layer, "l", watch, lambda _, e: lost.append(str(e)))  # type: ignore[arg-type]
+    units = [SimpleNamespace(unit_id=name, working_epoch=1, link=link) for name in ("a", "b")]
+    here = [HeadsHere(unit, "l", watch) for unit in units]  # type: ignore[arg-type]
+    split.arrange({(0, 2): here[0], (1,): here[1]})
+    return split
+
+
+def step(split: SplitAttention) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries of one step, and the attention's output."""
+    query = torch.randn(NUM_TOKENS, 6, HEAD_SIZE, generator=torch.Generator().manual_seed(0))
+    new = torch.zeros(NUM_TOKENS, 3, HEAD_SIZE)
+    nothing = torch.empty(0)
+    split.do_kv_cache_update(None, new, new, nothing, nothing)
+    metadata = SimpleNamespace(num_actual_tokens=NUM_TOKENS)
+    output = torch.full_like(query, float("nan"))
+    return query, split.forward(None, query, new, new, nothing, metadata, output)
+
+
+def test_questions_larger_than_a_socket_do_not_wait_for_each_other(link: Any) -> None:
+    guest, echo = link
+    lost: list[str] = []
+    query, output = step(attention(guest, lost))
+    assert lost == []
+    assert torch.equal(output, 2 * query), "each head's output lies where its queries were"
+    assert len(echo.asked) == guest.round_trips == 2
+
+
+def _flipped(outputs: Any, tensor: torch.Tensor) -> Any:
+    body = messages.encode(outputs)
+    return bytes([body[0] ^ 0xFF]) + body[1:], tensor
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (_flipped, "no guest's answer"),
+        (lambda _, t: (messages.Outputs(False, (3,)), t), "did not come"),
+        (lambda _, t: (messages.Outputs(False, (-1,)), t), "did not come"),
+        (lambda _, t: (messages.Outputs(False, ()), t), "another shape"),
+        (lambda _, t: (messages.Outputs(False, (None,)), t), "another shape"),
+        (lambda o, t: (o, t[:-1]), "another shape"),
+        (lambda o, t: (o, t.double()), "another shape"),
+        (lambda _, t: (messages.Done(), t), "answered with Done"),
+        (lambda _, t: (messages.Refused("no room"), t), "no room"),
+    ],
+)
+def test_an_answer_that_makes_no_sense_costs_the_guest_and_not_the_host(
+    link: Any, spoil: Any, why: str
+) -> None:
+    guest, echo = link
+    echo.spoil = spoil
+    lost: list[str] = []
+    _, output = step(attention(guest, lost))
+    assert why in lost[0]
+    assert guest.lost is not None
+    assert torch.equal(output, torch.zeros_like(output)), "finite: the step's output is dropped"
