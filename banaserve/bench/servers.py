@@ -45,6 +45,15 @@ class Server:
                 total_s += times.user + times.system
         return total_s
 
+    def front_cpu_s(self) -> float:
+        """CPU seconds (user and system) of the process that answers HTTP, since it began."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    def front_memory_bytes(self) -> int:
+        """Memory of the process that answers HTTP, its share of common pages included (PSS)."""
+        return int(psutil.Process(self._process.pid).memory_full_info().pss)
+
     def memory_bytes(self) -> int:
         """Memory of all its processes; pages that several share count once in all (PSS)."""
         total = 0

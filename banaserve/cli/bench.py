@@ -27,6 +27,7 @@ BENCHMARKS = {
     "compare": Benchmark(
         "banaserve.bench.compare", "Which system serves the same requests better?"
     ),
+    "front": Benchmark("banaserve.bench.front", "What does the front door cost beside vLLM's own?"),
     "handover": Benchmark(
         "banaserve.bench.handover", "What does a request cost that is handed over?"
     ),

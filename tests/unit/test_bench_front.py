@@ -1,0 +1,46 @@
+"""What the front door's benchmark makes of its passes."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import UTC, datetime
+
+import pytest
+
+from banaserve.bench.front import Sample, _result, costs_us
+
+
+def one(requests: int, chunks: int, cpu_s: float, ttft_s: float = 0.1) -> Sample:
+    return Sample(requests, chunks, chunks, cpu_s, [ttft_s] * requests, [0.01, 0.02])
+
+
+def spent(requests: int, tokens: int, request_us: float, chunk_us: float) -> Sample:
+    chunks = requests * tokens
+    return one(requests, chunks, (requests * request_us + chunks * chunk_us) / 1e6)
+
+
+def test_requests_and_chunks_are_told_apart() -> None:
+    passes = [spent(8, 4, 900, 40), spent(8, 48, 900, 40)]
+    assert costs_us(passes) == pytest.approx((900, 40))
+    with pytest.raises(ValueError, match="passes of one kind"):
+        costs_us([passes[0], passes[0]])
+
+
+def test_ratios_pair_the_passes_of_a_run() -> None:
+    samples = {}
+    for run, slow in ((0, 1.0), (1, 3.0)):
+        for tokens in (4, 48):
+            for name, factor in (("vllm", 1.0), ("colocated", 1.25), ("pd", 2.0)):
+                sample = spent(8, tokens, 800 * slow * factor, 40 * slow * factor)
+                samples.setdefault((name, 1, tokens), []).append(sample)
+            assert len(samples["pd", 1, tokens]) == run + 1
+    given = argparse.Namespace(runs=2, streams=(1,), prompt_tokens=64)
+    memory = {"vllm": 10, "colocated": 20, "pd": 30}
+    record = _result(given, datetime(2026, 1, 1, tzinfo=UTC), samples, memory)
+    figures = record.figures
+    assert figures["front_cpu_ratio"].samples == pytest.approx([1.25, 1.25])
+    assert figures["front_cpu_ratio_pd"].samples == pytest.approx([2, 2])
+    assert figures["vllm_1_request_cpu"].samples == pytest.approx([800, 2400])
+    assert figures["pd_1_chunk_cpu"].samples == pytest.approx([80, 240])
+    assert figures["pd_1_added_ttft_p99"].samples == pytest.approx([0, 0])
+    assert figures["colocated_memory"].median == 20
