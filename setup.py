@@ -1,12 +1,26 @@
-"""Builds csrc/ into ``banaserve._native``; everything else is in pyproject.toml."""
+"""Builds csrc/ into ``banaserve._native``; everything else is in pyproject.toml.
+
+With ``BANASERVE_CUDA=1`` it also builds csrc/cuda/ into ``banaserve._native_cuda``, with nvcc from
+``CUDA_HOME`` or PATH.
+"""
 
 import os
+import shutil
+import sys
 from pathlib import Path
 
 import nanobind
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 NANOBIND = Path(nanobind.source_dir()).parent
+# setuptools refuses an absolute path below this folder, such as one in .venv.
+NANOBIND_SOURCE = os.path.relpath(NANOBIND / "src" / "nb_combined.cpp")
+NANOBIND_INCLUDES = [str(NANOBIND / "include"), str(NANOBIND / "ext" / "robin_map" / "include")]
+MACROS = [("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)]
+FLAGS = ["-std=c++20", "-O3", "-fvisibility=hidden", "-fno-strict-aliasing"]
+# Each gets code of its own; the last one also code that newer GPUs translate.
+GPUS = ("80", "90", "100")
 
 native = Extension(
     "banaserve._native",
@@ -20,8 +34,7 @@ native = Extension(
         "csrc/prefix_tree.cpp",
         "csrc/prefix_tree_bindings.cpp",
         "csrc/bindings.cpp",
-        # setuptools refuses an absolute path below this folder, such as one in .venv.
-        os.path.relpath(NANOBIND / "src" / "nb_combined.cpp"),
+        NANOBIND_SOURCE,
     ],
     depends=[
         "csrc/block_copy.h",
@@ -31,14 +44,68 @@ native = Extension(
         "csrc/prefix_tree.h",
         "csrc/prefix_tree_bindings.h",
     ],
-    include_dirs=[
-        "csrc",
-        str(NANOBIND / "include"),
-        str(NANOBIND / "ext" / "robin_map" / "include"),
-    ],
-    define_macros=[("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)],
-    extra_compile_args=["-std=c++20", "-O3", "-fvisibility=hidden", "-fno-strict-aliasing"],
+    include_dirs=["csrc", *NANOBIND_INCLUDES],
+    define_macros=MACROS,
+    extra_compile_args=FLAGS,
     language="c++",
 )
 
-setup(ext_modules=[native])
+
+class BuildWithNvcc(build_ext):
+    """Compiles what ends in .cu with nvcc, the rest as always."""
+
+    def build_extension(self, ext):
+        kernels = [source for source in ext.sources if source.endswith(".cu")]
+        ext.sources = [source for source in ext.sources if source not in kernels]
+        ext.extra_objects = [*ext.extra_objects, *map(self._compile, kernels)]
+        super().build_extension(ext)
+
+    def _compile(self, source):
+        target = Path(self.build_temp) / Path(source).with_suffix(".o")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        codes = [f"-gencode=arch=compute_{gpu},code=sm_{gpu}" for gpu in GPUS]
+        codes.append(f"-gencode=arch=compute_{GPUS[-1]},code=compute_{GPUS[-1]}")
+        flags = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+        self.spawn([str(cuda_home() / "bin/nvcc"), *flags, *codes, "-c", source, "-o", str(target)])
+        return str(target)
+
+
+def cuda_home():
+    """The folder of the CUDA toolkit."""
+    if named := os.environ.get("CUDA_HOME"):
+        return Path(named)
+    nvcc = shutil.which("nvcc")
+    usual = Path("/usr/local/cuda")
+    if (usual / "bin/nvcc").exists():
+        return usual
+    if nvcc is None:
+        sys.exit("BANASERVE_CUDA=1 needs nvcc: put it on PATH, or set CUDA_HOME")
+    return Path(nvcc).resolve().parents[1]
+
+
+def cuda_extension():
+    """The runtime is linked in; the driver's functions are found at run time."""
+    home = cuda_home()
+    return Extension(
+        "banaserve._native_cuda",
+        sources=[
+            "csrc/cuda/gpu_copy.cu",
+            "csrc/cuda/gpu_slab.cpp",
+            "csrc/cuda/bindings.cpp",
+            NANOBIND_SOURCE,
+        ],
+        depends=["csrc/cuda/gpu_copy.h", "csrc/cuda/gpu_slab.h"],
+        include_dirs=["csrc/cuda", str(home / "include"), *NANOBIND_INCLUDES],
+        library_dirs=[str(home / "lib64")],
+        libraries=["cudart_static", "rt", "dl", "pthread"],
+        define_macros=MACROS,
+        extra_compile_args=FLAGS,
+        language="c++",
+    )
+
+
+extensions = [native]
+if os.environ.get("BANASERVE_CUDA", "") == "1":
+    extensions.append(cuda_extension())
+
+setup(ext_modules=extensions, cmdclass={"build_ext": BuildWithNvcc})
