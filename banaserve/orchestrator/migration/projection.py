@@ -200,11 +200,14 @@ def gap_of(projection: Projection, scalar: ScalarLoad) -> float:
     """
     if len(projection) < 2:
         return 0.0
-    loads = [instance.load for instance in projection.values()]
     if scalar.how == "maximum":
-        return max(
-            max(values) - min(values)
-            for values in ([load.compute for load in loads], [load.memory for load in loads])
-        )
-    numbers = [scalar.of(load) for load in loads]
+        compute = [instance.compute_load for instance in projection.values()]
+        memory = [instance.memory_load for instance in projection.values()]
+        return max(_cut_gap(compute), _cut_gap(memory))
+    numbers = [scalar.of(instance.load) for instance in projection.values()]
     return max(numbers) - min(numbers)
+
+
+def _cut_gap(loads: Sequence[float]) -> float:
+    """The greatest difference of two loads, both cut to [0, 1]."""
+    return min(1.0, max(0.0, max(loads))) - min(1.0, max(0.0, min(loads)))

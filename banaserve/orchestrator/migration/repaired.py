@@ -51,7 +51,7 @@ class Repaired:
         is_active |= cluster.is_balancing and gap > options.delta_down
         search = _Search(projection, cluster, options, is_active)
         reason = search.run()
-        left = gap_of(projection, self._scalar)
+        left = gap_of(projection, self._scalar) if search.steps else gap
         return MigrationPlan(
             tuple(search.steps),
             tuple(search.rejected),

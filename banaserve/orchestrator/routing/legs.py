@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
 
 from banaserve.errors import NoInstanceError, UserError
 from banaserve.types import ClusterView, InstanceView, RequestView, Role
@@ -63,10 +64,11 @@ def plan_legs(request: RequestView, cluster: ClusterView, options: LegOptions) -
     Raises:
         NoInstanceError: A leg has no candidate and no fallback; names the missing role.
     """
-    colocated = cluster.serving(Role.COLOCATED)
-    dedicated_prefill = cluster.serving(Role.PREFILL)
+    ready = [view for view in cluster.instances.values() if view.ready]
+    colocated = [view for view in ready if view.role is Role.COLOCATED]
+    dedicated_prefill = [view for view in ready if view.role is Role.PREFILL]
     prefill = _by_id(dedicated_prefill + colocated)
-    decode = _by_id(cluster.serving(Role.DECODE) + colocated)
+    decode = _by_id([view for view in ready if view.role is not Role.PREFILL])
     if not prefill and not decode:
         raise NoInstanceError("no prefill, decode or colocated instance is ready")
     if not decode:
@@ -80,8 +82,8 @@ def plan_legs(request: RequestView, cluster: ClusterView, options: LegOptions) -
     return Legs(prefill, decode, LegReason.TWO_LEGS)
 
 
-def _by_id(views: tuple[InstanceView, ...]) -> tuple[InstanceView, ...]:
-    return tuple(sorted(views, key=lambda view: view.id))
+def _by_id(views: list[InstanceView]) -> tuple[InstanceView, ...]:
+    return tuple(sorted(views, key=attrgetter("id")))
 
 
 def _fallback(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from banaserve.types import InstanceReport, InstanceView
 
@@ -75,16 +74,21 @@ class LoadModel:
     ) -> LoadModel:
         """Returns the model of ``views``, its assumptions taken from all of them."""
         speeds = [view.prefill_tokens_per_s for view in views if view.prefill_tokens_per_s > 0]
-        reports = [fresh_report(view, now_s, stale_after_s) for view in views]
-        shares = [_kv_fraction_a_request(report) for report in reports if report is not None]
-        known_shares = [share for share in shares if share > 0]
+        known_shares = [
+            report.kv_used_fraction / report.num_running
+            for view in views
+            if (report := view.report) is not None
+            and now_s - report.at_s <= stale_after_s
+            and report.num_running
+            and report.kv_used_fraction > 0
+        ]
         return cls(
             now_s,
             stale_after_s,
             max_running_requests,
             full_load_s,
-            assumed_tokens_per_s=fmean(speeds) if speeds else 1.0,
-            assumed_kv_fraction=fmean(known_shares) if known_shares else 0.0,
+            assumed_tokens_per_s=sum(speeds) / len(speeds) if speeds else 1.0,
+            assumed_kv_fraction=sum(known_shares) / len(known_shares) if known_shares else 0.0,
         )
 
     def report(self, view: InstanceView) -> InstanceReport | None:
@@ -135,17 +139,22 @@ class LoadModel:
         Requests that the report does not show as running yet are charged the mean KV share of
         the running ones.
         """
+        return self.decode_rank(view)[0]
+
+    def decode_rank(self, view: InstanceView) -> tuple[float, int, bool]:
+        """Returns ``decode_load``, ``present_requests`` and whether there is no fresh report."""
         report = self.report(view)
-        own_share = _kv_fraction_a_request(report) if report else 0.0
-        running = report.num_running if report else 0
-        coming = self.present_requests(view) - running
-        kv_now = report.kv_used_fraction if report else 0.0
-        return max(
-            kv_now + coming * (own_share or self.assumed_kv_fraction),
-            self.present_requests(view) / self.max_running_requests,
-            self.prefill_ahead_s(view) / self.full_load_s,
+        present = view.inflight_requests
+        kv_share = own_share = 0.0
+        running = 0
+        if report is not None:
+            running, kv_share = report.num_running, report.kv_used_fraction
+            present = max(present, running + report.num_waiting)
+            own_share = kv_share / running if running else 0.0
+        tokens = view.inflight_prefill_tokens
+        load = max(
+            kv_share + (present - running) * (own_share or self.assumed_kv_fraction),
+            present / self.max_running_requests,
+            tokens / self.tokens_per_s(view) / self.full_load_s if tokens else 0.0,
         )
-
-
-def _kv_fraction_a_request(report: InstanceReport) -> float:
-    return report.kv_used_fraction / report.num_running if report.num_running else 0.0
+        return load, present, report is None

@@ -18,7 +18,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import ClassVar
 
 from banaserve.errors import UserError
@@ -152,41 +151,33 @@ def _dispatch_repaired(
     """
     if not requests:
         return []
-    mean_tokens = fmean(request.uncached_tokens for request in requests)
-    missed_tokens = [0] * len(views)
-    num_assigned = [0] * len(views)
-
-    def rank(place: int) -> tuple[float, int, int, bool, int]:
-        view = views[place]
-        added_s = missed_tokens[place] / model.tokens_per_s(view)
-        return (
-            model.prefill_ahead_s(view, mean_tokens) + added_s,
-            model.queue_requests(view) + num_assigned[place],
-            view.inflight_prefill_tokens + missed_tokens[place],
-            model.report(view) is None,
-            place,
-        )
-
-    heap = [rank(place) for place in range(len(views))]
+    mean_tokens = sum(request.uncached_tokens for request in requests) / len(requests)
+    heap = [_prefill_rank(place, view, model, mean_tokens) for place, view in enumerate(views)]
     heapq.heapify(heap)
     assignments = []
     for request in requests:
-        place = heap[0][-1]
-        assignments.append(Assignment(request.id, views[place].id))
-        missed_tokens[place] += request.uncached_tokens
-        num_assigned[place] += 1
-        heapq.heapreplace(heap, rank(place))
+        ahead_s, queue, tokens, is_stale, place = heap[0]
+        view, missed = views[place], request.uncached_tokens
+        assignments.append(Assignment(request.id, view.id))
+        ahead_s += missed / model.tokens_per_s(view)
+        heapq.heapreplace(heap, (ahead_s, queue + 1, tokens + missed, is_stale, place))
     return assignments
+
+
+def _prefill_rank(
+    place: int, view: InstanceView, model: LoadModel, mean_tokens: float
+) -> tuple[float, int, int, bool, int]:
+    """Returns seconds ahead, queue, outstanding tokens, whether the report is stale, and place."""
+    queue = model.queue_requests(view)
+    tokens = view.inflight_prefill_tokens
+    ahead_tokens = tokens + (queue - view.inflight_requests) * mean_tokens
+    ahead_s = ahead_tokens / model.tokens_per_s(view) if ahead_tokens else 0.0
+    return ahead_s, queue, tokens, model.report(view) is None, place
 
 
 def least_loaded(views: Sequence[InstanceView], model: LoadModel) -> InstanceView:
     """Returns the instance that has most room to decode; among equals the earlier of ``views``."""
-
-    def rank(view: InstanceView) -> tuple[float, int, bool]:
-        requests = model.present_requests(view)
-        return model.decode_load(view), requests, model.report(view) is None
-
-    return min(views, key=rank)
+    return min(views, key=model.decode_rank)
 
 
 @register("load_aware")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from banaserve.types import InstanceId, InstanceView
 
@@ -29,10 +30,12 @@ class Rotation:
 
     def order(self, views: Sequence[InstanceView]) -> list[InstanceView]:
         """Returns ``views``: never chosen first, then by the turn of the last choice."""
-        by_id = sorted(views, key=lambda view: view.id)
-        shift = self._start % len(by_id) if by_id else 0
-        by_place = by_id[shift:] + by_id[:shift]
-        return sorted(by_place, key=lambda view: self._chosen_at.get(view.id, 0))
+        by_place = sorted(views, key=attrgetter("id"))
+        if by_place and (shift := self._start % len(by_place)):
+            by_place = by_place[shift:] + by_place[:shift]
+        turn = self._chosen_at.get
+        by_place.sort(key=lambda view: turn(view.id, 0))
+        return by_place
 
     def take(self, chosen: InstanceView) -> InstanceView:
         """Sends ``chosen`` to the end of the order and returns it."""
