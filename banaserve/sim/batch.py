@@ -57,8 +57,8 @@ class Batch:
 
     @property
     def num_running(self) -> int:
-        coming = len(self.loading) + len(self._joining)
-        return len(self.decoding) + len(self.prefilling) + coming
+        decoding, prefilling = len(self.decoding), len(self.prefilling)
+        return decoding + prefilling + len(self.loading) + len(self._joining)
 
     def _free(self) -> int:
         return self.kv_tokens - self.used_tokens
@@ -71,10 +71,11 @@ class Batch:
 
     def _has_room(self, request: SimRequest) -> bool:
         """Whether ``request`` may be admitted: there is room for the whole of what it needs."""
-        if self.num_running >= self.limits.max_requests:
+        running = self.num_running
+        if running >= self.limits.max_requests:
             return False
-        reserve = int(self.kv_tokens * self.limits.watermark_fraction) if self.num_running else 0
-        return request.needed_tokens + reserve <= self._free()
+        reserve = int(self.kv_tokens * self.limits.watermark_fraction) if running else 0
+        return request.needed_tokens + reserve <= self.kv_tokens - self.used_tokens
 
     def _admit(self) -> None:
         """First come, first served."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from banaserve.costs.profile import Profile
 from banaserve.costs.steps import StepCosts
@@ -32,6 +32,10 @@ class Cell:
         num_refused: Requests that fit no instance.
         num_restarted: Legs that ran again because an instance died.
         store: The global store's prefixes, where the system has one; shared by all cells.
+
+    Args:
+        turn: Its place among the cells.
+        lighter: Called with ``turn`` when a request has ended.
     """
 
     def __init__(
@@ -42,9 +46,11 @@ class Cell:
         roles: Sequence[tuple[str, Role]],
         store: PrefixCache | None,
         turn: int,
+        lighter: Callable[[int], None],
     ) -> None:
         self._timeline = timeline
         self._system = system
+        self._turn, self._lighter = turn, lighter
         self._token_s = profile.shape.token_bytes / profile.link.bytes_per_s
         self._hop_s = profile.link.hop_s
         self._routing = routings.make(system.routing, start=turn, **system.routing_options)
@@ -181,6 +187,7 @@ class Cell:
         instance.inflight -= 1
         instance.is_dirty = True
         self.load -= 1
+        self._lighter(self._turn)
         self.finished.append(request)
 
     # ---- control and faults

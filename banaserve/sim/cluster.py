@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import heapq
 from collections.abc import Iterable, Iterator
 
 from banaserve.costs.profile import Profile
@@ -34,9 +36,13 @@ class SimCluster:
         )
         self.store = store
         groups = _groups(system)
+        self._least_first: list[tuple[float, int]] = []
+        self._lighter: set[int] = set()
         self.cells = [
-            Cell(timeline, profile, system, group, store, turn) for turn, group in enumerate(groups)
+            Cell(timeline, profile, system, group, store, turn, self._lighter.add)
+            for turn, group in enumerate(groups)
         ]
+        self._lighter.update(range(len(self.cells)))
         if system.migration != "still":
             timeline.after(system.control_s, self._control)
 
@@ -44,19 +50,46 @@ class SimCluster:
         """Let ``requests``, in the order of their arrivals, come and all of them end."""
         self._arrivals: Iterator[SimRequest] = iter(requests)
         self._next_arrival(None)
-        self._timeline.run()
+        # Millions of requests live until the end; a collector would look at them again and again.
+        was_collecting = gc.isenabled()
+        gc.disable()
+        try:
+            self._timeline.run()
+        finally:
+            if was_collecting:
+                gc.enable()
 
     def _next_arrival(self, request: SimRequest | None) -> None:
         """Only one arrival waits on the timeline, so that it stays short."""
         if request is not None:
-            cells = self.cells
-            cell = cells[0] if len(cells) == 1 else min(cells, key=_load)
-            cell.submit(request)
+            self.cells[self._least()].submit(request)
         upcoming = next(self._arrivals, None)
         if upcoming is None:
             self._is_running = False
         else:
             self._timeline.at(upcoming.arrival_s, self._next_arrival, upcoming)
+
+    def _least(self) -> int:
+        """Returns the place of the cell with the fewest requests for its size, the first of equals.
+
+        An entry of the heap may be too low, since requests have come, and is mended when it comes
+        up. It is never too high: where requests have ended a lower one is entered here.
+        """
+        cells, heap = self.cells, self._least_first
+        if len(cells) == 1:
+            return 0
+        if len(heap) > 8 * len(cells):
+            heap.clear()
+            self._lighter.update(range(len(cells)))
+        for place in self._lighter:
+            heapq.heappush(heap, (_load(cells[place]), place))
+        self._lighter.clear()
+        while True:
+            load, place = heap[0]
+            now = _load(cells[place])
+            if load == now:
+                return place
+            heapq.heapreplace(heap, (now, place))
 
     def _control(self, _: None) -> None:
         for cell in self.cells:

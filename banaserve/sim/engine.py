@@ -139,13 +139,17 @@ class SimEngine(Batch):
     def _step(self) -> None:
         """Begin the next step, or the next run of steps that only decode."""
         self._is_stepping = False
-        for request in self._joining:
-            self._enter(request)
-        self._joining.clear()
-        self._preempt_to_fit()
-        self._admit()
-        tokens, pairs = self._plan_chunks()
+        if self._joining:
+            for request in self._joining:
+                self._enter(request)
+            self._joining.clear()
         batch = len(self.decoding)
+        if self._has_lost_kv or batch > self.kv_tokens - self.used_tokens:
+            self._preempt_to_fit()
+            batch = len(self.decoding)
+        if self.waiting:
+            self._admit()
+        tokens, pairs = self._plan_chunks() if self.prefilling else (0, 0)
         if not tokens and not batch:
             return
         now_s = self._timeline.now_s + self._stall_s

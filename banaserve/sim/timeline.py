@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import selectors
 from collections.abc import Callable, Coroutine
 from contextvars import Context
+from heapq import heappop, heappush
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -33,7 +33,9 @@ class Timeline:
     def at(self, time_s: float, event: Event, argument: Any = None) -> None:
         """Let ``event(argument)`` happen at ``time_s``, or at once if that is past."""
         self._next += 1
-        heapq.heappush(self._heap, (max(time_s, self.now_s), self._next, event, argument))
+        if time_s < self.now_s:
+            time_s = self.now_s
+        heappush(self._heap, (time_s, self._next, event, argument))
 
     def after(self, delay_s: float, event: Event, argument: Any = None) -> None:
         """Let ``event(argument)`` happen ``delay_s`` from now."""
@@ -46,13 +48,13 @@ class Timeline:
 
     def step(self) -> None:
         """Jump to the next event and let it happen; there must be one."""
-        self.now_s, _, event, argument = heapq.heappop(self._heap)
+        self.now_s, _, event, argument = heappop(self._heap)
         self.num_events += 1
         event(argument)
 
     def run(self, until_s: float = float("inf")) -> None:
         """Let everything happen up to and including ``until_s``."""
-        heap, pop = self._heap, heapq.heappop
+        heap, pop = self._heap, heappop
         while heap and heap[0][0] <= until_s:
             self.now_s, _, event, argument = pop(heap)
             self.num_events += 1
