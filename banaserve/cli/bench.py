@@ -55,6 +55,9 @@ BENCHMARKS = {
     "serving": Benchmark(
         "banaserve.bench.serving", "What does a server give its users at a given load?"
     ),
+    "orchestrator": Benchmark(
+        "banaserve.bench.orchestrator", "How long does a decision take, how fast is the simulator?"
+    ),
     "stall": Benchmark(
         "banaserve.bench.stall", "Does a very long prompt stall the streams of others?"
     ),
