@@ -28,10 +28,30 @@ _EVENTS = re.compile(rb"\r\ncontent-type:[ \t]*text/event-stream", re.IGNORECASE
 class Exchange:
     """From the whole request to the last byte of the answer. Answers exactly once."""
 
-    __slots__ = ("_backoff", "_body", "_client", "_connecting", "_flight", "_is_events", "_is_free",
-                 "_last", "_message", "_office", "_status", "_target", "_tried", "_upstream",
-                 "_why", "deadline_s", "is_over", "kind", "num_attempts", "num_reads", "request",
-                 "waits_until_s")  # fmt: skip
+    __slots__ = (
+        "_backoff",
+        "_body",
+        "_client",
+        "_connecting",
+        "_flight",
+        "_had_free_try",
+        "_is_events",
+        "_last",
+        "_message",
+        "_office",
+        "_status",
+        "_target",
+        "_tried",
+        "_upstream",
+        "_why",
+        "deadline_s",
+        "is_over",
+        "kind",
+        "num_attempts",
+        "num_reads",
+        "request",
+        "waits_until_s",
+    )  # fmt: skip
 
     def __init__(
         self, office: Office, client: Client, message: Message, request: Request, deadline_s: float
@@ -52,7 +72,7 @@ class Exchange:
         self._status = 0
         self._last = b""
         self._why = ""
-        self._is_events = self._is_free = False
+        self._is_events = self._had_free_try = False
 
     # A place.
 
@@ -185,7 +205,8 @@ class Exchange:
         if self._status:
             self._break_off(target, flight, why)
             return
-        if was_reused:
+        if was_reused and not self._had_free_try:
+            self._had_free_try = True
             # The server closed it while it was idle; all the others may be closed as well.
             target.pool.drop_idle()
             self._flight = None

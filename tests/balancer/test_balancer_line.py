@@ -1,0 +1,115 @@
+"""The waiting line and the circuit breaker, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from banaserve.balancer.breaker import Breaker
+from banaserve.balancer.line import Line
+
+
+class One:
+    def __init__(self, name, kind, places, until_s=10.0):
+        self.name, self.kind, self.waits_until_s = name, kind, until_s
+        self.is_over = False
+        self._places = places
+
+    def place(self):
+        if self._places.get(self.kind, 0) == 0:
+            return False
+        self._places[self.kind] -= 1
+        self._places["went"].append(self.name)
+        return True
+
+    def waited_too_long(self):
+        self._places["late"].append(self.name)
+
+
+@pytest.fixture
+def places():
+    return {"went": [], "late": []}
+
+
+def fill(line, places, names):
+    made = [One(name, name[0], places) for name in names]
+    for one in made:
+        line.join(one)
+    return made
+
+
+def test_nobody_overtakes_within_a_lane_and_lanes_do_not_hold_each_other_up(places):
+    line = Line()
+    fill(line, places, ["a1", "b1", "a2", "b2"])
+    places["b"] = 1
+    line.wake()
+    assert places["went"] == ["b1"]
+    places["a"] = 5
+    line.wake()
+    assert places["went"] == ["b1", "a1", "a2"]
+    assert len(line) == 1
+    assert line.is_ahead_of("b")
+    assert not line.is_ahead_of("a")
+
+
+def test_who_has_waited_before_stands_in_front(places):
+    line = Line()
+    fill(line, places, ["a1", "a2"])
+    line.join(One("a0", "a", places), at_front=True)
+    places["a"] = 3
+    line.wake()
+    assert places["went"] == ["a0", "a1", "a2"]
+
+
+def test_who_is_over_or_late_leaves(places):
+    line = Line()
+    first, second, third = fill(line, places, ["a1", "a2", "a3"])
+    first.is_over, second.waits_until_s = True, 1.0
+    line.sweep(1.0)
+    assert places["late"] == ["a2"]
+    line.leave(third)
+    line.leave(third)
+    line.wake()
+    assert len(line) == 0
+    assert places["went"] == []
+
+
+def test_a_circuit_opens_after_failures_in_a_row_only():
+    breaker = Breaker(3, 1.0, 4.0)
+    for _ in range(5):
+        breaker.failed(0.0)
+        breaker.failed(0.0)
+        breaker.succeeded()
+    assert not breaker.is_open
+    for _ in range(3):
+        breaker.failed(0.0)
+    assert breaker.is_open
+    assert not breaker.allows(0.9)
+    assert breaker.allows(1.0)
+
+
+def test_one_request_is_the_trial_and_pauses_grow_up_to_a_limit():
+    breaker = Breaker(1, 1.0, 4.0)
+    now_s = 0.0
+    breaker.failed(now_s)
+    pauses = []
+    for _ in range(4):
+        pauses.append(breaker.retry_at_s - now_s)
+        now_s = breaker.retry_at_s
+        assert breaker.allows(now_s)
+        breaker.sent()
+        assert not breaker.allows(now_s)
+        breaker.failed(now_s)
+    assert pauses == [1.0, 2.0, 4.0, 4.0]
+    breaker.sent()
+    breaker.succeeded()
+    assert breaker.allows(now_s)
+    breaker.failed(now_s)
+    assert breaker.retry_at_s - now_s == 1.0
+
+
+def test_a_cancelled_trial_lets_the_next_one_try():
+    breaker = Breaker(1, 1.0, 4.0)
+    breaker.failed(0.0)
+    breaker.sent()
+    breaker.given_up()
+    assert breaker.allows(1.0)
