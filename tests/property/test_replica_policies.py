@@ -255,9 +255,11 @@ def test_a_replica_that_was_away_is_used_again(name, preset):
     rng = Random(2)
 
     def targets(start: int) -> set[ReplicaId | None]:
-        flights = []
+        flights: deque[Flight] = deque()
         chosen = set()
         for number in range(start, start + 60):
+            if len(flights) == 6:
+                fleet.finished(flights.popleft(), float(number), 10)
             request = Request(RequestId(str(number)), 300, rng.randbytes(300), 10, str(number))
             decision = fleet.choose(request, float(number))
             chosen.add(decision.target)
@@ -271,7 +273,7 @@ def test_a_replica_that_was_away_is_used_again(name, preset):
     fleet.restarted(ReplicaId("a"))
     assert targets(100) == {"b"}
     fleet.set_available(ReplicaId("a"), True)
-    assert targets(200) == {"a", "b"}
+    assert "a" in targets(200)
 
 
 SMALL = {
@@ -280,7 +282,7 @@ SMALL = {
     "gorgo_v1": {"max_tree_bytes": 1 << 16},
     "gorgo_v2": {"max_tree_bytes": 1 << 16},
     "preble": {"max_tree_bytes": 1 << 16},
-    "prefix_cache": {"max_blocks": 1000},
+    "prefix_cache": {"max_blocks": 400},
     "session_affinity": {"max_sessions": 500},
     "skywalker": {"max_tree_bytes": 1 << 16},
 }

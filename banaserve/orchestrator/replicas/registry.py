@@ -13,13 +13,17 @@ from banaserve.orchestrator.replicas.interface import Generator, ReplicaPolicy
 from banaserve.orchestrator.replicas.policy import Policy
 
 BUILT_IN = (
+    "cache_aware",
     "consistent_hash",
     "least_load",
     "least_requests",
+    "load_aware",
     "power_of_two",
+    "prefix_cache",
     "random_choice",
     "round_robin",
     "session_affinity",
+    "skywalker",
 )
 """Each is a file in this folder; one file may hold several policies."""
 

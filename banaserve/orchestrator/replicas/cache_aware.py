@@ -1,0 +1,92 @@
+"""Cache-aware routing in the form of SGLang's router, whose defaults differ from place to place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from banaserve.orchestrator.replicas.interface import (
+    Decision,
+    FleetView,
+    Reason,
+    ReplicaView,
+    Request,
+)
+from banaserve.orchestrator.replicas.policy import check_range
+from banaserve.orchestrator.replicas.registry import register
+from banaserve.orchestrator.replicas.tree_policy import TreeOptions, TreePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAwareOptions(TreeOptions):
+    """Options of ``cache_aware``.
+
+    Attributes:
+        cache_threshold: A hit on more than this share of the prompt decides.
+        balance_abs: Replicas are out of balance where the outstanding requests of the most and
+            the least loaded differ by more than this,
+        balance_rel: and by more than this factor: then the least loaded one is taken.
+        fills_smallest_tree: Without a hit, the replica of which least is remembered; else the
+            least loaded one.
+    """
+
+    cache_threshold: float = 0.3
+    balance_abs: int = 64
+    balance_rel: float = 1.5
+    fills_smallest_tree: bool = False
+
+    def __post_init__(self) -> None:
+        TreeOptions.__post_init__(self)
+        check_range(
+            self, {"cache_threshold": (0, 1), "balance_abs": (0, 1e9), "balance_rel": (1, 1e9)}
+        )
+
+
+@register("cache_aware")
+class CacheAware(TreePolicy):
+    """Prefixes while the replicas are in balance, the least loaded replica while not.
+
+    Among replicas that hold equally much of the prompt the least loaded one is taken; SGLang takes
+    the one seen last, which keeps a hot prefix where it is.
+    """
+
+    PRESETS: ClassVar[Mapping[str, Any]] = {
+        "repaired": CacheAwareOptions(balance_abs=8),
+        "sglang-0.4": CacheAwareOptions(
+            trims=False,
+            cache_threshold=0.5,
+            balance_abs=32,
+            balance_rel=1.0001,
+            fills_smallest_tree=True,
+        ),
+        "sglang-cli": CacheAwareOptions(
+            max_tree_bytes=1 << 26, trims=False, fills_smallest_tree=True
+        ),
+        "sglang-rust": CacheAwareOptions(
+            trims=False,
+            cache_threshold=0.5,
+            balance_abs=32,
+            balance_rel=1.1,
+            fills_smallest_tree=True,
+        ),
+        "smg": CacheAwareOptions(max_tree_bytes=1 << 26, trims=False),
+    }
+
+    def pick(
+        self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
+    ) -> Decision:
+        options = self.options
+        loads = [view.outstanding for view in candidates]
+        low, high = min(loads), max(loads)
+        hits = self.hits(request)
+        if high - low > options.balance_abs and high > options.balance_rel * low:
+            target = candidates[self.least(loads)].id
+            return Decision(target, Reason.IMBALANCE, hits.get(target, 0))
+        longest = self.longest_hit(candidates, hits)
+        if longest is not None and longest[1] > options.cache_threshold * request.num_tokens:
+            return Decision(longest[0].id, Reason.PREFIX, longest[1])
+        if options.fills_smallest_tree:
+            loads = [self.tree.target_bytes(view.id) for view in candidates]
+        target = candidates[self.least(loads)].id
+        return Decision(target, Reason.EXPLORE, hits.get(target, 0))

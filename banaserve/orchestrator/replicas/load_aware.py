@@ -1,0 +1,99 @@
+"""Load-aware routing over replicas: BanaServe Algorithm 2, one request at a time.
+
+The paper's argument is that with a global store every prefix can be read everywhere, so that the
+choice looks at load alone. Between clusters that share no store that does not hold; this policy is
+then the load-only end of the comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from banaserve.orchestrator.replicas.interface import (
+    Decision,
+    FleetView,
+    Reason,
+    ReplicaView,
+    Request,
+)
+from banaserve.orchestrator.replicas.policy import Policy, check_range
+from banaserve.orchestrator.replicas.registry import register
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAwareOptions:
+    """Options of ``load_aware``.
+
+    Attributes:
+        delta_l: The published load threshold, in (0, 2]; 0 for the repaired form, which needs
+            none.
+        prefill_ms_per_token: Of the prompts ahead.
+        max_running: Requests in a replica's batch, vLLM's ``max_num_seqs``.
+        full_load_ms: Prefill work ahead that counts as a load of 1.
+        counts_round_trip: Distance is added as time, as prefill work is.
+    """
+
+    delta_l: float = 0.0
+    prefill_ms_per_token: float = 0.094
+    max_running: int = 128
+    full_load_ms: float = 1000.0
+    counts_round_trip: bool = True
+
+    def __post_init__(self) -> None:
+        check_range(
+            self,
+            {
+                "delta_l": (0, 2),
+                "prefill_ms_per_token": (0, 1e6),
+                "max_running": (1, 1e9),
+                "full_load_ms": (0.001, 1e9),
+            },
+        )
+
+
+@register("load_aware")
+class LoadAware(Policy):
+    """Sends each request where the greatest of three shares is least.
+
+    KV memory, places in the batch and prefill work ahead are a vector judged by its maximum.
+    ``published`` adds memory and batch (Eq. 37) and, past ``delta_l``, looks at queues only.
+    """
+
+    PRESETS: ClassVar[Mapping[str, Any]] = {
+        "repaired": LoadAwareOptions(),
+        "published": LoadAwareOptions(delta_l=1.3, counts_round_trip=False),
+    }
+
+    def pick(
+        self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
+    ) -> Decision:
+        if self.options.delta_l:
+            return self._published(candidates)
+        loads = [self._load(view) for view in candidates]
+        return Decision(candidates[self.least(loads)].id, Reason.LEAST_LOADED)
+
+    def _load(self, view: ReplicaView) -> float:
+        options = self.options
+        ahead_ms = options.prefill_ms_per_token * view.uncached_tokens
+        if options.counts_round_trip:
+            ahead_ms += view.round_trip_ms
+        # What was sent since the last report is in no reported share of the memory yet.
+        share = view.kv_used_fraction / view.running if view.running else 0.0
+        coming = max(0, view.outstanding - view.running)
+        return max(
+            view.kv_used_fraction + coming * share,
+            max(view.outstanding, view.running + view.pending) / options.max_running,
+            ahead_ms / options.full_load_ms,
+        )
+
+    def _published(self, candidates: Sequence[ReplicaView]) -> Decision:
+        loads = [
+            view.kv_used_fraction + view.running / self.options.max_running for view in candidates
+        ]
+        place = self.least(loads)
+        if loads[place] < self.options.delta_l:
+            return Decision(candidates[place].id, Reason.LEAST_LOADED)
+        place = self.least([view.pending for view in candidates])
+        return Decision(candidates[place].id, Reason.IMBALANCE)

@@ -1,0 +1,156 @@
+"""SkyWalker (EuroSys'26): two layers, selective pushing, prefixes or a hash ring.
+
+A request goes to a replica of this region that can start it at once, else to the balancer of a
+region that has such replicas, else it stays in the queue (the listing leaves that case open).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from banaserve.orchestrator.replicas.interface import (
+    Decision,
+    FleetView,
+    PeerView,
+    Reason,
+    ReplicaView,
+    Request,
+)
+from banaserve.orchestrator.replicas.policy import check_choice, check_range
+from banaserve.orchestrator.replicas.prefix_tree import FIFO
+from banaserve.orchestrator.replicas.registry import register
+from banaserve.orchestrator.replicas.ring import Ring, session_key
+from banaserve.orchestrator.replicas.tree_policy import TreeOptions, TreePolicy
+
+PENDING, OUTSTANDING, BLIND = "pending", "outstanding", "blind"
+
+
+@dataclass(frozen=True, slots=True)
+class SkyWalkerOptions(TreeOptions):
+    """Options of ``skywalker``.
+
+    Attributes:
+        push: When a replica takes more: ``pending`` (SP-P: it reports no pending request),
+            ``outstanding`` (SP-O: fewer than ``max_outstanding``) or ``blind`` (always).
+        max_outstanding: Of SP-O, and of SP-P while a replica has not reported for
+            ``stale_after_s``.
+        credit: Requests sent to a replica between two of its reports at most; 0: no bound. A
+            probe says nothing of what was sent since.
+        tau: A peer with a longer queue gets nothing.
+        compares_queues: Nor does one whose queue is longer than this balancer's own.
+        prefix_threshold: A hit on more than this share of the prompt decides; else the fewest
+            outstanding requests do.
+        virtual_nodes: Points of each target on the ring of ``skywalker_ch``.
+    """
+
+    push: str = PENDING
+    max_outstanding: int = 10
+    credit: int = 4
+    stale_after_s: float = 2.0
+    tau: int = 10
+    compares_queues: bool = True
+    prefix_threshold: float = 0.5
+    virtual_nodes: int = 64
+
+    def __post_init__(self) -> None:
+        TreeOptions.__post_init__(self)
+        check_choice("push", self.push, (PENDING, OUTSTANDING, BLIND))
+        check_range(
+            self,
+            {
+                "max_outstanding": (1, 1e9),
+                "credit": (0, 1e9),
+                "stale_after_s": (0.001, 1e9),
+                "tau": (0, 1e9),
+                "prefix_threshold": (0, 1),
+                "virtual_nodes": (1, 100_000),
+            },
+        )
+
+
+PRESETS = {
+    "repaired": SkyWalkerOptions(),
+    "published": SkyWalkerOptions(
+        credit=0, stale_after_s=1e9, compares_queues=False, eviction=FIFO, trims=False
+    ),
+    "as-coded": SkyWalkerOptions(credit=0, stale_after_s=1e9, trims=False, virtual_nodes=1),
+}
+
+
+@register("skywalker")
+class SkyWalker(TreePolicy):
+    """The prefix variant; peers are targets in the same tree, from what was forwarded to them."""
+
+    PRESETS: ClassVar[Mapping[str, Any]] = PRESETS
+    uses_peers: ClassVar[bool] = True
+
+    def pick(
+        self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
+    ) -> Decision:
+        local = [view for view in candidates if not isinstance(view, PeerView)]
+        free = [view for view in local if self._takes_more(view, fleet.now_s)]
+        if free:
+            return self.among(request, free, fleet)
+        peers = [view for view in candidates if isinstance(view, PeerView)]
+        open_peers = [view for view in peers if self._is_open(view, fleet)]
+        if not open_peers:
+            return Decision(None, Reason.ALL_BUSY)
+        found = self.among(request, open_peers, fleet)
+        return Decision(found.target, Reason.FORWARDED, found.hit_tokens)
+
+    def among(self, request: Request, free: Sequence[ReplicaView], fleet: FleetView) -> Decision:
+        """Returns the choice in one layer; ``free`` has at least one."""
+        hits = self.hits(request)
+        longest = self.longest_hit(free, hits)
+        if longest is not None and longest[1] > self.options.prefix_threshold * request.num_tokens:
+            return Decision(longest[0].id, Reason.PREFIX, longest[1])
+        target = free[self.least([view.outstanding for view in free])].id
+        return Decision(target, Reason.EXPLORE, hits.get(target, 0))
+
+    def _takes_more(self, view: ReplicaView, now_s: float) -> bool:
+        options = self.options
+        if options.push == BLIND:
+            return True
+        at_s = view.reported_at_s
+        is_told = at_s is not None and now_s - at_s <= options.stale_after_s
+        if options.push == PENDING and is_told:
+            has_credit = not options.credit or view.sent_since_report < options.credit
+            return view.pending == 0 and has_credit
+        return view.outstanding < options.max_outstanding
+
+    def _is_open(self, peer: PeerView, fleet: FleetView) -> bool:
+        if self.options.push == BLIND:
+            return True
+        limit = self.options.tau
+        if self.options.compares_queues:
+            limit = min(limit, fleet.queue_length)
+        credit = self.options.credit * peer.num_available
+        has_credit = not self.options.credit or peer.sent_since_report < credit
+        return peer.num_available >= 1 and peer.queue_length <= limit and has_credit
+
+
+@register("skywalker_ch")
+class SkyWalkerCH(SkyWalker):
+    """The variant with a hash ring in each layer; unavailable targets are skipped."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._rings = {kind: Ring(self.options.virtual_nodes) for kind in (False, True)}
+
+    def among(self, request: Request, free: Sequence[ReplicaView], fleet: FleetView) -> Decision:
+        is_peer = isinstance(free[0], PeerView)
+        everyone: Sequence[ReplicaView] = fleet.peers if is_peer else fleet.replicas
+        key = session_key(request, self.unit_bytes)
+        if not key:
+            place = self.least([view.outstanding for view in free])
+            return Decision(free[place].id, Reason.LEAST_LOADED)
+        ring = self._rings[is_peer].over([view.id for view in everyone])
+        return Decision(ring.find(key, {view.id for view in free}), Reason.SESSION)
+
+    def on_sent(self, flight: Any) -> None:
+        """Nothing: the ring needs no memory of prompts."""
+
+    def on_finished(self, flight: Any) -> None:
+        """Nothing to correct."""

@@ -1,0 +1,92 @@
+"""The frame of the policies that remember, in a prefix tree, where each prompt was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from banaserve.orchestrator.replicas.interface import (
+    Flight,
+    Generator,
+    ReplicaId,
+    ReplicaView,
+    Request,
+)
+from banaserve.orchestrator.replicas.policy import Policy, check_choice, check_range
+from banaserve.orchestrator.replicas.prefix_tree import LRU, ORDERS, make_tree
+
+
+@dataclass(frozen=True, slots=True)
+class TreeOptions:
+    """Options of every policy with a prefix tree.
+
+    Attributes:
+        max_tree_bytes: Bound of what is remembered of one target.
+        max_total_bytes: Bound of the whole tree.
+        eviction: Which leaf goes first, ``lru`` or ``fifo``.
+        trims: Where a replica says how much of a prompt it had cached and that is less than
+            expected, forget the rest: engines evict, and nobody else tells.
+    """
+
+    max_tree_bytes: int = 1 << 24
+    max_total_bytes: int = 1 << 30
+    eviction: str = LRU
+    trims: bool = True
+
+    def __post_init__(self) -> None:
+        bytes_range = (0, 1 << 44)
+        check_range(self, {"max_tree_bytes": bytes_range, "max_total_bytes": bytes_range})
+        check_choice("eviction", self.eviction, ORDERS)
+
+
+class TreePolicy(Policy):
+    """A policy whose ``options`` are ``TreeOptions``; a prompt is recorded when it is sent."""
+
+    def __init__(self, options: Any, generator: Generator, unit_bytes: int) -> None:
+        super().__init__(options, generator, unit_bytes)
+        self.tree = make_tree(
+            unit_bytes, options.max_tree_bytes, options.max_total_bytes, options.eviction
+        )
+
+    def hits(self, request: Request) -> dict[ReplicaId, int]:
+        """Returns how many prompt tokens each target is expected to have cached; only above 0."""
+        num_units = len(request.prompt) // self.unit_bytes
+        if not num_units:
+            return {}
+        matched = self.tree.match(request.prompt)
+        if num_units == request.num_tokens:
+            return matched
+        tokens_per_unit = request.num_tokens / num_units
+        return {target: int(units * tokens_per_unit) for target, units in matched.items()}
+
+    def longest_hit(
+        self, candidates: Sequence[ReplicaView], hits: dict[ReplicaId, int]
+    ) -> tuple[ReplicaView, int] | None:
+        """Returns who has most of the prompt, fewest outstanding requests first, and how much."""
+        have = [view for view in candidates if view.id in hits]
+        if not have:
+            return None
+        most = max(hits[view.id] for view in have)
+        best = [view for view in have if hits[view.id] == most]
+        return best[self.least([view.outstanding for view in best])], most
+
+    def on_sent(self, flight: Flight) -> None:
+        self.tree.add(flight.request.prompt, flight.target)
+
+    def on_finished(self, flight: Flight) -> None:
+        self.correct(flight)
+
+    def correct(self, flight: Flight) -> None:
+        """Forgets what the replica says it did not have of what was expected."""
+        cached, expected = flight.cached_tokens, flight.decision.hit_tokens
+        request = flight.request
+        if not self.options.trims or cached is None or cached >= expected:
+            return
+        # The prompt itself is cached by then; what is wrong is what others made of its start.
+        units_per_token = len(request.prompt) // self.unit_bytes / request.num_tokens
+        self.tree.trim(request.prompt, flight.target, int(cached * units_per_token))
+        self.tree.add(request.prompt, flight.target)
+
+    def on_replica_gone(self, target: ReplicaId) -> None:
+        self.tree.forget(target)
