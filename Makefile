@@ -21,7 +21,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VENV_STAMP := $(VENV)/.created
 INSTALLED := $(VENV)/.installed-$(DEVICE)
-SOURCES := pyproject.toml setup.py $(wildcard csrc/*) $(wildcard requirements/*.*)
+SOURCES := pyproject.toml setup.py $(wildcard csrc/*.* csrc/cuda/*) $(wildcard requirements/*.*)
 
 # The kernels need torch and Triton, not vLLM: a GPU machine's own Python will do.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
@@ -60,14 +60,14 @@ test-gpu:  ## Run the tests that need a GPU with GPU_PYTHON; installs nothing, s
 lint: install  ## Check style, types and which floor imports which.
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
-	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h
+	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/cuda/*
 	@$(BIN)/mypy -p banaserve
 	@$(BIN)/lint-imports --no-logo
 
 format: install  ## Rewrite the sources as lint wants them.
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
-	@$(BIN)/clang-format -i csrc/*.cpp csrc/*.h
+	@$(BIN)/clang-format -i csrc/*.cpp csrc/*.h csrc/cuda/*
 
 bench: install  ## Run the benchmark NAME.
 	@exec $(BIN)/banaserve bench '$(NAME)' $(ARGS)

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 #include <string>
@@ -78,10 +79,12 @@ Raises:
           "map",
           [](GpuSlab& self, std::int64_t offset, std::int64_t num_bytes) {
             require_inside(self, offset, num_bytes);
-            self.map(static_cast<std::size_t>(offset), static_cast<std::size_t>(num_bytes));
+            return self.map(static_cast<std::size_t>(offset), static_cast<std::size_t>(num_bytes));
           },
           "offset"_a, "num_bytes"_a,
-          "Back every granule that the range touches; what was not backed is not cleared.\n\n"
+          "Back every granule that the range touches; the offsets of those that were not, which "
+          "are "
+          "not cleared.\n\n"
           "Raises:\n    MemoryError: Memory is short; nothing has changed.")
       .def(
           "unmap",

@@ -67,8 +67,8 @@ GpuSlab::~GpuSlab() {
   driver_.free_addresses(address_, size());
 }
 
-void GpuSlab::map(std::size_t offset, std::size_t num_bytes) {
-  if (num_bytes == 0) return;
+std::vector<std::size_t> GpuSlab::map(std::size_t offset, std::size_t num_bytes) {
+  if (num_bytes == 0) return {};
   const std::size_t last = (offset + num_bytes - 1) / granule_bytes_;
   std::vector<std::size_t> backed;
   backed.reserve(granules_.size());
@@ -76,12 +76,13 @@ void GpuSlab::map(std::size_t offset, std::size_t num_bytes) {
     for (std::size_t i = offset / granule_bytes_; i <= last; ++i) {
       if (granules_[i] != 0) continue;
       map_granule(i);
-      backed.push_back(i);
+      backed.push_back(i * granule_bytes_);
     }
   } catch (...) {
-    for (const std::size_t i : backed) unmap_granule(i);
+    for (const std::size_t at : backed) unmap_granule(at / granule_bytes_);
     throw;
   }
+  return backed;
 }
 
 std::size_t GpuSlab::unmap(std::size_t offset, std::size_t num_bytes) {

@@ -39,10 +39,10 @@ class GpuSlab {
   std::size_t granule_bytes() const { return granule_bytes_; }
   std::size_t mapped_bytes() const { return num_mapped_ * granule_bytes_; }
 
-  // Backs every granule that the range touches, and leaves those that are backed as they are. What
-  // it backs is not cleared. Throws std::bad_alloc and changes nothing where memory is short;
-  // std::runtime_error. The range lies within the slab.
-  void map(std::size_t offset, std::size_t num_bytes);
+  // Backs every granule that the range touches, and leaves those that are backed as they are. The
+  // offsets of those that it has backed, which are not cleared. Throws std::bad_alloc and changes
+  // nothing where memory is short; std::runtime_error. The range lies within the slab.
+  std::vector<std::size_t> map(std::size_t offset, std::size_t num_bytes);
 
   // Gives up every granule that lies wholly inside the range; bytes that were backed.
   std::size_t unmap(std::size_t offset, std::size_t num_bytes);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import mmap
 import os
@@ -17,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from banaserve.engine.vllm.migration.host_kv import HostKv, blocks_gained, spans
+from banaserve.engine.vllm.migration.host_kv import HostKv, blocks_gained, make_slab, spans
 from banaserve.engine.vllm.migration.parcel import Parcel, from_wire, restore, to_wire
 from banaserve.engine.vllm.migration.pulse import Pulse
 from banaserve.engine.vllm.migration.slab import Slab, merged
 from banaserve.engine.vllm.migration.written_blocks import WrittenBlocks
-from banaserve.errors import ProtocolError
+from banaserve.errors import ProtocolError, UserError
 
 PAGE = mmap.PAGESIZE
 
@@ -232,3 +233,11 @@ def test_a_pulse_is_seen_while_a_process_works_and_not_while_it_stands() -> None
             child.kill()
     assert pulse.last_worked_s(now_s + 2000) == last_s, "a dead one does not work"
     assert not Pulse(None).is_known
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("banaserve._native_cuda") is not None, reason="built with CUDA"
+)
+def test_a_slab_on_a_gpu_needs_a_build_with_cuda() -> None:
+    with pytest.raises(UserError, match="BANASERVE_CUDA=1"):
+        make_slab(PAGE, torch.device("cuda", 0))

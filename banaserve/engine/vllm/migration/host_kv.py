@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from banaserve.engine.vllm.migration.gpu_slab import GpuSlab
 from banaserve.engine.vllm.migration.messages import KvShape
 from banaserve.engine.vllm.migration.slab import Slab
 from banaserve.transport.memory import Memory
@@ -57,7 +58,8 @@ class HostKv:
         self.block_shape = tuple(first.shape[1:])
         self.dtype = first.dtype
         shape = (self.max_blocks, *self.block_shape)
-        self._slabs = {name: Slab(self.max_blocks * self.page_bytes) for name in kv_caches}
+        slab_bytes = self.max_blocks * self.page_bytes
+        self._slabs = {name: make_slab(slab_bytes, first.device) for name in kv_caches}
         self.tensors = {name: slab.tensor(shape, self.dtype) for name, slab in self._slabs.items()}
         for slab in self._slabs.values():
             slab.populate(self.num_blocks * self.page_bytes)
@@ -108,6 +110,11 @@ class HostKv:
     @property
     def resident_bytes(self) -> int:
         return sum(slab.resident_bytes() for slab in self._slabs.values())
+
+
+def make_slab(num_bytes: int, device: torch.device) -> Slab | GpuSlab:
+    """A slab in the memory of ``device``."""
+    return Slab(num_bytes) if device.type == "cpu" else GpuSlab(num_bytes, device)
 
 
 def spans(heads: Sequence[int]) -> list[tuple[int, int]]:

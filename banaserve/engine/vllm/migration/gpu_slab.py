@@ -1,0 +1,88 @@
+"""``Slab`` on a GPU: reserved addresses that CUDA's virtual memory backs by granules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from banaserve.engine.vllm.migration.slab import merged
+from banaserve.errors import UserError
+
+
+class GpuSlab:
+    """Memory of ``num_bytes`` on ``device``, of which only what is populated may be touched.
+
+    Attributes:
+        address: Of its first byte.
+        num_bytes: Reserved, in whole granules.
+
+    Raises:
+        UserError: banaserve was built without CUDA.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        try:
+            from banaserve import _native_cuda
+        except ImportError:
+            raise UserError(
+                "this build of banaserve has no GPU slabs: build it with BANASERVE_CUDA=1"
+            ) from None
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        self._device = torch.device("cuda", index)
+        self._slab = _native_cuda.GpuSlab(num_bytes, index)
+        self.address = self._slab.address
+        self.num_bytes = self._slab.num_bytes
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """``shape`` from the first byte on, contiguous; keeps the slab alive."""
+        count = int(np.prod(shape)) * dtype.itemsize
+        return self._bytes(0, count).view(dtype).view(shape)
+
+    def populate(self, num_bytes: int) -> bool:
+        """Back the first ``num_bytes`` with memory, zero where it was not backed.
+
+        Returns:
+            False where the device is short of memory: then nothing has changed.
+        """
+        try:
+            backed = self._slab.map(0, num_bytes)
+        except MemoryError:
+            return False
+        for offset in backed:
+            self._bytes(offset, self._slab.granule_bytes).zero_()
+        return True
+
+    def give_back(self, ranges: Iterable[tuple[int, int]]) -> int:
+        """Let go of the granules that lie wholly inside of ``(offset, length)`` ranges.
+
+        Waits for the device. What is given back must be populated before it is touched again.
+
+        Returns:
+            Bytes that were backed by memory and are not any more.
+        """
+        torch.cuda.synchronize(self._device)
+        return sum(self._slab.unmap(start, length) for start, length in merged(ranges))
+
+    def resident_bytes(self) -> int:
+        """Bytes that are backed by memory."""
+        return self._slab.mapped_bytes
+
+    def _bytes(self, offset: int, num_bytes: int) -> torch.Tensor:
+        part = _Bytes(self.address + offset, num_bytes, self._slab)
+        return torch.as_tensor(part, device=self._device)
+
+
+class _Bytes:
+    """What torch asks of an object whose device memory it takes over without a copy."""
+
+    def __init__(self, address: int, num_bytes: int, owner: Any) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
