@@ -24,6 +24,7 @@ class Benchmark(NamedTuple):
 
 
 BENCHMARKS = {
+    "all": Benchmark("banaserve.bench.every", "What do all of them say, in one report?"),
     "compare": Benchmark(
         "banaserve.bench.compare", "Which system serves the same requests better?"
     ),
