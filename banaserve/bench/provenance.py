@@ -32,6 +32,25 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu: str | None
 
 
+class ModelledTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A server whose time was that of a modelled GPU and model.
+
+    Attributes:
+        source: Where the step times of the profile come from.
+        dilation: Wall seconds of one modelled second.
+        num_steps: Of its engines.
+        num_overrun: Steps whose real work took longer than their modelled time.
+        late_fraction: How much later than modelled steps ended, of their modelled time.
+    """
+
+    profile: str
+    source: str
+    dilation: float
+    num_steps: int
+    num_overrun: int
+    late_fraction: float
+
+
 class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Installed versions; null where a package is not installed."""
 

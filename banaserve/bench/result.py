@@ -16,7 +16,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from rich.table import Table
 
-from banaserve.bench.provenance import Machine, Versions, commit, machine, versions
+from banaserve.bench.provenance import (
+    Machine,
+    ModelledTime,
+    Versions,
+    commit,
+    machine,
+    versions,
+)
 from banaserve.bench.statistics import median, spread_fraction
 from banaserve.errors import UserError
 
@@ -51,6 +58,8 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         figures: What it found, by name.
         notes: What a reader must know to judge the figures.
         raw: Whatever else was recorded; its form is the benchmark's own.
+        modelled_time: One entry for each server whose time was modelled: no figure of it was
+            measured on the modelled GPU. Empty where all time is real.
     """
 
     schema_version: Literal[1]
@@ -65,6 +74,7 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     figures: dict[str, Figure]
     notes: list[str]
     raw: dict[str, Any]
+    modelled_time: list[ModelledTime] = []
 
 
 def figure(samples: Sequence[float], unit: str) -> Figure:
@@ -87,6 +97,7 @@ def result(
     figures: Mapping[str, Figure],
     notes: Sequence[str] = (),
     raw: Mapping[str, Any] | None = None,
+    modelled_time: Sequence[ModelledTime] = (),
 ) -> Result:
     """Returns the record of a run that has just ended, with this machine and this code on it."""
     commit_id, dirty = commit()
@@ -103,6 +114,7 @@ def result(
         dict(figures),
         list(notes),
         dict(raw or {}),
+        list(modelled_time),
     )
 
 
@@ -155,6 +167,9 @@ def table(record: Result) -> Table:
     """Returns the figures as a table for a terminal."""
     state = "" if record.commit is None else f", commit {record.commit[:9]}"
     state += " with changes" if record.dirty else ""
+    if record.modelled_time:
+        profiles = ", ".join(sorted({one.profile for one in record.modelled_time}))
+        state += f"; time is MODELLED: {profiles}"
     shown = Table(title=f"{record.name}: seed {record.seed}{state}")
     shown.add_column("figure")
     for heading in ("median", "min", "max", "spread", "runs"):

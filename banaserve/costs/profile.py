@@ -17,6 +17,17 @@ from banaserve.types import InstanceFacts
 
 BUILT_IN = Path(__file__).parent / "profiles"
 
+_MOST = {
+    "num_layers": 1000,
+    "num_heads": 1024,
+    "num_kv_heads": 1024,
+    "hidden_size": 1_000_000,
+    "element_bytes": 8,
+    "max_context_tokens": 100_000_000,
+    "kv_tokens": 1_000_000_000,
+    "block_tokens": 4096,
+}
+
 Section = TypeVar("Section")
 
 
@@ -72,7 +83,11 @@ class LinkSection:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A modelled GPU with a modelled model; every time that comes out of it is simulated."""
+    """A modelled GPU with a modelled model; no time that comes out of it was measured here.
+
+    Raises:
+        ValueError: The model's dimensions do not fit together.
+    """
 
     name: str
     source: str
@@ -86,17 +101,14 @@ class Profile:
 
     def __post_init__(self) -> None:
         m = self.model
-        try:
-            shape = ModelShape(
-                m.num_layers,
-                m.hidden_size,
-                m.num_heads,
-                m.num_kv_heads,
-                m.layer_weights,
-                m.element_bytes,
-            )
-        except ValueError as error:
-            raise UserError(f"profile {self.name}, [model]: {error}") from error
+        shape = ModelShape(
+            m.num_layers,
+            m.hidden_size,
+            m.num_heads,
+            m.num_kv_heads,
+            m.layer_weights,
+            m.element_bytes,
+        )
         object.__setattr__(self, "shape", shape)
 
     def decode(self, batch: int) -> DecodeSection:
@@ -155,9 +167,7 @@ def load(name_or_path: str) -> Profile:
         raise UserError(f"{path}: decode is no section")
     check_keys(path, "decode.", decode, ("small", "large"), required=("small",))
     large = decode.get("large")
-    return Profile(
-        str(table["name"]),
-        str(table["source"]),
+    parts = (
         read_section(path, "model", table["model"], ModelSection),
         read_section(path, "prefill", table["prefill"], PrefillSection),
         read_section(path, "decode.small", decode["small"], DecodeSection),
@@ -165,6 +175,10 @@ def load(name_or_path: str) -> Profile:
         read_section(path, "memory", table["memory"], MemorySection),
         read_section(path, "link", table["link"], LinkSection),
     )
+    try:
+        return Profile(str(table["name"]), str(table["source"]), *parts)
+    except ValueError as error:
+        raise UserError(f"{path}: [model]: {error}") from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -220,4 +234,13 @@ def read_section(path: Path, name: str, table: Any, kind: type[Section]) -> Sect
             raise UserError(f"{path}: {name}.{key} is {value!r}: give {what}")
         if value <= 0:
             raise UserError(f"{path}: {name}.{key} is {value!r}: give more than 0")
+        if value > (most := _most(key)):
+            raise UserError(f"{path}: {name}.{key} is {value!r}: give at most {most:g}")
     return kind(**table)
+
+
+def _most(key: str) -> float:
+    """Above this a value is a slip: milliseconds for seconds, bytes for tokens."""
+    if key.endswith("_per_s"):
+        return 1e15
+    return 10.0 if key.endswith("_s") else _MOST.get(key, float("inf"))
