@@ -17,6 +17,31 @@ MINIATURE = "miniature"
 _MAX_DILATION = 1000.0
 
 
+Options = tuple[tuple[str, str | int | float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OrchestratorConfig:
+    """How instances are balanced.
+
+    Attributes:
+        mode: ``off``, ``dry-run`` (decides and moves nothing) or ``on``.
+        policy: Name of the migration policy; ``options`` are its.
+        interval_s: From one decision to the next.
+        concurrent: Steps that may be under way at once.
+        per_minute: Steps that may begin within a minute.
+        decision_log: Decisions are appended to this file as JSON lines; None for no file.
+    """
+
+    mode: str = "dry-run"
+    policy: str = "repaired"
+    options: Options = ()
+    interval_s: float = 2.0
+    concurrent: int = 2
+    per_minute: int = 6
+    decision_log: Path | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
     """What ``banaserve serve`` was asked for; vLLM's own options are in ``vllm_argv``.
@@ -42,6 +67,7 @@ class ServeConfig:
         migration_poison: Overwrite KV that has moved away with NaN: for tests.
         pace: Profile of the GPU and model whose time is modelled; empty for real time.
         dilate: Wall seconds of one modelled second.
+        orchestrator: Who decides what moves by itself.
     """
 
     model: str = "smollm2-135m"
@@ -62,7 +88,7 @@ class ServeConfig:
     kv_store_verify: bool = False
     kv_store_salt: str = ""
     routing_policy: str = "load_aware"
-    routing_options: tuple[tuple[str, str | int | float], ...] = ()
+    routing_options: Options = ()
     skip_prefill_below_tokens: int = DEFAULT_SKIP_PREFILL_BELOW_TOKENS
     threads_per_instance: int = 0
     max_concurrent_requests: int = 512
@@ -78,6 +104,7 @@ class ServeConfig:
     migration_poison: bool = False
     pace: str = ""
     dilate: float = 1.0
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
     vllm_argv: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -158,6 +185,14 @@ def _check(config: ServeConfig) -> None:
         raise UserError(f"--dilate {config.dilate:g}: above 0 and at most {_MAX_DILATION:g}")
     if config.dilate != 1 and not config.pace:
         raise UserError("--dilate stretches modelled time: give --pace PROFILE too")
+    orchestrator = config.orchestrator
+    if orchestrator.interval_s <= 0:
+        raise UserError(f"--orchestrator-interval {orchestrator.interval_s:g}: must be above 0")
+    if orchestrator.mode != "off" and not config.kv_store:
+        raise UserError(
+            f"--orchestrator {orchestrator.mode} needs the store, with which steps are measured: "
+            "leave out --no-kv-store, or give --orchestrator off"
+        )
     if config.admin_key and config.admin_key in config.api_keys:
         raise UserError("--admin-key is one of the --api-keys: give it a key of its own")
     if not all(config.api_keys):

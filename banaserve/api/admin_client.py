@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from banaserve.controller.words import ControllerStatus, Decision, PauseAsk, RoleAsk, Status
+from banaserve.engine.interface import RoleChange
 from banaserve.engine.vllm.moves.words import Ask, Migration, Placement
 from banaserve.errors import UserError
 
@@ -65,6 +67,56 @@ class AdminClient:
             UserError: The server cannot be reached.
         """
         return self._call("GET", "/admin/placement", Placement)
+
+    def status(self) -> Status:
+        """Instances, moves and the orchestrator.
+
+        Raises:
+            UserError: The server cannot be reached.
+        """
+        return self._call("GET", "/admin/status", Status)
+
+    def decisions(self, last: int | None = None) -> list[Decision]:
+        """What the orchestrator has decided, the oldest first.
+
+        Raises:
+            UserError: The server cannot be reached.
+        """
+        query = "" if last is None else f"?last={last}"
+        return self._call("GET", f"/admin/decisions{query}", list[Decision])
+
+    def set_paused(self, paused: bool) -> ControllerStatus:
+        """Pause the orchestrator, or let it go on.
+
+        Raises:
+            UserError: The server cannot be reached.
+        """
+        body = msgspec.json.encode(PauseAsk(paused))
+        return self._call("POST", "/admin/orchestrator", ControllerStatus, body)
+
+    def begin_role(self, ask: RoleAsk) -> RoleChange:
+        """Begin to give an instance another role.
+
+        Raises:
+            UserError: It is refused, or the server cannot be reached.
+        """
+        return self._call("POST", "/admin/roles", RoleChange, msgspec.json.encode(ask))
+
+    def show_role(self, change_id: str, wait_s: float = 0.0) -> RoleChange:
+        """How far a role switch is; waits so long for its end.
+
+        Raises:
+            UserError: There is none, or the server cannot be reached.
+        """
+        return self._call("GET", f"/admin/roles/{change_id}?wait_s={wait_s:g}", RoleChange)
+
+    def abort_role(self, change_id: str) -> RoleChange:
+        """Give a role switch up.
+
+        Raises:
+            UserError: It has ended, or the server cannot be reached.
+        """
+        return self._call("DELETE", f"/admin/roles/{change_id}", RoleChange)
 
     def run(self, ask: Ask, timeout_s: float = 600.0) -> Migration:
         """Begin a migration and wait for its end, whatever that is.

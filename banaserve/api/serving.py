@@ -7,6 +7,7 @@ import contextlib
 import secrets
 import signal
 import socket
+import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -18,30 +19,37 @@ from starlette.types import ASGIApp
 from vllm.config import VllmConfig
 
 from banaserve.api.admin import AdminDoor
+from banaserve.api.admin_control import Control
 from banaserve.api.app import Door, DoorOptions, make_app
 from banaserve.api.metrics import MetricsPage
 from banaserve.clock import WallClock
 from banaserve.config import ServeConfig
+from banaserve.controller.decisions import DecisionLog
+from banaserve.controller.loop import Controller, ControllerOptions
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.executor import MoveExecutor
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.launcher import Launcher
 from banaserve.engine.vllm.lookup import PrefixLookup
 from banaserve.engine.vllm.moves.coordinator import Coordinator
 from banaserve.engine.vllm.moves.moving import moving
 from banaserve.engine.vllm.reports import SharedPrometheus
+from banaserve.engine.vllm.roles import Roles
 from banaserve.errors import InstanceDeadError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size
 from banaserve.kvstore.supervised import SupervisedStore
+from banaserve.orchestrator.control import Limits, Mode
 from banaserve.orchestrator.routing import registry
 from banaserve.orchestrator.routing.legs import LegOptions
 from banaserve.run_dir import AdminAccess, RunDir, write_admin
 
 Say = Callable[[str], None]
+_MIN_STEP_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,8 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
         coordinator = await stack.enter_async_context(
             moving(cluster, parts.launcher, parts.engine_config, parts.run.logs, parts.run.sockets)
         )
-        app = _with_admin(parts, await _app(parts, client, cluster), coordinator)
+        control = await stack.enter_async_context(_controlling(parts.config, cluster, coordinator))
+        app = _with_admin(parts, await _app(parts, client, cluster), coordinator, control)
         door = Door(app, parts.sock, parts.args)
         closed = await door.open()
         on_open()
@@ -204,7 +213,37 @@ async def _app(parts: Parts, client: DisaggregatedClient, cluster: Cluster) -> A
     )
 
 
-def _with_admin(parts: Parts, app: ASGIApp, coordinator: Coordinator) -> ASGIApp:
+@contextlib.asynccontextmanager
+async def _controlling(
+    config: ServeConfig, cluster: Cluster, coordinator: Coordinator
+) -> AsyncIterator[Control]:
+    """Who decides what moves; ends what it has under way when the block ends."""
+    clock, chosen = WallClock(), config.orchestrator
+    roles = Roles(cluster.instances, clock)
+    executor = MoveExecutor(cluster, coordinator, roles, clock, config.migration_kv_growth)
+    options = ControllerOptions(
+        mode=Mode(chosen.mode),
+        policy=chosen.policy,
+        section={**_section(chosen.policy), **dict(chosen.options)},
+        interval_s=chosen.interval_s,
+        limits=Limits(concurrent=chosen.concurrent, per_minute=chosen.per_minute),
+    )
+    log = DecisionLog(chosen.decision_log)
+    controller = Controller(executor, options, log, clock, time.time)
+    controller.start()
+    try:
+        yield Control(controller, executor, roles)
+    finally:
+        await controller.stop()
+        await roles.stop()
+
+
+def _section(policy: str) -> dict[str, Any]:
+    """What policies assume of real engines: a guest has to be forked and to load weights."""
+    return {"min_timeout_s": _MIN_STEP_TIMEOUT_S} if policy != "still" else {}
+
+
+def _with_admin(parts: Parts, app: ASGIApp, coordinator: Coordinator, control: Control) -> ASGIApp:
     """The admin API in front, its key where commands of this user find it."""
     chosen = parts.config.admin_key
     key = chosen or secrets.token_urlsafe(32)
@@ -213,7 +252,7 @@ def _with_admin(parts: Parts, app: ASGIApp, coordinator: Coordinator) -> ASGIApp
     scheme = "https" if parts.args.ssl_certfile else "http"
     access = AdminAccess(f"{scheme}://{name}:{port}", "" if chosen else key)
     write_admin(parts.run.logs, access)
-    return AdminDoor(app, coordinator, key)
+    return AdminDoor(app, coordinator, key, control)
 
 
 def vllm_version() -> str:

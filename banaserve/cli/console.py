@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # Of rich; the words are printed as they are where output is not a terminal.
 Style = str
@@ -28,10 +32,16 @@ def print_rows(rows: Sequence[Sequence[str]], styles: Mapping[str, Style]) -> No
             print("  ".join(cells).rstrip())
         return
     from rich.console import Console
+
+    Console().print(make_table(rows, styles))
+
+
+def make_table(rows: Sequence[Sequence[str]], styles: Mapping[str, Style]) -> Table:
+    """Returns ``rows`` as a table of rich; see ``print_rows``."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, show_header=False, pad_edge=False)
     for row in rows:
         table.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
-    Console().print(table)
+    return table

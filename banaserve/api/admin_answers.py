@@ -1,0 +1,63 @@
+"""How endpoints of the admin API answer and refuse."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from banaserve.api.errors import error_response
+from banaserve.errors import InstanceDeadError, MigrationError, UserError
+
+PREFIX = "/admin"
+_MAX_WAIT_S = 30.0
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def answer(value: object, status: int = 200) -> Response:
+    """``value`` as JSON."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def refusing(endpoint: Endpoint) -> Endpoint:
+    """Turn what is refused into a status and one line."""
+
+    @functools.wraps(endpoint)
+    async def answered(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except MigrationError as refused:
+            return error_response(HTTPStatus.CONFLICT, str(refused))
+        except InstanceDeadError as gone:
+            return error_response(HTTPStatus.SERVICE_UNAVAILABLE, str(gone))
+        except (UserError, msgspec.DecodeError) as wrong:
+            return error_response(HTTPStatus.BAD_REQUEST, str(wrong))
+
+    return answered
+
+
+def not_found(what: str, request: Request) -> Response:
+    """404 for ``{id}`` of the path."""
+    wanted = request.path_params["id"]
+    return error_response(HTTPStatus.NOT_FOUND, f"there is no {what} {wanted}")
+
+
+def wait_s_of(request: Request) -> float:
+    """``?wait_s=``; 0 without it.
+
+    Raises:
+        UserError: It is no number of seconds, or too large.
+    """
+    given = request.query_params.get("wait_s", "0")
+    try:
+        wait_s = float(given)
+    except ValueError:
+        wait_s = -1.0
+    if not 0 <= wait_s <= _MAX_WAIT_S:
+        raise UserError(f"wait_s={given}: seconds from 0 to {_MAX_WAIT_S:g}")
+    return wait_s

@@ -1,0 +1,134 @@
+"""The admin API's part about the orchestrator: status, decisions, pause and roles."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from banaserve.api.admin_answers import PREFIX, Endpoint, answer, not_found, refusing, wait_s_of
+from banaserve.api.status import status_of
+from banaserve.controller.loop import Controller
+from banaserve.controller.words import PauseAsk, RoleAsk
+from banaserve.engine.vllm.executor import MoveExecutor
+from banaserve.engine.vllm.moves.coordinator import Coordinator
+from banaserve.engine.vllm.roles import Roles
+from banaserve.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Who decides and who carries it out."""
+
+    controller: Controller
+    executor: MoveExecutor
+    roles: Roles
+
+
+def control_routes(control: Control, coordinator: Coordinator) -> list[Route]:
+    return [
+        Route(f"{PREFIX}/status", _status(control, coordinator)),
+        Route(f"{PREFIX}/decisions", _decisions(control)),
+        Route(f"{PREFIX}/orchestrator", _controller(control), methods=["GET"]),
+        Route(f"{PREFIX}/orchestrator", _pause(control), methods=["POST"]),
+        Route(f"{PREFIX}/roles", _role_list(control), methods=["GET"]),
+        Route(f"{PREFIX}/roles", _role_begin(control), methods=["POST"]),
+        Route(f"{PREFIX}/roles/{{id}}", _role_show(control), methods=["GET"]),
+        Route(f"{PREFIX}/roles/{{id}}", _role_abort(control), methods=["DELETE"]),
+    ]
+
+
+def _status(control: Control, coordinator: Coordinator) -> Endpoint:
+    @refusing
+    async def status(_: Request) -> Response:
+        found = status_of(
+            control.executor.view(),
+            coordinator,
+            control.roles,
+            control.controller.status(),
+            time.time(),
+        )
+        return answer(found)
+
+    return status
+
+
+def _decisions(control: Control) -> Endpoint:
+    """``?last=20``: so many of the last ones, the oldest first; all that are kept without it."""
+
+    @refusing
+    async def decisions(request: Request) -> Response:
+        given = request.query_params.get("last")
+        if given is not None and not given.isdigit():
+            raise UserError(f"last={given}: give a whole number")
+        return answer(control.controller.log.last(int(given) if given else None))
+
+    return decisions
+
+
+def _controller(control: Control) -> Endpoint:
+    @refusing
+    async def controller(_: Request) -> Response:
+        return answer(control.controller.status())
+
+    return controller
+
+
+def _pause(control: Control) -> Endpoint:
+    @refusing
+    async def pause(request: Request) -> Response:
+        ask = msgspec.json.decode(await request.body(), type=PauseAsk)
+        control.controller.set_paused(ask.paused)
+        return answer(control.controller.status())
+
+    return pause
+
+
+def _role_list(control: Control) -> Endpoint:
+    @refusing
+    async def roles(_: Request) -> Response:
+        return answer(control.roles.recent())
+
+    return roles
+
+
+def _role_begin(control: Control) -> Endpoint:
+    @refusing
+    async def begin(request: Request) -> Response:
+        ask = msgspec.json.decode(await request.body(), type=RoleAsk)
+        change = control.roles.begin(ask.instance, ask.role, ask.timeout_s)
+        return answer(change, HTTPStatus.ACCEPTED)
+
+    return begin
+
+
+def _role_show(control: Control) -> Endpoint:
+    """``?wait_s=5`` answers when it has ended, after five seconds at the latest."""
+
+    @refusing
+    async def show(request: Request) -> Response:
+        change = control.roles.get(request.path_params["id"])
+        if change is None:
+            return not_found("role switch", request)
+        wait_s = wait_s_of(request)
+        if wait_s and change.is_open:
+            await control.roles.wait(change.id, wait_s)
+        return answer(change)
+
+    return show
+
+
+def _role_abort(control: Control) -> Endpoint:
+    @refusing
+    async def abort(request: Request) -> Response:
+        change = control.roles.get(request.path_params["id"])
+        if change is None:
+            return not_found("role switch", request)
+        return answer(control.roles.abort(change.id), HTTPStatus.ACCEPTED)
+
+    return abort

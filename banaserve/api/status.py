@@ -1,0 +1,98 @@
+"""A running server on one screen: put together from what is known, nobody is asked."""
+
+from __future__ import annotations
+
+from banaserve.controller.telling import module_words
+from banaserve.controller.words import ControllerStatus, InstanceStatus, MoveLine, Status
+from banaserve.engine.vllm.moves.asking import seconds_of
+from banaserve.engine.vllm.moves.coordinator import Coordinator
+from banaserve.engine.vllm.moves.words import Migration
+from banaserve.engine.vllm.roles import Roles
+from banaserve.orchestrator.measure import judge, load_of
+from banaserve.types import ClusterView, InstanceView
+
+_ENDED_SHOWN = 5
+
+
+def status_of(
+    view: ClusterView,
+    coordinator: Coordinator,
+    roles: Roles,
+    controller: ControllerStatus,
+    at_s: float,
+) -> Status:
+    """Returns instances, their moves and the controller; ``at_s`` is seconds since 1970."""
+    left_out = judge(view).left_out
+    instances = [
+        _instance(one, view, coordinator, roles, str(left_out.get(name, "")))
+        for name, one in view.instances.items()
+    ]
+    moves = [_migration_line(migration) for migration in coordinator.recent()]
+    moves += [
+        MoveLine(
+            change.id,
+            f"{change.instance} from {change.old} to {change.role}, {change.num_left} left",
+            change.state,
+            change.seconds,
+            change.reason,
+        )
+        for change in roles.recent()
+    ]
+    ended = [move for move in moves if not _is_open(move)]
+    kept = [move for move in moves if _is_open(move)] + ended[-_ENDED_SHOWN:]
+    return Status(at_s, instances, kept, controller)
+
+
+def _is_open(move: MoveLine) -> bool:
+    return move.state in ("waiting", "running", "draining")
+
+
+def _migration_line(migration: Migration) -> MoveLine:
+    what = "; ".join(f"{move.modules} {move.phase}" for move in migration.moves)
+    where = f"{migration.host} to {migration.to}" if migration.to else f"home to {migration.host}"
+    seconds = seconds_of(migration)
+    return MoveLine(migration.id, f"{where}: {what}", migration.state, seconds, migration.error)
+
+
+def _instance(
+    one: InstanceView,
+    view: ClusterView,
+    coordinator: Coordinator,
+    roles: Roles,
+    left_out: str,
+) -> InstanceStatus:
+    report, hosted = one.report, coordinator.hosts[one.id]
+    load = load_of(report) if report is not None else None
+    guests = [
+        f"{module_words(p.module)} of {host.id}"
+        for host in view.instances.values()
+        for p in host.placements
+        if p.guest == one.id
+    ]
+    return InstanceStatus(
+        id=one.id,
+        role=one.role.value,
+        state=_state(one, coordinator, roles),
+        inflight_requests=one.inflight_requests,
+        inflight_prefill_tokens=one.inflight_prefill_tokens,
+        compute=load.compute if load else None,
+        memory=load.memory if load else None,
+        num_running=report.num_running if report else 0,
+        num_waiting=report.num_waiting if report else 0,
+        step_s=report.step_s if report else 0.0,
+        step_tokens=report.step_tokens if report else 0.0,
+        age_s=one.report_age_s(view.now_s),
+        kv_blocks=report.num_kv_blocks if report else 0,
+        kv_blocks_gained=hosted.grown_blocks,
+        guest_bytes=report.guest_bytes if report else 0,
+        epoch=one.epoch,
+        away=[f"{module_words(p.module)} at {p.guest}" for p in one.placements],
+        guests=guests,
+        left_out=left_out,
+    )
+
+
+def _state(one: InstanceView, coordinator: Coordinator, roles: Roles) -> str:
+    if any(change.is_open and change.instance == one.id for change in roles.recent()):
+        return "draining"
+    return "ready" if coordinator.hosts[one.id].instance.is_ready else "down"

@@ -1,0 +1,60 @@
+"""``banaserve role``: prefill or decode for an instance of a running server, without a restart."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import Annotated
+
+import msgspec
+import typer
+
+from banaserve.api.admin_client import AdminClient
+from banaserve.cli.admin_options import KeyOption, RunDirOption, UrlOption, admin_client
+from banaserve.cli.console import print_error
+from banaserve.cli.migrate import JsonOption
+from banaserve.controller.words import RoleAsk
+from banaserve.engine.interface import RoleChange
+from banaserve.errors import UserError
+
+app = typer.Typer(name="role", add_completion=False)
+_EXIT_FAILED = 2
+_LOOK_S = 0.5
+
+
+@app.command()
+def role(
+    instance: Annotated[str, typer.Argument(help="Such as p1; it keeps its name.")],
+    new_role: Annotated[str, typer.Argument(metavar="ROLE", help="prefill or decode.")],
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", help="It keeps its role if it is not drained by then.")
+    ] = 300.0,
+    run_dir: RunDirOption = None,
+    url: UrlOption = None,
+    admin_key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Give a running instance another role once the requests that it has have ended."""
+    client = admin_client(run_dir, url, admin_key)
+    change = client.begin_role(RoleAsk(instance, new_role, timeout_s))
+    try:
+        while change.is_open:
+            if not as_json:
+                print(f"{change.instance}: {change.num_left} requests left", file=sys.stderr)
+            change = client.show_role(change.id, wait_s=_LOOK_S)
+    except KeyboardInterrupt:
+        change = _abort(client, change)
+    if as_json:
+        typer.echo(json.dumps(msgspec.to_builtins(change), indent=2))
+    elif change.state == "done":
+        typer.echo(f"{instance} is for {new_role} after {change.seconds:.1f} s")
+    if change.state != "done":
+        print_error(f"role switch {change.id} {change.state}: {change.reason or 'by hand'}")
+        raise typer.Exit(_EXIT_FAILED)
+
+
+def _abort(client: AdminClient, change: RoleChange) -> RoleChange:
+    with contextlib.suppress(UserError):  # it has just ended
+        client.abort_role(change.id)
+    return client.show_role(change.id, wait_s=1.0)

@@ -1,0 +1,156 @@
+"""``banaserve status``: instances, loads, placements, moves and the orchestrator on one screen."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from banaserve.cli.admin_options import KeyOption, RunDirOption, UrlOption, admin_client
+from banaserve.cli.console import make_table, print_rows
+from banaserve.cli.migrate import JsonOption
+from banaserve.controller.words import ControllerStatus, InstanceStatus, MoveLine, Status
+from banaserve.kvstore.sizes import format_size
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+app = typer.Typer(name="status", add_completion=False)
+_HEADING = (
+    "INSTANCE",
+    "ROLE",
+    "STATE",
+    "COMPUTE",
+    "MEMORY",
+    "RUNNING",
+    "WAITING",
+    "STEP",
+    "BLOCKS",
+    "REPORT",
+    "PLACEMENT",
+)
+STYLES = {
+    "ready": "green",
+    "down": "red",
+    "draining": "yellow",
+    "done": "green",
+    "failed": "red",
+    "aborted": "yellow",
+    "timed out": "yellow",
+    "running": "cyan",
+    **dict.fromkeys(_HEADING, "bold"),
+}
+
+
+@app.command()
+def status(
+    run_dir: RunDirOption = None,
+    url: UrlOption = None,
+    admin_key: KeyOption = None,
+    as_json: JsonOption = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C.")] = False,
+    every_s: Annotated[
+        float, typer.Option("--every", min=0.1, help="Seconds between two looks of --watch.")
+    ] = 1.0,
+) -> None:
+    """Show a running server on one screen."""
+    client = admin_client(run_dir, url, admin_key)
+    if not watch:
+        _print(client.status(), as_json)
+    elif as_json or not sys.stdout.isatty():
+        while True:
+            _print(client.status(), as_json)
+            sys.stdout.flush()
+            time.sleep(every_s)
+    else:
+        from rich.live import Live
+
+        with Live(_screen(client.status()), screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(every_s)
+                live.update(_screen(client.status()), refresh=True)
+
+
+def _print(found: Status, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(msgspec.to_builtins(found)))
+        return
+    typer.echo(controller_line(found.controller))
+    print_rows(instance_rows(found), STYLES)
+    if found.moves:
+        print_rows(move_rows(found.moves), STYLES)
+
+
+def _screen(found: Status) -> Group:
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(
+        Text(controller_line(found.controller)),
+        Text(),
+        make_table(instance_rows(found), STYLES),
+        Text(),
+        make_table(move_rows(found.moves), STYLES),
+    )
+
+
+def controller_line(found: ControllerStatus) -> str:
+    """The orchestrator in one line."""
+    if found.mode == "off":
+        return "orchestrator off"
+    line = f"orchestrator {found.mode}, {found.state.value}: {found.policy}"
+    line += f" every {found.interval_s:g} s"
+    if found.num_decisions:
+        line += f", gap {found.gap:.2f}: {found.reason}"
+    if found.error:
+        line += f"; failed {found.num_restarts} times, last: {found.error}"
+    return line
+
+
+def instance_rows(found: Status) -> list[tuple[str, ...]]:
+    """A heading, and a row for each instance."""
+    return [_HEADING, *(_row(instance) for instance in found.instances)]
+
+
+def move_rows(moves: list[MoveLine]) -> list[tuple[str, ...]]:
+    """A row for each move: those under way, then the last ones."""
+    return [
+        (move.id, move.state, f"{move.seconds:.1f} s", f"{move.what} {move.error}".strip())
+        for move in moves
+    ]
+
+
+def _row(one: InstanceStatus) -> tuple[str, ...]:
+    blocks = str(one.kv_blocks) if one.kv_blocks else "-"
+    if one.kv_blocks_gained:
+        blocks += f" ({one.kv_blocks_gained:+d})"
+    return (
+        one.id,
+        one.role,
+        one.state,
+        _share(one.compute),
+        _share(one.memory),
+        str(one.num_running),
+        f"{one.num_waiting} of {one.inflight_requests}",
+        f"{1e3 * one.step_s:.0f} ms, {one.step_tokens:.0f} tokens" if one.step_s else "-",
+        blocks,
+        "-" if one.age_s is None else f"{one.age_s:.1f} s",
+        _placement(one),
+    )
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _placement(one: InstanceStatus) -> str:
+    parts = list(one.away)
+    if one.guests:
+        parts.append(f"holds {', '.join(one.guests)} ({format_size(one.guest_bytes)})")
+    if one.left_out:
+        parts.append(f"left out: {one.left_out}")
+    return "; ".join(parts) or "at home"
