@@ -28,11 +28,11 @@ from banaserve.bench.compare_systems import REFERENCE, System, chosen_systems
 from banaserve.bench.loops import closed_loop
 from banaserve.bench.report import write_report
 from banaserve.bench.servers import Server, banaserve_server
-from banaserve.bench.serving import table
 from banaserve.bench.serving_cell import CellId, Progress
 from banaserve.bench.serving_items import Dataset, Wanted, Words
 from banaserve.bench.serving_run import Plan, RunFolder, figures, run_cells, stopped_by_signals
 from banaserve.bench.serving_summary import Slo, Summary
+from banaserve.bench.serving_table import table
 from banaserve.errors import UserError
 
 _SAME = ("--dtype", "float32", "--enable-prompt-tokens-details", "--threads-per-instance", "1")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.record import RequestRecord
@@ -15,6 +16,17 @@ OnRecord = Callable[[RequestRecord], None]
 
 
 def _ignore(record: RequestRecord) -> None: ...
+
+
+def run_fast(main: Coroutine[Any, Any, None]) -> None:
+    """As ``asyncio.run``, on uvloop where it is installed (vLLM brings it): less CPU a token."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+        return
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main)
 
 
 async def open_loop(

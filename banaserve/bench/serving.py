@@ -23,11 +23,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 
 from banaserve.bench import result
 from banaserve.bench.arrivals import KINDS
 from banaserve.bench.client import Call, OpenAiClient
+from banaserve.bench.loops import run_fast
 from banaserve.bench.serving_cell import CellId, Progress
 from banaserve.bench.serving_items import Dataset, Wanted, Words
 from banaserve.bench.serving_run import (
@@ -38,23 +38,11 @@ from banaserve.bench.serving_run import (
     stopped_by_signals,
 )
 from banaserve.bench.serving_summary import Slo, Summary
-from banaserve.bench.statistics import mean_interval
+from banaserve.bench.serving_table import table
 from banaserve.bench.target import Target, find_target, load_tokenizer, try_out
 from banaserve.errors import UserError
 from banaserve.names import check_known
 
-_COLUMNS = (
-    ("done", "requests_per_s", 1.0),
-    ("output tok/s", "output_tokens_per_s", 1.0),
-    ("in+2out tok/s", "weighted_tokens_per_s", 1.0),
-    ("goodput", "goodput_per_s", 1.0),
-    ("TTFT p50 ms", "ttft_p50", 1e3),
-    ("p99", "ttft_p99", 1e3),
-    ("TPOT p50 ms", "tpot_p50", 1e3),
-    ("p99", "tpot_p99", 1e3),
-    ("e2e p50 s", "e2e_p50", 1.0),
-    ("p99", "e2e_p99", 1.0),
-)
 _NOTES = (
     "a sample a seed; every request after the warm-up counts, failures included",
     "TTFT and e2e from sending, e2e to the end of the stream; TPOT over the tokens after the first",
@@ -220,7 +208,7 @@ def _run(
         return complete
 
     try:
-        asyncio.run(_measure(given, plan, target, dataset, folder))
+        run_fast(_measure(given, plan, target, dataset, folder))
     except asyncio.CancelledError:
         complete = keep()
         raise UserError(
@@ -271,30 +259,3 @@ class _Shown(Progress):
     def ended(self, num_ended: int, num_failed: int) -> None:
         failed = f", {num_failed} failed" if num_failed else ""
         self._bar.update(self._task, completed=num_ended, description=f"{self._name}{failed}")
-
-
-def table(summaries: Sequence[Summary]) -> Table:
-    """Returns a row for each load: means over seeds, with their 95% interval's half width."""
-    shown = Table(title="mean over seeds, ± half the 95% interval")
-    for heading in ("load", "requests", "failed", *(name for name, _, _ in _COLUMNS)):
-        shown.add_column(heading, justify="right")
-    by_load: dict[str, list[Summary]] = {}
-    for summary in summaries:
-        by_load.setdefault(summary.load_name, []).append(summary)
-    for load, same in by_load.items():
-        counts = (sum(one.requests for one in same), sum(one.failed for one in same))
-        cells = [
-            _mean([one.metrics[metric] * factor for one in same if metric in one.metrics])
-            for _, metric, factor in _COLUMNS
-        ]
-        shown.add_row(load, *map(str, counts), *cells)
-    return shown
-
-
-def _mean(values: Sequence[float]) -> str:
-    if not values:
-        return "-"
-    if len(values) == 1:
-        return f"{values[0]:.4g}"
-    low, mean, high = mean_interval(values)
-    return f"{mean:.4g} ±{(high - low) / 2:.2g}"
