@@ -93,6 +93,7 @@ class Controller:
     def start(self) -> None:
         """Begin to decide; without effect where the mode is off."""
         if self._options.mode is not Mode.OFF:
+            self._enter(ControllerState.STARTING)
             self._loop = asyncio.create_task(self._supervised())
 
     async def stop(self) -> None:

@@ -124,6 +124,7 @@ class ControllerState(StrEnum):
     """What the loop does at present."""
 
     OFF = "off"
+    STARTING = "starting"
     RUNNING = "running"
     PAUSED = "paused"
     RESTARTING = "restarting after a failure"

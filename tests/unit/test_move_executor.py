@@ -15,22 +15,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import torch
 
-from banaserve.clock import WallClock
 from banaserve.engine.interface import Ending
-from banaserve.engine.vllm.executor import MoveExecutor
 from banaserve.engine.vllm.facts import instance_facts
 from banaserve.engine.vllm.migration.modules import HeadSet, LayerRange
 from banaserve.engine.vllm.moves.asking import ask_of, modules_of
-from banaserve.engine.vllm.moves.overseer import Overseer
 from banaserve.engine.vllm.moves.words import MoveHeads, MoveLayers, Return
-from banaserve.engine.vllm.roles import Roles
 from banaserve.errors import MigrationError, UserError
 from banaserve.types import (
     InstanceId,
-    InstanceReport,
-    InstanceView,
     Module,
     MoveModule,
     ReturnModule,
@@ -39,82 +32,24 @@ from banaserve.types import (
     SwitchRole,
 )
 
-_path = Path(__file__).parent / "migration_doubles.py"
-_spec = importlib.util.spec_from_file_location("migration_doubles", _path)
+_path = Path(__file__).parent / "executor_doubles.py"
+_spec = importlib.util.spec_from_file_location("executor_doubles", _path)
 assert _spec is not None
 assert _spec.loader is not None
-doubles = importlib.util.module_from_spec(_spec)
-sys.modules["migration_doubles"] = doubles
+doubles: Any = importlib.util.module_from_spec(_spec)
+sys.modules["executor_doubles"] = doubles
 _spec.loader.exec_module(doubles)
 
+World = doubles.World
+CONFIG = doubles.CONFIG
+FACTS = doubles.FACTS
 D0, P0, P1 = InstanceId("d0"), InstanceId("p0"), InstanceId("p1")
 LAYERS = MoveModule(D0, P0, Module(10, 20), 1000)
 HEADS = MoveModule(D0, P0, Module(0, 30, (1, 2)), 1000)
-CONFIG = SimpleNamespace(
-    cache_config=SimpleNamespace(num_gpu_blocks=300, block_size=16),
-    parallel_config=None,
-    model_config=SimpleNamespace(
-        dtype=torch.float32,
-        get_num_attention_heads=lambda _: 9,
-        get_head_size=lambda: 64,
-        get_hidden_size=lambda: 576,
-    ),
-)
 
 
 def step(action: Any, timeout_s: float = 20.0) -> Step:
     return Step(action, (), 1.0, 2.0, timeout_s)
-
-
-class Instance(doubles.Instance):  # type: ignore[name-defined, misc]
-    """One that serves: a role, requests and a view of itself."""
-
-    def __init__(self, name: str, cannot: str = "") -> None:
-        super().__init__(name, cannot)
-        self.role = Role.PREFILL if name.startswith("p") else Role.DECODE
-        self.engine.vllm_config = CONFIG
-        self.is_draining = False
-        self.inflight_requests = 0
-        self.num_changes = 0
-
-    def set_role(self, role: Role) -> None:
-        self.role = role
-
-    def has_changed(self) -> None:
-        self.num_changes += 1
-
-    def view(self) -> InstanceView:
-        report = InstanceReport(0, 0, 0.0, 0.0, 0.0)
-        ready = self.is_ready and not self.is_draining
-        return InstanceView(
-            self.id, self.role, ready, report, 0, 0, 1.0, placements=self.placements
-        )
-
-
-class World:
-    """Instances d0, p0, p1 and x0, which cannot migrate, and an executor of them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.cluster = doubles.Cluster(folder)
-        instances = {
-            name: Instance(name, "MLA cannot be moved" if name == "x0" else "")
-            for name in self.cluster.instances
-        }
-        for name, one in instances.items():
-            self.cluster.coordinator.hosts[name].instance = one
-        self.instances = instances
-        self.engine = instances[D0].engine
-        clock = WallClock()
-        self.roles = Roles(instances, clock)
-        self.overseer = Overseer(self.cluster.coordinator)
-        self.cluster.on_guest_end = self.overseer.guest_ended
-        self.executor = MoveExecutor(
-            SimpleNamespace(instances=instances),  # type: ignore[arg-type]
-            self.cluster.coordinator,
-            self.roles,
-            clock,
-            kv_growth=2.0,
-        )
 
 
 @pytest.fixture
@@ -169,7 +104,7 @@ def test_neighbouring_layers_with_equal_heads_are_one_module(modules, expected):
 
 
 def test_facts_of_an_engine():
-    facts = instance_facts(CONFIG, doubles.FACTS, 2.0, True, False)  # type: ignore[arg-type]
+    facts = instance_facts(CONFIG, FACTS, 2.0, True, False)  # type: ignore[arg-type]
     assert facts is not None
     assert (facts.layer_token_bytes, facts.hidden_bytes, facts.queries_a_head) == (1536, 2304, 3)
     assert (facts.kv_bytes, facts.max_kv_blocks) == (300 * 16 * 1536 * 30, 600)
@@ -177,7 +112,7 @@ def test_facts_of_an_engine():
     empty = SimpleNamespace(
         **{**vars(CONFIG), "cache_config": SimpleNamespace(num_gpu_blocks=0, block_size=16)}
     )
-    assert instance_facts(empty, doubles.FACTS, 2.0, True, True) is None  # type: ignore[arg-type]
+    assert instance_facts(empty, FACTS, 2.0, True, True) is None  # type: ignore[arg-type]
 
 
 async def test_who_cannot_migrate_may_still_switch_roles(world):

@@ -1,0 +1,88 @@
+"""Instances with roles and a view of themselves, and an executor of them, without engines."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from banaserve.clock import WallClock
+from banaserve.engine.vllm.executor import MoveExecutor
+from banaserve.engine.vllm.moves.overseer import Overseer
+from banaserve.engine.vllm.roles import Roles
+from banaserve.types import InstanceId, InstanceReport, InstanceView, Role
+
+_path = Path(__file__).parent / "migration_doubles.py"
+_spec = importlib.util.spec_from_file_location("migration_doubles", _path)
+assert _spec is not None
+assert _spec.loader is not None
+doubles: Any = importlib.util.module_from_spec(_spec)
+sys.modules["migration_doubles"] = doubles
+_spec.loader.exec_module(doubles)
+
+FACTS = doubles.FACTS
+CONFIG = SimpleNamespace(
+    cache_config=SimpleNamespace(num_gpu_blocks=300, block_size=16),
+    parallel_config=None,
+    model_config=SimpleNamespace(
+        dtype=torch.float32,
+        get_num_attention_heads=lambda _: 9,
+        get_head_size=lambda: 64,
+        get_hidden_size=lambda: 576,
+    ),
+)
+
+
+class Instance(doubles.Instance):  # type: ignore[misc]
+    """One that serves: a role, requests and a view of itself."""
+
+    def __init__(self, name: str, cannot: str = "") -> None:
+        super().__init__(name, cannot)
+        self.role = Role.PREFILL if name.startswith("p") else Role.DECODE
+        self.engine.vllm_config = CONFIG
+        self.is_draining = False
+        self.inflight_requests = 0
+        self.num_changes = 0
+
+    def set_role(self, role: Role) -> None:
+        self.role = role
+
+    def has_changed(self) -> None:
+        self.num_changes += 1
+
+    def view(self) -> InstanceView:
+        report = InstanceReport(0, 0, 0.0, 0.0, 0.0)
+        ready = self.is_ready and not self.is_draining
+        return InstanceView(
+            self.id, self.role, ready, report, 0, 0, 1.0, placements=self.placements
+        )
+
+
+class World:
+    """Instances d0, p0, p1 and x0, which cannot migrate, and an executor of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.cluster = doubles.Cluster(folder)
+        instances = {
+            name: Instance(name, "MLA cannot be moved" if name == "x0" else "")
+            for name in self.cluster.instances
+        }
+        for name, one in instances.items():
+            self.cluster.coordinator.hosts[name].instance = one
+        self.instances = instances
+        self.engine = instances[InstanceId("d0")].engine
+        clock = WallClock()
+        self.roles = Roles(instances, clock)
+        self.overseer = Overseer(self.cluster.coordinator)
+        self.cluster.on_guest_end = self.overseer.guest_ended
+        self.executor = MoveExecutor(
+            SimpleNamespace(instances=instances),  # type: ignore[arg-type]
+            self.cluster.coordinator,
+            self.roles,
+            clock,
+            kv_growth=2.0,
+        )

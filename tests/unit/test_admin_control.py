@@ -1,0 +1,328 @@
+"""Status, decisions, pause and roles: over the admin API and as commands."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm")
+
+import uvicorn
+
+from banaserve.api.admin import AdminDoor
+from banaserve.api.admin_control import Control
+from banaserve.cli.decisions import lines_of
+from banaserve.cli.main import main
+from banaserve.cli.serve_options import parse_serve_argv
+from banaserve.clock import WallClock
+from banaserve.controller.decisions import DecisionLog
+from banaserve.controller.loop import Controller, ControllerOptions
+from banaserve.controller.words import (
+    ControllerState,
+    Decision,
+    Felt,
+    Numbers,
+    Rejection,
+    Result,
+    Wanted,
+)
+from banaserve.errors import UserError
+from banaserve.kvstore.sizes import format_size
+from banaserve.orchestrator.control import Mode
+from banaserve.types import Role
+
+_path = Path(__file__).parent / "executor_doubles.py"
+_spec = importlib.util.spec_from_file_location("executor_doubles", _path)
+assert _spec is not None
+assert _spec.loader is not None
+doubles: Any = importlib.util.module_from_spec(_spec)
+sys.modules["executor_doubles"] = doubles
+_spec.loader.exec_module(doubles)
+
+KEY = "the-admin-key"
+AUTH = {"Authorization": f"Bearer {KEY}"}
+NUMBERS = Numbers("decode", 0.25, 0.9, 0.5, 0.5, 0.04, 12.0, 4, 2, 0, 300, 0, 0.1, [])
+DECISION = Decision(
+    number=0,
+    at_s=1.7e9,
+    mode="on",
+    policy="repaired",
+    gap=0.8,
+    is_balancing=True,
+    reason="no candidate is worth it",
+    instances={"d0": NUMBERS},
+    left_out={"p1": "its report is stale"},
+    steps=[
+        Wanted(
+            "move layers 10:20 from d0 to p0",
+            "layers",
+            1.5,
+            3.0,
+            60.0,
+            {"d0": Felt(0.0, 0.0, 150, 0.001)},
+            result=Result(
+                "done", "", 2.5, 5 << 20, 0.004, 150, False, {"d0": Felt(0.1, -0.4, 150, 0.002)}
+            ),
+        ),
+        Wanted("switch p1 from prefill to decode", "role", 1.0, 1.5, 60.0, {}, held="paused"),
+    ],
+    rejected=[Rejection("move heads", "no room", 0.5), Rejection("move layers", "no room")],
+)
+
+
+async def users_app(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError("nothing here is for users")
+
+
+class Served:
+    """The admin API over instances without engines; the loop of the orchestrator stands."""
+
+    async def open(self, folder: Path) -> AdminDoor:
+        self.world = doubles.World(folder)
+        self.world.overseer.start()
+        await self.world.executor.discover()
+        options = ControllerOptions(mode=Mode.ON, interval_s=3600)
+        self.controller = Controller(
+            self.world.executor, options, DecisionLog(), WallClock(), lambda: 1.7e9
+        )
+        self.controller.start()
+        async with asyncio.timeout(20):
+            while self.controller.status().state is not ControllerState.RUNNING:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        control = Control(self.controller, self.world.executor, self.world.roles)
+        return AdminDoor(users_app, self.world.cluster.coordinator, KEY, control)
+
+    async def close(self) -> None:
+        await self.controller.stop()
+        await self.world.roles.stop()
+        await self.world.overseer.stop()
+        await self.world.cluster.close()
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Any]:
+    one = Served()
+    transport = httpx.ASGITransport(app=await one.open(tmp_path))  # type: ignore[arg-type]
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://door", headers=AUTH
+    ) as client:
+        one.client = client  # type: ignore[attr-defined]
+        yield one
+    await one.close()
+
+
+async def test_a_server_on_one_screen(served):
+    await served.client.post(
+        "/admin/migrations", json={"kind": "layers", "from": "d0", "to": "p0", "layers": [10, 20]}
+    )
+    await served.client.get("/admin/migrations/m1?wait_s=20")
+    async with asyncio.timeout(20):
+        while not served.world.instances["d0"].placements:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    found = (await served.client.get("/admin/status")).json()
+    by_id = {one["id"]: one for one in found["instances"]}
+    assert by_id["d0"]["away"] == ["layers 10:20 at p0"]
+    assert (by_id["d0"]["kv_blocks"], by_id["d0"]["kv_blocks_gained"]) == (450, 150)
+    assert by_id["p0"]["guests"] == ["layers 10:20 of d0"]
+    assert by_id["p0"]["left_out"] == "its report is stale"
+    assert [(move["id"], move["state"]) for move in found["moves"]] == [("m1", "done")]
+    assert (found["controller"]["mode"], found["controller"]["policy"]) == ("on", "repaired")
+
+
+async def test_decisions_are_told_and_limited(served):
+    for reason in ("one", "two", "three"):
+        served.controller.log.add(
+            Decision(0, 1.7e9, "on", "repaired", 0.1, False, reason, {}, {}, [], [])
+        )
+    told = (await served.client.get("/admin/decisions")).json()
+    assert [(one["number"], one["reason"]) for one in told] == [
+        (1, "one"),
+        (2, "two"),
+        (3, "three"),
+    ]
+    last = (await served.client.get("/admin/decisions?last=1")).json()
+    assert [one["reason"] for one in last] == ["three"]
+    for wrong in ("-1", "x", "1.5"):
+        assert (await served.client.get(f"/admin/decisions?last={wrong}")).status_code == 400
+
+
+async def test_pause_and_resume(served):
+    for paused, state in ((True, "paused"), (False, "running")):
+        told = await served.client.post("/admin/orchestrator", json={"paused": paused})
+        assert told.json()["state"] == state
+        assert (await served.client.get("/admin/orchestrator")).json()["state"] == state
+    for wrong in ({}, {"paused": 1}, {"paused": True, "x": 1}):
+        assert (await served.client.post("/admin/orchestrator", json=wrong)).status_code == 400
+
+
+async def test_a_role_over_the_api(served):
+    p1 = served.world.instances["p1"]
+    p1.inflight_requests = 1
+    begun = await served.client.post("/admin/roles", json={"instance": "p1", "role": "decode"})
+    assert (begun.status_code, begun.json()["state"]) == (202, "draining")
+    states = {
+        i["id"]: i["state"] for i in (await served.client.get("/admin/status")).json()["instances"]
+    }
+    assert (states["p1"], states["p0"]) == ("draining", "ready")
+    p1.inflight_requests = 0
+    ended = await served.client.get("/admin/roles/r1?wait_s=20")
+    assert (ended.json()["state"], p1.role) == ("done", Role.DECODE)
+    assert len((await served.client.get("/admin/roles")).json()) == 1
+    assert (await served.client.delete("/admin/roles/r1")).status_code == 409
+    assert (await served.client.delete("/admin/roles/r9")).status_code == 404
+    assert (await served.client.get("/admin/roles/r9")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"instance": "p9", "role": "decode"}, 400, "unknown instance: p9"),
+        ({"instance": "p1", "role": "both"}, 400, "unknown role: both"),
+        ({"instance": "p1", "role": "prefill"}, 409, "for prefill already"),
+        ({"instance": "p1", "role": "decode", "timeout_s": 0}, 400, "more than 0"),
+        ({"instance": "p1"}, 400, "missing required field `role`"),
+    ],
+)
+async def test_roles_that_are_refused_in_one_line(served, body, status, words):
+    answer = await served.client.post("/admin/roles", json=body)
+    message = answer.json()["error"]["message"]
+    assert (answer.status_code, words in message, "\n" in message) == (status, True, False)
+
+
+async def test_every_path_needs_the_key(served):
+    for path in ("status", "decisions", "orchestrator", "roles"):
+        refused = await served.client.get(f"/admin/{path}", headers={"Authorization": "Bearer no"})
+        assert refused.status_code == 401
+
+
+# ---- commands
+
+
+class Server:
+    """The admin API on a real port, in a thread with an event loop of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread.start()
+        assert self._started.wait(60)
+
+    async def _serve(self) -> None:
+        self.served = Served()
+        app = await self.served.open(self._folder)
+        config = uvicorn.Config(app, port=0, log_level="error", lifespan="off")  # type: ignore[arg-type]
+        self._server = uvicorn.Server(config)
+        serving = asyncio.create_task(self._server.serve())
+        while not self._server.started:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._started.set()
+        await serving
+        await self.served.close()
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    one = Server(tmp_path)
+    yield one
+    one.stop()
+
+
+def test_the_commands(server, capsys):
+    def banaserve(*argv: str) -> tuple[int, str, str]:
+        code = main([*argv, "--url", server.url, "--admin-key", KEY])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    code, out, _ = banaserve("status")
+    assert (code, out.splitlines()[0]) == (0, "orchestrator on, running: repaired every 3600 s")
+    assert "d0        decode   ready" in out
+    assert len(json.loads(banaserve("status", "--json")[1])["instances"]) == 4
+    assert banaserve("decisions")[1] == "the orchestrator has decided nothing so far\n"
+    server.served.controller.log.add(DECISION)
+    assert "begins: move layers 10:20 from d0 to p0" in banaserve("decisions")[1]
+    assert json.loads(banaserve("decisions", "--json", "--last", "1")[1])[0]["gap"] == 0.8
+    code, _, err = banaserve("decisions", "--last", "0")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "paused" in banaserve("orchestrator", "pause")[1]
+    assert "running" in banaserve("orchestrator", "resume")[1]
+    code, out, _ = banaserve("role", "p1", "decode")
+    assert (code, out.startswith("p1 is for decode after")) == (0, True)
+    code, _, err = banaserve("role", "p0", "decode")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "only one that serves prefill" in err
+    server.served.world.instances["d0"].inflight_requests = 2
+    code, _, err = banaserve("role", "d0", "prefill", "--timeout", "0.01")
+    assert (code, "2 requests are left after 0.01 s" in err) == (2, True)
+
+
+def test_a_decision_in_words():
+    text = "\n".join(lines_of(DECISION, candidates=False))
+    for words in [
+        "gap 0.80, balancing: no candidate is worth it",
+        "saw d0 (decode): compute 25%, memory 90%, 4 running, 2 waiting, step 40 ms, 300 blocks",
+        "left out p1: its report is stale",
+        "(predicted: 1.50 s for 3.00 s)",
+        "predicted d0: compute +0.0%, +150 blocks, step +1.0 ms",
+        f"done after 2.50 s, {format_size(5 << 20)}, stall 4.0 ms, +150 blocks",
+        "seen d0: compute +10.0%, memory -40.0%, +150 blocks, step +2.0 ms",
+        "wants: switch p1",
+        "not begun: paused",
+        "not taken: 2 because no room",
+    ]:
+        assert words in text, (words, text)
+    assert "not taken: move heads: no room (0.5)" in "\n".join(lines_of(DECISION, candidates=True))
+
+
+# ---- options of serve
+
+
+def test_serve_options():
+    chosen = parse_serve_argv([]).orchestrator
+    assert (chosen.mode, chosen.policy) == ("dry-run", "repaired")
+    assert parse_serve_argv(["--colocated", "1", "--no-kv-store"]).orchestrator.mode == "off"
+    argv = ["--orchestrator", "on", "--orchestrator-option", "delta-up=0.3"]
+    argv += ["--orchestrator-policy", "published", "--decision-log", "x.jsonl"]
+    chosen = parse_serve_argv(argv).orchestrator
+    assert (chosen.mode, chosen.policy, chosen.options) == ("on", "published", (("delta_up", 0.3),))
+    for argv, words in [
+        (["--orchestrator", "maybe"], "invalid choice"),
+        (["--orchestrator-interval", "0"], "above 0"),
+        (["--orchestrator-option", "x"], "KEY=VALUE"),
+        (["--colocated", "1", "--no-kv-store", "--orchestrator", "on"], "needs the store"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            parse_serve_argv(argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--orchestrator-policy", "clever"], "unknown migration policy: clever"),
+        (["--orchestrator-option", "delta_upp=1"], "did you mean delta_up?"),
+        (["--orchestrator-option", "delta_up=9"], "delta_up is 9"),
+        (["--orchestrator-concurrent", "0"], "give 1 or more"),
+        (["--decision-log", "/proc/no/such.jsonl"], "--decision-log /proc/no/such.jsonl"),
+    ],
+)
+def test_wrong_options_stop_before_anything_is_loaded(capsys, argv, words):
+    assert main(["serve", *argv]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.splitlines()) == 1
