@@ -45,6 +45,8 @@ _CASES = (
     heads(2),
     layers(10, precopy=False),
 )
+_CASES_AGAIN = ("layers_10", "layers_20", "heads_2", "stop_and_copy_10")
+"""What is measured with every context after the first: where its length can show."""
 _FLOAT32 = ("--pd", "1:1", "--dtype", "float32")
 _POOL_BYTES = 768 << 20
 _TABLE_WIDTH = 110
@@ -71,34 +73,46 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--json", type=Path, help="write the result there")
     add("--runs", type=int, default=5, help="of each case")
     add("--contexts", type=int, nargs="+", default=[1000, 6000], metavar="TOKENS")
-    add("--cases", nargs="+", default=[case.name for case in _CASES], metavar="NAME")
+    add(
+        "--cases",
+        nargs="+",
+        metavar="NAME",
+        help=f"default: all with the first context, {', '.join(_CASES_AGAIN)} with the others",
+    )
     add("--batch-requests", type=int, default=8, help="of the batch on a small pool; 0: none")
     add("--batch-prompt-tokens", type=int, default=700)
-    add("--batch-output-tokens", type=int, default=96)
+    add("--batch-output-tokens", type=int, default=64)
+    add("--batch-runs", type=int, default=3, help="of the batch, before and after each")
     add("--seed", type=int, default=0)
     given = parser.parse_args(list(argv))
     known = {case.name for case in _CASES}
-    if unknown := [name for name in given.cases if name not in known]:
+    if unknown := [name for name in given.cases or () if name not in known]:
         raise UserError(f"--cases {unknown[0]}: one of {', '.join(sorted(known))}")
     return given
 
 
 async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Result:
-    cases = [case for case in _CASES if case.name in given.cases]
+    plan = [(context, _cases(given, number)) for number, context in enumerate(given.contexts)]
     samples: _Samples = {}
     with Progress(transient=True) as progress:
-        total = len(given.contexts) * len(cases) * given.runs
-        total += (2 * given.runs + 1) * bool(given.batch_requests)
+        total = sum(len(cases) for _, cases in plan) * given.runs
+        total += (2 * given.batch_runs + 1) * bool(given.batch_requests)
         task = progress.add_task("starting", total=total)
 
         def advance(what: str) -> None:
             progress.update(task, description=what, advance=1)
 
-        for context in given.contexts:
+        for context, cases in plan:
             samples |= await _context(given, context, cases, advance)
         if given.batch_requests:
             samples |= await _batches(given, advance)
     return _result(given, started_at, samples)
+
+
+def _cases(given: argparse.Namespace, number: int) -> list[Case]:
+    """What is measured with the context of this number."""
+    names = given.cases or (_CASES_AGAIN if number else [case.name for case in _CASES])
+    return [case for case in _CASES if case.name in names]
 
 
 async def _context(
@@ -148,7 +162,7 @@ async def _batches(given: argparse.Namespace, advance: Callable[[str], None]) ->
 
             await run()  # so that the store holds every prompt
             advance("a batch on a small pool")
-            for _ in range(given.runs):
+            for _ in range(given.batch_runs):
                 if passes["after"]:
                     await asyncio.to_thread(admin.run, Return("d0"))
                 passes["before"].append(await run())
@@ -210,7 +224,7 @@ def _result(given: argparse.Namespace, started_at: datetime, samples: _Samples) 
             "CASE.CONTEXT.FIGURE: one stream with CONTEXT tokens decodes on d0 while CASE moves "
             "to p0 and back; one sample a round trip",
             "gap_ratio: longest gap between two tokens from the request to move until its end, "
-            "against the median gap in the 1.5 s before; gap_ratio_calm: the longest gap of those",
+            "against the median gap in the second before; gap_ratio_calm: the longest gap of those",
             "host_step_ratio: median gap while the case is away against the one before",
             "bandwidth_fraction: copies while the engine serves against the same transport and "
             "page size alone, measured right after while the stream goes on",

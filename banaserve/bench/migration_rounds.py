@@ -17,7 +17,7 @@ from banaserve.bench.transport_speed import write_bytes_per_s
 from banaserve.engine.vllm.moves.words import Ask, Migration, MoveHeads, MoveLayers, Return
 from banaserve.errors import UserError
 
-WINDOW_S = 1.5
+WINDOW_S = 1.0
 _TRANSPORT = "shm"
 
 
