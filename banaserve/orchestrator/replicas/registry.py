@@ -15,6 +15,8 @@ from banaserve.orchestrator.replicas.policy import Policy
 BUILT_IN = (
     "cache_aware",
     "consistent_hash",
+    "gorgo",
+    "gorgo_v1",
     "least_load",
     "least_requests",
     "load_aware",

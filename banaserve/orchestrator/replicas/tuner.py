@@ -1,0 +1,273 @@
+"""Tuning weights online: a (1+1) evolution strategy that cannot be fooled by luck or by its goal.
+
+GORGO's, with what is wrong there put right:
+  - A candidate is judged by requests that were sent under it alone, and against the incumbent
+    measured again right before it. GORGO's windows overlap, so that three quarters of a score came
+    from earlier candidates, and the incumbent's score is never measured again.
+  - Scores are costs above 0 and less is better. GORGO's are negative, which turns its demand for
+    0.5 % more into leave for 0.5 % less.
+  - The goal is the product of both p95, first token and end to end, and a candidate that lets end
+    to end grow is refused: all to one near replica gives the best first tokens of all.
+  - A small step size is no proof of an optimum; the search rests and starts again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import ceil, exp, isfinite, log
+
+from banaserve.errors import UserError
+from banaserve.orchestrator.replicas.interface import Generator, State
+from banaserve.orchestrator.replicas.policy import check_range
+
+INCUMBENT, CANDIDATE, SAFE, REST = "incumbent", "candidate", "safe", "rest"
+
+
+@dataclass(frozen=True, slots=True)
+class TunerOptions:
+    """Options of the evolution strategy.
+
+    Attributes:
+        window: Requests that a measurement takes.
+        low: No weight is tried below,
+        high: nor above.
+        sigma: First step size, of the logarithm.
+        sigma_floor: Below, the search rests.
+        sigma_factor: The step size shrinks by it, and grows by its inverse.
+        success_window: Evaluations that the success rate is taken over.
+        success_target: The 1/5 rule's.
+        tolerance: A candidate must be better by this share.
+        max_e2e_ratio: And its end-to-end p95 at most this many times the incumbent's.
+        failure_ms: What a failed request counts as, for both times.
+        safe_every: Every so many evaluations the candidate is the safe weights.
+        rest_windows: Windows without a candidate once the step size is at its floor.
+    """
+
+    window: int = 64
+    low: float = 0.1
+    high: float = 10.0
+    sigma: float = 0.5
+    sigma_floor: float = 0.05
+    sigma_factor: float = 0.817
+    success_window: int = 8
+    success_target: float = 0.2
+    tolerance: float = 0.02
+    max_e2e_ratio: float = 1.05
+    failure_ms: float = 60_000.0
+    safe_every: int = 8
+    rest_windows: int = 16
+
+    def __post_init__(self) -> None:
+        check_range(
+            self,
+            {
+                "window": (8, 1e6),
+                "low": (1e-6, 1),
+                "high": (1, 1e6),
+                "sigma": (1e-3, 5),
+                "sigma_floor": (1e-4, 5),
+                "sigma_factor": (0.1, 0.99),
+                "success_window": (1, 1000),
+                "success_target": (0.01, 0.99),
+                "tolerance": (0, 1),
+                "max_e2e_ratio": (1, 100),
+                "failure_ms": (1, 1e9),
+                "safe_every": (2, 1e9),
+                "rest_windows": (0, 1e9),
+            },
+        )
+
+
+def p95(values: list[float]) -> float:
+    """Returns the 95th percentile by nearest rank."""
+    ranked = sorted(values)
+    return ranked[ceil(0.95 * len(ranked)) - 1]
+
+
+class Tuner:
+    """Which weights are in use, and what they were measured at.
+
+    Attributes:
+        phase: Counts measurements. A sample belongs to the phase that its request was sent in;
+            samples of other phases are dropped.
+        weights: To use in this phase.
+        num_bound_hits: Candidates that had to be cut to ``low`` or ``high``; many say that the
+            bounds, not the traffic, decide.
+    """
+
+    def __init__(
+        self, safe: tuple[float, ...], options: TunerOptions, generator: Generator
+    ) -> None:
+        """``safe``: weights to start from and to return to; all 1 is the unweighted cost."""
+        self.safe = safe
+        self.options = options
+        self.phase = 0
+        self.weights = safe
+        self.incumbent = safe
+        self.sigma = options.sigma
+        self.num_evaluations = self.num_accepted = self.num_bound_hits = 0
+        self.num_returns = self.num_restarts = 0
+        self._generator = generator
+        self._kind = INCUMBENT
+        self._resting = 0
+        self._outcomes: deque[bool] = deque(maxlen=options.success_window)
+        self._ttft_ms: list[float] = []
+        self._e2e_ms: list[float] = []
+        self._measured: tuple[float, float] | None = None
+
+    def sample(self, phase: int, ttft_ms: float, e2e_ms: float) -> None:
+        """Takes in a finished request that was sent in ``phase``."""
+        if phase != self.phase or not (isfinite(ttft_ms) and isfinite(e2e_ms)):
+            return
+        self._ttft_ms.append(max(ttft_ms, 1e-3))
+        self._e2e_ms.append(max(e2e_ms, 1e-3))
+        if len(self._ttft_ms) >= self.options.window or self._is_hopeless():
+            self._conclude(p95(self._ttft_ms), p95(self._e2e_ms))
+
+    def failed(self, phase: int) -> None:
+        """Takes in a request of ``phase`` that got no answer: never a way to score well."""
+        self.sample(phase, self.options.failure_ms, self.options.failure_ms)
+
+    def return_to_safe(self) -> None:
+        """Goes back to the safe weights at once; the search goes on from there."""
+        self.incumbent = self.safe
+        self.num_returns += 1
+        self._begin(INCUMBENT, self.safe)
+
+    def _is_hopeless(self) -> bool:
+        """Whether half a window shows already what the whole would."""
+        if self._kind != CANDIDATE or self._measured is None:
+            return False
+        limit = self._measured[1] * self.options.max_e2e_ratio
+        bad = sum(value > limit for value in self._e2e_ms)
+        return 2 * bad > self.options.window
+
+    def _conclude(self, ttft_ms: float, e2e_ms: float) -> None:
+        if self._kind == REST:
+            self._resting -= 1
+            self._begin(*((REST, self.incumbent) if self._resting > 0 else self._next_pair()))
+        elif self._kind == INCUMBENT:
+            self._measured = (ttft_ms, e2e_ms)
+            self._begin(*self._challenger())
+        else:
+            self._judge(ttft_ms, e2e_ms)
+            self._begin(*self._next_pair())
+
+    def _judge(self, ttft_ms: float, e2e_ms: float) -> None:
+        assert self._measured is not None
+        known_ttft, known_e2e = self._measured
+        gain = log(known_ttft) + log(known_e2e) - log(ttft_ms) - log(e2e_ms)
+        is_better = (
+            gain > log(1 + self.options.tolerance)
+            and e2e_ms <= known_e2e * self.options.max_e2e_ratio
+        )
+        self.num_evaluations += 1
+        if is_better:
+            self.incumbent = self.weights
+        if self._kind == SAFE:
+            self.num_returns += is_better
+            return
+        self.num_accepted += is_better
+        self._outcomes.append(is_better)
+        self._adapt()
+
+    def _adapt(self) -> None:
+        options = self.options
+        if len(self._outcomes) < options.success_window:
+            return
+        rate = sum(self._outcomes) / len(self._outcomes)
+        if rate < options.success_target:
+            self.sigma *= options.sigma_factor
+        else:
+            self.sigma = min(self.sigma / options.sigma_factor, 2 * options.sigma)
+        if self.sigma < options.sigma_floor:
+            self.sigma = options.sigma
+            self._outcomes.clear()
+            self._resting = options.rest_windows
+            self.num_restarts += 1
+
+    def _next_pair(self) -> tuple[str, tuple[float, ...]]:
+        return (REST if self._resting > 0 else INCUMBENT), self.incumbent
+
+    def _challenger(self) -> tuple[str, tuple[float, ...]]:
+        is_turn = self.num_evaluations % self.options.safe_every == self.options.safe_every - 1
+        if is_turn and self.incumbent != self.safe:
+            return SAFE, self.safe
+        options = self.options
+        tried = [
+            exp(log(weight) + self.sigma * self._generator.gauss()) for weight in self.incumbent
+        ]
+        cut = tuple(min(max(weight, options.low), options.high) for weight in tried)
+        self.num_bound_hits += cut != tuple(tried)
+        return CANDIDATE, cut
+
+    def _begin(self, kind: str, weights: tuple[float, ...]) -> None:
+        self.phase += 1
+        self._kind, self.weights = kind, weights
+        self._ttft_ms, self._e2e_ms = [], []
+
+    def state(self) -> State:
+        """Returns what survives a restart: the incumbent and how far the search is."""
+        return {
+            "incumbent": list(self.incumbent),
+            "sigma": self.sigma,
+            "outcomes": [float(outcome) for outcome in self._outcomes],
+            "num_evaluations": self.num_evaluations,
+            "num_accepted": self.num_accepted,
+            "num_bound_hits": self.num_bound_hits,
+            "num_returns": self.num_returns,
+            "num_restarts": self.num_restarts,
+        }
+
+    def restore(self, state: State) -> None:
+        """Takes up what ``state`` returned; begins by measuring the incumbent.
+
+        Raises:
+            UserError: Something is missing or out of its range; nothing has changed.
+        """
+        incumbent = tuple(numbers(state, "incumbent", len(self.safe)))
+        if not all(self.options.low <= weight <= self.options.high for weight in incumbent):
+            raise UserError(f"saved weights {incumbent} are out of bounds: remove the saved state")
+        [sigma] = numbers({"sigma": [state.get("sigma", "missing")]}, "sigma", 1)
+        if not 0 < sigma <= 10:
+            raise UserError(f"saved sigma is {sigma:g}: remove the saved state")
+        outcomes = numbers(state, "outcomes", None)
+        counts = {name: count(state, name) for name in COUNTS}
+        self.incumbent, self.sigma = incumbent, sigma
+        self._outcomes = deque(map(bool, outcomes), maxlen=self.options.success_window)
+        for name, value in counts.items():
+            setattr(self, name, value)
+        self._measured = None
+        self._begin(INCUMBENT, incumbent)
+
+
+COUNTS = ("num_evaluations", "num_accepted", "num_bound_hits", "num_returns", "num_restarts")
+
+
+def numbers(state: object, name: str, length: int | None) -> list[float]:
+    """Returns the list of finite numbers that ``state`` has under ``name``.
+
+    Raises:
+        UserError: It is no such list, or not ``length`` long.
+    """
+    values = state.get(name) if isinstance(state, dict) else None
+    if (
+        not isinstance(values, list)
+        or (length is not None and len(values) != length)
+        or not all(type(value) in (int, float) and isfinite(value) for value in values)
+    ):
+        raise UserError(f"saved state: {name} is {values!r}: remove the saved state")
+    return [float(value) for value in values]
+
+
+def count(state: State, name: str) -> int:
+    """Returns the count that ``state`` has under ``name``.
+
+    Raises:
+        UserError: It is none.
+    """
+    value = state.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UserError(f"saved state: {name} is {value!r}: remove the saved state")
+    return value
