@@ -93,7 +93,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 def _add_requests(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dataset", default="alpaca-like", help="name or file")
-    add("--data", type=Path, help="file or folder of a named dataset")
+    add("--data", type=Path, help="file or folder of a named dataset, or hub")
     add("--prompt-tokens", type=int, default=256, help="mean, of made-up prompts")
     add("--output-tokens", type=int, help="of every answer (default: as the data say)")
     add("--range-fraction", type=float, default=0.0, help="spread of random lengths")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from banaserve.bench import standins
 from banaserve.bench.datasets import data_folder, dataset_files
+from banaserve.bench.hub_data import fetch
 from banaserve.bench.serving_entries import Entry, read_entries
 from banaserve.bench.workloads import without_middle
 from banaserve.errors import UserError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 NAMED = ("alpaca", "azure", "longbench", "mooncake", "sharegpt")
 MADE_UP = ("multi-turn", "random", "shared-prefix", *standins.PUBLISHED)
+FROM_HUB = Path("hub")
 _NUM_WORDS = 4096
 _SESSIONS_AT_ONCE = 8
 
@@ -32,7 +34,7 @@ class Wanted:
 
     Attributes:
         dataset: One of ``NAMED`` or ``MADE_UP``, or a file.
-        data: Folder or file of a named dataset.
+        data: Folder or file of a named dataset, or ``hub``.
         prompt_tokens: Mean of the made-up lengths; with ``shared-prefix`` of what follows the
             prefix, with ``multi-turn`` of one question.
         output_tokens: Of every answer, whatever the data say; also the mean of ``random``.
@@ -246,6 +248,8 @@ class Dataset:
 
 
 def _files(wanted: Wanted) -> list[Path]:
+    if wanted.dataset in NAMED and wanted.data == FROM_HUB:
+        return [fetch(wanted.dataset)]
     if wanted.dataset in NAMED:
         return dataset_files(wanted.dataset, data_folder(wanted.data))
     path = Path(wanted.dataset)

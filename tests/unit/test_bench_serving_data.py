@@ -244,3 +244,14 @@ def test_published_data(words: Words, kind: str) -> None:
     )
     assert len(found) == 20
     assert all(item.prompt_tokens + item.output_tokens < 4096 for item in found)
+
+
+def test_without_a_hub(words: Words, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="give its path with --data, or use sharegpt-like"):
+        items(words, 1, dataset="sharegpt", data=Path("hub"))
+    with pytest.raises(UserError, match="unknown dataset on the hub: mooncake"):
+        items(words, 1, dataset="mooncake", data=Path("hub"))
