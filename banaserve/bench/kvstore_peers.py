@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import shutil
 import signal
@@ -58,8 +59,9 @@ class Peer:
         raise UserError(f"{Path(self._command[0]).name} did not start")
 
     def pause(self) -> None:
-        """Let it answer nobody, with its connections open."""
+        """Let it answer nobody, with its connections open; returns when it has stopped."""
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def resume(self) -> None:
         """Undo ``pause``."""

@@ -292,3 +292,32 @@ def test_the_loop_is_told_when_room_was_made(tmp_path: Path) -> None:
         store(tier, number)
     assert tier.stats().stores == 300
     tier.close()
+
+
+def test_a_store_under_way_is_not_moved_when_its_segment_is_cleaned(tmp_path: Path) -> None:
+    tier = SsdTier(tmp_path, MIB, queue_depth=8)
+    store(tier, 0)
+    write, held = tier._device.write, []
+    tier._device.write = lambda *job: held.append(job)  # type: ignore[method-assign]
+    ticket = tier.submit_store(BlockName(key(1), None), content(1))
+    while not held:
+        assert not poll(tier)
+    tier._device.write = write  # type: ignore[method-assign]
+    block = tier._blocks.get(key(1))
+    assert block is not None
+    # Its segment is sealed and emptied around it, and room is short.
+    for number in range(2, 200):
+        store(tier, number)
+    assert not block.segment.is_open
+    assert block.segment.live_bytes == block.record_bytes
+    write(*held[0])
+    assert end_of(tier, ticket) is Outcome.DONE
+    assert load(tier, 1) is Outcome.DONE
+    assert (tier.stats().corrupt, tier.stats().failures) == (0, 0)
+    # What has been written may be moved.
+    for number in range(200, 400):
+        store(tier, number)
+        if tier._blocks.get(key(1)) is block:
+            tier._blocks.touch(block)
+    assert load(tier, 1) is Outcome.DONE
+    tier.close()

@@ -82,8 +82,8 @@ class Cleaner:
 
     def _choose(self) -> bool:
         """Pick a segment to clean, where that pays and its live records have somewhere to go."""
-        segment = min(self._log.sealed(), key=lambda s: s.live_bytes, default=None)
-        if segment is None or segment.live_bytes > MAX_LIVE_FRACTION * segment.size_bytes:
+        segment = min(filter(_pays, self._log.sealed()), key=lambda s: s.live_bytes, default=None)
+        if segment is None:
             return False
         if not self._log.has_room(self._log.copies, segment.live_bytes):
             return False
@@ -145,6 +145,14 @@ class Cleaner:
             self._log.kill(block)
             self._counters.corrupt += outcome is _CORRUPT
             self._counters.failures += outcome is _UNREAD
+
+
+def _pays(segment: Segment) -> bool:
+    """Whether enough of a sealed segment is dead, and what lives in it has been written."""
+    if segment.live_bytes > MAX_LIVE_FRACTION * segment.size_bytes:
+        return False
+    # The last stores into a segment may still be under way when it is sealed.
+    return all(block.ready for block in segment.blocks.values())
 
 
 _CopyOutcome = str
