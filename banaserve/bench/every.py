@@ -37,6 +37,7 @@ QUICK: Mapping[str, tuple[str, ...]] = {
         *("--runs", "1", "--requests", "3", "--concurrency", "2", "--max-tokens", "400"),
         *("--output-tokens", "16"),
     ),
+    "pacing": ("--dilations", "2", "--requests", "16"),
     "front": ("--runs", "1", "--streams", "1,64", "--system", "colocated"),
     "prefix-ttft": ("--runs", "1", "--prompt-tokens", "768"),
     "stall": ("--runs", "1", "--streams", "4", "--prompt-tokens", "8000"),

@@ -47,6 +47,9 @@ BENCHMARKS = {
     "migration": Benchmark(
         "banaserve.bench.migration", "What does moving layers and heads take, and bring?"
     ),
+    "pacing": Benchmark(
+        "banaserve.bench.pacing", "How well do paced engines keep the modelled GPU's time?"
+    ),
     "kernels": Benchmark(
         "banaserve.bench.kernels", "How near do the kernels come to the GPU's bandwidth?"
     ),

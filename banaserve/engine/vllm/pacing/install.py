@@ -17,6 +17,7 @@ from banaserve.engine.vllm.connector_scheduler import scheduled, work_of
 from banaserve.engine.vllm.migration.host import MigrationHost
 from banaserve.engine.vllm.migration.modules import ModelShape, Modules
 from banaserve.engine.vllm.migration.worker_methods import HOST_ATTRIBUTE
+from banaserve.engine.vllm.pacing import moves
 from banaserve.engine.vllm.pacing.away import Away
 from banaserve.engine.vllm.pacing.pacer import Pacer
 from banaserve.engine.vllm.pacing.settings import settings_of
@@ -40,18 +41,30 @@ def install(config: VllmConfig, runner_class: type[Any], instance: str) -> Pacer
         return None
     profile = profiles.load(settings.profile)
     pacer = Pacer(profile, instance, Path(settings.folder), settings.dilation)
+    shape = _shape_of(config)
     compat_pacing.on_wake(pacer.woke)
-    _install_runner(runner_class, PacedSteps(pacer, config))
+    _install_runner(runner_class, PacedSteps(pacer, shape))
+    moves.install(pacer, shape, _token_bytes(config, shape))
     return pacer
+
+
+def _shape_of(config: VllmConfig) -> ModelShape:
+    model, parallel = config.model_config, config.parallel_config
+    return ModelShape(model.get_num_layers(parallel), model.get_num_kv_heads(parallel))
+
+
+def _token_bytes(config: VllmConfig, shape: ModelShape) -> int:
+    model = config.model_config
+    head_bytes = model.get_head_size() * model.dtype.itemsize
+    return shape.num_layers * 2 * shape.num_kv_heads * head_bytes
 
 
 class PacedSteps:
     """What the pacer must know of each step, taken from what the runner is told to run."""
 
-    def __init__(self, pacer: Pacer, config: VllmConfig) -> None:
+    def __init__(self, pacer: Pacer, shape: ModelShape) -> None:
         self._pacer = pacer
-        model, parallel = config.model_config, config.parallel_config
-        self._shape = ModelShape(model.get_num_layers(parallel), model.get_num_kv_heads(parallel))
+        self._shape = shape
         self._epoch = 1
 
     def begin(self, runner: Any, output: Any) -> None:

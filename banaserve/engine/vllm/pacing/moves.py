@@ -1,0 +1,68 @@
+"""Migrations of a paced engine take the time of the profile's link (BanaServe Eqs. 3, 4 and 11)."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from banaserve.engine.vllm.migration.block_mover import BlockMover
+from banaserve.engine.vllm.migration.host import MigrationHost
+from banaserve.engine.vllm.migration.modules import LayerRange, ModelShape
+from banaserve.engine.vllm.migration.move import Move
+from banaserve.engine.vllm.migration.unit_builder import UnitBuilder
+from banaserve.engine.vllm.migration.units import Residence, Unit
+from banaserve.engine.vllm.pacing.away import modelled
+from banaserve.engine.vllm.pacing.pacer import Pacer
+
+
+def install(pacer: Pacer, shape: ModelShape, token_bytes: int) -> None:
+    """Hold back what moves and copies in this process.
+
+    Args:
+        shape: Of the model that really runs.
+        token_bytes: K and V of one of its tokens in all layers.
+    """
+    link, modelled_shape = pacer.profile.between, pacer.profile.shape
+    # A byte that is really copied stands for so many of the modelled model.
+    kv_scale = modelled_shape.token_bytes / token_bytes
+    copy, build, commit = BlockMover.copy, UnitBuilder.build, MigrationHost.commit
+
+    @functools.wraps(copy)
+    def paced_copy(mover: BlockMover, *args: Any, **kwargs: Any) -> int:
+        began_s = time.monotonic()
+        num_bytes = copy(mover, *args, **kwargs)
+        copied_s = time.monotonic()
+        pacer.hold(began_s, link.transfer_s(num_bytes * kv_scale))
+        mover.seconds += time.monotonic() - copied_s
+        return num_bytes
+
+    @functools.wraps(build)
+    def paced_build(builder: UnitBuilder, unit: Unit, *args: Any, **kwargs: Any) -> Residence:
+        began_s = time.monotonic()
+        residence: Residence = build(builder, unit, *args, **kwargs)
+        if isinstance(unit.modules, LayerRange):
+            (module,) = modelled(pacer.profile, shape, unit.modules)
+            num_bytes = module.num_layers * modelled_shape.layer_weight_bytes
+            pacer.hold(began_s, link.transfer_s(num_bytes))
+        return residence
+
+    @functools.wraps(commit)
+    def paced_commit(host: MigrationHost, *args: Any, **kwargs: Any) -> Move:
+        move = commit(host, *args, **kwargs)
+        swapped_s = time.monotonic()
+        pacer.hold(swapped_s, link.sync_s)
+        held_s = time.monotonic() - swapped_s
+        move.facts["swap_s"] += held_s
+        move.facts["stall_s"] += held_s
+        pacer.woke()  # the engine has stood still until now
+        return move
+
+    _replace(BlockMover, "copy", paced_copy)
+    _replace(UnitBuilder, "build", paced_build)
+    _replace(MigrationHost, "commit", paced_commit)
+
+
+def _replace(kind: type[Any], name: str, method: Callable[..., Any]) -> None:
+    setattr(kind, name, method)
