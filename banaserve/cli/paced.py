@@ -12,6 +12,7 @@ from banaserve.costs.profile import Profile
 from banaserve.errors import UserError
 from banaserve.models import miniature
 from banaserve.models.miniature import Miniature
+from banaserve.sim.batch import EngineLimits
 
 BLOCK_TOKENS = 32
 """The smallest that vLLM's attention on CPU takes; modelled memory is counted in 16."""
@@ -53,7 +54,8 @@ def miniature_of(profile: Profile) -> Miniature:
 def vllm_options(config: ServeConfig, logs: Path) -> list[str]:
     """vLLM's options for paced engines; those of the user come after them.
 
-    A miniature has as many KV tokens as the modelled GPU holds of the modelled model.
+    A miniature has as many KV tokens as the modelled GPU holds of the modelled model, and the
+    limits of a simulated engine.
     """
     from banaserve.engine.vllm.pacing.settings import PacingSettings, pacing_options
 
@@ -67,6 +69,9 @@ def vllm_options(config: ServeConfig, logs: Path) -> list[str]:
         kv_bytes = num_blocks * BLOCK_TOKENS * miniature_of(profile).token_bytes
         options += ["--dtype", "float32", "--block-size", str(BLOCK_TOKENS)]
         options += ["--kv-cache-memory-bytes", str(kv_bytes)]
+        limits = EngineLimits()
+        options += ["--max-num-batched-tokens", str(limits.step_tokens)]
+        options += ["--max-num-seqs", str(limits.max_requests)]
     return options
 
 
