@@ -28,6 +28,9 @@ BENCHMARKS = {
     "compare": Benchmark(
         "banaserve.bench.compare", "Which system serves the same requests better?"
     ),
+    "copies": Benchmark(
+        "banaserve.bench.copies", "How near do copies of scattered blocks come to memcpy?"
+    ),
     "front": Benchmark("banaserve.bench.front", "What does the front door cost beside vLLM's own?"),
     "handover": Benchmark(
         "banaserve.bench.handover", "What does a request cost that is handed over?"

@@ -1,0 +1,54 @@
+"""`banaserve bench copies`: a small run of all of it, and what it refuses."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from banaserve.bench import copies, result
+from banaserve.bench.copies_disk import QueueBench
+from banaserve.bench.copies_memory import MEMCPY, CopyBench
+from banaserve.bench.kvstore_disk import check_direct
+from banaserve.errors import UserError
+
+
+def test_a_small_run_has_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_BLOCK_BYTES", (32 * 1024, 1024 * 1024))
+    monkeypatch.setattr(copies, "_SAMPLE_BYTES", 2 * 1024 * 1024)
+    monkeypatch.setattr(copies, "_RING_BYTES", 4 * 1024 * 1024)
+    path = tmp_path / "copies.json"
+    argv = ["--runs", "2", "--repeats", "1", "--disk-blocks", "0", "--json", str(path)]
+    assert copies.main(argv) == 0
+    figures = result.read(path).figures
+    for name in ("copy_fraction", "copy_checksum_fraction", "copy_wall_fraction"):
+        assert len(figures[name].samples) == 2
+    for case in ("32kib_1t", "32kib_2t", "1024kib_1t", "1024kib_2t"):
+        assert figures[f"copy_fraction_{case}"].min > 0
+        assert figures[f"torch_fraction_{case}"].min > 0
+    assert figures["copy_fraction"].max <= figures["copy_fraction_1024kib_1t"].max
+
+
+def test_a_way_that_copies_something_else_is_noticed() -> None:
+    bench = CopyBench(4096, 64 * 1024, 128 * 1024, seed=0)
+    bench.ways = {MEMCPY: bench.ways[MEMCPY], "lazy": lambda first, end: None}
+    with ThreadPoolExecutor(2) as pool, pytest.raises(UserError, match="lazy"):
+        bench.run(pool, 2)
+
+
+def test_the_disk_queue_moves_every_block(tmp_path: Path) -> None:
+    try:
+        check_direct(tmp_path)
+    except UserError:
+        pytest.skip("this file system takes no direct I/O")
+    bench = QueueBench(tmp_path, 8192, num_blocks=9, depth=4, seed=0)
+    assert set(bench.run()) == {"queue_write", "raw_write", "queue_read", "raw_read"}
+    bench.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("argv", [["--runs", "0"], ["--depth", "0"], ["--disk-blocks", "-1"]])
+def test_refusals(argv: list[str]) -> None:
+    with pytest.raises(UserError, match="at least"):
+        copies.main(argv)
