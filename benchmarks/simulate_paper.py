@@ -1,0 +1,225 @@
+"""BanaServe's figures 8 to 11 in the simulator: two models, two workloads, 1 to 20 requests/s.
+
+Usage: ``python benchmarks/simulate_paper.py [--out benchmarks/results] [--jobs 2]``; plots need
+matplotlib (``pip install .[plots]``). Writes ``simulate-paper.json``, ``simulate-paper.md`` and a
+PNG for each figure. A call that is interrupted goes on where it was, as long as the code is the
+same.
+
+Time is modelled, nothing is run. The paper names neither the number of GPUs nor how its baselines
+were set up, nor how long the answers were; what is assumed instead is the same for all figures and
+stands in ``SYSTEMS`` and ``READINGS``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from random import Random
+
+from banaserve.bench import result
+from banaserve.costs.profile import load as load_profile
+from banaserve.errors import UserError
+from banaserve.sim.cluster import SimCluster
+from banaserve.sim.lengths import draw_measured
+from banaserve.sim.request import SimRequest
+from banaserve.sim.result import SIMULATED
+from banaserve.sim.run import simulate
+from banaserve.sim.system import System, preset
+from banaserve.sim.workload import Arrivals, arriving
+
+RATES = (1, 2, 5, 8, 11, 14, 17, 20)
+SEEDS = (1, 2, 3, 4, 5)
+WARM_S, MEASURED_S = 60.0, 120.0
+MAX_OUTPUT_TOKENS = 512
+
+READINGS = {
+    "reference": "answers are as long as the dataset's reference answers, 512 tokens at most",
+    "capped": "every answer runs to the cap of 512 tokens, as a base model that nothing stops",
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One of the paper's figures and what it claims; ratios are (lowest, highest)."""
+
+    number: int
+    model: str
+    profile: str
+    dataset: str
+    over_static: tuple[float, float]
+    over_colocated: tuple[float, float]
+
+    @property
+    def name(self) -> str:
+        return f"figure {self.number}: {self.model}, {self.dataset}"
+
+
+FIGURES = (
+    Figure(8, "Llama-13B", "llama-13b-a100", "alpaca", (1.1, 1.2), (1.1, 1.2)),
+    Figure(9, "OPT-13B", "opt-13b-a100", "alpaca", (2.8, 3.9), (1.0, 3.9)),
+    Figure(10, "Llama-13B", "llama-13b-a100", "longbench", (1.3, 1.5), (1.0, 1.5)),
+    Figure(11, "OPT-13B", "opt-13b-a100", "longbench", (1.1, 1.3), (1.0, 1.3)),
+)
+
+SYSTEMS: dict[str, System] = {
+    "colocated": preset("colocated", colocated=4),
+    "static": preset("static", prefill=2, decode=2),
+    "banaserve": preset("banaserve", prefill=2, decode=2),
+}
+"""Four GPUs each: vLLM on every one, DistServe at 2:2, and the repaired policy from 2:2."""
+
+SPLITS: dict[str, System] = {
+    f"{kind} {prefill}:{decode}": preset(kind, prefill=prefill, decode=decode)
+    for prefill, decode in ((1, 3), (3, 1))
+    for kind in ("static", "banaserve")
+}
+"""At the highest rate only: what it costs to have split the GPUs badly, and to go on from there."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One simulation."""
+
+    figure: int
+    reading: str
+    system: str
+    rate_per_s: float
+    seed: int
+
+
+def all_runs() -> Iterator[Run]:
+    for figure in FIGURES:
+        for reading in READINGS:
+            for seed in SEEDS:
+                for rate in RATES:
+                    for name in SYSTEMS:
+                        yield Run(figure.number, reading, name, rate, seed)
+                for name in SPLITS:
+                    yield Run(figure.number, reading, name, RATES[-1], seed)
+
+
+def lengths(dataset: str, reading: str, draws: Random) -> tuple[int, int]:
+    prompt = round(draw_measured(f"{dataset}_prompt", draws))
+    if reading == "capped":
+        return prompt, MAX_OUTPUT_TOKENS
+    return prompt, min(MAX_OUTPUT_TOKENS, round(draw_measured(f"{dataset}_output", draws)))
+
+
+def measure(run: Run) -> dict[str, float]:
+    """Simulates ``run``.
+
+    Returns:
+        Tokens a second while requests come, after the warm-up; the time from the start to the
+        last token of all; mean latency and time to first token of those that came after it.
+    """
+    figure = next(f for f in FIGURES if f.number == run.figure)
+    profile = load_profile(figure.profile)
+    arrivals = Arrivals(duration_s=WARM_S + MEASURED_S, rate_per_s=run.rate_per_s)
+    pair = partial(lengths, figure.dataset, run.reading)
+    requests = arriving(arrivals, pair, run.seed, profile.model.max_context_tokens)
+    clusters: list[SimCluster] = []
+    system = (SYSTEMS | SPLITS)[run.system]
+    outcome = simulate(profile, system, requests, watch=clusters.append)
+    if outcome["num_finished"] != outcome["num_requests"]:
+        raise UserError(f"{run}: {outcome['num_requests'] - outcome['num_finished']} never ended")
+    everyone = clusters[0].finished
+    arrived = [r for r in everyone if r.arrival_s >= WARM_S]
+    return {
+        "tokens_per_s": sum(_in_window(r) for r in everyone) / MEASURED_S,
+        "offered_tokens_per_s": sum(r.output_tokens for r in arrived) / MEASURED_S,
+        "total_s": outcome["total_s"],
+        "latency_s": sum(r.end_s - r.arrival_s for r in arrived) / len(arrived),
+        "ttft_s": sum(r.first_s - r.arrival_s for r in arrived) / len(arrived),
+        "num_moves": outcome["num_moves"],
+    }
+
+
+def _in_window(request: SimRequest) -> float:
+    """Output tokens that came after the warm-up while requests still arrived.
+
+    They count as evenly spread between the first and the last.
+    """
+    start_s, end_s = WARM_S, WARM_S + MEASURED_S
+    is_first_inside = start_s <= request.first_s < end_s
+    if request.output_tokens == 1:
+        return float(is_first_inside)
+    lasts_s = request.end_s - request.first_s
+    inside_s = min(end_s, request.end_s) - max(start_s, request.first_s)
+    share = max(0.0, inside_s) / lasts_s
+    return is_first_inside + share * (request.output_tokens - 1)
+
+
+def measured(cache: Path, jobs: int) -> list[tuple[Run, dict[str, float]]]:
+    """Returns all runs with what came out, those in ``cache`` not run again."""
+    known: dict[Run, dict[str, float]] = {}
+    if cache.exists():
+        for line in cache.read_text().splitlines():
+            run, found = json.loads(line)
+            known[Run(**run)] = found
+    missing = [run for run in all_runs() if run not in known]
+    with cache.open("a") as file, ProcessPoolExecutor(jobs) as pool:
+        for number, (run, found) in enumerate(
+            zip(missing, pool.map(measure, missing, chunksize=1), strict=True), start=1
+        ):
+            known[run] = found
+            file.write(json.dumps([asdict(run), found]) + "\n")
+            file.flush()
+            print(f"\r{number} of {len(missing)} runs", end="", file=sys.stderr, flush=True)
+    return [(run, known[run]) for run in all_runs()]
+
+
+def fingerprint() -> str:
+    """Of the package's simulator and policies: a cache of other code is another file."""
+    root = Path(result.__file__).parents[1]
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for folder in ("costs", "orchestrator", "sim"):
+        for path in sorted((root / folder).rglob("*.*")):
+            if path.suffix in (".py", ".toml"):
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def main() -> int:
+    from simulate_paper_report import figures_of, markdown, plot
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--cache", type=Path, help="default: a file beside the results, removed")
+    given = parser.parse_args()
+    started_at = datetime.now(UTC)
+    cache = given.cache or given.out / f".simulate-paper-{fingerprint()}.jsonl"
+    runs = measured(cache, given.jobs)
+    record = result.result(
+        "simulate-paper",
+        seed=SEEDS[0],
+        options={
+            "rates_per_s": list(RATES),
+            "seeds": list(SEEDS),
+            "warm_s": WARM_S,
+            "measured_s": MEASURED_S,
+            "max_output_tokens": MAX_OUTPUT_TOKENS,
+        },
+        started_at=started_at,
+        figures=figures_of(runs),
+        notes=[SIMULATED, *(f"{name}: {words}" for name, words in READINGS.items())],
+    )
+    result.write(record, given.out / "simulate-paper.json")
+    (given.out / "simulate-paper.md").write_text(markdown(runs))
+    for figure in FIGURES:
+        plot(figure, runs, given.out / f"simulate-paper-figure{figure.number}.png")
+    if given.cache is None:
+        cache.unlink()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""Tables, words and plots of ``simulate_paper.py``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from simulate_paper import FIGURES, RATES, READINGS, SEEDS, SPLITS, SYSTEMS, Figure, Run
+
+from banaserve.bench import result
+from banaserve.bench.statistics import Interval, mean_interval, paired_ratios
+from banaserve.sim.result import SIMULATED
+
+Found = Mapping[str, float]
+Runs = Sequence[tuple[Run, Found]]
+Samples = dict[tuple[int, str, str, float], list[Found]]
+
+METRICS = (
+    ("tokens_per_s", "throughput", "tokens/s"),
+    ("total_s", "total time", "s"),
+    ("latency_s", "mean latency", "s"),
+)
+_SATURATED_BELOW = 0.9
+"""Of the offered tokens: a system that serves less of them is saturated."""
+
+_STYLES = {
+    "colocated": ("#0072b2", "o", "-"),
+    "static": ("#d55e00", "s", "--"),
+    "banaserve": ("#007a5e", "^", "-"),
+}
+
+
+def gathered(runs: Runs) -> Samples:
+    """Returns what came out by figure, reading, system and rate, in the order of the seeds."""
+    samples: Samples = defaultdict(list)
+    for run, found in sorted(runs, key=lambda entry: entry[0].seed):
+        samples[run.figure, run.reading, run.system, run.rate_per_s].append(found)
+    return samples
+
+
+def ratios(
+    samples: Samples, key: tuple[int, str, str, float], other: str, metric: str
+) -> list[float]:
+    """Returns one ratio a seed: both systems get the same requests."""
+    figure, reading, _, rate = key
+    theirs = samples[figure, reading, other, rate]
+    return paired_ratios([f[metric] for f in samples[key]], [f[metric] for f in theirs])
+
+
+def figures_of(runs: Runs) -> dict[str, result.Figure]:
+    """Returns every metric of every system and rate, and the ratios of throughput."""
+    samples = gathered(runs)
+    figures = {}
+    for (figure, reading, system, rate), found in sorted(samples.items()):
+        name = f"fig{figure}_{reading}_{system.replace(' ', '_').replace(':', '_')}_{rate:g}rps"
+        for metric, _, unit in METRICS:
+            figures[f"{name}_{metric}"] = result.figure([f[metric] for f in found], unit)
+        if system == "banaserve":
+            for other in ("static", "colocated"):
+                values = ratios(samples, (figure, reading, system, rate), other, "tokens_per_s")
+                figures[f"{name}_over_{other}"] = result.figure(values, "times")
+    return figures
+
+
+def markdown(runs: Runs) -> str:
+    """Returns the whole report."""
+    samples = gathered(runs)
+    lines = [*_HEAD.splitlines(), ""]
+    lines += [f"- *{name}*: {words}." for name, words in READINGS.items()]
+    lines += ["", *_summary(samples), "", *_needed(samples), "", *_splits(samples), ""]
+    for figure in FIGURES:
+        lines += [f"## F{figure.name[1:]}", "", f"![](simulate-paper-figure{figure.number}.png)"]
+        for reading in READINGS:
+            lines += ["", *_table(samples, figure, reading)]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+_HEAD = f"""# BanaServe's figures 8 to 11, simulated
+
+Written by `python benchmarks/simulate_paper.py`. **{SIMULATED.capitalize()}.**
+
+Three systems with four GPUs each get the same Poisson arrivals, {RATES[0]} to {RATES[-1]} requests
+a second, with {len(SEEDS)} seeds; intervals are 95%. *colocated* is a vLLM on every GPU, *static*
+has two prefill and two decode instances (DistServe), *banaserve* begins so and has the global
+store and the repaired migration policy. All have the same simulated engine, and no constant
+differs from figure to figure: OPT-13B is DistServe's fit of an A100-80G, Llama-13B an estimate
+from it. Prompts and answers have the measured lengths of Alpaca and LongBench; prompts are cut to
+the model's context (2,048 and 4,096 tokens). Throughput counts the tokens that come after a minute
+of warm-up while requests still arrive, total time runs from the first arrival to the last token,
+latency is of the requests that came after the warm-up. The paper does not say how many GPUs it
+used, how its baselines were set up or how long answers were, so there are two readings:"""
+
+
+def _summary(samples: Samples) -> list[str]:
+    lines = [
+        "## Ratios of throughput",
+        "",
+        "The lowest and the highest mean ratio over all rates; *below saturation* over those rates",
+        f"at which both systems serve at least {_SATURATED_BELOW:.0%} of the offered tokens.",
+        "",
+        "| Figure | Reading | over static | the paper: over DistServe | over colocated | "
+        "the paper: over vLLM | below saturation |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for figure in FIGURES:
+        for reading in READINGS:
+            cells = [f"{figure.number}: {figure.model}, {figure.dataset}", reading]
+            below: list[float] = []
+            for other, paper in (
+                ("static", figure.over_static),
+                ("colocated", figure.over_colocated),
+            ):
+                means = {}
+                for rate in RATES:
+                    key = (figure.number, reading, "banaserve", rate)
+                    values = ratios(samples, key, other, "tokens_per_s")
+                    means[rate] = mean_interval(values).estimate
+                    if all(_served(samples, key[:2], s, rate) for s in (key[2], other)):
+                        below.append(means[rate])
+                told = f"up to {paper[1]:g}" if paper[0] == 1 else f"{paper[0]:g} to {paper[1]:g}"
+                cells += [_span(list(means.values())), told]
+            cells.append(_span(below))
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _span(values: Sequence[float]) -> str:
+    if not values:
+        return "none"
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _served(samples: Samples, place: tuple[int, str], system: str, rate: float) -> bool:
+    found = samples[(*place, system, rate)]
+    served = sum(f["tokens_per_s"] for f in found) / sum(f["offered_tokens_per_s"] for f in found)
+    return served >= _SATURATED_BELOW
+
+
+def _needed(samples: Samples) -> list[str]:
+    """Why a ratio of the paper is not reached, from the numbers of these runs."""
+    lines = ["## Where the paper's ratios are not reached, and what would be needed", ""]
+    for figure in FIGURES:
+        for reading in READINGS:
+            lines += _needed_of(samples, figure, reading)
+    return lines
+
+
+def _needed_of(samples: Samples, figure: Figure, reading: str) -> list[str]:
+    claims = (
+        ("static", "DistServe", figure.over_static[1]),
+        ("colocated", "vLLM", figure.over_colocated[1]),
+    )
+    place = (figure.number, reading)
+    lines = []
+    for other, theirs, wanted in claims:
+        best = max(
+            mean_interval(
+                ratios(samples, (*place, "banaserve", rate), other, "tokens_per_s")
+            ).estimate
+            for rate in RATES
+        )
+        words = f"- Figure {figure.number}, {reading}, over {theirs}: {best:.2f} at most, "
+        words += f"the paper has up to {wanted:g}. "
+        if best >= wanted:
+            words += "Reached."
+        else:
+            words += _missing(samples, place, other, wanted)
+        lines.append(words)
+    return lines
+
+
+def _missing(samples: Samples, place: tuple[int, str], other: str, wanted: float) -> str:
+    """What would have to be otherwise for ``wanted``."""
+    full = [rate for rate in RATES if not _served(samples, place, other, rate)]
+    if not full:
+        return (
+            f"At {RATES[-1]} requests a second {other} still serves what is offered, and nobody "
+            f"can serve more: it would have to be saturated from {RATES[-1] / wanted:.1f} requests "
+            "a second on, with fewer or slower GPUs or longer answers."
+        )
+    theirs, ours = _most(samples, place, other), _most(samples, place, "banaserve")
+    return (
+        f"From {full[0]} requests a second on {other} is saturated; it serves {theirs:.0f} "
+        f"tokens/s at most and banaserve {ours:.0f} with as many GPUs, so either banaserve would "
+        f"have to reach {wanted * theirs:.0f}, or {other} be held to {ours / wanted:.0f}."
+    )
+
+
+def _most(samples: Samples, place: tuple[int, str], system: str) -> float:
+    return max(
+        sum(f["tokens_per_s"] for f in samples[(*place, system, rate)]) / len(SEEDS)
+        for rate in RATES
+    )
+
+
+def _splits(samples: Samples) -> list[str]:
+    rate = RATES[-1]
+    lines = [
+        "## What the split of the GPUs is worth",
+        "",
+        f"Tokens a second at {rate} requests a second. The right columns begin with another split",
+        "of the four GPUs into prefill and decode.",
+        "",
+        f"| Figure | Reading | {' | '.join((*SYSTEMS, *SPLITS))} |",
+        "| --- " * (2 + len(SYSTEMS) + len(SPLITS)) + "|",
+    ]
+    for figure in FIGURES:
+        for reading in READINGS:
+            cells = [f"{figure.number}: {figure.model}, {figure.dataset}", reading]
+            for system in (*SYSTEMS, *SPLITS):
+                found = samples[figure.number, reading, system, rate]
+                cells.append(_shown(mean_interval([f["tokens_per_s"] for f in found])))
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _table(samples: Samples, figure: Figure, reading: str) -> list[str]:
+    heading = [f"{words} {system}" for _, words, _ in METRICS for system in SYSTEMS]
+    lines = [
+        f"Reading *{reading}*; throughput in tokens/s, times in s.",
+        "",
+        f"| requests/s | {' | '.join(heading)} |",
+        "| --- " * (1 + len(heading)) + "|",
+    ]
+    for rate in RATES:
+        cells = [f"{rate:g}"]
+        for metric, _, _ in METRICS:
+            for system in SYSTEMS:
+                found = samples[figure.number, reading, system, rate]
+                cells.append(_shown(mean_interval([f[metric] for f in found])))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _shown(interval: Interval) -> str:
+    low, mean, high = interval
+    return f"{_number(mean)} ± {_number((high - low) / 2)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def plot(figure: Figure, runs: Runs, path: Path) -> None:
+    """Writes one figure: a row a reading, a column a metric. White behind it, for any page."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    samples = gathered(runs)
+    canvas, rows = plt.subplots(
+        len(READINGS), len(METRICS), figsize=(10.5, 5.6), facecolor="white", layout="constrained"
+    )
+    canvas.suptitle(f"Simulated, after the paper's {figure.name}", fontsize=11)
+    for row, reading in zip(rows, READINGS, strict=True):
+        for axes, (metric, words, unit) in zip(row, METRICS, strict=True):
+            for system, (colour, marker, line) in _STYLES.items():
+                cells = [
+                    mean_interval(
+                        [f[metric] for f in samples[figure.number, reading, system, rate]]
+                    )
+                    for rate in RATES
+                ]
+                means = [cell.estimate for cell in cells]
+                errors = [cell.high - cell.estimate for cell in cells]
+                axes.errorbar(
+                    RATES, means, errors, label=system, color=colour, marker=marker,
+                    linestyle=line, markersize=4, linewidth=1.3, capsize=2,
+                )  # fmt: skip
+            axes.set_title(f"{words}, {reading} answers", fontsize=9)
+            axes.set_ylabel(unit, fontsize=8)
+            axes.set_ylim(bottom=0)
+            axes.tick_params(labelsize=8)
+            axes.grid(alpha=0.3)
+    for axes in rows[-1]:
+        axes.set_xlabel("requests a second", fontsize=8)
+    rows[0][0].legend(fontsize=8, frameon=False)
+    canvas.savefig(path, dpi=110)
+    plt.close(canvas)

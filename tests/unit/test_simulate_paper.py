@@ -1,0 +1,95 @@
+"""benchmarks/simulate_paper.py: what is counted, and what the report says of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from banaserve.sim.request import SimRequest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def paper(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import simulate_paper
+
+    yield simulate_paper
+    for name in ("simulate_paper", "simulate_paper_report"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def report(paper: Any) -> Any:
+    import simulate_paper_report
+
+    return simulate_paper_report
+
+
+@pytest.mark.parametrize(
+    ("first_s", "end_s", "output", "expected"),
+    [
+        (70.0, 80.0, 11, 11.0),
+        (10.0, 20.0, 11, 0.0),
+        (50.0, 70.0, 21, 10.0),
+        (170.0, 190.0, 21, 11.0),
+        (40.0, 200.0, 161, 120.0),
+        (70.0, 70.0, 1, 1.0),
+        (180.0, 180.0, 1, 0.0),
+    ],
+)
+def test_tokens_that_come_within_the_window(
+    paper: Any, first_s: float, end_s: float, output: int, expected: float
+) -> None:
+    request = SimRequest(0, 0.0, 10, output)
+    request.first_s, request.end_s = first_s, end_s
+    assert paper._in_window(request) == pytest.approx(expected)
+
+
+def test_a_run_below_saturation_serves_what_is_offered(paper: Any) -> None:
+    found = {name: paper.measure(paper.Run(9, "reference", name, 2, 1)) for name in paper.SYSTEMS}
+    for values in found.values():
+        assert values["tokens_per_s"] == pytest.approx(values["offered_tokens_per_s"], rel=0.1)
+    ratio = found["banaserve"]["tokens_per_s"] / found["static"]["tokens_per_s"]
+    assert ratio == pytest.approx(1.0, abs=0.01)
+
+
+def made_up(paper: Any, most: dict[str, float]) -> list[tuple[Any, dict[str, float]]]:
+    """Systems that serve what is offered up to a most, 50 tokens a request."""
+    runs = []
+    for run in paper.all_runs():
+        offered = 50.0 * run.rate_per_s
+        served = min(offered, most.get(run.system, 600.0) + run.seed)
+        found = {"total_s": 180.0, "latency_s": 1.0, "ttft_s": 0.1, "num_moves": 0}
+        runs.append((run, {"tokens_per_s": served, "offered_tokens_per_s": offered, **found}))
+    return runs
+
+
+def test_the_report_tells_what_is_reached_and_what_is_missing(paper: Any, report: Any) -> None:
+    text = report.markdown(made_up(paper, {"static": 400.0, "colocated": 2000.0}))
+    assert "Simulated: step times come from a cost model" in text
+    assert (
+        "Figure 8, capped, over DistServe: 1.50 at most, the paper has up to 1.2. Reached." in text
+    )
+    assert "Figure 9, capped, over DistServe: 1.50 at most, the paper has up to 3.9. From" in text
+    assert "static is saturated; it serves 403 tokens/s at most and banaserve 603" in text
+    assert "At 20 requests a second colocated still serves what is offered" in text
+    assert "| 9: OPT-13B, alpaca | reference | 1.00 to 1.50 | 2.8 to 3.9 |" in text
+    figures = report.figures_of(made_up(paper, {}))
+    assert figures["fig11_capped_banaserve_20rps_over_static"].median == 1.0
+    assert figures["fig8_reference_static_1_3_20rps_tokens_per_s"].unit == "tokens/s"
+
+
+def test_what_was_run_before_is_not_run_again(
+    paper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = paper.Run(9, "reference", "static", 1, 1)
+    monkeypatch.setattr(paper, "all_runs", lambda: iter([run]))
+    cache = tmp_path / "cache.jsonl"
+    [(_, first)] = paper.measured(cache, 1)
+    monkeypatch.setattr(paper, "measure", None)
+    assert paper.measured(cache, 1) == [(run, first)]
