@@ -281,7 +281,7 @@ SMALL = {
     "gorgo": {"max_tree_bytes": 1 << 16},
     "gorgo_v1": {"max_tree_bytes": 1 << 16},
     "gorgo_v2": {"max_tree_bytes": 1 << 16},
-    "preble": {"max_tree_bytes": 1 << 16},
+    "preble": {"capacity_tokens": 10_000, "window_s": 60},
     "prefix_cache": {"max_blocks": 400},
     "session_affinity": {"max_sessions": 500},
     "skywalker": {"max_tree_bytes": 1 << 16},

@@ -9,10 +9,11 @@ and the weights are multipliers around 1 within bounds that contain the physical
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from banaserve.errors import UserError
+from banaserve.names import check_known
 from banaserve.orchestrator.replicas.interface import (
     Decision,
     FleetView,
@@ -69,6 +70,8 @@ class GorgoOptions(TreeOptions):
         check_choice("tuning", self.tuning, (FIXED, REPAIRED, CODED))
         check_choice("released_at", self.released_at, (FIRST_TOKEN, END))
         if isinstance(self.tuner, dict):
+            for name in self.tuner:
+                check_known("option of the tuner", name, [one.name for one in fields(TunerOptions)])
             object.__setattr__(self, "tuner", TunerOptions(**self.tuner))
         bounds = (self.tuner.low, self.tuner.high) if self.tuning == REPAIRED else (0, 1e6)
         check_range(

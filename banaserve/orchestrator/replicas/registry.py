@@ -21,6 +21,7 @@ BUILT_IN = (
     "least_requests",
     "load_aware",
     "power_of_two",
+    "preble",
     "prefix_cache",
     "random_choice",
     "round_robin",

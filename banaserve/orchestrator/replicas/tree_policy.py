@@ -83,6 +83,8 @@ class TreePolicy(Policy):
         request = flight.request
         if not self.options.trims or cached is None or cached >= expected:
             return
+        if not self.tree.target_bytes(flight.target):
+            return
         # The prompt itself is cached by then; what is wrong is what others made of its start.
         units_per_token = len(request.prompt) // self.unit_bytes / request.num_tokens
         self.tree.trim(request.prompt, flight.target, int(cached * units_per_token))
