@@ -7,11 +7,10 @@ from pathlib import Path
 
 from banaserve import models
 from banaserve.config import MINIATURE, ServeConfig
+from banaserve.costs import miniatures
 from banaserve.costs import profile as profiles
 from banaserve.costs.profile import Profile
 from banaserve.errors import UserError
-from banaserve.models import miniature
-from banaserve.models.miniature import Miniature
 from banaserve.sim.batch import EngineLimits
 
 BLOCK_TOKENS = 32
@@ -40,15 +39,7 @@ def resolve(config: ServeConfig, say: Callable[[str], None]) -> models.ResolvedM
     profile = profile_of(config)
     if profile is None or config.model != MINIATURE:
         return models.resolve(config.model, None, say)
-    return miniature.resolve(miniature_of(profile), f"paced-{profile.name}", None, say)
-
-
-def miniature_of(profile: Profile) -> Miniature:
-    """The dimensions of what runs in the place of the modelled model."""
-    shape = profile.shape
-    return Miniature.of(
-        shape.num_layers, shape.num_heads, shape.num_kv_heads, profile.model.max_context_tokens
-    )
+    return miniatures.resolve(profile, say)
 
 
 def vllm_options(config: ServeConfig, logs: Path) -> list[str]:
@@ -66,7 +57,7 @@ def vllm_options(config: ServeConfig, logs: Path) -> list[str]:
     options = pacing_options(PacingSettings(name, str(logs), config.dilate))
     if config.model == MINIATURE:
         num_blocks = profile.memory.kv_tokens // BLOCK_TOKENS
-        kv_bytes = num_blocks * BLOCK_TOKENS * miniature_of(profile).token_bytes
+        kv_bytes = num_blocks * BLOCK_TOKENS * miniatures.of(profile).token_bytes
         options += ["--dtype", "float32", "--block-size", str(BLOCK_TOKENS)]
         options += ["--kv-cache-memory-bytes", str(kv_bytes)]
         limits = EngineLimits()

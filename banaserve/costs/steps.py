@@ -16,6 +16,7 @@ class StepCosts:
         relief: Share of its own step time that a guest elsewhere takes over at the same time.
         hop_s: What remote modules add to every step.
         fetch_token_s: Time to fetch the KV of one cached token.
+        num_layers: Of the model.
     """
 
     __slots__ = (
@@ -26,6 +27,7 @@ class StepCosts:
         "fetch_token_s",
         "guest_share",
         "hop_s",
+        "num_layers",
         "relief",
         "slowdown",
     )
@@ -38,6 +40,7 @@ class StepCosts:
         self._large = (large.fixed_s, large.context_token_s, large.request_s)
         self._large_from = profile.decode_large.from_batch if profile.decode_large else 1
         self.fetch_token_s = profile.shape.token_bytes / profile.link.bytes_per_s
+        self.num_layers = profile.shape.num_layers
         self.slowdown = 1.0
         self.guest_share = 0.0
         self.relief = 0.0

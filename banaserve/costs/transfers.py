@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from banaserve.costs.profile import Profile
 from banaserve.costs.steps import StepCosts
-from banaserve.kvstore.overlap import pipeline
 from banaserve.orchestrator.model.calibration import StepWork
 
 
@@ -40,11 +38,11 @@ class StepTimes:
     fetch_s: float
 
 
-def step_times(profile: Profile, costs: StepCosts, work: StepWork, copied: Copied) -> StepTimes:
+def step_times(costs: StepCosts, work: StepWork, copied: Copied) -> StepTimes:
     """Returns the times of a step of ``work``, its transfers overlapped as on a GPU.
 
     While a layer is computed the next one is fetched and the one before saved, each direction
-    over the link of the profile (BanaServe Eqs. 12 and 13); all layers take the same time.
+    over the profile's link (BanaServe Eqs. 12 and 13); all layers take the same time.
     """
     compute_s, _ = costs.mixed_s(
         int(work.prefill_tokens),
@@ -54,11 +52,17 @@ def step_times(profile: Profile, costs: StepCosts, work: StepWork, copied: Copie
     )
     before_s = copied.fetched_before * costs.fetch_token_s
     fetch_s = copied.fetched * costs.fetch_token_s
-    if not copied.fetched and not copied.saved:
-        return StepTimes(before_s + compute_s, compute_s, before_s)
-    layers = profile.shape.num_layers
     save_s = copied.saved * costs.fetch_token_s
-    ended = pipeline(
-        [fetch_s / layers] * layers, [compute_s / layers] * layers, [save_s / layers] * layers
-    )
-    return StepTimes(before_s + ended.end_s, compute_s, before_s + fetch_s)
+    ended_s = overlapped_s(fetch_s, compute_s, save_s, costs.num_layers)
+    return StepTimes(before_s + ended_s, compute_s, before_s + fetch_s)
+
+
+def overlapped_s(fetch_s: float, compute_s: float, save_s: float, num_layers: int) -> float:
+    """Returns when the last layer is saved, each layer fetched, then computed, then saved.
+
+    What ``kvstore.overlap.pipeline`` gives for layers that all take the same: every stage of the
+    first layer, and the longest stage of each other one. The arguments are for all layers.
+    """
+    return (
+        fetch_s + compute_s + save_s + (num_layers - 1) * max(fetch_s, compute_s, save_s)
+    ) / num_layers

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from banaserve.costs.steps import StepCosts, run_s, steps_within
+from banaserve.costs.transfers import overlapped_s
 from banaserve.sim.batch import Batch, EngineLimits
 from banaserve.sim.request import SimRequest
 from banaserve.sim.timeline import Timeline
@@ -144,10 +145,13 @@ class SimEngine(Batch):
                 self._enter(request)
             self._joining.clear()
         batch = len(self.decoding)
+        may_admit = True
         if self._has_lost_kv or batch > self.kv_tokens - self.used_tokens:
             self._preempt_to_fit()
             batch = len(self.decoding)
-        if self.waiting:
+            # Whoever was preempted would come straight back, and be preempted again.
+            may_admit = not batch and not self.prefilling
+        if self.waiting and may_admit:
             self._admit()
         tokens, pairs = self._plan_chunks() if self.prefilling else (0, 0)
         if not tokens and not batch:
@@ -156,8 +160,9 @@ class SimEngine(Batch):
         self._stall_s = 0.0
         if tokens:
             first_s, work_s = self.costs.mixed_s(tokens, pairs, batch, self._context)
-            # Fetched layer by layer while it computes: what takes longer is what is seen.
-            first_s = max(first_s, self._take_fetched() * self.costs.fetch_token_s)
+            if fetched := self._take_fetched():
+                fetch_s = fetched * self.costs.fetch_token_s
+                first_s = overlapped_s(fetch_s, first_s, 0.0, self.costs.num_layers)
             growth_s, steps = 0.0, 1
         else:
             first_s, growth_s, work_s = self.costs.decode_run(batch, self._context)

@@ -18,12 +18,11 @@ from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.loops import closed_loop
 from banaserve.bench.modelled import modelled_time
 from banaserve.bench.servers import Server, banaserve_server
-from banaserve.cli.paced import miniature_of
 from banaserve.config import MINIATURE
+from banaserve.costs import miniatures
 from banaserve.costs.profile import load
 from banaserve.engine.vllm.moves.words import MoveLayers, Return
 from banaserve.engine.vllm.pacing.step_log import readers
-from banaserve.models import miniature
 from banaserve.run_dir import find_admin
 
 pytestmark = pytest.mark.e2e
@@ -57,7 +56,7 @@ def reference(
     prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> list[list[int]]:
     """One vLLM engine with the same miniature, in real time."""
-    model = miniature.resolve(miniature_of(PROFILE), "reference", None, print)
+    model = miniatures.resolve(PROFILE, print)
     folder = tmp_path_factory.mktemp("reference")
     job = {"model": model.path_or_id, "prompts": prompts, "samplings": {"greedy": SAMPLING}}
     (folder / "job.json").write_text(json.dumps(job))

@@ -9,13 +9,14 @@ import pytest
 from banaserve.costs import modules as module_costs
 from banaserve.costs.profile import Profile, load
 from banaserve.costs.steps import StepCosts
-from banaserve.costs.transfers import Copied, step_times
+from banaserve.costs.transfers import Copied, overlapped_s, step_times
 from banaserve.engine.vllm.migration.modules import HeadSet, LayerRange, ModelShape
 from banaserve.engine.vllm.pacing import step_log
 from banaserve.engine.vllm.pacing.away import ATTENTION_FRACTION, Away, modelled
 from banaserve.engine.vllm.pacing.device import Device
 from banaserve.engine.vllm.pacing.pacer import Pacer
 from banaserve.engine.vllm.pacing.step_log import PacedStep, StepLog, StepReader
+from banaserve.kvstore.overlap import pipeline
 from banaserve.orchestrator.model.calibration import StepWork
 from banaserve.sim.system import System
 from banaserve.types import Module
@@ -92,21 +93,21 @@ def test_a_step_that_overruns_delays_the_next_one():
 
 @pytest.mark.parametrize(("work", "expected_s"), [(PREFILL, PREFILL_S), (DECODE, DECODE_S)])
 def test_a_step_without_copies_takes_what_the_profile_says(profile, work, expected_s):
-    times = step_times(profile, StepCosts(profile), work, Copied())
+    times = step_times(StepCosts(profile), work, Copied())
     assert times.step_s == pytest.approx(expected_s)
-    assert times.compute_s == times.step_s
+    assert times.compute_s == pytest.approx(expected_s)
     assert times.fetch_s == 0
 
 
 def test_a_step_of_both_kinds_has_the_larger_fixed_part_once(profile):
     both = StepWork(512, 512 * 512, 10, 5000)
-    times = step_times(profile, StepCosts(profile), both, Copied())
+    times = step_times(StepCosts(profile), both, Copied())
     assert times.step_s == pytest.approx(PREFILL_S - 18.10e-3 + DECODE_S)
 
 
 def test_copies_hide_behind_computing_but_for_one_layer_each(profile):
     token_s = profile.shape.token_bytes / 25e9
-    times = step_times(profile, StepCosts(profile), PREFILL, Copied(fetched=512, saved=512))
+    times = step_times(StepCosts(profile), PREFILL, Copied(fetched=512, saved=512))
     assert times.fetch_s == pytest.approx(512 * token_s)
     assert times.fetch_s < times.compute_s
     assert times.step_s == pytest.approx(times.compute_s + 2 * times.fetch_s / 40)
@@ -114,13 +115,21 @@ def test_copies_hide_behind_computing_but_for_one_layer_each(profile):
 
 def test_a_fetch_longer_than_computing_is_what_the_step_takes(profile):
     token_s = profile.shape.token_bytes / 25e9
-    times = step_times(profile, StepCosts(profile), DECODE, Copied(fetched=2000))
+    times = step_times(StepCosts(profile), DECODE, Copied(fetched=2000))
     assert times.step_s == pytest.approx(2000 * token_s + times.compute_s / 40)
+
+
+@pytest.mark.parametrize(
+    "times_s", [(0.0, 2.0, 0.0), (1.0, 2.0, 3.0), (3.0, 2.0, 1.0), (0.5, 2.0, 0.5), (2.0, 2.0, 0.0)]
+)
+def test_layers_overlap_as_in_the_three_stage_pipeline(times_s):
+    stages = [[seconds / 40] * 40 for seconds in times_s]
+    assert overlapped_s(*times_s, num_layers=40) == pytest.approx(pipeline(*stages).end_s)
 
 
 def test_what_is_fetched_before_the_step_hides_behind_nothing(profile):
     costs = StepCosts(profile)
-    times = step_times(profile, costs, DECODE, Copied(fetched_before=32))
+    times = step_times(costs, DECODE, Copied(fetched_before=32))
     assert times.step_s == pytest.approx(DECODE_S + 32 * costs.fetch_token_s)
 
 

@@ -17,6 +17,7 @@ from banaserve.cli import paced
 from banaserve.cli.main import main
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.config import MINIATURE, ServeConfig
+from banaserve.costs import miniatures
 from banaserve.costs import profile as profiles
 from banaserve.engine.vllm.pacing.metrics import PacedTime
 from banaserve.engine.vllm.pacing.step_log import PacedStep, StepLog
@@ -78,7 +79,7 @@ def test_a_miniature_keeps_the_modelled_memory_in_tokens(tmp_path):
     options = paced.vllm_options(config, tmp_path)
     kv_bytes = int(options[options.index("--kv-cache-memory-bytes") + 1])
     profile = profiles.load("opt-13b-a100")
-    assert kv_bytes == 66_144 * paced.miniature_of(profile).token_bytes
+    assert kv_bytes == 66_144 * miniatures.of(profile).token_bytes
     told = json.loads(options[options.index("--additional-config.banaserve_pacing") + 1])
     assert told == {"profile": "opt-13b-a100", "folder": str(tmp_path), "dilation": 1.0}
     own_model = paced.vllm_options(ServeConfig(pace="opt-13b-a100"), tmp_path)

@@ -61,7 +61,7 @@ class Pacer:
         """A step of ``work`` begins; returns its times, in wall seconds."""
         tokens = work.prefill_tokens + work.decode_requests
         self._costs.hop_s = self.away.hop_s + self.away.hop_token_s * tokens
-        found = step_times(self.profile, self._costs, work, copied)
+        found = step_times(self._costs, work, copied)
         times = StepTimes(
             found.step_s * self.dilation,
             found.compute_s * self.dilation,
