@@ -85,14 +85,14 @@ class Plan(NamedTuple):
     epoch: int
     writes: bool
 
-    def slices(self) -> Iterator[Plan]:
-        """At least one part, of at most ``SLICE_BYTES``: between two of them a transfer stops."""
+    def slices(self, slice_bytes: int = SLICE_BYTES) -> Iterator[Plan]:
+        """At least one part, of at most ``slice_bytes``: between two of them a transfer stops."""
         if not self.num_bytes or not self.local_offsets.size:
             yield self._replace(local_offsets=_NONE, remote_offsets=_NONE)
             return
-        for first_byte in range(0, self.num_bytes, SLICE_BYTES):
-            num_bytes = min(SLICE_BYTES, self.num_bytes - first_byte)
-            runs_at_once = SLICE_BYTES // num_bytes
+        for first_byte in range(0, self.num_bytes, slice_bytes):
+            num_bytes = min(slice_bytes, self.num_bytes - first_byte)
+            runs_at_once = slice_bytes // num_bytes
             for first in range(0, self.local_offsets.size, runs_at_once):
                 yield self._replace(
                     local_offsets=self.local_offsets[first : first + runs_at_once] + first_byte,

@@ -12,7 +12,7 @@ from pathlib import Path
 from banaserve.linux import is_own, peer_of
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
 from banaserve.transport.interface import RegionDescriptor
-from banaserve.transport.memory import Memory
+from banaserve.transport.memory import SLICE_BYTES, Memory
 from banaserve.transport.options import TransportOptions
 from banaserve.transport.peer import PeerWatch
 from banaserve.transport.plans import check_offer, check_range
@@ -25,6 +25,8 @@ from banaserve.transport.tickets import PlanTicket
 NAME = "shm"
 _ID_BYTES = 16
 _CLOSE_WAIT_S = 1.0
+_SLICE_BYTES = 4 * SLICE_BYTES
+"""Around each slice the GIL is taken some five times, from an engine that wants it too."""
 
 
 class ShmTransport:
@@ -187,7 +189,7 @@ class ShmRemote(PlannedRegion):
     def _carry_out(self, ticket: PlanTicket) -> None:
         plan = ticket.plan
         ours, theirs = plan.local, self._file.memory
-        for part in plan.slices():
+        for part in plan.slices(_SLICE_BYTES):
             ticket.check()
             self._watch.check()
             with self._file.use(plan.epoch):

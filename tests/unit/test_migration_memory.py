@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from banaserve.engine.vllm.migration.giving_way import run_giving_way
 from banaserve.engine.vllm.migration.host_kv import HostKv, blocks_gained, make_slab, spans
 from banaserve.engine.vllm.migration.parcel import Parcel, from_wire, restore, to_wire
 from banaserve.engine.vllm.migration.pulse import Pulse
@@ -241,3 +243,15 @@ def test_a_pulse_is_seen_while_a_process_works_and_not_while_it_stands() -> None
 def test_a_slab_on_a_gpu_needs_a_build_with_cuda() -> None:
     with pytest.raises(UserError, match="BANASERVE_CUDA=1"):
         make_slab(PAGE, torch.device("cuda", 0))
+
+
+def test_work_gives_way_and_nothing_else_does() -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    assert run_giving_way(priority) == min(19, own + 5)
+    assert priority() == own
+    with pytest.raises(ZeroDivisionError):
+        run_giving_way(lambda: 1 // 0)

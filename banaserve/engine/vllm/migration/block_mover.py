@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from banaserve.engine.vllm.migration.host_kv import HostKv
-from banaserve.engine.vllm.migration.remote_kv import RemoteKv, cancel_all, wait_all
+from banaserve.engine.vllm.migration.remote_kv import RemoteKv, wait_all
 from banaserve.engine.vllm.migration.units import Unit
-from banaserve.transport.interface import Ticket
 from banaserve.transport.local_region import reserve
 from banaserve.transport.memory import Memory
 
 _BOUNCE_BYTES = 8 << 20
+_ROUND_BYTES = 64 << 20
+"""Of one submission: what an abort may have to wait for."""
 
 
 class BlockMover:
@@ -44,7 +45,7 @@ class BlockMover:
         """Copy these blocks of every layer; blocks the caller, not the GIL.
 
         Args:
-            stop: Asked between two layers: whether to give up.
+            stop: Asked between two submissions: whether to give up.
 
         Returns:
             Bytes copied.
@@ -66,18 +67,32 @@ class BlockMover:
     def _with_host(self, blocks: Sequence[int], stop: Callable[[], bool]) -> int:
         remote, to_guest = self._target or self._source, self._target is not None
         assert remote is not None
-        offsets = np.asarray(blocks, np.int64) * self._host.page_bytes
-        tickets: list[Ticket] = []
+        local, starts = self._host_memory()
+        each_bytes = sum(self._block_bytes.values())
+        per_time = max(1, _ROUND_BYTES // each_bytes)
         num_bytes = 0
-        for name in self._unit.names:
+        for first in range(0, len(blocks), per_time):
             if stop():
-                cancel_all(tickets)
-                return num_bytes
-            memory = self._host.memory(name)
-            tickets += remote.copy(name, blocks, memory, offsets, to_guest=to_guest)
-            num_bytes += len(blocks) * self._block_bytes[name]
-        wait_all(tickets, num_bytes)
+                break
+            part = blocks[first : first + per_time]
+            tickets = remote.copy_units(
+                part, local, starts, self._host.page_bytes, to_guest=to_guest
+            )
+            wait_all(tickets, len(part) * each_bytes)
+            num_bytes += len(part) * each_bytes
         return num_bytes
+
+    def _host_memory(self) -> tuple[Memory, dict[str, int]]:
+        """One memory over the unit's slabs, and where each begins in it.
+
+        A submission names one memory, and each submission waits several times for the GIL, which
+        the engine's thread has. What lies between the slabs is named by no offset.
+        """
+        slabs = {name: self._host.memory(name) for name in self._unit.names}
+        first = min(slab.address for slab in slabs.values())
+        end = max(slab.address + slab.num_bytes for slab in slabs.values())
+        whole = Memory(first, end - first, True, list(slabs.values()))
+        return whole, {name: slab.address - first for name, slab in slabs.items()}
 
     def _between_guests(self, blocks: Sequence[int], stop: Callable[[], bool]) -> int:
         assert self._source is not None

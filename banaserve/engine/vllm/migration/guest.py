@@ -9,6 +9,7 @@ import logging
 import os
 import time
 import traceback
+from typing import Any
 
 import psutil
 import torch
@@ -16,6 +17,7 @@ from vllm.config import VllmConfig
 
 from banaserve.engine.vllm import compat_migration as compat
 from banaserve.engine.vllm.migration import messages
+from banaserve.engine.vllm.migration.giving_way import run_giving_way
 from banaserve.engine.vllm.migration.guest_units import HeadsUnit, LayersUnit
 from banaserve.engine.vllm.migration.parcel import Parcel, from_wire
 from banaserve.errors import MigrationError, ProtocolError
@@ -116,8 +118,14 @@ class Guest:
             )
         began_s = time.perf_counter()
         compat.adopt_kv_layout(self._config, request.kv.layout, request.kv.block_size_tokens)
-        kind = LayersUnit if isinstance(request, messages.BuildLayers) else HeadsUnit
-        unit = kind(self._config, self._transport, request, epoch)  # type: ignore[arg-type]
+        kind: Any = LayersUnit if isinstance(request, messages.BuildLayers) else HeadsUnit
+
+        def make() -> LayersUnit | HeadsUnit:
+            made: LayersUnit | HeadsUnit = kind(self._config, self._transport, request, epoch)
+            return made
+
+        # A guest that serves has its host wait for what it builds: heads, in milliseconds.
+        unit = make() if self._serves() else run_giving_way(make)
         self._units[request.unit_id] = unit
         seconds = time.perf_counter() - began_s
         return messages.Built(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,11 +10,13 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from banaserve import linux
 from banaserve.engine.vllm.migration.head_attention import HeadAttention
-from banaserve.engine.vllm.migration.messages import BuildHeads, BuildLayers, KvShape
+from banaserve.engine.vllm.migration.messages import BuildHeads, BuildLayers
 from banaserve.engine.vllm.migration.parcel import dtype_named, restore
 from banaserve.engine.vllm.migration.stage import Stage
 from banaserve.engine.vllm.migration.step_fields import common_from
+from banaserve.errors import MigrationError
 from banaserve.transport.interface import OfferedRegion, RegionDescriptor, Tensor, Transport
 from banaserve.transport.memory import PAGE_BYTES
 
@@ -36,13 +39,21 @@ class _Unit:
         self.epoch: int | None = None
 
     def _offer(
-        self, transport: Transport, kv: KvShape, heads: Mapping[str, int], epoch: int
+        self,
+        transport: Transport,
+        request: BuildLayers | BuildHeads,
+        heads: Mapping[str, int],
+        epoch: int,
     ) -> dict[str, torch.Tensor]:
         """Reserve and offer the KV caches: ``[num_blocks, num_heads, ...]`` by name.
 
         Args:
             heads: KV heads of each attention.
+
+        Raises:
+            MigrationError: There is no memory for the blocks that are to be backed by it.
         """
+        kv = request.kv
         dtype = dtype_named(kv.dtype)
         end = 0
         shapes: dict[str, tuple[int, ...]] = {}
@@ -52,12 +63,28 @@ class _Unit:
             end += -(-torch.Size(shapes[name]).numel() * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
         self._region = transport.offer(end, epoch)
         raw = torch.from_numpy(self._region.memory.view())
+        for name, start in self.places.items():
+            block_bytes = torch.Size(shapes[name][1:]).numel() * dtype.itemsize
+            self._back(start, request.num_backed_blocks * block_bytes)
         return {
             name: raw[start : start + torch.Size(shapes[name]).numel() * dtype.itemsize]
             .view(dtype)
             .view(shapes[name])
             for name, start in self.places.items()
         }
+
+    def _back(self, first_byte: int, num_bytes: int) -> None:
+        """Take pages before a step or a copy has to wait for them."""
+        assert self._region is not None
+        length = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        try:
+            linux.madvise(
+                self._region.memory.address + first_byte, length, linux.MADV_POPULATE_WRITE
+            )
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # Linux before 5.14 takes them one by one.
+                self._region.close()
+                raise MigrationError(f"there is no memory for its KV: {error.strerror}") from None
 
     @property
     def descriptor(self) -> RegionDescriptor:
@@ -88,7 +115,7 @@ class LayersUnit(_Unit):
         self._stage = Stage(config, request.path, request.start, request.end, device)
         self.weight_bytes = self._stage.weight_bytes
         heads = dict.fromkeys(self._stage.attentions, request.kv.block_shape[0])
-        self._stage.bind(self._offer(transport, request.kv, heads, epoch))
+        self._stage.bind(self._offer(transport, request, heads, epoch))
 
     def run(
         self, step: Mapping[str, Any], arguments: Mapping[str, Any], tensors: Sequence[Tensor]
@@ -126,7 +153,7 @@ class HeadsUnit(_Unit):
         super().__init__()
         device = torch.device("cpu")
         heads = {part.name: part.num_kv_heads for part in request.slices}
-        kv_caches = self._offer(transport, request.kv, heads, epoch)
+        kv_caches = self._offer(transport, request, heads, epoch)
         self._attentions: dict[str, HeadAttention] = {}
         for part in request.slices:
             attention = HeadAttention(config, part, request.unit_id, device)

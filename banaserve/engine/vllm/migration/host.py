@@ -113,7 +113,7 @@ class MigrationHost:
     def _begin(self, move_id: str, unit: Unit, target: GuestLink | None) -> Move:
         move = Move(move_id, unit, target)
         self.moves.add(move)
-        move.prepare(self._builder)
+        move.prepare(self._builder, self.watch.written)
         return move
 
     def precopy(self, move_id: str) -> Move:

@@ -55,19 +55,27 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class BuildLayers(msgspec.Struct, frozen=True, tag=True):
-    """Build layers ``start`` to ``end - 1`` of the model's list ``path`` from the checkpoint."""
+    """Build layers ``start`` to ``end - 1`` of the model's list ``path`` from the checkpoint.
+
+    Attributes:
+        num_backed_blocks: The first ones, which get their memory before the answer.
+    """
 
     unit_id: str
     path: str
     start: int
     end: int
     kv: KvShape
+    num_backed_blocks: int
 
 
 class BuildHeads(msgspec.Struct, frozen=True, tag=True):
+    """Build the attention of some heads; ``num_backed_blocks`` as for layers."""
+
     unit_id: str
     slices: tuple[AttentionSlice, ...]
     kv: KvShape
+    num_backed_blocks: int
 
 
 class Activate(msgspec.Struct, frozen=True, tag=True):

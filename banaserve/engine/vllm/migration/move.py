@@ -85,13 +85,13 @@ class Move:
 
     # ---- in the background
 
-    def prepare(self, builder: UnitBuilder) -> None:
+    def prepare(self, builder: UnitBuilder, written: WrittenBlocks) -> None:
         """Begin to build the unit in the target, or to make room for it at home."""
 
         def work() -> None:
             began_s = time.perf_counter()
             if self.target is not None:
-                self.new_residence = builder.build(self.unit, self.target)
+                self.new_residence = builder.build(self.unit, self.target, written)
                 self.facts["weight_bytes"] = self.new_residence.weight_bytes
             else:
                 builder.make_room(self.unit)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from banaserve.engine.vllm.migration.host_kv import Run
+from banaserve.engine.vllm.migration.host_kv import Run, spans
 from banaserve.errors import GuestLostError
 from banaserve.transport.errors import PeerGoneError, TransportError
 from banaserve.transport.interface import Offsets, RegionDescriptor, Ticket, Transport
@@ -48,12 +48,53 @@ class RemoteKv:
         self._bulk = _Connection(transport, descriptor)
         self._urgent = _Connection(transport, descriptor)
 
-    def warm(self, name: str, num_blocks: int) -> None:
-        """Let the first blocks of one attention be backed by memory before they are copied."""
+    def warm(self, blocks: Sequence[int]) -> None:
+        """Spare the copies of these blocks their page faults.
+
+        Raises:
+            TransportError: The guest takes no such copies.
+        """
+        for name, place in self._places.items():
+            stride = self._strides[name]
+            for first, count in spans(blocks):
+                self._bulk.region.warm(place + first * stride, count * stride)
+
+    def copy_units(
+        self,
+        blocks: Sequence[int],
+        local: Memory,
+        starts: Mapping[str, int],
+        page_bytes: int,
+        *,
+        to_guest: bool,
+    ) -> list[Ticket]:
+        """Begin to copy blocks of all attentions, with as few submissions as their runs allow.
+
+        Args:
+            starts: Where in ``local`` each attention's pages begin, of ``page_bytes`` each.
+
+        Raises:
+            GuestLostError: The guest is gone, or takes copies of another epoch.
+        """
+        ids = np.asarray(blocks, np.int64)
+        here: dict[int, list[npt.NDArray[np.int64]]] = {}
+        there: dict[int, list[npt.NDArray[np.int64]]] = {}
+        for name, place in self._places.items():
+            packed = place
+            for run in self.runs[name]:
+                length = run.num_bytes
+                here.setdefault(length, []).append(ids * page_bytes + starts[name] + run.in_page)
+                there.setdefault(length, []).append(ids * self._strides[name] + packed)
+                packed += length
+        tickets: list[Ticket] = []
         try:
-            self._bulk.region.warm(self._places[name], num_blocks * self._strides[name])
+            for length, offsets in here.items():
+                plan = np.concatenate(offsets), np.concatenate(there[length]), length, self.epoch
+                tickets.append(self._bulk.submit((local, *plan), to_guest))
         except TransportError as error:
+            cancel_all(tickets)
             raise GuestLostError(str(error)) from error
+        return tickets
 
     def copy(
         self,

@@ -17,6 +17,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from banaserve.engine.vllm import compat_migration as compat
+from banaserve.engine.vllm.migration.giving_way import run_giving_way
 from banaserve.errors import MigrationError
 
 
@@ -129,7 +130,7 @@ def _as_arguments(returned: Any) -> dict[str, Any]:
 def guest_environment(config: VllmConfig, rendezvous: str) -> Iterator[None]:
     """vLLM's process groups for one process alone, as its layers expect them."""
     with set_current_vllm_config(config):
-        compat.start_alone(rendezvous)
+        run_giving_way(lambda: compat.start_alone(rendezvous))
     try:
         yield
     finally:

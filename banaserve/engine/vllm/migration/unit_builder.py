@@ -12,6 +12,7 @@ from banaserve.engine.vllm.migration.host_kv import HostKv
 from banaserve.engine.vllm.migration.modules import LayerRange
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv
 from banaserve.engine.vllm.migration.units import Residence, Unit
+from banaserve.engine.vllm.migration.written_blocks import WrittenBlocks
 from banaserve.transport.errors import TransportError
 
 BUILD_TIMEOUT_S = 600.0
@@ -41,8 +42,11 @@ class UnitBuilder:
         self._kv = kv
         self._attentions = attentions
 
-    def build(self, unit: Unit, link: GuestLink) -> Residence:
+    def build(self, unit: Unit, link: GuestLink, written: WrittenBlocks) -> Residence:
         """Let a guest build a unit, and open its KV.
+
+        Args:
+            written: Blocks that are to be copied soon.
 
         Raises:
             MigrationError: The guest refuses.
@@ -51,23 +55,20 @@ class UnitBuilder:
         request: messages.Request
         if isinstance(unit.modules, LayerRange):
             start, end = unit.modules.start, unit.modules.end
-            request = messages.BuildLayers(unit.unit_id, self._path, start, end, self._kv_shape)
+            request = messages.BuildLayers(
+                unit.unit_id, self._path, start, end, self._kv_shape, self._kv.num_blocks
+            )
         else:
             slices = tuple(self._slice(unit, name) for name in unit.names)
-            request = messages.BuildHeads(unit.unit_id, slices, self._kv_shape)
+            request = messages.BuildHeads(unit.unit_id, slices, self._kv_shape, self._kv.num_blocks)
         built = link.ask(request, messages.Built, BUILD_TIMEOUT_S, may_wait=True)
         try:
-            kv = self._open(unit, link, built)
+            runs = {name: self._kv.runs(unit.heads(name)) for name in unit.names}
+            kv = RemoteKv(link.transport, built.region, built.places, runs)
+            kv.warm(written.ids())
         except TransportError as error:
             raise link.give_up(f"its KV is out of reach: {error}") from error
         return Residence(unit.unit_id, link, kv, built.weight_bytes)
-
-    def _open(self, unit: Unit, link: GuestLink, built: messages.Built) -> RemoteKv:
-        runs = {name: self._kv.runs(unit.heads(name)) for name in unit.names}
-        kv = RemoteKv(link.transport, built.region, built.places, runs)
-        for name in unit.names:
-            kv.warm(name, self._kv.num_blocks)
-        return kv
 
     def _slice(self, unit: Unit, name: str) -> messages.AttentionSlice:
         layer = self._attentions[name]

@@ -84,14 +84,18 @@ class WrittenBlocks:
         with self._lock:
             return int(np.count_nonzero(watch.pending))
 
-    def __len__(self) -> int:
-        """How many have been written, those of the step under way included."""
+    def ids(self) -> list[int]:
+        """All that have been written, those of the step under way included; ascending."""
         with self._lock:
             found = self._all.copy()
             for blocks in self._in_step:
                 if len(blocks):
                     found[blocks] = True
-            return int(np.count_nonzero(found))
+        written: list[int] = np.flatnonzero(found).tolist()
+        return written
+
+    def __len__(self) -> int:
+        return len(self.ids())
 
 
 class Watch:
