@@ -26,6 +26,8 @@ from banaserve.bench import result
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.compare_systems import REFERENCE, System, chosen_systems
 from banaserve.bench.loops import closed_loop
+from banaserve.bench.modelled import modelled_time
+from banaserve.bench.provenance import ModelledTime
 from banaserve.bench.report import write_report
 from banaserve.bench.servers import Server, banaserve_server
 from banaserve.bench.serving_cell import CellId, Progress
@@ -54,6 +56,7 @@ class SystemRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         server_cpu_s: CPU seconds of all its processes for a request of the workload.
         equal: How many of the checked answers were those of the reference.
         memory_bytes: Of all its processes after the workload, shared pages counted once.
+        modelled: Where its time was modelled.
     """
 
     cells: list[Summary]
@@ -61,6 +64,7 @@ class SystemRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checked: int
     equal: int
     memory_bytes: int
+    modelled: ModelledTime | None = None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,18 +79,34 @@ def main(argv: Sequence[str]) -> int:
     try:
         asyncio.run(_run(given, systems, workloads, model.served_name))
     except asyncio.CancelledError:
+        _write(given, systems, workloads, started_at)
         raise UserError(
             f"interrupted: what is complete is kept in {given.out}; the same command goes on there"
         ) from None
-    for workload in workloads:
-        record = _result(given, systems, workload, started_at)
-        result.write(record, given.out / f"compare-{workload.name}.json")
-        for name, cells in record.raw["systems"].items():
-            print(f"\n{workload.name}: {name}")
-            Console().print(table(msgspec.convert(cells, type=list[Summary])))
-    for page in write_report(given.out, given.out, "Systems compared on one machine"):
+    for page in _write(given, systems, workloads, started_at):
         print(page)
     return 0
+
+
+def _write(
+    given: argparse.Namespace,
+    systems: Sequence[System],
+    workloads: Sequence[Workload],
+    started_at: datetime,
+) -> list[Path]:
+    """Writes what is complete of each workload, and the report; returns its pages."""
+    written = []
+    for workload in workloads:
+        ran = _complete(given, systems, workload)
+        if not ran:
+            continue
+        record = _result(given, systems, workload, ran, started_at)
+        result.write(record, given.out / f"compare-{workload.name}.json")
+        written.append(record)
+        for name, one in ran.items():
+            print(f"\n{workload.name}: {name}")
+            Console().print(table(one.cells))
+    return write_report(given.out, given.out, "Systems side by side") if written else []
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -108,6 +128,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=100, help="mean, of made-up prompts")
     add("--prefix-tokens", type=int, default=1000, help="of shared-prefix")
     add("--prefixes", type=int, default=3, help="different ones, of shared-prefix")
+    add("--sessions", type=int, default=2, help="chats at once, of multi-turn")
     add("--output-tokens", type=int, default=16)
     add("--warmup", type=float, default=0.0, metavar="S", help="not counted")
     add("--check", type=int, default=4, help="answers of each workload compared with one engine")
@@ -138,6 +159,7 @@ def _dataset(given: argparse.Namespace, name: str, words: Words) -> Dataset:
         prompt_tokens=given.prompt_tokens,
         prefix_tokens=given.prefix_tokens,
         num_prefixes=given.prefixes,
+        sessions=given.sessions,
         output_tokens=given.output_tokens,
         range_fraction=0.5,
         max_prompt_tokens=4000,
@@ -195,7 +217,8 @@ async def _one(
     found = await _answers(client, _checked_calls(given, workload))
     equal = sum(a == b for a, b in zip(found, reference[workload.name], strict=True))
     sent = given.requests * (len(cells) - num_before) or 1
-    return SystemRun(cells, cpu_s / sent, len(found), equal, server.memory_bytes())
+    modelled = modelled_time(server.url)
+    return SystemRun(cells, cpu_s / sent, len(found), equal, server.memory_bytes(), modelled)
 
 
 def _told(cell: CellId, count: int) -> None:
@@ -245,6 +268,7 @@ def _options(given: argparse.Namespace) -> dict[str, Any]:
     names = ("model", "instances", "requests", "prompt_tokens", "prefix_tokens", "prefixes")
     return {
         **{name: getattr(given, name) for name in names},
+        "sessions": given.sessions,
         "output_tokens": given.output_tokens,
         "rps": list(given.rps),
         "seeds": list(given.seeds),
@@ -254,15 +278,24 @@ def _options(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _result(
-    given: argparse.Namespace, systems: Sequence[System], workload: Workload, started_at: datetime
-) -> result.Result:
-    ran = {
-        system.name: msgspec.json.decode(
-            _kept(given, system, workload).read_bytes(), type=SystemRun
-        )
-        for system in systems
+def _complete(
+    given: argparse.Namespace, systems: Sequence[System], workload: Workload
+) -> dict[str, SystemRun]:
+    paths = {system.name: _kept(given, system, workload) for system in systems}
+    return {
+        name: msgspec.json.decode(path.read_bytes(), type=SystemRun)
+        for name, path in paths.items()
+        if path.is_file()
     }
+
+
+def _result(
+    given: argparse.Namespace,
+    systems: Sequence[System],
+    workload: Workload,
+    ran: dict[str, SystemRun],
+    started_at: datetime,
+) -> result.Result:
     found: dict[str, result.Figure] = {}
     for name, one in ran.items():
         found |= figures(one.cells, f"{name}.")
@@ -277,6 +310,7 @@ def _result(
         started_at=started_at,
         figures=found,
         notes=[
+            *(f"INCOMPLETE: {one.name} has not run" for one in systems if one.name not in ran),
             *(f"{one.name}: {one.question} ({' '.join(one.options)})" for one in systems),
             "one system after the other, the same requests at the same times; float32, one thread "
             "an engine",
@@ -286,4 +320,5 @@ def _result(
             "without a store each engine still has vLLM's own prefix cache",
         ],
         raw={"systems": {name: msgspec.to_builtins(one.cells) for name, one in ran.items()}},
+        modelled_time=[one.modelled for one in ran.values() if one.modelled is not None],
     )

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -28,6 +29,8 @@ from banaserve.bench import result
 from banaserve.bench.arrivals import KINDS
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.loops import run_fast
+from banaserve.bench.modelled import modelled_time
+from banaserve.bench.provenance import ModelledTime
 from banaserve.bench.serving_cell import CellId, Progress
 from banaserve.bench.serving_items import Dataset, Wanted, Words
 from banaserve.bench.serving_run import (
@@ -99,6 +102,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     add("--range-fraction", type=float, default=0.0, help="spread of random lengths")
     add("--prefix-tokens", type=int, default=1000, help="of shared-prefix")
     add("--prefixes", type=int, default=1, help="different ones, of shared-prefix")
+    add("--sessions", type=int, default=8, help="chats at once, of multi-turn")
     add("--trace-block-tokens", type=int, default=512, help="tokens a hash id stands for")
     add("--max-prompt-tokens", type=int, help="cut longer prompts")
     add("--max-output-tokens", type=int, help="cut longer answers")
@@ -172,6 +176,7 @@ def _wanted(given: argparse.Namespace, target: Target) -> Wanted:
         range_fraction=given.range_fraction,
         prefix_tokens=given.prefix_tokens,
         num_prefixes=given.prefixes,
+        sessions=given.sessions,
         trace_block_tokens=given.trace_block_tokens,
         max_prompt_tokens=given.max_prompt_tokens,
         max_output_tokens=given.max_output_tokens,
@@ -191,6 +196,7 @@ def _run(
     given: argparse.Namespace, plan: Plan, target: Target, dataset: Dataset, folder: RunFolder
 ) -> list[Summary]:
     started_at = datetime.now(UTC)
+    at_first = modelled_time(target.url)
 
     def keep() -> list[Summary]:
         complete = [one for cell in plan.cells() if (one := folder.summary(cell)) is not None]
@@ -202,6 +208,8 @@ def _run(
             num_cells=len(plan.cells()),
             notes=_NOTES,
         )
+        if at_first is not None:
+            record = msgspec.structs.replace(record, modelled_time=[_last(target, at_first)])
         for path in (given.out / "result.json", given.json):
             if path is not None:
                 result.write(record, path)
@@ -219,6 +227,14 @@ def _run(
         keep()
         raise
     return keep()
+
+
+def _last(target: Target, known: ModelledTime) -> ModelledTime:
+    """What the server says of modelled time, or what it said before it was gone."""
+    try:
+        return modelled_time(target.url) or known
+    except UserError:
+        return known
 
 
 async def _measure(

@@ -25,7 +25,6 @@ NAMED = ("alpaca", "azure", "longbench", "mooncake", "sharegpt")
 MADE_UP = ("multi-turn", "random", "shared-prefix", *standins.PUBLISHED)
 FROM_HUB = Path("hub")
 _NUM_WORDS = 4096
-_SESSIONS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +37,7 @@ class Wanted:
         prompt_tokens: Mean of the made-up lengths; with ``shared-prefix`` of what follows the
             prefix, with ``multi-turn`` of one question.
         output_tokens: Of every answer, whatever the data say; also the mean of ``random``.
+        sessions: Chats under way at once, of ``multi-turn``.
         max_prompt_tokens: Longer prompts are cut: texts lose their middle, others their end.
         max_output_tokens: Longer answers are cut.
         context_tokens: Prompt and answer fit into it: the answer is cut to half of it, the prompt
@@ -52,6 +52,7 @@ class Wanted:
     range_fraction: float = 0.0
     prefix_tokens: int = 1000
     num_prefixes: int = 1
+    sessions: int = 8
     trace_block_tokens: int = 512
     max_prompt_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -174,7 +175,7 @@ class Dataset:
                 wanted.prefix_tokens, wanted.num_prefixes, wanted.prompt_tokens, output, draws
             )
         if wanted.dataset == "multi-turn":
-            return standins.multi_turn(wanted.prompt_tokens, output, _SESSIONS_AT_ONCE, draws)
+            return standins.multi_turn(wanted.prompt_tokens, output, wanted.sessions, draws)
         return standins.published_lengths(wanted.dataset, draws)
 
     def _item(self, entry: Entry, seed: str, number: int) -> Item:
