@@ -1,0 +1,202 @@
+"""The orchestrator on real engines: roles switch and modules move by themselves, no token changes.
+
+Greedy, float32, SmolLM2, one server with two prefill instances and a decode instance whose KV cache
+is too small for the load; what has moved away is poisoned with NaN at its source.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from banaserve import models
+from banaserve.api.admin_client import AdminClient
+from banaserve.bench import workloads
+from banaserve.bench.client import Call, OpenAiClient
+from banaserve.bench.servers import Server, banaserve_server
+from banaserve.controller.words import Decision, RoleAsk, Wanted
+from banaserve.engine.interface import RoleChange
+from banaserve.engine.vllm.moves.words import Return
+from banaserve.errors import UserError
+from banaserve.run_dir import find_admin
+
+_path = Path(__file__).parent / "migration_load.py"
+_spec = importlib.util.spec_from_file_location("migration_load", _path)
+assert _spec is not None
+assert _spec.loader is not None
+loads: Any = importlib.util.module_from_spec(_spec)
+sys.modules["migration_load"] = loads
+_spec.loader.exec_module(loads)
+
+pytestmark = pytest.mark.e2e
+
+KV_BYTES = 96 << 20
+"""About 2,200 tokens."""
+POLICY = {
+    "rho": 0,
+    "delta_up": 0.1,
+    "delta_down": 0.05,
+    "delta_layers": 0.05,
+    "delta_heads": 0.05,
+    "dwell_s": 1,
+    "min_per_role": 2,  # of two prefill instances neither may go over to decode
+}
+OPTIONS = (
+    *("--pd", "2:1", "--dtype", "float32", "--max-model-len", "1024", "--migration-poison"),
+    *("--kv-store-size", "512MiB", "--kv-cache-memory-bytes", str(KV_BYTES)),
+    *("--orchestrator", "on", "--orchestrator-interval", "0.5"),
+    *(w for key, value in POLICY.items() for w in ("--orchestrator-option", f"{key}={value}")),
+)
+
+
+class Before:
+    """Prompts, and what the server answers while nothing has moved and nobody else asks."""
+
+    def __init__(self, server: Server) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(
+            models.resolve(models.PACKAGED, None, print).path_or_id
+        )
+
+        def tokenize(text: str) -> list[int]:
+            return list(tokenizer(text, verbose=False)["input_ids"])
+
+        found = workloads.prompts("synthetic", 10, 40, 160, 5, tokenize)
+        found += workloads.prompts("synthetic", 4, 200, 350, 6, tokenize)
+        self.prompts = [tokenize(prompt.text) for prompt in found]
+        self.tokens = asyncio.run(self._ask(server))
+
+    async def _ask(self, server: Server) -> list[list[int]]:
+        async with OpenAiClient(server.url, models.PACKAGED, return_token_ids=True) as client:
+            answers = []
+            for number, prompt in enumerate(self.prompts):
+                extra = {"ignore_eos": True}
+                call = Call(str(number), prompt=prompt, max_tokens=loads.OUTPUT_TOKENS, extra=extra)
+                answers.append(await client.send(call))
+        assert [answer.error for answer in answers if answer.error] == []
+        return [list(answer.token_ids) for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("orchestrator") / "run"
+
+
+@pytest.fixture(scope="module")
+def server(run_dir: Path) -> Iterator[Server]:
+    log = ("--decision-log", str(run_dir.parent / "decisions.jsonl"))
+    with banaserve_server(models.PACKAGED, *OPTIONS, *log, "--run-dir", str(run_dir)) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def admin(server: Server, run_dir: Path) -> AdminClient:
+    client = AdminClient(*find_admin(run_dir))
+    client.set_paused(True)
+    return client
+
+
+@pytest.fixture(scope="module")
+def before(server: Server, admin: AdminClient) -> Before:
+    return Before(server)
+
+
+def switched(admin: AdminClient, instance: str, role: str) -> RoleChange:
+    change = admin.begin_role(RoleAsk(instance, role, 100.0))
+    while change.is_open:
+        change = admin.show_role(change.id, wait_s=10.0)
+    assert (change.state, change.num_left) == ("done", 0), change
+    return change
+
+
+def tokens_of(server: Server, instance: str) -> float:
+    return server.metric("vllm:generation_tokens_total", instance_id=instance)
+
+
+def roles(admin: AdminClient) -> dict[str, str]:
+    return {one.id: one.role for one in admin.status().instances}
+
+
+def test_a_role_switches_under_streams_and_back(server, admin, before):
+    with loads.streaming(server, before, 5) as load:
+        switched(admin, "p1", "decode")
+        assert roles(admin) == {"p0": "prefill", "p1": "decode", "d0": "decode"}
+        with pytest.raises(UserError, match="only one that serves prefill"):
+            admin.begin_role(RoleAsk("p0", "decode"))
+        enough = tokens_of(server, "p1") + 40
+        loads.until(lambda: tokens_of(server, "p1") >= enough, "p1 decodes")
+        load.wait_tokens(60)
+        switched(admin, "p1", "prefill")
+        assert roles(admin) == {"p0": "prefill", "p1": "prefill", "d0": "decode"}
+        load.wait_tokens(60)
+    assert server.metric("banaserve_instance_ready", instance_id="p1", role="prefill") == 1
+    assert server.metric("banaserve_leg_retries_total") == 0
+    assert server.metric("banaserve_instance_restarts_total") == 0
+
+
+def begun(decisions: list[Decision]) -> list[tuple[Decision, Wanted]]:
+    return [(one, step) for one in decisions for step in one.steps if not step.held]
+
+
+def test_a_hot_instance_gives_modules_away_by_itself(server, admin, before, run_dir):
+    assert begun(admin.decisions()) == []  # it has been paused
+    with loads.streaming(server, before, 16) as load:
+        loads.until(
+            lambda: any(step.held for one in admin.decisions() for step in one.steps),
+            "the policy wants something while it may not",
+        )
+        admin.set_paused(False)
+        loads.until(
+            lambda: any(
+                step.result is not None and step.result.ending == "done"
+                for _, step in begun(admin.decisions())
+            ),
+            "a step is done",
+        )
+        load.wait_tokens(80)
+        admin.set_paused(True)
+        loads.until(
+            lambda: all(step.result is not None for _, step in begun(admin.decisions())),
+            "what was under way has ended",
+        )
+        load.wait_tokens(80)
+        status = {one.id: one for one in admin.status().instances}
+        loads.until(
+            lambda: any(step.result.changed for _, step in begun(admin.decisions())),
+            "what it has changed is seen",
+        )
+        decision, step = begun(admin.decisions())[0]
+        loads.done(admin, Return("d0"))
+    assert status["d0"].away
+    assert status["d0"].kv_blocks_gained > 0
+    assert (step.kind, " from d0 to p" in step.what) in [("layers", True), ("heads", True)]
+    assert decision.instances["d0"].memory > decision.instances["p0"].memory + POLICY["delta_up"]
+    assert decision.gap > POLICY["delta_up"]
+    assert decision.rejected
+    assert step.predicted["d0"].kv_blocks > 0
+    check_seen_from_outside(server, run_dir, step)
+
+
+def check_seen_from_outside(server: Server, run_dir: Path, step: Wanted) -> None:
+    """The file, the metrics and the commands tell of it."""
+    lines = (run_dir.parent / "decisions.jsonl").read_text().splitlines()
+    told = [one for line in lines for one in json.loads(line)["steps"] if one["result"]]
+    assert step.what in [one["what"] for one in told]
+    assert server.metric("banaserve_orchestrator_steps_total", ending="done", kind=step.kind) >= 1
+    assert server.metric("banaserve_orchestrator_restarts_total") == 0
+    assert server.metric("banaserve_steps_total", instance_id="d0") > 50
+    assert server.metric("banaserve_prediction_error_fraction", model="step", instance_id="d0") > 0
+    command = [sys.executable, "-m", "banaserve", "decisions", "--last", "50"]
+    ran = subprocess.run(
+        [*command, "--run-dir", str(run_dir)], capture_output=True, text=True, check=True
+    )
+    assert f"begins: {step.what}" in ran.stdout
