@@ -34,7 +34,7 @@ def known_systems(num_instances: int) -> dict[str, System]:
     prefill = max(1, num_instances // 2)
     together = ("--colocated", str(num_instances))
     apart = ("--pd", f"{prefill}:{max(1, num_instances - prefill)}")
-    no_store, still = ("--no-kv-store",), ("--migration", "off")
+    no_store, still = ("--no-kv-store",), ("--migration", "off", "--orchestrator", "off")
 
     def routed(policy: str) -> tuple[str, ...]:
         return ("--routing-policy", policy)
@@ -57,8 +57,8 @@ def known_systems(num_instances: int) -> dict[str, System]:
         ),
         System(
             "banaserve",
-            (*apart, "--migration", "on", *routed("load_aware")),
-            "prefill and decode apart, load-aware, store, migration",
+            (*apart, "--migration", "on", "--orchestrator", "on", *routed("load_aware")),
+            "prefill and decode apart, load-aware, store, migration when it helps",
         ),
         System(
             "banaserve-no-migration",

@@ -26,6 +26,7 @@ def test_every_system_has_the_same_engines(num_instances: int) -> None:
         assert parsed.prefill + parsed.decode + parsed.colocated == num_instances
         assert parsed.kv_store == (name not in _WITHOUT_STORE)
         assert parsed.migration == (name == "banaserve")
+        assert parsed.orchestrator.mode == ("on" if name == "banaserve" else "off")
 
 
 _WITHOUT_STORE = ("colocated-round-robin", "colocated-least-requests", "banaserve-no-store")
