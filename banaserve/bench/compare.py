@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -24,47 +24,28 @@ from tokenizers import Tokenizer
 from banaserve import models
 from banaserve.bench import result
 from banaserve.bench.client import Call, OpenAiClient
+from banaserve.bench.compare_result import (
+    CHECK_TOKENS,
+    SystemRun,
+    Workload,
+    as_result,
+    complete_runs,
+    kept_path,
+    options_of,
+)
 from banaserve.bench.compare_systems import REFERENCE, System, chosen_systems
 from banaserve.bench.loops import closed_loop
 from banaserve.bench.modelled import modelled_time
-from banaserve.bench.provenance import ModelledTime
 from banaserve.bench.report import write_report
 from banaserve.bench.servers import Server, banaserve_server
 from banaserve.bench.serving_cell import CellId, Progress
 from banaserve.bench.serving_items import Dataset, Wanted, Words
-from banaserve.bench.serving_run import Plan, RunFolder, figures, run_cells, stopped_by_signals
-from banaserve.bench.serving_summary import Slo, Summary
+from banaserve.bench.serving_run import Plan, RunFolder, run_cells, stopped_by_signals
+from banaserve.bench.serving_summary import Slo
 from banaserve.bench.serving_table import table
 from banaserve.errors import UserError
 
 _SAME = ("--dtype", "float32", "--enable-prompt-tokens-details", "--threads-per-instance", "1")
-_CHECK_TOKENS = 12
-
-
-class Workload(NamedTuple):
-    """A dataset, its requests, and the sample whose answers are compared."""
-
-    name: str
-    dataset: Dataset
-    plan: Plan
-
-
-class SystemRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one system did with one workload.
-
-    Attributes:
-        server_cpu_s: CPU seconds of all its processes for a request of the workload.
-        equal: How many of the checked answers were those of the reference.
-        memory_bytes: Of all its processes after the workload, shared pages counted once.
-        modelled: Where its time was modelled.
-    """
-
-    cells: list[Summary]
-    server_cpu_s: float
-    checked: int
-    equal: int
-    memory_bytes: int
-    modelled: ModelledTime | None = None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -97,10 +78,10 @@ def _write(
     """Writes what is complete of each workload, and the report; returns its pages."""
     written = []
     for workload in workloads:
-        ran = _complete(given, systems, workload)
+        ran = complete_runs(given, systems, workload)
         if not ran:
             continue
-        record = _result(given, systems, workload, ran, started_at)
+        record = as_result(given, systems, workload, ran, started_at)
         result.write(record, given.out / f"compare-{workload.name}.json")
         written.append(record)
         for name, one in ran.items():
@@ -175,7 +156,7 @@ async def _run(
 ) -> None:
     reference = await _reference(given, workloads, served_name)
     for system in systems:
-        missing = [one for one in workloads if not _kept(given, system, one).is_file()]
+        missing = [one for one in workloads if not kept_path(given, system, one).is_file()]
         if not missing:
             print(f"{system.name}: complete", flush=True)
             continue
@@ -184,17 +165,13 @@ async def _run(
             async with OpenAiClient(server.url, served_name, return_token_ids=True) as client:
                 for workload in missing:
                     ran = await _one(given, system, workload, server, client, reference)
-                    path = _kept(given, system, workload)
+                    path = kept_path(given, system, workload)
                     path.write_bytes(msgspec.json.encode(ran))
                     print(f"  {workload.name}: {ran.equal} of {ran.checked} equal", flush=True)
 
 
 def _server(given: argparse.Namespace, system: System) -> Any:
     return banaserve_server(given.model, *_SAME, *system.options, *given.serve_option)
-
-
-def _kept(given: argparse.Namespace, system: System, workload: Workload) -> Path:
-    return Path(given.out) / "systems" / system.name / workload.name / "summaries" / "run.json"
 
 
 async def _one(
@@ -205,8 +182,8 @@ async def _one(
     client: OpenAiClient,
     reference: dict[str, list[list[int]]],
 ) -> SystemRun:
-    path = _kept(given, system, workload).parent.parent
-    folder = RunFolder(path, {**_options(given), "system": system.name, "name": workload.name})
+    path = kept_path(given, system, workload).parent.parent
+    folder = RunFolder(path, {**options_of(given), "system": system.name, "name": workload.name})
     await _answers(client, [_call("warm", [7, 8, 9], 2)])
     before_s = server.cpu_s()
     num_before = sum(folder.summary(cell) is not None for cell in workload.plan.cells())
@@ -249,7 +226,7 @@ def _checked_calls(given: argparse.Namespace, workload: Workload) -> list[Call]:
     """The first requests of the first cell, which the system has served already."""
     first = workload.plan.cells()[0]
     items = workload.dataset.items(given.requests, first.name, 0)[: given.check]
-    return [_call(f"check{n}", item.prompt, _CHECK_TOKENS) for n, item in enumerate(items)]
+    return [_call(f"check{n}", item.prompt, CHECK_TOKENS) for n, item in enumerate(items)]
 
 
 def _call(name: str, prompt: str | list[int], max_tokens: int) -> Call:
@@ -262,63 +239,3 @@ async def _answers(client: OpenAiClient, calls: Sequence[Call]) -> list[list[int
         if record.error is not None:
             raise UserError(f"a request for checking answers failed: {record.error}")
     return [record.token_ids for record in records]
-
-
-def _options(given: argparse.Namespace) -> dict[str, Any]:
-    names = ("model", "instances", "requests", "prompt_tokens", "prefix_tokens", "prefixes")
-    return {
-        **{name: getattr(given, name) for name in names},
-        "sessions": given.sessions,
-        "output_tokens": given.output_tokens,
-        "rps": list(given.rps),
-        "seeds": list(given.seeds),
-        "warmup": given.warmup,
-        "check": given.check,
-        "serve_option": given.serve_option,
-    }
-
-
-def _complete(
-    given: argparse.Namespace, systems: Sequence[System], workload: Workload
-) -> dict[str, SystemRun]:
-    paths = {system.name: _kept(given, system, workload) for system in systems}
-    return {
-        name: msgspec.json.decode(path.read_bytes(), type=SystemRun)
-        for name, path in paths.items()
-        if path.is_file()
-    }
-
-
-def _result(
-    given: argparse.Namespace,
-    systems: Sequence[System],
-    workload: Workload,
-    ran: dict[str, SystemRun],
-    started_at: datetime,
-) -> result.Result:
-    found: dict[str, result.Figure] = {}
-    for name, one in ran.items():
-        found |= figures(one.cells, f"{name}.")
-        found[f"{name}.server_cpu_s"] = result.figure([one.server_cpu_s], "s")
-        found[f"{name}.memory"] = result.figure([one.memory_bytes], "bytes")
-        if one.checked:
-            found[f"{name}.equal_answers"] = result.figure([one.equal / one.checked], "fraction")
-    return result.result(
-        "compare",
-        seed=given.seeds[0],
-        options={**_options(given), "workload": workload.name},
-        started_at=started_at,
-        figures=found,
-        notes=[
-            *(f"INCOMPLETE: {one.name} has not run" for one in systems if one.name not in ran),
-            *(f"{one.name}: {one.question} ({' '.join(one.options)})" for one in systems),
-            "one system after the other, the same requests at the same times; float32, one thread "
-            "an engine",
-            "server_cpu_s: CPU seconds of all of a system's processes for a request",
-            f"equal_answers: {given.check} requests sent again, together, {_CHECK_TOKENS} greedy "
-            "tokens each, against one vLLM engine that got them one by one",
-            "without a store each engine still has vLLM's own prefix cache",
-        ],
-        raw={"systems": {name: msgspec.to_builtins(one.cells) for name, one in ran.items()}},
-        modelled_time=[one.modelled for one in ran.values() if one.modelled is not None],
-    )

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
 import pytest
 
+from banaserve.bench.compare_result import (
+    SystemRun,
+    Workload,
+    as_result,
+    complete_runs,
+    kept_path,
+)
 from banaserve.bench.compare_systems import REFERENCE, System, chosen_systems, known_systems
+from banaserve.bench.record import RequestRecord
+from banaserve.bench.report_pages import section_of
+from banaserve.bench.serving_cell import CellId, Sent
+from banaserve.bench.serving_summary import Slo, Summary, summarize
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
@@ -54,3 +71,55 @@ def test_chosen() -> None:
         chosen_systems(["static"], 2)
     with pytest.raises(UserError, match="each system once"):
         chosen_systems(["static-pd", "static-pd=--pd 1:1"], 2)
+
+
+def test_what_is_complete_makes_a_result(tmp_path: Path) -> None:
+    given = argparse.Namespace(
+        out=tmp_path,
+        model="m",
+        instances=2,
+        requests=1,
+        prompt_tokens=1,
+        prefix_tokens=1,
+        prefixes=1,
+        sessions=1,
+        output_tokens=2,
+        rps=(1.0,),
+        seeds=(0, 1),
+        warmup=0.0,
+        check=2,
+        serve_option=[],
+    )
+    systems = list(known_systems(2).values())[:2]
+    plan: Any = None
+    workload = Workload("random", plan, plan)
+    run = SystemRun([cell(1.0, seed) for seed in (0, 1)], 2.5, checked=2, equal=1, memory_bytes=9)
+    path = kept_path(given, systems[1], workload)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(msgspec.json.encode(run))
+    ran = complete_runs(given, systems, workload)
+    assert ran == {systems[1].name: run}
+    record = as_result(given, systems, workload, ran, datetime(2026, 1, 1, tzinfo=UTC))
+    assert record.notes[0] == f"INCOMPLETE: {systems[0].name} has not run"
+    figures = record.figures
+    name = systems[1].name
+    assert figures[f"{name}.equal_answers"].samples == [0.5]
+    assert figures[f"{name}.server_cpu_s"].samples == [2.5]
+    assert len(figures[f"{name}.ttft_p50_at_1rps"].samples) == 2
+    assert list(section_of(record).table[1][:2]) == [name, "1rps"]
+
+
+def cell(load: float, seed: int) -> Summary:
+    record = RequestRecord(
+        id="r",
+        due_at_s=0.0,
+        sent_at_s=0.0,
+        first_token_at_s=0.1,
+        token_at_s=[0.1, 0.2],
+        ended_at_s=0.2,
+        completion_tokens=2,
+    )
+    sent = Sent(
+        is_warm_up=False, source="", prompt_tokens=1, output_tokens=2, is_cut=False, record=record
+    )
+    return summarize(CellId(load, seed), [sent], Slo(), 0.0)
