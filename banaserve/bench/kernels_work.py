@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 
 from banaserve.errors import UserError
-from banaserve.kernels.interface import Batch, Heads, Kernels, Part
+from banaserve.kernels.interface import Batch, BlockCopies, Heads, Kernels, Part
 from banaserve.kernels.layouts import KvLayout, key_value_views
 from banaserve.kernels.registry import missing, pick
 from banaserve.kernels.slot_pages import PageOrder, SlotPages
@@ -207,7 +207,7 @@ def pack_work(
     slots = torch.zeros(sizes.blocks, pages.end_bytes(2), dtype=torch.uint8, device=device)
     blocks = torch.randperm(shape[0], device=device)[: sizes.blocks]
     ids = torch.randperm(sizes.blocks, device=device)
-    arguments = (caches, KvLayout.CONTENT, blocks, kv_heads, slots, ids, pages)
+    copies = BlockCopies(caches, KvLayout.CONTENT, blocks, kv_heads, slots, ids, pages)
     num_bytes = 2 * slots.numel() * len(kv_heads) // KV_HEADS
 
     def by_indexing() -> None:
@@ -217,13 +217,13 @@ def pack_work(
             target[ids] = cache[blocks].flatten(1)
 
     found = [
-        Work(f"pack{name}", kernels.name, num_bytes, lambda: kernels.pack_blocks(*arguments)),
-        Work(f"unpack{name}", kernels.name, num_bytes, lambda: kernels.unpack_blocks(*arguments)),
+        Work(f"pack{name}", kernels.name, num_bytes, lambda: kernels.pack_blocks(copies)),
+        Work(f"unpack{name}", kernels.name, num_bytes, lambda: kernels.unpack_blocks(copies)),
     ]
     if len(kv_heads) == KV_HEADS:
         found.append(Work("pack", "indexing", num_bytes, by_indexing))
         expected = slots.clone()
-        kernels.pack_blocks(*arguments[:4], expected, *arguments[5:])
+        kernels.pack_blocks(copies._replace(slots=expected))
         by_indexing()
         if not torch.equal(slots, expected):
             raise UserError("pack: our bytes differ from torch's")

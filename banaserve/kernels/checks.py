@@ -6,8 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from banaserve.kernels.interface import FLOAT_DTYPES, HEAD_SIZES, Batch, Heads, Part
-from banaserve.kernels.layouts import KvLayout, key_value_views
+from banaserve.kernels.interface import (
+    FLOAT_DTYPES,
+    HEAD_SIZES,
+    Batch,
+    BlockCopies,
+    Heads,
+    Part,
+)
+from banaserve.kernels.layouts import key_value_views
 from banaserve.kernels.slot_pages import SlotPages
 
 COPY_ELEMENT_BYTES = (1, 2, 4)
@@ -129,20 +136,13 @@ def check_concat(parts: Sequence[torch.Tensor], groups: Sequence[Sequence[int]])
     return sizes.pop()
 
 
-def check_blocks(
-    caches: Sequence[torch.Tensor],
-    layout: KvLayout,
-    block_ids: torch.Tensor,
-    kv_heads: Sequence[int],
-    slots: torch.Tensor,
-    slot_ids: torch.Tensor,
-    pages: SlotPages,
-) -> None:
+def check_blocks(copies: BlockCopies) -> None:
     """Shapes, dtypes, strides and devices of ``pack_blocks`` and ``unpack_blocks``.
 
     Raises:
-        ValueError: An argument is not taken; the text names it and what is allowed.
+        ValueError: A field is not taken; the text names it and what is allowed.
     """
+    caches, layout, block_ids, kv_heads, slots, slot_ids, pages = copies
     _require(len(caches) > 0, "caches", "none", "at least one")
     _require(len(caches) == len(pages.layers), "caches", len(caches), f"{len(pages.layers)} layers")
     first = caches[0]

@@ -89,6 +89,29 @@ class Part(NamedTuple):
     lse: torch.Tensor
 
 
+class BlockCopies(NamedTuple):
+    """Heads of KV blocks, and the slots beside them.
+
+    Attributes:
+        caches: One tensor for each of ``pages.layers``, as ``layout`` says, of equal shape and
+            strides.
+        layout: Of the caches.
+        block_ids: ``[n]`` int64, without repeats.
+        kv_heads: Which heads of the caches; the first stands beside ``pages.heads[0]``.
+        slots: ``[num_slots, slot_bytes]`` uint8, on the caches' device.
+        slot_ids: ``[n]`` int64, without repeats, for each block.
+        pages: Where in a slot its heads lie.
+    """
+
+    caches: Sequence[torch.Tensor]
+    layout: KvLayout
+    block_ids: torch.Tensor
+    kv_heads: Sequence[int]
+    slots: torch.Tensor
+    slot_ids: torch.Tensor
+    pages: SlotPages
+
+
 class Kernels(Protocol):
     """One way to compute all of this.
 
@@ -151,37 +174,10 @@ class Kernels(Protocol):
         """
         ...
 
-    def pack_blocks(
-        self,
-        caches: Sequence[torch.Tensor],
-        layout: KvLayout,
-        block_ids: torch.Tensor,
-        kv_heads: Sequence[int],
-        slots: torch.Tensor,
-        slot_ids: torch.Tensor,
-        pages: SlotPages,
-    ) -> None:
-        """Copy heads of KV blocks into slots; other bytes of the slots keep their values.
-
-        Args:
-            caches: One tensor for each of ``pages.layers``, as ``layout`` says, of equal shape and
-                strides.
-            block_ids: ``[n]`` int64, without repeats.
-            kv_heads: Which heads of the caches; the first goes to ``pages.heads[0]``.
-            slots: ``[num_slots, slot_bytes]`` uint8, on the caches' device.
-            slot_ids: ``[n]`` int64, without repeats, for each block.
-        """
+    def pack_blocks(self, copies: BlockCopies) -> None:
+        """Copy heads of KV blocks into slots; other bytes of the slots keep their values."""
         ...
 
-    def unpack_blocks(
-        self,
-        caches: Sequence[torch.Tensor],
-        layout: KvLayout,
-        block_ids: torch.Tensor,
-        kv_heads: Sequence[int],
-        slots: torch.Tensor,
-        slot_ids: torch.Tensor,
-        pages: SlotPages,
-    ) -> None:
+    def unpack_blocks(self, copies: BlockCopies) -> None:
         """Copy heads of KV blocks out of slots: ``pack_blocks`` the other way."""
         ...

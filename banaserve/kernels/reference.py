@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from banaserve.kernels.checks import check_attention, check_blocks, check_concat, check_parts
-from banaserve.kernels.interface import Batch, Heads, Part
-from banaserve.kernels.layouts import KvLayout, key_value_views
-from banaserve.kernels.slot_pages import SlotPages
+from banaserve.kernels.interface import Batch, BlockCopies, Heads, Part
+from banaserve.kernels.layouts import key_value_views
 
 
 class ReferenceKernels:
@@ -96,48 +95,33 @@ class ReferenceKernels:
             whole[:, [head * group_size + i for head in group for i in range(group_size)]] = part
         return whole
 
-    def pack_blocks(
-        self,
-        caches: Sequence[torch.Tensor],
-        layout: KvLayout,
-        block_ids: torch.Tensor,
-        kv_heads: Sequence[int],
-        slots: torch.Tensor,
-        slot_ids: torch.Tensor,
-        pages: SlotPages,
-    ) -> None:
-        """One layer and one head at a time."""
-        check_blocks(caches, layout, block_ids, kv_heads, slots, slot_ids, pages)
-        for layer, cache in zip(pages.layers, caches, strict=True):
-            both = zip(
-                key_value_views(cache, layout), pages.views(slots, layer, cache.dtype), strict=True
-            )
-            for mine, theirs in both:
-                for head, in_page in zip(kv_heads, pages.heads, strict=True):
-                    theirs[slot_ids, :, in_page] = mine[block_ids, :, head]
+    def pack_blocks(self, copies: BlockCopies) -> None:
+        """See ``interface.Kernels``."""
+        for mine, theirs in _pairs(copies):
+            theirs[copies.slot_ids] = mine[copies.block_ids]
 
-    def unpack_blocks(
-        self,
-        caches: Sequence[torch.Tensor],
-        layout: KvLayout,
-        block_ids: torch.Tensor,
-        kv_heads: Sequence[int],
-        slots: torch.Tensor,
-        slot_ids: torch.Tensor,
-        pages: SlotPages,
-    ) -> None:
-        """One layer and one head at a time."""
-        check_blocks(caches, layout, block_ids, kv_heads, slots, slot_ids, pages)
-        for layer, cache in zip(pages.layers, caches, strict=True):
-            both = zip(
-                key_value_views(cache, layout), pages.views(slots, layer, cache.dtype), strict=True
-            )
-            for mine, theirs in both:
-                for head, in_page in zip(kv_heads, pages.heads, strict=True):
-                    mine[block_ids, :, head] = theirs[slot_ids, :, in_page]
+    def unpack_blocks(self, copies: BlockCopies) -> None:
+        """See ``interface.Kernels``."""
+        for mine, theirs in _pairs(copies):
+            mine[copies.block_ids] = theirs[copies.slot_ids]
 
     def _lse(self, lse: torch.Tensor) -> torch.Tensor:
         return lse if self._result_dtype is torch.float64 else lse.float()
+
+
+def _pairs(copies: BlockCopies) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of one head of keys or values of one layer: in its cache, and in the slots."""
+    check_blocks(copies)
+    pages = copies.pages
+    for layer, cache in zip(pages.layers, copies.caches, strict=True):
+        both = zip(
+            key_value_views(cache, copies.layout),
+            pages.views(copies.slots, layer, cache.dtype),
+            strict=True,
+        )
+        for mine, theirs in both:
+            for head, in_page in zip(copies.kv_heads, pages.heads, strict=True):
+                yield mine[:, :, head], theirs[:, :, in_page]
 
 
 def _attend(

@@ -71,12 +71,9 @@ def attend_parts(
     token = tile * TILE_TOKENS + rows // GROUP_SIZE
     asking = (rows < TILE_TOKENS * GROUP_SIZE) & (token < num_asking)
     position = tl.load(query_position + seq)
-    dims = tl.arange(0, HEAD_PADDED)
     head = tl.load(query_groups + chosen) * GROUP_SIZE + rows % GROUP_SIZE
     at = (first + token).to(tl.int64) * query_by_token + head.to(tl.int64) * query_by_head
-    mask = asking[:, None] & (dims < HEAD_SIZE)[None, :]
-    asked = tl.load(query + at[:, None] + dims[None, :], mask=mask, other=0.0)
-
+    asked = load_rows(query, at, asking, HEAD_SIZE, HEAD_PADDED)
     low = tl.maximum(tl.load(range_start + seq), 0)
     high = tl.load(range_end + seq)
     if CAUSAL:
@@ -84,38 +81,52 @@ def attend_parts(
     begin, end = cut(low, high, TILE_KEYS)
     kv_head = tl.load(kv_heads + chosen).to(tl.int64)
     peak, total, summed = attend_range(
-        asked,
-        key + kv_head * key_by_head,
-        value + kv_head * value_by_head,
-        block_table + seq.to(tl.int64) * table_by_seq,
-        begin,
-        end,
-        position + token,
-        scale_log2,
-        key_by_block,
-        key_by_token,
-        value_by_block,
-        value_by_token,
-        BLOCK_SIZE,
-        HEAD_SIZE,
-        HEAD_PADDED,
-        TILE_ROWS,
-        TILE_KEYS,
-        CAUSAL,
-        UPCAST,
-    )
+        asked, key + kv_head * key_by_head, value + kv_head * value_by_head,
+        block_table + seq.to(tl.int64) * table_by_seq, begin, end, position + token, scale_log2,
+        key_by_block, key_by_token, value_by_block, value_by_token,
+        BLOCK_SIZE, HEAD_SIZE, HEAD_PADDED, TILE_ROWS, TILE_KEYS, CAUSAL, UPCAST,
+    )  # fmt: skip
     split = tl.program_id(2).to(tl.int64)
+    token_at = (first + token).to(tl.int64)
     head = chosen * GROUP_SIZE + rows % GROUP_SIZE
-    at = split * lse_by_split + (first + token).to(tl.int64) * lse_by_token + head
+    store_part(
+        lse + split * lse_by_split + token_at * lse_by_token + head,
+        output + split * output_by_split + token_at * output_by_token + head * HEAD_SIZE,
+        peak, total, summed, asking, HEAD_SIZE, HEAD_PADDED, IS_SPLIT,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_rows(query, at, asking, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr):
+    """The query's rows that begin at ``at``, ``[TILE_ROWS, HEAD_PADDED]``; zero where none asks."""
+    dims = tl.arange(0, HEAD_PADDED)
+    mask = asking[:, None] & (dims < HEAD_SIZE)[None, :]
+    return tl.load(query + at[:, None] + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_part(
+    lse,
+    output,
+    peak,
+    total,
+    summed,
+    asking,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """Write what ``attend_range`` found to where each row's ``lse`` and ``output`` begin."""
+    dims = tl.arange(0, HEAD_PADDED)
+    mask = asking[:, None] & (dims < HEAD_SIZE)[None, :]
     saw = total > 0.0
     found = tl.where(saw, (peak + tl.log2(tl.where(saw, total, 1.0))) * _LN_2, float("-inf"))
-    tl.store(lse + at, found, mask=asking)
+    tl.store(lse, found, mask=asking)
     if IS_SPLIT:
         mask = mask & saw[:, None]
-    at = split * output_by_split + (first + token).to(tl.int64) * output_by_token
-    at = (at + head * HEAD_SIZE)[:, None] + dims[None, :]
     summed = summed / tl.where(saw, total, 1.0)[:, None]
-    tl.store(output + at, summed.to(output.dtype.element_ty), mask=mask)
+    at = output[:, None] + dims[None, :]
+    tl.store(at, summed.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -18,6 +19,9 @@ _SCHEMA = (
     "int[] query_groups, int group_size, int max_range_tokens, float scale, bool causal, "
     "int num_splits=0, int[]? tiling=None) -> (Tensor, Tensor)"
 )
+
+# Where these stand among the arguments.
+_KV_HEADS, _GROUP_SIZE = 8, 10
 
 
 @torch.library.custom_op("banaserve::partial_attention", mutates_args=(), schema=_SCHEMA)
@@ -50,91 +54,79 @@ def partial_attention(
         ``[num_tokens, len(kv_heads) * group_size]`` float32.
     """
     check_device("query", query)
-    num_tokens, _, head_size = query.shape
-    num_seqs, num_heads = block_table.shape[0], len(kv_heads) * group_size
-    output = query.new_empty(num_tokens, num_heads, head_size)
-    lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
+    num_tokens, num_seqs = query.shape[0], block_table.shape[0]
+    output, lse = _empty_part(query, len(kv_heads) * group_size)
     if not num_tokens or not num_seqs:
         return output.zero_(), lse.fill_(float("-inf"))
+    sizes = (num_tokens, num_seqs, group_size)
     tiles = (
-        Tiling(*tiling)
-        if tiling
-        else choose_tiling(num_tokens, num_seqs, group_size, head_size, query.element_size())
+        Tiling(*tiling) if tiling else choose_tiling(*sizes, query.shape[2], query.element_size())
     )
+    range_tokens = max_range_tokens or block_table.shape[1] * key_cache.shape[1]
     num_splits = num_splits or choose_num_splits(
-        num_tokens,
-        num_seqs,
-        len(kv_heads),
-        group_size,
-        tiles.rows,
-        max_range_tokens or block_table.shape[1] * key_cache.shape[1],
+        num_tokens, num_seqs, len(kv_heads), group_size, tiles.rows, range_tokens,
         _num_multiprocessors(query.device),
-    )
+    )  # fmt: skip
+    ranges = (block_table, query_start, query_position, range_start, range_end)
+    heads = tuple(index_tensor(tuple(ids), query.device) for ids in (kv_heads, query_groups))
     parts, lses = output[None], lse[None]
     if num_splits > 1:
         parts = query.new_empty(num_splits, *output.shape, dtype=torch.float32)
         lses = query.new_empty(num_splits, *lse.shape, dtype=torch.float32)
-    grid = (num_tokens // (tiles.rows // group_size) + num_seqs, len(kv_heads), num_splits)
     with on_device(query):
-        attend_parts[grid](
-            query,
-            key_cache,
-            value_cache,
-            block_table,
-            query_start,
-            query_position,
-            range_start,
-            range_end,
-            index_tensor(tuple(kv_heads), query.device),
-            index_tensor(tuple(query_groups), query.device),
-            parts,
-            lses,
-            scale * LOG2_E,
-            num_seqs,
-            *query.stride()[:2],
-            *key_cache.stride()[:3],
-            *value_cache.stride()[:3],
-            block_table.stride(0),
-            *parts.stride()[:2],
-            *lses.stride()[:2],
-            BLOCK_SIZE=key_cache.shape[1],
-            GROUP_SIZE=group_size,
-            HEAD_SIZE=head_size,
-            HEAD_PADDED=next_power_of_2(head_size),
-            TILE_ROWS=tiles.rows,
-            TILE_KEYS=tiles.keys,
-            CAUSAL=causal,
-            IS_SPLIT=num_splits > 1,
-            UPCAST=IS_INTERPRETED,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-        )
+        _launch(query, key_cache, value_cache, ranges, heads, parts, lses, scale, causal, tiles)
         if num_splits > 1:
             launch_merge_stacked(parts, lses, output, lse)
     return output, lse
 
 
-@partial_attention.register_fake
-def _(
+def _launch(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start: torch.Tensor,
-    query_position: torch.Tensor,
-    range_start: torch.Tensor,
-    range_end: torch.Tensor,
-    kv_heads: Sequence[int],
-    query_groups: Sequence[int],
-    group_size: int,
-    max_range_tokens: int,
+    ranges: tuple[torch.Tensor, ...],
+    heads: tuple[torch.Tensor, ...],
+    parts: torch.Tensor,
+    lses: torch.Tensor,
     scale: float,
     causal: bool,
-    num_splits: int = 0,
-    tiling: Sequence[int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (query.shape[0], len(kv_heads) * group_size)
-    return query.new_empty(*shape, query.shape[2]), query.new_empty(shape, dtype=torch.float32)
+    tiles: Tiling,
+) -> None:
+    """One part for each split: ``parts`` and ``lses`` have the splits in front."""
+    block_table = ranges[0]
+    (num_tokens, _, head_size), num_seqs = query.shape, block_table.shape[0]
+    num_splits, num_chosen = parts.shape[0], heads[0].shape[0]
+    group_size = parts.shape[2] // num_chosen
+    grid = (num_tokens // (tiles.rows // group_size) + num_seqs, num_chosen, num_splits)
+    strides = (
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_table.stride(0),
+        *parts.stride()[:2],
+        *lses.stride()[:2],
+    )
+    attend_parts[grid](
+        query, key_cache, value_cache, *ranges, *heads, parts, lses, scale * LOG2_E, num_seqs,
+        *strides,
+        BLOCK_SIZE=key_cache.shape[1], GROUP_SIZE=group_size, HEAD_SIZE=head_size,
+        HEAD_PADDED=next_power_of_2(head_size), TILE_ROWS=tiles.rows, TILE_KEYS=tiles.keys,
+        CAUSAL=causal, IS_SPLIT=num_splits > 1, UPCAST=IS_INTERPRETED,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+
+
+def _empty_part(query: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of a part, not filled."""
+    num_tokens, _, head_size = query.shape
+    lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
+    return query.new_empty(num_tokens, num_heads, head_size), lse
+
+
+@partial_attention.register_fake
+def _(query: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    kv_heads, group_size = others[_KV_HEADS - 1], others[_GROUP_SIZE - 1]
+    return _empty_part(query, len(kv_heads) * group_size)
 
 
 @functools.lru_cache(maxsize=16)

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from banaserve.kernels.checks import check_attention, check_blocks, check_concat, check_parts
-from banaserve.kernels.interface import Batch, Heads, Part
-from banaserve.kernels.layouts import KvLayout
-from banaserve.kernels.slot_pages import SlotPages
+from banaserve.kernels.interface import Batch, BlockCopies, Heads, Part
 from banaserve.kernels.tiling import Tiling
 from banaserve.kernels.triton_attention_op import partial_attention
 from banaserve.kernels.triton_merge_op import concat_heads, merge_parts
-from banaserve.kernels.triton_pack_op import pack_blocks, page_arguments, unpack_blocks
+from banaserve.kernels.triton_pack_op import operator_arguments, pack_blocks, unpack_blocks
 
 
 class TritonKernels:
@@ -79,32 +77,12 @@ class TritonKernels:
         whole: torch.Tensor = concat_heads(list(parts), flat, group_size)
         return whole
 
-    def pack_blocks(
-        self,
-        caches: Sequence[torch.Tensor],
-        layout: KvLayout,
-        block_ids: torch.Tensor,
-        kv_heads: Sequence[int],
-        slots: torch.Tensor,
-        slot_ids: torch.Tensor,
-        pages: SlotPages,
-    ) -> None:
+    def pack_blocks(self, copies: BlockCopies) -> None:
         """See ``interface.Kernels``."""
-        check_blocks(caches, layout, block_ids, kv_heads, slots, slot_ids, pages)
-        which = (list(caches), layout.value, block_ids, list(kv_heads), slots, slot_ids)
-        pack_blocks(*which, *page_arguments(pages))
+        check_blocks(copies)
+        pack_blocks(*operator_arguments(copies))
 
-    def unpack_blocks(
-        self,
-        caches: Sequence[torch.Tensor],
-        layout: KvLayout,
-        block_ids: torch.Tensor,
-        kv_heads: Sequence[int],
-        slots: torch.Tensor,
-        slot_ids: torch.Tensor,
-        pages: SlotPages,
-    ) -> None:
+    def unpack_blocks(self, copies: BlockCopies) -> None:
         """See ``interface.Kernels``."""
-        check_blocks(caches, layout, block_ids, kv_heads, slots, slot_ids, pages)
-        which = (list(caches), layout.value, block_ids, list(kv_heads), slots, slot_ids)
-        unpack_blocks(*which, *page_arguments(pages))
+        check_blocks(copies)
+        unpack_blocks(*operator_arguments(copies))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.library import CustomOpDef
 
+from banaserve.kernels.interface import BlockCopies
 from banaserve.kernels.layouts import KvLayout, key_value_views
 from banaserve.kernels.slot_pages import PageOrder, SlotPages
 from banaserve.kernels.tiling import next_power_of_2
@@ -15,101 +18,57 @@ from banaserve.kernels.triton_pack import copy_pages
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _TILE_ELEMENTS = 2048
+# The fields of ``SlotPages``, in their order.
 _PAGES = (
     "int[] layers, int[] heads, int num_heads, int block_size_tokens, int head_size, str order, "
     "int num_parts, int part"
 )
 
 
-@torch.library.custom_op(
-    "banaserve::pack_blocks",
-    mutates_args=("slots",),
-    schema=(
-        "(Tensor[] caches, str layout, Tensor block_ids, int[] kv_heads, Tensor(a!) slots, "
-        f"Tensor slot_ids, {_PAGES}) -> ()"
-    ),
-)
-def pack_blocks(
-    caches: Sequence[torch.Tensor],
-    layout: str,
-    block_ids: torch.Tensor,
-    kv_heads: Sequence[int],
-    slots: torch.Tensor,
-    slot_ids: torch.Tensor,
-    layers: Sequence[int],
-    heads: Sequence[int],
-    num_heads: int,
-    block_size_tokens: int,
-    head_size: int,
-    order: str,
-    num_parts: int,
-    part: int,
-) -> None:
-    """As ``interface.Kernels.pack_blocks``, whose checks the caller has made."""
-    pages = SlotPages(
-        tuple(layers),
-        tuple(heads),
-        num_heads,
-        block_size_tokens,
-        head_size,
-        PageOrder(order),
-        num_parts,
-        part,
+def _operator(name: str, into_slots: bool) -> CustomOpDef:
+    """An operator over ``operator_arguments``, whose checks the caller has made."""
+    caches, slots = ("Tensor[]", "Tensor(a!)") if into_slots else ("Tensor(a!)[]", "Tensor")
+
+    def copy(
+        caches: Sequence[torch.Tensor],
+        layout: str,
+        block_ids: torch.Tensor,
+        kv_heads: Sequence[int],
+        slots: torch.Tensor,
+        slot_ids: torch.Tensor,
+        *fields: Any,
+    ) -> None:
+        pages = _pages(*fields)
+        chosen = BlockCopies(caches, KvLayout(layout), block_ids, kv_heads, slots, slot_ids, pages)
+        _copy(chosen, into_slots)
+
+    operator = torch.library.custom_op(
+        f"banaserve::{name}",
+        copy,
+        mutates_args=("slots",) if into_slots else ("caches",),
+        schema=(
+            f"({caches} caches, str layout, Tensor block_ids, int[] kv_heads, {slots} slots, "
+            f"Tensor slot_ids, {_PAGES}) -> ()"
+        ),
     )
-    _copy(caches, KvLayout(layout), block_ids, kv_heads, slots, slot_ids, pages, True)
+    operator.register_fake(lambda *arguments: None)
+    return operator
 
 
-@torch.library.custom_op(
-    "banaserve::unpack_blocks",
-    mutates_args=("caches",),
-    schema=(
-        "(Tensor(a!)[] caches, str layout, Tensor block_ids, int[] kv_heads, Tensor slots, "
-        f"Tensor slot_ids, {_PAGES}) -> ()"
-    ),
-)
-def unpack_blocks(
-    caches: Sequence[torch.Tensor],
-    layout: str,
-    block_ids: torch.Tensor,
-    kv_heads: Sequence[int],
-    slots: torch.Tensor,
-    slot_ids: torch.Tensor,
-    layers: Sequence[int],
-    heads: Sequence[int],
-    num_heads: int,
-    block_size_tokens: int,
-    head_size: int,
-    order: str,
-    num_parts: int,
-    part: int,
-) -> None:
-    """As ``interface.Kernels.unpack_blocks``, whose checks the caller has made."""
-    pages = SlotPages(
-        tuple(layers),
-        tuple(heads),
-        num_heads,
-        block_size_tokens,
-        head_size,
-        PageOrder(order),
-        num_parts,
-        part,
-    )
-    _copy(caches, KvLayout(layout), block_ids, kv_heads, slots, slot_ids, pages, False)
+pack_blocks = _operator("pack_blocks", into_slots=True)
+unpack_blocks = _operator("unpack_blocks", into_slots=False)
 
 
-@pack_blocks.register_fake
-def _(*args: object) -> None:
-    return
-
-
-@unpack_blocks.register_fake
-def _(*args: object) -> None:
-    return
-
-
-def page_arguments(pages: SlotPages) -> tuple[object, ...]:
-    """The fields of ``pages`` as both operators take them."""
+def operator_arguments(copies: BlockCopies) -> tuple[Any, ...]:
+    """``copies`` as both operators take them: only what a schema can hold."""
+    caches, layout, block_ids, kv_heads, slots, slot_ids, pages = copies
     return (
+        list(caches),
+        layout.value,
+        block_ids,
+        list(kv_heads),
+        slots,
+        slot_ids,
         pages.layers,
         pages.heads,
         pages.num_heads,
@@ -121,16 +80,18 @@ def page_arguments(pages: SlotPages) -> tuple[object, ...]:
     )
 
 
-def _copy(
-    caches: Sequence[torch.Tensor],
-    layout: KvLayout,
-    block_ids: torch.Tensor,
-    kv_heads: Sequence[int],
-    slots: torch.Tensor,
-    slot_ids: torch.Tensor,
-    pages: SlotPages,
-    into_slots: bool,
-) -> None:
+def _pages(
+    layers: Sequence[int], heads: Sequence[int], num_heads: int, block_size_tokens: int,
+    head_size: int, order: str, num_parts: int, part: int,
+) -> SlotPages:  # fmt: skip
+    return SlotPages(
+        tuple(layers), tuple(heads), num_heads, block_size_tokens, head_size, PageOrder(order),
+        num_parts, part,
+    )  # fmt: skip
+
+
+def _copy(copies: BlockCopies, into_slots: bool) -> None:
+    caches, layout, block_ids, kv_heads, slots, slot_ids, pages = copies
     check_device("caches", caches[0])
     num_programs = block_ids.numel() * len(caches) * len(kv_heads)
     if not num_programs:

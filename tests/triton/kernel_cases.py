@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from banaserve.kernels.interface import Batch, Heads, Kernels, Part
+from banaserve.kernels.interface import Batch, BlockCopies, Heads, Kernels, Part
 from banaserve.kernels.layouts import KvLayout, key_value_views
 from banaserve.kernels.reference import ReferenceKernels
 from banaserve.kernels.slot_pages import PageOrder, SlotPages
@@ -246,13 +246,15 @@ def check_blocks(
         torch.tensor(ids, device=device) for ids in ([4, 1, 5], [0, 4, 2], [2, 3, 0])
     )
     expected = slots.clone()
-    EXACT.pack_blocks(caches, layout, block_ids, (2, 0), expected, slot_ids, pages)
+    out = BlockCopies(caches, layout, block_ids, (2, 0), slots, slot_ids, pages)
+    EXACT.pack_blocks(out._replace(slots=expected))
     assert not torch.equal(expected, slots)
-    kernels.pack_blocks(caches, layout, block_ids, (2, 0), slots, slot_ids, pages)
+    kernels.pack_blocks(out)
     assert torch.equal(slots, expected)
     wanted = [other.clone() for other in others]
-    EXACT.unpack_blocks(wanted, layout, back, (1, 2), slots, slot_ids, pages)
-    kernels.unpack_blocks(others, layout, back, (1, 2), slots, slot_ids, pages)
+    into = BlockCopies(others, layout, back, (1, 2), slots, slot_ids, pages)
+    EXACT.unpack_blocks(into._replace(caches=wanted))
+    kernels.unpack_blocks(into)
     for got, want, source in zip(others, wanted, caches, strict=True):
         assert torch.equal(got, want)
         for mine, theirs in zip(*(key_value_views(c, layout) for c in (got, source)), strict=True):

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in a process of its own, with TRITON_INTERPRET=1", allow_module_level=True)
 
-from banaserve.kernels.interface import HEAD_SIZES, Heads
+from banaserve.kernels.interface import HEAD_SIZES, BlockCopies, Heads
 from banaserve.kernels.layouts import KvLayout
 from banaserve.kernels.slot_pages import PageOrder, SlotPages
 from banaserve.kernels.tiling import Tiling
 from banaserve.kernels.triton_attention_op import partial_attention
 from banaserve.kernels.triton_kernels import TritonKernels
 from banaserve.kernels.triton_merge_op import concat_heads, merge_parts
-from banaserve.kernels.triton_pack_op import pack_blocks, page_arguments, unpack_blocks
+from banaserve.kernels.triton_pack_op import operator_arguments, pack_blocks, unpack_blocks
 
 _path = Path(__file__).with_name("kernel_cases.py")
 _spec = importlib.util.spec_from_file_location("kernel_cases", _path)
@@ -182,9 +182,8 @@ def test_copying_operators_keep_the_rules_of_torch(operator):
     caches = [torch.randn(3, 2, 2, 128) for _ in pages.layers]
     slots = torch.randn(3, 2 * pages.page_elements).view(torch.uint8)
     ids = torch.tensor([2, 0])
-    torch.library.opcheck(
-        operator, (caches, "content", ids, [0], slots, ids, *page_arguments(pages))
-    )
+    copies = BlockCopies(caches, KvLayout.CONTENT, ids, [0], slots, ids, pages)
+    torch.library.opcheck(operator, operator_arguments(copies))
 
 
 def test_a_graph_holds_the_operators_whole():

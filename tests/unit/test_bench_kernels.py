@@ -45,9 +45,9 @@ class Wrong(ReferenceKernels):
         part.output[0] *= -1
         return part
 
-    def pack_blocks(self, caches, layout, blocks, heads, slots, slot_ids, pages) -> None:
-        super().pack_blocks(caches, layout, blocks, heads, slots, slot_ids, pages)
-        slots[0, 0] ^= 1
+    def pack_blocks(self, copies) -> None:
+        super().pack_blocks(copies)
+        copies.slots[0, 0] ^= 1
 
 
 def test_wrong_results_are_not_timed() -> None:

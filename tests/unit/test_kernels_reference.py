@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from banaserve.kernels.interface import Batch, Heads, Part
+from banaserve.kernels.interface import Batch, BlockCopies, Heads, Part
 from banaserve.kernels.layouts import KvLayout, key_value_views
 from banaserve.kernels.reference import ReferenceKernels
 from banaserve.kernels.slot_pages import PageOrder, SlotPages
@@ -104,7 +104,7 @@ def test_pages_lie_where_the_store_looks_for_them(order):
     if order is PageOrder.NHC:
         cache = cache.view(3, 4, 2, 128).transpose(1, 2)
     ids = torch.tensor([2]), (0, 1), slots, torch.tensor([1])
-    ReferenceKernels().pack_blocks([cache], layout, *ids, pages)
+    ReferenceKernels().pack_blocks(BlockCopies([cache], layout, *ids, pages))
     first = fingerprint.offset_bytes(2, 1)
     # vLLM's bytes of the block, in its own order in memory.
     block = cache[2] if order is PageOrder.HNC else cache[2].transpose(0, 1)
@@ -192,22 +192,22 @@ def test_a_wrong_argument_of_concat_is_named(named, parts, groups):
 
 
 PAGES = SlotPages((0,), (0,), 2, 4, 64)
-BLOCKS = {
-    "caches": [torch.zeros(3, 2, 4, 128)],
-    "layout": KvLayout.CONTENT,
-    "block_ids": torch.tensor([1]),
-    "kv_heads": (1,),
-    "slots": torch.zeros(2, 4096, dtype=torch.uint8),
-    "slot_ids": torch.tensor([0]),
-    "pages": PAGES,
-}
+BLOCKS = BlockCopies(
+    caches=[torch.zeros(3, 2, 4, 128)],
+    layout=KvLayout.CONTENT,
+    block_ids=torch.tensor([1]),
+    kv_heads=(1,),
+    slots=torch.zeros(2, 4096, dtype=torch.uint8),
+    slot_ids=torch.tensor([0]),
+    pages=PAGES,
+)
 
 
 @pytest.mark.parametrize(
     ("named", "changes"),
     [
         ("caches", {"caches": []}),
-        ("caches", {"caches": BLOCKS["caches"] * 2}),
+        ("caches", {"caches": [*BLOCKS.caches] * 2}),
         ("caches", {"caches": [torch.zeros(3, 2, 8, 128)]}),
         ("caches", {"caches": [torch.zeros(3, 2, 4, 128, dtype=torch.float64)]}),
         ("cache", {"caches": [torch.zeros(3, 2, 4, 2, 64)]}),
@@ -223,7 +223,7 @@ BLOCKS = {
 )
 def test_a_wrong_argument_of_packing_is_named(named, changes):
     with pytest.raises(ValueError, match=rf"^{named}.*allowed"):
-        EXACT.pack_blocks(*{**BLOCKS, **changes}.values())
+        EXACT.pack_blocks(BLOCKS._replace(**changes))
 
 
 @pytest.mark.parametrize(
