@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import settings
+
+# Several test processes and their engines share the cores: threads of each would wait for each
+# other's. Before anything imports torch, which reads it once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A busy machine is no bug, and a failure must come again when the suite is run again.
 settings.register_profile("banaserve", deadline=None, derandomize=True, print_blob=True)
