@@ -30,7 +30,7 @@ from banaserve.models import miniature
 
 _NAME = "miniature"
 _CONTEXT_TOKENS = 1024
-_SHORT, _LONG = 4, 48
+_SHORT, _LONG = 4, 32
 """Output tokens of the two kinds of request, from which requests and chunks are told apart."""
 _SAME = ("--dtype", "float32", "--max-model-len", str(_CONTEXT_TOKENS))
 _OURS = (*_SAME, "--kv-store-size", "256MiB", "--max-concurrent-requests", "1024")
@@ -60,7 +60,7 @@ class Sample(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     """Run it and write the result; the exit code."""
     parser = argparse.ArgumentParser(prog="banaserve bench front", description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the result there")
+    parser.add_argument("--json", type=Path, help="write the result there, after each run")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument(
         "--streams",
@@ -72,10 +72,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     given = parser.parse_args(list(argv))
     end_on_sigterm()
+    if given.runs < 1:
+        raise UserError("--runs: give 1 or more")
     record = asyncio.run(_measure(given, datetime.now(UTC)))
     Console().print(result.table(record))
-    if given.json is not None:
-        result.write(record, given.json)
     return 0
 
 
@@ -88,6 +88,7 @@ async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Re
     model = miniature.resolve(tiny, _NAME, None, lambda line: print(line, flush=True))
     systems = [given.system] if given.system != "both" else list(_SYSTEMS)
     samples: Samples = {}
+    record: result.Result
     with contextlib.ExitStack() as stack, Progress(transient=True) as progress:
         task = progress.add_task("starting servers", total=None)
         plain = vllm_server(model.path_or_id, _NAME, *_SAME, *_KV, "--enforce-eager")
@@ -95,22 +96,24 @@ async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Re
         for name in systems:
             started = banaserve_server(model.path_or_id, *_SYSTEMS[name], *_OURS, *_KV)
             servers[name] = stack.enter_context(started)
-        rounds = [
-            (run, streams, tokens)
-            for run in range(given.runs + 1)  # the first warms up
-            for streams in given.streams
-            for tokens in (_SHORT, _LONG)
-        ]
-        progress.update(task, total=len(rounds) * len(servers), description="front")
-        for run, streams, tokens in rounds:
+        progress.update(task, total=1 + given.runs, description="warming up")
+        for server in servers.values():
+            await _pass(server, given.prompt_tokens, min(64, max(given.streams)), _SHORT, 0)
+        for run in range(1, given.runs + 1):
+            progress.update(task, advance=1, description=f"run {run} of {given.runs}")
             names = list(servers) if run % 2 else list(reversed(servers))
-            for name in names:
-                sample = await _pass(servers[name], given.prompt_tokens, streams, tokens, run)
-                if run:
-                    samples.setdefault((name, streams, tokens), []).append(sample)
-                progress.advance(task)
-        memory = {name: servers[name].front_memory_bytes() for name in servers}
-    return _result(given, started_at, samples, memory)
+            for streams in given.streams:
+                for tokens in (_SHORT, _LONG):
+                    for name in names:
+                        sample = await _pass(
+                            servers[name], given.prompt_tokens, streams, tokens, run
+                        )
+                        samples.setdefault((name, streams, tokens), []).append(sample)
+            memory = {name: servers[name].front_memory_bytes() for name in servers}
+            record = _result(given, run, started_at, samples, memory)
+            if given.json is not None:
+                result.write(record, given.json)
+    return record
 
 
 _KV = ("--kv-cache-memory-bytes", str(256 << 20), "--served-model-name", _NAME)
@@ -168,6 +171,7 @@ def costs_us(samples: Sequence[Sample]) -> tuple[float, float]:
 
 def _result(
     given: argparse.Namespace,
+    runs: int,
     started_at: datetime,
     samples: Samples,
     memory: Mapping[str, int],
@@ -175,27 +179,25 @@ def _result(
     figures: dict[str, result.Figure] = {}
     for name in memory:
         for streams in given.streams:
-            figures |= _of_load(samples, name, streams, given.runs)
+            figures |= _of_load(samples, name, streams, runs)
         figures[f"{name}_memory"] = result.figure([memory[name]], "bytes")
     for name in memory:
         if name == _VLLM:
             continue
         everywhere = [
-            ratio
-            for streams in given.streams
-            for ratio in _ratios(samples, name, streams, given.runs)
+            ratio for streams in given.streams for ratio in _ratios(samples, name, streams, runs)
         ]
         suffix = "" if name == "colocated" else f"_{name}"
         figures[f"front_cpu_ratio{suffix}"] = result.figure(everywhere, "ratio")
         for streams in given.streams:
-            ratios = _ratios(samples, name, streams, given.runs)
+            ratios = _ratios(samples, name, streams, runs)
             figures[f"front_cpu_ratio{suffix}_{streams}"] = result.figure(ratios, "ratio")
-            figures |= _added(samples, name, streams, given.runs)
+            figures |= _added(samples, name, streams, runs)
     return result.result(
         "front",
         seed=0,
         options={
-            "runs": given.runs,
+            "runs": runs,
             "streams": list(given.streams),
             "prompt_tokens": given.prompt_tokens,
         },

@@ -36,7 +36,7 @@ def test_ratios_pair_the_passes_of_a_run() -> None:
             assert len(samples["pd", 1, tokens]) == run + 1
     given = argparse.Namespace(runs=2, streams=(1,), prompt_tokens=64)
     memory = {"vllm": 10, "colocated": 20, "pd": 30}
-    record = _result(given, datetime(2026, 1, 1, tzinfo=UTC), samples, memory)
+    record = _result(given, 2, datetime(2026, 1, 1, tzinfo=UTC), samples, memory)
     figures = record.figures
     assert figures["front_cpu_ratio"].samples == pytest.approx([1.25, 1.25])
     assert figures["front_cpu_ratio_pd"].samples == pytest.approx([2, 2])
