@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from banaserve.orchestrator.migration import slabs
 from banaserve.orchestrator.migration.options import MoveOptions, RepairedOptions
@@ -11,8 +11,7 @@ from banaserve.orchestrator.model import moving
 from banaserve.types import Influence, Module
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryEffect:
+class MemoryEffect(NamedTuple):
     """Of a module that goes to its guest or comes home.
 
     Attributes:
@@ -100,10 +99,12 @@ def influences(
     compute too. A module that is away already is taken to come home.
     """
     share = module_share(host, module, options.attention_fraction)
-    gone = sum(module_share(host, other, options.attention_fraction) for other in host.away)
     overlap = options.overlap_fraction
-    whole_compute = host.compute / max(1 - overlap * gone, 1e-9)
-    whole_step_s = host.step_s / max(1 - overlap * gone, 1e-9)
+    gone = 0.0
+    if host.away and overlap:
+        gone = sum(module_share(host, other, options.attention_fraction) for other in host.away)
+    left = max(1 - overlap * gone, 1e-9)
+    whole_compute, whole_step_s = host.compute / left, host.step_s / left
     hop_s = hop_step_s(host, module, options)
     hop_compute = host.compute * min(1.0, hop_s / host.step_s) if host.step_s > 0 else 0.0
     sign = -1.0 if module in host.away else 1.0

@@ -42,6 +42,7 @@ class Projected:
         num_guests: Modules of others that it holds.
         num_moves: Steps that it takes part in.
         known_home: ``home``; None until asked for since the last change.
+        known_own_blocks: ``own_blocks``; None until asked for.
         model_blocks: KV blocks by ``slabs.blocks``; None until asked for since the last change.
     """
 
@@ -61,6 +62,7 @@ class Projected:
     num_guests: int = 0
     num_moves: int = 0
     known_home: slabs.Home | None = None
+    known_own_blocks: int | None = None
     model_blocks: int | None = None
 
     @property
@@ -90,7 +92,9 @@ class Projected:
     @property
     def own_blocks(self) -> int:
         """KV blocks that it would have with nothing moved."""
-        return slabs.blocks(self.facts, (), 0)
+        if self.known_own_blocks is None:
+            self.known_own_blocks = slabs.blocks(self.facts, (), 0)
+        return self.known_own_blocks
 
     @property
     def home(self) -> slabs.Home:

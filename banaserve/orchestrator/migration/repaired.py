@@ -80,8 +80,9 @@ class _Search:
             best = self._best()
             if best is None:
                 return "no candidate is worth it" if self.is_active else "the loads are even"
-            self.steps.append(best.step)
-            take(self.projection, best.step, self.options.horizon_s, self.cluster.now_s)
+            step = best.step()
+            self.steps.append(step)
+            take(self.projection, step, self.options.horizon_s, self.cluster.now_s)
         return "as many steps as one plan may have"
 
     def _best(self) -> Weighed | None:
@@ -91,9 +92,9 @@ class _Search:
         for candidate in self._candidates():
             if isinstance(candidate, Rejected):
                 self.rejected.append(candidate)
-            elif candidate.step.cost_s > left_s:
-                too_long = candidate.step.cost_s
-                self.rejected.append(Rejected(candidate.words, Reason.MIGRATION_BUDGET, too_long))
+            elif candidate.cost_s > left_s:
+                too_long = Rejected(candidate.words, Reason.MIGRATION_BUDGET, candidate.cost_s)
+                self.rejected.append(too_long)
             else:
                 weighed.append(candidate)
         if not weighed:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 from banaserve.orchestrator.migration import refusals, slabs
 from banaserve.orchestrator.migration.interface import Reason, Rejected
@@ -17,8 +17,7 @@ BREADTH = 2
 """Hosts, and guests for each of them, that are looked at for one resource."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """A host, a guest and the load that lies between them."""
 
     host: Projected
@@ -80,8 +79,9 @@ def _pairs(
     # Some more than needed, since the very fullest and emptiest may not change at present.
     look = 4 * BREADTH
     everyone = projection.values()
-    hosts = heapq.nlargest(look, everyone, key=lambda p: (load(p), p.id))
-    guests = heapq.nsmallest(look, everyone, key=lambda p: (load(p), p.id))
+    loaded = [(load(instance), instance.id, instance) for instance in everyone]
+    hosts = [instance for _, _, instance in heapq.nlargest(look, loaded)]
+    guests = [instance for _, _, instance in heapq.nsmallest(look, loaded)]
     able_hosts = usable(hosts, "host", refusals.may_host)
     able_guests = usable(guests, "guest", refusals.may_guest)
     return [

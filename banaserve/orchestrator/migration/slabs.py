@@ -8,7 +8,7 @@ something only once they have made every other one longer by a block.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from banaserve.types import InstanceFacts, Module
 
@@ -28,8 +28,7 @@ def away_slabs(facts: InstanceFacts, away: Iterable[Module]) -> int:
     return sum(num_slabs(facts, module) for module in away)
 
 
-@dataclass(frozen=True, slots=True)
-class Home:
+class Home(NamedTuple):
     """What is left at home of an instance: the part of ``blocks`` that placements decide."""
 
     layers: int
@@ -37,9 +36,12 @@ class Home:
 
     @classmethod
     def of(cls, facts: InstanceFacts, away: Iterable[Module]) -> Home:
-        gone = tuple(away)
-        layers = facts.num_layers - sum(m.num_layers for m in gone if not m.heads)
-        return cls(layers, facts.num_layers * facts.num_kv_heads - away_slabs(facts, gone))
+        layers, slabs = facts.num_layers, facts.num_layers * facts.num_kv_heads
+        for module in away:
+            slabs -= num_slabs(facts, module)
+            if not module.heads:
+                layers -= module.num_layers
+        return cls(layers, slabs)
 
     def without(self, facts: InstanceFacts, module: Module) -> Home:
         layers = self.layers if module.heads else self.layers - module.num_layers

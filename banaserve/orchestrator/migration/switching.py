@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from banaserve.orchestrator.migration.projection import Projected, Projection
 from banaserve.orchestrator.model.utilisation import PRESSURE_POWER
@@ -12,8 +12,7 @@ from banaserve.types import Influence, InstanceId, Role
 _SWITCHES = ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL))
 
 
-@dataclass(frozen=True, slots=True)
-class PowerSums:
+class PowerSums(NamedTuple):
     """Number of loads and the sums of their first to fourth powers.
 
     With them the pressure after every load has grown by the same amount is known without a look
@@ -58,8 +57,7 @@ def pressure_fall(old: PowerSums, new: PowerSums, load: float) -> float:
     return (old.s4 + new.s4 - after) / PRESSURE_POWER
 
 
-@dataclass(frozen=True, slots=True)
-class Switch:
+class Switch(NamedTuple):
     """A candidate: ``instance`` goes from ``old`` to ``new``."""
 
     instance: Projected

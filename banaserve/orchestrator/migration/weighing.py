@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 from banaserve.orchestrator.migration import effects, slabs, switching
 from banaserve.orchestrator.migration.effects import MemoryEffect
@@ -28,20 +30,31 @@ LEAST_FALL = 1e-6
 """A smaller fall of the pressure is rounding; without a least one, plans could follow for ever."""
 
 
-@dataclass(frozen=True, slots=True)
-class Weighed:
+Influences = tuple[tuple[InstanceId, Influence], ...]
+
+
+class Weighed(NamedTuple):
     """A candidate that may be taken.
 
     Attributes:
+        felt: Returns its influence, by instance in the order of ids; asked of the best alone.
         efficiency: Its benefit over its cost, at least rho.
         net_s: Its benefit less rho times its cost: what candidates are compared by. Efficiency
             alone would always take the smallest module, since relief has falling returns.
     """
 
     words: str
-    step: Step
+    action: Action
+    felt: Callable[[], Influences]
+    cost_s: float
+    benefit_s: float
+    timeout_s: float
     efficiency: float
     net_s: float
+
+    def step(self) -> Step:
+        """Returns it as a step of a plan, over the projection that it was weighed in."""
+        return Step(self.action, self.felt(), self.cost_s, self.benefit_s, self.timeout_s)
 
 
 def words_of(kind: str, module: Module, source: InstanceId, target: InstanceId) -> str:
@@ -113,8 +126,9 @@ def _weigh_module(
     remote = options.remote_cost * (share if isinstance(action, MoveModule) else -share)
     fall = _fall(host, on_host) + _fall(guest, on_guest) - remote
     cost_s = migration_s(effect.moved_bytes, options.link)
-    both = tuple(sorted(((host.id, on_host), (guest.id, on_guest))))
-    return _judged(words, action, both, fall, cost_s, options)
+    first, second = (host.id, on_host), (guest.id, on_guest)
+    both = (first, second) if first[0] < second[0] else (second, first)
+    return _judged(words, action, lambda: both, fall, cost_s, options)
 
 
 def weigh_switch(
@@ -124,16 +138,15 @@ def weigh_switch(
     words = f"switch {switch.words}"
     if switch.fall <= LEAST_FALL:
         return Rejected(words, Reason.NO_BENEFIT, switch.fall)
-    influence = switching.influence(projection, switch, options.horizon_s)
+    felt = partial(switching.influence, projection, switch, options.horizon_s)
     action = SwitchRole(switch.instance.id, switch.old, switch.new)
-    cost_s = options.role_switch_s
-    return _judged(words, action, influence, switch.fall, cost_s, options)
+    return _judged(words, action, felt, switch.fall, options.role_switch_s, options)
 
 
 def _judged(
     words: str,
     action: Action,
-    influence: tuple[tuple[InstanceId, Influence], ...],
+    felt: Callable[[], Influences],
     fall: float,
     cost_s: float,
     options: RepairedOptions,
@@ -144,8 +157,9 @@ def _judged(
     if ratio < options.rho:
         return Rejected(words, Reason.NOT_WORTH_IT, ratio)
     benefit_s = fall * options.horizon_s
-    step = Step(action, influence, cost_s, benefit_s, options.timeout_s(cost_s))
-    return Weighed(words, step, ratio, benefit_s - options.rho * cost_s)
+    net_s = benefit_s - options.rho * cost_s
+    timeout_s = options.timeout_s(cost_s)
+    return Weighed(words, action, felt, cost_s, benefit_s, timeout_s, ratio, net_s)
 
 
 def _over_budget(
