@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from banaserve.bench.front import Sample, _result, costs_us
+from banaserve.bench.front import _LONG, _SHORT, Sample, _result, costs_us
 
 
 def one(requests: int, chunks: int, cpu_s: float, ttft_s: float = 0.1) -> Sample:
@@ -29,7 +29,7 @@ def test_requests_and_chunks_are_told_apart() -> None:
 def test_ratios_pair_the_passes_of_a_run() -> None:
     samples = {}
     for run, slow in ((0, 1.0), (1, 3.0)):
-        for tokens in (4, 48):
+        for tokens in (_SHORT, _LONG):
             for name, factor in (("vllm", 1.0), ("colocated", 1.25), ("pd", 2.0)):
                 sample = spent(8, tokens, 800 * slow * factor, 40 * slow * factor)
                 samples.setdefault((name, 1, tokens), []).append(sample)
