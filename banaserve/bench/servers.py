@@ -121,6 +121,13 @@ def vllm_server(model_path: str, served_name: str, *options: str) -> Iterator[Se
         yield server
 
 
+@contextlib.contextmanager
+def command_server(command: Sequence[str], name: str) -> Iterator[Server]:
+    """``command`` with ``--port`` and a free port behind it; answers ``/health`` when it is up."""
+    with _started(command, name) as server:
+        yield server
+
+
 def end_on_sigterm() -> None:
     """Let SIGTERM unwind this process, so that the servers it started end with it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -65,6 +65,9 @@ BENCHMARKS = {
     "orchestrator": Benchmark(
         "banaserve.bench.orchestrator", "How long does a decision take, how fast is the simulator?"
     ),
+    "router": Benchmark(
+        "banaserve.bench.router", "What does a router cost a request and a streamed part?"
+    ),
     "stall": Benchmark(
         "banaserve.bench.stall", "Does a very long prompt stall the streams of others?"
     ),

@@ -1,0 +1,55 @@
+"""``banaserve bench router``: what does a router cost a request, and what does a decision?"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from banaserve.bench import result, router_proxy
+from banaserve.bench.servers import end_on_sigterm
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and write the result; the exit code."""
+    parser = argparse.ArgumentParser(prog="banaserve bench router", description=__doc__)
+    add = parser.add_argument
+    add("--json", type=Path)
+    add("--runs", type=int, default=5)
+    add("--requests", type=int, default=4000)
+    add("--streams", type=int, default=256)
+    add("--rate", type=float, default=200.0, help="requests/s where latency is compared")
+    add("--policy", default="cache_aware", help="of banaserve route")
+    add("--peers", type=Path, metavar="FOLDER", help="install the other routers there and compare")
+    add("--seed", type=int, default=0)
+    given = parser.parse_args(list(argv))
+    end_on_sigterm()
+    started_at = datetime.now(UTC)
+    options = router_proxy.ProxyOptions(
+        given.runs,
+        given.requests,
+        given.streams,
+        given.rate,
+        given.policy,
+        given.peers,
+        given.seed,
+    )
+    figures, notes = router_proxy.figures(options)
+    asked = {
+        key: value for key, value in vars(given).items() if key not in ("json", "seed", "peers")
+    }
+    record = result.result(
+        "router",
+        seed=given.seed,
+        options={**asked, "peers": given.peers is not None},
+        started_at=started_at,
+        figures=figures,
+        notes=notes,
+    )
+    Console().print(result.table(record))
+    if given.json is not None:
+        result.write(record, given.json)
+    return 0
