@@ -25,7 +25,8 @@ _SETTLED_S = 5.0
 """After a step has ended, until what it has changed is read off."""
 _PAUSES_S = (1.0, 2.0, 5.0, 15.0, 60.0)
 """Before the loop begins again, by how often it has failed without a decision in between."""
-_LEARNT = {"link_bytes_per_s": "bytes_per_s", "link_sync_s": "sync_s"}
+_LEARNT = {"link_bytes_per_s": "bytes_per_s", "link_sync_s": "sync_s", "link_hop_s": "hop_s"}
+"""Options of policies by what they are of a link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class ControllerOptions:
 
     Attributes:
         policy: Name of the migration policy.
-        section: Its options; what is not given of the link is learnt from migrations.
+        section: Its options; what is not given of the link is as the executor has learnt it.
         interval_s: From one decision to the next.
     """
 
@@ -125,8 +126,7 @@ class Controller:
             gap=last[0].gap if last else 0.0,
             reason=last[0].reason if last else "",
             left_out=last[0].left_out if last else {},
-            link_bytes_per_s=link.bytes_per_s if link else None,
-            link_sync_s=link.sync_s if link else None,
+            **{option: getattr(link, name) for option, name in _LEARNT.items()},
         )
 
     async def _supervised(self) -> None:
@@ -204,7 +204,7 @@ class Controller:
 
     def _section(self) -> dict[str, Any]:
         section, link = dict(self._options.section), self._executor.link()
-        if link is not None and self._options.policy != "still":
+        if self._options.policy != "still":
             for option, name in _LEARNT.items():
                 section.setdefault(option, getattr(link, name))
         return section

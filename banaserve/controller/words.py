@@ -135,7 +135,8 @@ class ControllerStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         error: Of its last failure; empty where it never failed.
-        link_bytes_per_s: As measured from migrations; None before the first.
+        link_bytes_per_s, link_sync_s, link_hop_s: What moves are weighed with: learnt from those
+            that were made.
     """
 
     state: ControllerState
@@ -149,8 +150,9 @@ class ControllerStatus(msgspec.Struct, frozen=True):
     gap: float = 0.0
     reason: str = ""
     left_out: dict[str, str] = {}
-    link_bytes_per_s: float | None = None
-    link_sync_s: float | None = None
+    link_bytes_per_s: float = 0.0
+    link_sync_s: float = 0.0
+    link_hop_s: float = 0.0
 
 
 class InstanceStatus(msgspec.Struct, frozen=True):

@@ -100,6 +100,6 @@ class Executor(Protocol):
         """
         ...
 
-    def link(self) -> Link | None:
-        """What migrations have been measured to cost; None before the first."""
+    def link(self) -> Link:
+        """What migrations cost and remote modules add to steps: as measured, else a guess."""
         ...

@@ -47,6 +47,7 @@ class Instance(doubles.Instance):  # type: ignore[misc]
         self.is_draining = False
         self.inflight_requests = 0
         self.num_changes = 0
+        self.call_s: float | None = None
 
     def set_role(self, role: Role) -> None:
         self.role = role

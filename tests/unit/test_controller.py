@@ -34,7 +34,7 @@ KV_BYTES = 300 * 16 * 1536 * 30
 FACTS = InstanceFacts(
     30, 3, 1000, 1536, 16, KV_BYTES, hidden_bytes=2304, kv_bytes=KV_BYTES, max_kv_blocks=600
 )
-SECTION = {"rho": 0.0, "link_bytes_per_s": 1e9}
+SECTION = {"rho": 0.0}
 
 
 class Turns:
@@ -74,7 +74,7 @@ class Cluster:
         self.failure: Exception | None = None
         self.is_silent = False
         self.num_discovered = 0
-        self.learnt: Link | None = None
+        self.learnt = Link(1e9, 0.01)
         self.started: list[Step] = []
 
     async def discover(self) -> None:
@@ -116,7 +116,7 @@ class Cluster:
             self.placements = (Placement(action.module, D0, P0, 2, self.clock.now_s),)
         return self.outcome
 
-    def link(self) -> Link | None:
+    def link(self) -> Link:
         return self.learnt
 
 
@@ -273,6 +273,13 @@ async def test_measured_links_reach_the_policy(make, cluster, clock):
     assert isinstance(cluster.started[0].action, MoveModule)
     assert wanted.cost_s == pytest.approx(0.5 + cluster.started[0].action.num_bytes / 1e6)
     assert controller.status().link_bytes_per_s == 1e6
+
+
+async def test_what_a_person_has_given_is_not_learnt(make, cluster, clock):
+    cluster.learnt = Link(1e6, 0.5)
+    controller = make(section={"rho": 0.0, "link_sync_s": 3.0})
+    await clock.next()
+    assert controller.log.last()[0].steps[0].cost_s > 3.0
 
 
 async def test_stopping_aborts_what_is_under_way(make, cluster, clock):

@@ -20,7 +20,7 @@ def sampled_work(draws: random.Random) -> StepWork:
 
 
 def true_s(work: StepWork) -> float:
-    return sum(c * x for c, x in zip(OPT_13B_A100, work.features, strict=True))
+    return sum(c * x for c, x in zip(OPT_13B_A100, work.features, strict=False))
 
 
 def test_a_profile_predicts_what_the_fit_says() -> None:

@@ -79,6 +79,20 @@ def test_one_request_decoding_fills_a_step_little_and_a_full_prompt_wholly():
     assert fill_of(StepWork(prefill_tokens=512, prefill_pairs=512**2)) == pytest.approx(1, abs=0.05)
 
 
+def test_what_round_trips_to_guests_add_is_learnt_while_there_are_some():
+    meter = StepMeter(512, 0.0)
+    kinds = [StepWork(decode_requests=n, context_tokens=50 * n) for n in (1, 3, 9)]
+    for number in range(60):
+        meter.record(counted(kinds[number % 3]), float(number))
+    assert meter.call_s is None
+    meter.remote_calls = 30
+    for number in range(60, 120):
+        remote = counted(kinds[number % 3])
+        meter.record({**remote, "busy_seconds": remote["busy_seconds"] + 30 * 0.001}, float(number))
+    assert meter.call_s == pytest.approx(0.001, rel=0.1)
+    assert meter.fill_fraction < 0.7  # waiting for guests is no work of this instance
+
+
 def test_a_step_that_computes_nothing_teaches_nothing():
     meter = StepMeter(512, 0.0)
     meter.record({"busy_seconds": 0.001}, 1.0)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import replace
+from statistics import median
 
 from vllm.config import VllmConfig
 
@@ -42,9 +43,9 @@ from banaserve.types import (
 
 logger = logging.getLogger(__name__)
 
-_FIRST_LINK = Link(bytes_per_s=200e6, sync_s=1.0)
-"""Before the first move: a guest that has to be forked, weights from a disk's cache."""
-_HOP_S = 100e-6
+_FIRST_LINK = Link(bytes_per_s=200e6, sync_s=1.0, hop_s=2e-4)
+"""Before the first move: a guest that has to be forked, weights from a disk's cache, and a message
+that wakes a process."""
 
 
 class MoveExecutor:
@@ -73,6 +74,7 @@ class MoveExecutor:
         self._own_ids: set[str] = set()
         self._learnt: set[str] = set()
         self._transfer = TransferTime.of(_FIRST_LINK, doubt=2.0)
+        self._hop_s = _FIRST_LINK.hop_s
 
     # ---- what is there
 
@@ -193,8 +195,11 @@ class MoveExecutor:
 
     # ---- what it costs
 
-    def link(self) -> Link | None:
-        return self._transfer.link(_HOP_S) if self._transfer.fit.num_samples else None
+    def link(self) -> Link:
+        learnt = [i.call_s for i in self._cluster.instances.values() if i.call_s is not None]
+        if learnt:
+            self._hop_s = median(learnt) / 2
+        return self._transfer.link(self._hop_s)
 
     def _learn(self) -> None:
         """Take every migration that has come to its end as a measurement, whoever began it."""

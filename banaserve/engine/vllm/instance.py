@@ -48,6 +48,7 @@ class Instance:
     Attributes:
         role: What the router sends it; the engine does not know it.
         is_draining: The router sends it nothing, what it has goes on.
+        inflight_requests: Legs that it has been sent and that have not ended.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Instance:
         self._socket_dir = socket_dir
         self._clock = clock
         self._board = self._new_board()
-        self._inflight_requests = 0
+        self.inflight_requests = 0
         self._inflight_prefill_tokens = 0
         self._prefill_tokens_per_s = _DEFAULT_PREFILL_TOKENS_PER_S
         self._guests = (0, 0.0)
@@ -219,7 +220,7 @@ class Instance:
             role=self.role,
             ready=self.is_ready and not self.is_draining,
             report=with_guests(self._board.last, *self._guests),
-            inflight_requests=self._inflight_requests,
+            inflight_requests=self.inflight_requests,
             inflight_prefill_tokens=self._inflight_prefill_tokens,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             placements=self._placements,
@@ -239,6 +240,8 @@ class Instance:
         """Which modules of this instance run elsewhere, and in which epoch."""
         if placements != self._placements:
             self.has_changed()
+            calls = sum(p.module.num_layers if p.module.heads else 1 for p in placements)
+            self._board.meter.remote_calls = calls
         self._placements, self._epoch = placements, epoch
 
     def set_role(self, role: Role) -> None:
@@ -248,14 +251,14 @@ class Instance:
         self.has_changed()
         metrics.UP.labels(self.id, role.value).set(self.is_ready)
 
+    @property
+    def call_s(self) -> float | None:
+        """What a round trip to a guest adds to its steps; None until that has been learnt."""
+        return self._board.meter.call_s
+
     def has_changed(self) -> None:
         """Its role, its placements or its guests are others than before."""
         self._changed_s = self._clock.now()
-
-    @property
-    def inflight_requests(self) -> int:
-        """Legs that it has been sent and that have not ended."""
-        return self._inflight_requests
 
     @property
     def is_ready(self) -> bool:
@@ -263,9 +266,9 @@ class Instance:
         return self.state is State.READY and self.llm is not None and not self.llm.errored
 
     def add_inflight(self, requests: int, prefill_tokens: int) -> None:
-        self._inflight_requests += requests
+        self.inflight_requests += requests
         self._inflight_prefill_tokens += prefill_tokens
-        metrics.IN_FLIGHT.labels(self.id).set(self._inflight_requests)
+        metrics.IN_FLIGHT.labels(self.id).set(self.inflight_requests)
 
     def learn_prefill_speed(self, tokens: int, seconds: float) -> None:
         """Take a prefill that ran alone as a sample of this instance's speed."""
@@ -275,7 +278,7 @@ class Instance:
 
     @property
     def is_alone(self) -> bool:
-        return self._inflight_requests == 1
+        return self.inflight_requests == 1
 
 
 class Flight:

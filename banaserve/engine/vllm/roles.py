@@ -27,12 +27,10 @@ class RoleInstance(Protocol):
     id: InstanceId
     role: Role
     is_draining: bool
+    inflight_requests: int
 
     @property
     def is_ready(self) -> bool: ...
-
-    @property
-    def inflight_requests(self) -> int: ...
 
     def set_role(self, role: Role) -> None: ...
 

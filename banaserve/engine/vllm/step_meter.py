@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from banaserve.orchestrator.model.calibration import StepTime, StepWork
 
@@ -25,6 +26,7 @@ class StepMeter:
         step_s: Mean time of a step.
         step_tokens: Mean number of tokens in a step.
         model: Predicts a step's time without waiting for copies.
+        remote_calls: Round trips to guests in each step at present.
     """
 
     def __init__(self, full_step_tokens: int, now_s: float) -> None:
@@ -32,6 +34,8 @@ class StepMeter:
         self.step_s = 0.0
         self.step_tokens = 0.0
         self.model = _FIRST
+        self.remote_calls = 0
+        self._num_remote_samples = 0
         self._full = StepWork(full_step_tokens, full_step_tokens**2) if full_step_tokens else None
         self._work = StepWork()
         self._since_s = now_s
@@ -43,6 +47,11 @@ class StepMeter:
             return 1.0
         return self.model.fill_fraction(self._work, self._full)
 
+    @property
+    def call_s(self) -> float | None:
+        """What a round trip to a guest adds to a step; None until that has been learnt."""
+        return self.model.call_s if self._num_remote_samples >= _LEARNT_AFTER else None
+
     def record(self, counted: Mapping[str, float], now_s: float) -> None:
         """Take what was counted since the last call: sums of ``TransferStats``."""
         busy_s = counted.get("busy_seconds", 0.0)
@@ -53,7 +62,9 @@ class StepMeter:
         work = _mean_work(counted, steps)
         waited_s = counted.get("load_wait_seconds", 0.0) + counted.get("save_wait_seconds", 0.0)
         if (computed_s := busy_s - waited_s) > 0:
-            self.model = self.model.observed(work, computed_s / steps)
+            done = replace(work, remote_calls=self.remote_calls)
+            self.model = self.model.observed(done, computed_s / steps)
+            self._num_remote_samples += self.remote_calls > 0
         weight = 1.0 if not self.step_s else weight
         self.step_s += weight * (busy_s / steps - self.step_s)
         tokens = work.prefill_tokens + work.decode_requests

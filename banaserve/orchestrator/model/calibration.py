@@ -18,28 +18,31 @@ class StepWork:
             of squares of whole prompts; a chunk of c tokens after h has c (c + 2 h) of them.
         decode_requests: Requests that get one token.
         context_tokens: Their tokens so far, together.
+        remote_calls: Round trips to guests: one for a range of layers, one a layer for heads.
     """
 
     prefill_tokens: float = 0
     prefill_pairs: float = 0
     decode_requests: float = 0
     context_tokens: float = 0
+    remote_calls: float = 0
 
     @property
     def features(self) -> tuple[float, ...]:
-        """One for the step itself, then its four kinds of work."""
+        """One for the step itself, then its four kinds of work, then the round trips."""
         return (
             1.0,
             float(self.prefill_tokens),
             float(self.prefill_pairs),
             float(self.context_tokens),
             float(self.decode_requests),
+            float(self.remote_calls),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Time of a step: a + b n + c n^2 + d context + e batch, as in DistServe's fits.
+    """Time of a step: a + b n + c n^2 + d context + e batch, as in DistServe's fits, + f calls.
 
     Immutable: each measurement returns another one.
     """
@@ -55,9 +58,10 @@ class StepTime:
         context_token_s: float,
         request_s: float,
         doubt: float = 1.0,
+        call_s: float = 4e-4,
     ) -> StepTime:
         """Returns the model with these first coefficients, for example those of a profile."""
-        first = (fixed_s, prefill_token_s, prefill_pair_s, context_token_s, request_s)
+        first = (fixed_s, prefill_token_s, prefill_pair_s, context_token_s, request_s, call_s)
         return cls(LinearFit.of(first, doubt))
 
     def predict_s(self, work: StepWork) -> float:
@@ -82,6 +86,11 @@ class StepTime:
         if step_s <= 0:
             return 0.0
         return min(1.0, max(0.0, 1 - self.fit.coefficients[0] / step_s))
+
+    @property
+    def call_s(self) -> float:
+        """Time that one round trip to a guest adds to a step; never negative."""
+        return max(0.0, self.fit.coefficients[5])
 
     def observed(self, work: StepWork, measured_s: float) -> StepTime:
         """Returns the model after a step of ``work`` took ``measured_s``."""
