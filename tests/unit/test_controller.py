@@ -276,7 +276,7 @@ async def test_measured_links_reach_the_policy(make, cluster, clock):
 
 
 async def test_what_a_person_has_given_is_not_learnt(make, cluster, clock):
-    cluster.learnt = Link(1e6, 0.5)
+    cluster.learnt = Link(1e8, 0.5)
     controller = make(section={"rho": 0.0, "link_sync_s": 3.0})
     await clock.next()
     assert controller.log.last()[0].steps[0].cost_s > 3.0
