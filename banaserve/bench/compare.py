@@ -34,6 +34,7 @@ from banaserve.bench.compare_result import (
     options_of,
 )
 from banaserve.bench.compare_systems import REFERENCE, System, chosen_systems
+from banaserve.bench.compare_timeline import watched
 from banaserve.bench.loops import closed_loop
 from banaserve.bench.modelled import modelled_time
 from banaserve.bench.report import write_report
@@ -187,15 +188,18 @@ async def _one(
     await _answers(client, [_call("warm", [7, 8, 9], 2)])
     before_s = server.cpu_s()
     num_before = sum(folder.summary(cell) is not None for cell in workload.plan.cells())
-    cells = await run_cells(
-        workload.plan, client, workload.dataset, folder, Progress(), begin=_told
-    )
+    async with watched(server.url) as timeline:
+        cells = await run_cells(
+            workload.plan, client, workload.dataset, folder, Progress(), begin=_told
+        )
     cpu_s = server.cpu_s() - before_s
     found = await _answers(client, _checked_calls(given, workload))
     equal = sum(a == b for a, b in zip(found, reference[workload.name], strict=True))
     sent = given.requests * (len(cells) - num_before) or 1
     modelled = modelled_time(server.url)
-    return SystemRun(cells, cpu_s / sent, len(found), equal, server.memory_bytes(), modelled)
+    return SystemRun(
+        cells, cpu_s / sent, len(found), equal, server.memory_bytes(), modelled, timeline
+    )
 
 
 def _told(cell: CellId, count: int) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from banaserve.bench import result
 from banaserve.bench.compare_systems import System
+from banaserve.bench.compare_timeline import Timeline
 from banaserve.bench.provenance import ModelledTime
 from banaserve.bench.serving_items import Dataset
 from banaserve.bench.serving_run import Plan, figures
@@ -45,6 +46,7 @@ class SystemRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     equal: int
     memory_bytes: int
     modelled: ModelledTime | None = None
+    timeline: Timeline = msgspec.field(default_factory=Timeline)
 
 
 def kept_path(given: argparse.Namespace, system: System, workload: Workload) -> Path:
@@ -108,8 +110,16 @@ def as_result(
             "server_cpu_s: CPU seconds of all of a system's processes for a request",
             f"equal_answers: {given.check} requests sent again, together, {CHECK_TOKENS} greedy "
             "tokens each, against one vLLM engine that got them one by one",
+            *(
+                f"{name}: {change}"
+                for name, one in ran.items()
+                for change in one.timeline.changes()
+            ),
             "without a store each engine still has vLLM's own prefix cache",
         ],
-        raw={"systems": {name: msgspec.to_builtins(one.cells) for name, one in ran.items()}},
+        raw={
+            "systems": {name: msgspec.to_builtins(one.cells) for name, one in ran.items()},
+            "timelines": {name: msgspec.to_builtins(one.timeline) for name, one in ran.items()},
+        },
         modelled_time=[one.modelled for one in ran.values() if one.modelled is not None],
     )

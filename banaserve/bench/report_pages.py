@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import PurePath
+from typing import Any
 
 import msgspec
 
+from banaserve.bench.compare_timeline import Timeline
 from banaserve.bench.plot import Plot, Series, style, svg
 from banaserve.bench.result import Figure, Result
 from banaserve.bench.serving_summary import Summary
@@ -81,6 +83,7 @@ def section_of(record: Result) -> Section:
     ]
     table = serving_table(systems) if systems else figure_table(record.figures)
     plots = [*load_plots(systems), *cdf_plots(systems)] if systems else []
+    plots += timeline_plots(record.raw.get("timelines", {}))
     return Section(record.name, facts, table, plots, record.notes)
 
 
@@ -178,6 +181,28 @@ def cdf_plots(systems: Mapping[str, Sequence[Summary]]) -> list[Plot]:
                 title_ = f"{title[0].upper()}{title[1:]} at {load.replace('_', ' ')}"
                 share = "share of requests"
                 plots.append(Plot(title_, "ms", share, series, x_log=True, marks=False))
+    return plots
+
+
+def timeline_plots(raw: Mapping[str, Any]) -> list[Plot]:
+    """Returns for each system the legs that its instances held over time.
+
+    Raises:
+        UserError: Something else stands where timelines should.
+    """
+    try:
+        timelines = msgspec.convert(raw, type=dict[str, Timeline])
+    except msgspec.ValidationError as error:
+        raise UserError(f"a result has timelines that are none: {error}") from error
+    plots = []
+    for system, one in timelines.items():
+        series = [
+            Series(name, list(zip(one.at_s, held, strict=True)))
+            for name, held in one.in_flight.items()
+        ]
+        if series:
+            title = f"Legs that each instance held: {system}"
+            plots.append(Plot(title, "s", "legs under way", series, marks=False))
     return plots
 
 

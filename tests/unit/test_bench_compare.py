@@ -18,6 +18,7 @@ from banaserve.bench.compare_result import (
     kept_path,
 )
 from banaserve.bench.compare_systems import REFERENCE, System, chosen_systems, known_systems
+from banaserve.bench.compare_timeline import Timeline
 from banaserve.bench.record import RequestRecord
 from banaserve.bench.report_pages import section_of
 from banaserve.bench.serving_cell import CellId, Sent
@@ -93,7 +94,17 @@ def test_what_is_complete_makes_a_result(tmp_path: Path) -> None:
     systems = list(known_systems(2).values())[:2]
     plan: Any = None
     workload = Workload("random", plan, plan)
-    run = SystemRun([cell(1.0, seed) for seed in (0, 1)], 2.5, checked=2, equal=1, memory_bytes=9)
+    timeline = Timeline()
+    timeline.add(0.0, page(p0=(2, "prefill"), d0=(1, "decode")))
+    timeline.add(1.0, page(p0=(0, "decode"), d0=(5, "decode"), d1=(1, "decode")))
+    run = SystemRun(
+        [cell(1.0, seed) for seed in (0, 1)],
+        2.5,
+        checked=2,
+        equal=1,
+        memory_bytes=9,
+        timeline=timeline,
+    )
     path = kept_path(given, systems[1], workload)
     path.parent.mkdir(parents=True)
     path.write_bytes(msgspec.json.encode(run))
@@ -106,7 +117,19 @@ def test_what_is_complete_makes_a_result(tmp_path: Path) -> None:
     assert figures[f"{name}.equal_answers"].samples == [0.5]
     assert figures[f"{name}.server_cpu_s"].samples == [2.5]
     assert len(figures[f"{name}.ttft_p50_at_1rps"].samples) == 2
-    assert list(section_of(record).table[1][:2]) == [name, "1rps"]
+    assert f"{name}: p0 became decode after 1 s (it was prefill)" in record.notes
+    section = section_of(record)
+    assert list(section.table[1][:2]) == [name, "1rps"]
+    drawn = {one.name: list(one.points) for one in section.plots[-1].series}
+    assert drawn == {"d0": [(0, 1), (1, 5)], "d1": [(0, 0), (1, 1)], "p0": [(0, 2), (1, 0)]}
+
+
+def page(**instances: tuple[int, str]) -> str:
+    lines = []
+    for name, (legs, role) in instances.items():
+        lines.append(f'banaserve_requests_in_flight{{instance_id="{name}"}} {legs}')
+        lines.append(f'banaserve_instance_ready{{instance_id="{name}",role="{role}"}} 1')
+    return "\n".join(lines) + "\n"
 
 
 def cell(load: float, seed: int) -> Summary:
