@@ -52,6 +52,11 @@ class Rig:
         self.core = self.engine.engine_core.engine_core
         self.requests_at_once = 0
 
+    @property
+    def host(self) -> Any:
+        """The worker's ``MigrationHost``."""
+        return self.core.model_executor.driver_worker.worker.model_runner.banaserve_migration
+
     # ---- the coordinator's calls
 
     def ask(self, method: str, *args: Any) -> dict[str, Any]:
@@ -95,6 +100,14 @@ class Rig:
         """Send a signal to a guest that may have ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pids[guest_id], number)
+
+    def lives(self, guest_id: str) -> bool:
+        """Whether a guest's process has not ended; one that waits to be reaped has."""
+        try:
+            with open(f"/proc/{self.pids[guest_id]}/stat") as stat:
+                return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+        except OSError:
+            return False
 
     def new_move(self) -> str:
         self._num_moves += 1

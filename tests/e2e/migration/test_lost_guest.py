@@ -84,8 +84,7 @@ def test_a_guest_dies_in_the_middle_of_a_step(
     rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any
 ) -> None:
     guest = rig.guest()
-    host = rig.core.model_executor.driver_worker.worker.model_runner.banaserve_migration
-    link_of = host.links[guest]
+    link_of = rig.host.links[guest]
     run = link_of.run
 
     def run_and_kill(*args: Any) -> Any:
@@ -179,12 +178,4 @@ def test_the_source_dies_on_the_way_to_a_third(
 def test_a_guest_ends_with_its_host(rig: Any) -> None:
     guest = rig.guest()
     rig.do("detach", guest)
-    rig.until(lambda: not _lives(rig.pids[guest]))
-
-
-def _lives(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+    rig.until(lambda: not rig.lives(guest))

@@ -1,0 +1,258 @@
+"""One message or one copy goes wrong, at each phase of a move away and of the way home.
+
+Whatever it is, the streams go on with the same tokens, nothing of the move is left on the host,
+and the same modules can leave again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_path = Path(__file__).parents[2] / "contract" / "transport_faults.py"
+_spec = importlib.util.spec_from_file_location("transport_faults", _path)
+assert _spec is not None
+assert _spec.loader is not None
+faults: Any = importlib.util.module_from_spec(_spec)
+sys.modules["transport_faults"] = faults
+_spec.loader.exec_module(faults)
+
+pytestmark = pytest.mark.e2e
+
+NUM_TOKENS = 24
+LAYERS = {"type": "layers", "start": 2, "end": 4}
+HEADS = {"type": "heads", "heads": [[1, [0, 2]], [5, [1]]]}
+MESSAGES = ("build", "activate", "step", "release")
+COPIES = ("precopy", "last copy", "copy home")
+DEADLINE_S = 60.0
+OVER = ("freed", "aborted", "failed")
+During = Generator[None, None, None]
+
+
+class Armed(faults.Faults):  # type: ignore[misc]
+    """Goes wrong with the next operation after ``armed`` was set, or with all of them."""
+
+    def __init__(self, kind: str, pid: int, *, always: bool = False) -> None:
+        super().__init__(kind if kind != "garble" else "corrupt", pid=pid, delay_s=0.01)
+        self.armed = self.always = always
+
+    def strikes(self) -> bool:
+        struck, self.armed = self.armed, self.always
+        if struck:
+            self.done.append(len(self.done))
+        return struck
+
+
+class GarbledChannel:
+    """What comes from the guest is no answer."""
+
+    def __init__(self, inner: Any, wrong: Armed) -> None:
+        self._inner = inner
+        self._wrong = wrong
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def receive(self, timeout_s: float) -> Any:
+        message = self._inner.receive(timeout_s)
+        if not self._wrong.strikes():
+            return message
+        body = bytes([message.body[0] ^ 0xFF]) + message.body[1:]
+        return type(message)(body, message.tensors, message.epoch, message.token)
+
+
+class Trouble:
+    """Lets one operation of one guest go wrong at ``place``."""
+
+    def __init__(self, rig: Any, guest: str, place: str, wrong: Armed) -> None:
+        link = rig.host.links[guest]
+        self._place = place
+        self._wrong = wrong
+        if place in (*COPIES, "all copies"):
+            link.transport = faults.FaultyTransport(link.transport, wrong)
+        elif wrong.kind == "corrupt":
+            link._channel = GarbledChannel(link._channel, wrong)
+        else:
+            link._channel._stream = faults.FaultyStream(link._channel._stream, wrong)
+
+    def at(self, place: str) -> None:
+        """The next operation belongs to ``place``."""
+        if place == self._place and not self._wrong.done:
+            self._wrong.armed = True
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether the guest has never got what the host waits for, for as long as it takes."""
+        never = self._place == "build" and self._wrong.kind in ("drop", "stall")
+        return never and bool(self._wrong.done)
+
+
+class Journey:
+    """A unit's way to a guest and home, between the steps of an engine, with one fault on it.
+
+    Attributes:
+        begun: Ids of all moves.
+    """
+
+    def __init__(self, rig: Any, guest: str, modules: dict[str, Any], trouble: Trouble) -> None:
+        self._rig = rig
+        self._guest = guest
+        self._modules = modules
+        self._trouble = trouble
+        self._arm = trouble.at
+        self.begun: list[str] = []
+
+    def run(self) -> During:
+        """Ends early where a move fails."""
+        yield
+        if not (yield from self._go("prepare", self._modules, self._guest)):
+            return
+        for _ in range(3):
+            self._arm("step")
+            yield
+        if units := self._rig.do("status")["units"]:
+            yield from self._go("move_on", units[0]["unit_id"], None)
+
+    def _go(self, method: str, *args: Any) -> Generator[None, None, bool]:
+        """One move, which the engine waits for between two of its steps."""
+        home = method == "move_on"
+        move_id = self._rig.new_move()
+        self.begun.append(move_id)
+        if not home:
+            self._arm("build")
+        self._rig.do(method, move_id, *args)
+        if not self._until(move_id, "prepared"):
+            return False
+        yield
+        self._arm("copy home" if home else "precopy")
+        self._rig.do("precopy", move_id)
+        if not self._until(move_id, "copied"):
+            return False
+        yield
+        self._arm("last copy" if not home else "")
+        self._arm("activate")
+        if self._rig.ask("commit", move_id)["error"]:
+            return False
+        yield
+        self._arm("release" if home else "")
+        self._rig.do("free", move_id)
+        return self._until(move_id, "freed")
+
+    def _until(self, move_id: str, phase: str) -> bool:
+        """Wait for a phase; a move whose message is lost is aborted, as a coordinator would."""
+        began_s = time.monotonic()
+        while (now := self._rig.phase(move_id)) != phase:
+            if now in ("failed", "aborted"):
+                return False
+            assert time.monotonic() - began_s < DEADLINE_S, now
+            if now == "preparing" and self._trouble.was_lost:
+                self._rig.do("abort", move_id)
+            time.sleep(0.002)
+        return True
+
+
+@pytest.fixture(scope="module")
+def rig(one_rig: Any, engine_arguments: Any, tiny_llama: str) -> Iterator[Any]:
+    arguments = engine_arguments(
+        tiny_llama,
+        {"stall_s": 0.3},
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        kv_cache_memory_bytes=64 << 20,
+    )
+    with one_rig(arguments) as rig:
+        yield rig
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Two that begin alike and share blocks, and a short one."""
+    story = [(7 * i + i * i) % 2000 + 5 for i in range(300)]
+    return [story, story[:200], story[5:10]]
+
+
+@pytest.fixture(scope="module")
+def expected(rig: Any, prompts: list[list[int]]) -> Any:
+    return rig.run(prompts, NUM_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def spare(rig: Any, expected: Any) -> str:
+    """A guest to which nothing happens."""
+    guest: str = rig.guest()
+    return guest
+
+
+@pytest.fixture(autouse=True)
+def _home(rig: Any, expected: Any) -> Iterator[None]:
+    yield
+    rig.all_home()
+
+
+def travel(rig: Any, prompts: Any, modules: dict[str, Any], place: str, kind: str) -> Any:
+    """Run streams and a journey with a fault beside each other; answers, phases, and the guest."""
+    guest = rig.guest()
+    wrong = Armed(kind, rig.pids[guest], always=place.startswith("all"))
+    journey = Journey(rig, guest, modules, Trouble(rig, guest, place, wrong))
+    answers = rig.run(prompts, NUM_TOKENS, journey.run())
+    assert wrong.done, "nothing went wrong"
+    return answers, [rig.phase(move_id) for move_id in journey.begun], guest
+
+
+def check_clean(rig: Any, guest: str) -> None:
+    """Nothing is left of a journey but what the rig's own calls take home."""
+    rig.do("status")
+    rig.all_home()
+    rig.do("detach", guest)
+    host = rig.host
+    rig.until(lambda: all(move.is_over for move in host.moves))
+    assert guest not in host.links
+    assert list(host.placement) == []
+    assert host.placement._ranges == {}
+    assert host.watch.written._watches == [], "nobody copies any more"
+    rig.until(lambda: not rig.lives(guest))
+
+
+@pytest.mark.parametrize("kind", ["drop", "stall", "kill", "garble"])
+@pytest.mark.parametrize("place", MESSAGES)
+def test_a_message_goes_wrong(
+    rig: Any, prompts: Any, expected: Any, spare: str, place: str, kind: str
+) -> None:
+    modules = HEADS if kind in ("stall", "garble") else LAYERS
+    answers, phases, guest = travel(rig, prompts, modules, place, kind)
+    assert rig.agrees(answers, expected)
+    assert phases[-1] in OVER, phases
+    assert (phases[0] == "freed") == (place in ("step", "release")), phases
+    check_clean(rig, guest)
+    assert rig.agrees(rig.run(prompts, NUM_TOKENS, rig.away(modules, spare)), expected)
+
+
+@pytest.mark.parametrize("kind", ["drop", "stall", "kill"])
+@pytest.mark.parametrize("place", COPIES)
+def test_a_copy_goes_wrong(
+    rig: Any, prompts: Any, expected: Any, spare: str, place: str, kind: str
+) -> None:
+    answers, phases, guest = travel(rig, prompts, HEADS, place, kind)
+    assert rig.agrees(answers, expected)
+    if kind == "drop":
+        assert phases == ["freed", "freed"], "the connection is opened again"
+    assert phases[-1] in OVER, phases
+    check_clean(rig, guest)
+    assert rig.agrees(rig.run(prompts, NUM_TOKENS, rig.away(HEADS, spare)), expected)
+
+
+@pytest.mark.parametrize("kind", ["duplicate", "delay"])
+@pytest.mark.parametrize("what", ["messages", "copies"])
+def test_what_comes_twice_or_late_does_no_harm(
+    rig: Any, prompts: Any, expected: Any, what: str, kind: str
+) -> None:
+    answers, phases, guest = travel(rig, prompts, LAYERS, f"all {what}", kind)
+    assert rig.agrees(answers, expected)
+    assert phases == ["freed", "freed"]
+    check_clean(rig, guest)
