@@ -12,6 +12,7 @@ from banaserve.orchestrator.measure import judge, load_of
 from banaserve.types import ClusterView, InstanceView
 
 _ENDED_SHOWN = 5
+_WORDS_SHOWN = 48
 
 
 def status_of(
@@ -48,10 +49,15 @@ def _is_open(move: MoveLine) -> bool:
 
 
 def _migration_line(migration: Migration) -> MoveLine:
-    what = "; ".join(f"{move.modules} {move.phase}" for move in migration.moves)
+    what = "; ".join(f"{_short(move.modules)} {move.phase}" for move in migration.moves)
     where = f"{migration.host} to {migration.to}" if migration.to else f"home to {migration.host}"
     seconds = seconds_of(migration)
     return MoveLine(migration.id, f"{where}: {what}", migration.state, seconds, migration.error)
+
+
+def _short(words: str) -> str:
+    """Heads of many layers would fill the screen."""
+    return words if len(words) <= _WORDS_SHOWN else words[: _WORDS_SHOWN - 3] + "..."
 
 
 def _instance(

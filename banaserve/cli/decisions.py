@@ -50,7 +50,8 @@ def lines_of(decision: Decision, candidates: bool) -> Iterator[str]:
     balancing = ", balancing" if decision.is_balancing else ""
     yield (
         f"#{decision.number} {at}{turns} ({decision.mode}, {decision.policy}): "
-        f"gap {decision.gap:.2f}{balancing}: {decision.reason}"
+        f"gap {decision.gap:.2f}{balancing}; no {'further ' if decision.steps else ''}step: "
+        f"{decision.reason}"
     )
     for name, seen in decision.instances.items():
         yield (

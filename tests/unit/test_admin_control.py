@@ -275,7 +275,7 @@ def test_the_commands(server, capsys):
 def test_a_decision_in_words():
     text = "\n".join(lines_of(DECISION, candidates=False))
     for words in [
-        "gap 0.80, balancing: no candidate is worth it",
+        "gap 0.80, balancing; no further step: no candidate is worth it",
         "saw d0 (decode): compute 25%, memory 90%, 4 running, 2 waiting, step 40 ms, 300 blocks",
         "left out p1: its report is stale",
         "(predicted: 1.50 s for 3.00 s)",
