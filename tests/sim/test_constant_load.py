@@ -1,0 +1,65 @@
+"""Under a constant load the loop of policy and cluster settles: nothing goes round in circles."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from banaserve.costs.profile import load
+from banaserve.sim.run import simulate
+from banaserve.sim.system import preset
+from banaserve.sim.workload import Lengths, Phase, drawn
+
+PROFILE = load("opt-13b-a100")
+
+
+def run(
+    prefill: int, decode: int, rate_per_s: float, prompt: int, output: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Two minutes of equal requests at nearly equal distances."""
+    phase = Phase(
+        duration_s=120,
+        rate_per_s=rate_per_s,
+        variation=0.05,
+        prompt=Lengths(kind="fixed", mean=prompt),
+        output=Lengths(kind="fixed", mean=output),
+    )
+    system = preset("banaserve", prefill=prefill, decode=decode, migration_options=options)
+    return simulate(PROFILE, system, drawn([phase], 1))
+
+
+@settings(max_examples=20)
+@given(
+    prefill=st.integers(1, 3),
+    decode=st.integers(1, 3),
+    rate=st.floats(1, 8),
+    prompt=st.sampled_from([50, 300, 900, 1500]),
+    output=st.sampled_from([10, 60, 200, 400]),
+    shared=st.booleans(),
+)
+def test_nothing_moves_back_and_forth(
+    prefill: int, decode: int, rate: float, prompt: int, output: int, shared: bool
+) -> None:
+    """A role may change once, and once back: the work of prefill reaches decode only later."""
+    asked = (prefill, decode, rate * min(prefill, decode), prompt, output)
+    result = run(*asked, {"weights_are_shared": shared})
+    assert result["finished_fraction"] == 1
+    words = [step["step"] for step in result["steps"]]
+    switches = Counter(step.split()[1] for step in words if step.startswith("switch"))
+    assert max(switches.values(), default=0) <= 2, words
+    moves = Counter(step for step in words if step.startswith("move"))
+    assert max(moves.values(), default=0) <= 2, words
+
+
+def test_a_load_that_needs_no_move_gets_none() -> None:
+    assert run(2, 2, 4.0, 300, 60, {})["num_moves"] == 0
+
+
+def test_the_same_load_is_served_the_same_twice() -> None:
+    flood = (2, 3, 10.1, 1500, 200, {"weights_are_shared": True})
+    first = run(*flood)
+    assert first["num_moves"] > 5
+    assert run(*flood) == first
