@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -55,7 +56,7 @@ class _Copies:
         found = {}
         for direction in ("to_gpu", "from_gpu"):
             to, of = self._ends(direction)
-            plain_s = self._seconds(lambda to=to, of=of: to.copy_(of, non_blocking=True))
+            plain_s = self._seconds(functools.partial(to.copy_, of, non_blocking=True))
             found[f"{direction}_plain_gb_per_s"] = _TOTAL_BYTES / plain_s / 1e9
             for page_bytes in PAGE_BYTES:
                 for way, copy in self._ways.items():
