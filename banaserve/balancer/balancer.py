@@ -11,14 +11,23 @@ from time import monotonic
 from banaserve.balancer import answers
 from banaserve.balancer.asked import blind_request, read_request
 from banaserve.balancer.client import Client
-from banaserve.balancer.door import OPEN_PATHS, Keys, check_key, check_path
-from banaserve.balancer.endpoint import parse_endpoint
+from banaserve.balancer.door import (
+    OPEN_PATHS,
+    PEER_FIELD,
+    REGIONS_FIELD,
+    Keys,
+    Regions,
+    check_key,
+    check_path,
+    check_peer,
+)
 from banaserve.balancer.exchange import Exchange
 from banaserve.balancer.line import Line
 from banaserve.balancer.message import Message, RefusedError
 from banaserve.balancer.metrics import Metrics
-from banaserve.balancer.prober import Prober
-from banaserve.balancer.settings import BalancerSettings, ReplicaSettings
+from banaserve.balancer.peers import STATE_PATH, encode_state
+from banaserve.balancer.roster import BLIND, Roster
+from banaserve.balancer.settings import BalancerSettings
 from banaserve.balancer.target import Target
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
@@ -27,14 +36,12 @@ from banaserve.orchestrator.replicas.fleet import Fleet
 from banaserve.orchestrator.replicas.interface import (
     Decision,
     FleetView,
-    ReplicaId,
-    ReplicaView,
     Request,
 )
 from banaserve.types import RequestId
 
-BLIND = frozenset(("round_robin", "random", "least_requests", "power_of_two"))
-"""Policies that read neither prompts nor reports."""
+FIXED = ("region", "host", "port", "policy", "peers", "peer_key", "forward_to")
+"""Settings that hold for the life of a balancer."""
 
 Say = Callable[[str], None]
 
@@ -55,7 +62,7 @@ class Balancer:
             UserError: The settings make no sense.
         """
         settings.check()
-        self.settings, self.log = settings, log
+        self.log = log
         policy = settings.policy
         self.fleet = Fleet(
             registry.make(
@@ -67,77 +74,50 @@ class Balancer:
             settings.region,
         )
         self.line, self.metrics = Line(), Metrics()
-        self.targets: dict[str, Target] = {}
+        self.roster = Roster(self.fleet, log, self.wake)
+        self.targets = self.roster.targets
         self.is_leaving = False
-        self.max_body_bytes = parse_size(settings.limits.max_body)
-        self.max_attempts = settings.limits.max_attempts
-        self.max_queue = settings.limits.max_queue
-        self._max_buffered_bytes = parse_size(settings.limits.max_buffered)
         self._buffered_bytes = 0
-        self._keys = Keys(settings.api_keys)
+        self._peer_keys = Keys([settings.peer_key] if settings.peer_key else [])
         self._clients: set[Client] = set()
         self._under_way: dict[Exchange, None] = {}
-        self._probers: dict[str, Prober] = {}
         self._num_requests = 0
         self._wakes = False
         self._idle: asyncio.Event | None = None
-        self._is_blind = policy.name in BLIND and not any(one.models for one in settings.replicas)
         self.metrics.targets = self.targets.values
         self.metrics.line_length = lambda: len(self.line)
         self.metrics.num_under_way = lambda: len(self._under_way)
-        for one in settings.replicas:
-            self.add_replica(one)
+        self._take_settings(settings)
 
-    # Replicas.
+    def _take_settings(self, settings: BalancerSettings) -> None:
+        self.settings, limits = settings, settings.limits
+        self.max_body_bytes = parse_size(limits.max_body)
+        self.max_attempts = limits.max_attempts
+        self.max_queue = limits.max_queue
+        self._max_buffered_bytes = parse_size(limits.max_buffered)
+        self._keys = Keys([*settings.api_keys, *(one.key for one in settings.tenants)])
+        self._regions = Regions(settings.tenants)
+        has_models = any(one.models for one in settings.replicas)
+        is_alone = not settings.peers and not settings.tenants
+        self._is_blind = settings.policy.name in BLIND and not has_models and is_alone
+        self.roster.take_settings(settings)
 
-    def add_replica(self, one: ReplicaSettings) -> Target:
-        """Take in a replica; nothing is asked of it yet.
+    def change(self, settings: BalancerSettings) -> None:
+        """Go over to ``settings`` while serving; requests under way go on as they are.
 
         Raises:
-            UserError: It is there already, or its URL is none.
+            UserError: They make no sense, or differ in what needs a restart; nothing is changed.
         """
-        endpoint = parse_endpoint(one.url)
-        for other in self.targets.values():
-            if other.endpoint == endpoint:
-                raise UserError(f"replica {one.url} is there twice: remove one")
-        view = ReplicaView(
-            ReplicaId(one.id or endpoint.authority),
-            self.settings.region,
-            frozenset(one.models),
-            one.max_prompt_tokens,
-        )
-        self.fleet.add(view)
-        limits, health = self.settings.limits, self.settings.health
-        target = Target(
-            view,
-            endpoint,
-            one.key or self.settings.replica_key,
-            one.max_outstanding or limits.max_outstanding,
-            health,
-            limits.connect_timeout_s,
-        )
-        self.targets[view.id] = target
-        reads_reports = self.settings.policy.name not in BLIND
-        self._probers[view.id] = Prober(
-            target, self.fleet, health, self._changed, self.wake, reads_reports
-        )
-        return target
+        settings.check()
+        fixed = [key for key in FIXED if getattr(settings, key) != getattr(self.settings, key)]
+        if fixed:
+            raise UserError(f"{', '.join(fixed)} cannot change while serving: start again")
+        self._take_settings(settings)
+        self.wake()
 
     async def start(self) -> None:
-        """Look at every replica once, then go on looking."""
-        await asyncio.gather(*(prober.look() for prober in self._probers.values()))
-        for target in self.targets.values():
-            if target.num_failed_looks:
-                target.is_healthy = False
-                target.refresh(self.now_s())
-                self.log(f"replica {target.endpoint.url} does not answer; looking again")
-        for prober in self._probers.values():
-            prober.start()
-
-    def _changed(self, target: Target) -> None:
-        state = "is back" if target.is_healthy else "does not answer"
-        self.log(f"replica {target.endpoint.url} {state}")
-        self.wake()
+        """Look at every target once, then go on looking."""
+        await self.roster.start()
 
     # For connections of clients.
 
@@ -151,7 +131,13 @@ class Balancer:
     def check_head(self, message: Message) -> None:
         if message.path in OPEN_PATHS:
             return
-        check_key(self._keys, message)
+        if PEER_FIELD in message.seen:
+            # Another balancer has checked the client's key.
+            check_peer(self._peer_keys, message)
+            if message.path == STATE_PATH:
+                return
+        else:
+            check_key(self._keys, message)
         check_path(message.path)
         if len(self._under_way) >= self.settings.limits.max_requests:
             raise RefusedError(429, f"{len(self._under_way)} requests are under way; try again")
@@ -166,7 +152,7 @@ class Balancer:
         self.metrics.refused(error.status)
 
     def take(self, client: Client, message: Message) -> Exchange | None:
-        if message.path in OPEN_PATHS:
+        if message.path in OPEN_PATHS or message.path == STATE_PATH:
             client.write(self._own_answer(message, closes=not client.can_go_on))
             client.done(message)
             return None
@@ -178,7 +164,9 @@ class Balancer:
         if self._is_blind:
             request = blind_request(request_id, now_s)
         else:
-            request = read_request(request_id, message, now_s, None, False)
+            was_forwarded = PEER_FIELD in message.seen
+            allowed = self._regions.allowed(message, was_forwarded)
+            request = read_request(request_id, message, now_s, allowed, was_forwarded)
         exchange = Exchange(self, client, message, request, now_s + limits.request_timeout_s)
         self._under_way[exchange] = None
         exchange.start(now_s + limits.queue_timeout_s)
@@ -191,6 +179,9 @@ class Balancer:
         if message.path == b"/metrics":
             kind = b"text/plain; version=0.0.4; charset=utf-8"
             return answers.answer(200, kind, self.metrics.page(), closes)
+        if message.path == STATE_PATH:
+            state = encode_state(self.roster.state(len(self.line)))
+            return answers.answer(200, b"application/json", state, closes)
         if message.path == b"/ready" and not self.is_ready:
             return answers.error(503, "no replica is available", closes=closes, retry_after_s=1.0)
         return answers.answer(200, b"application/json", b"{}", closes)
@@ -198,9 +189,7 @@ class Balancer:
     @property
     def is_ready(self) -> bool:
         """Whether a request would find a replica."""
-        return not self.is_leaving and any(
-            one.is_healthy and not one.breaker.is_open for one in self.targets.values()
-        )
+        return not self.is_leaving and self.roster.is_ready
 
     # For exchanges.
 
@@ -209,20 +198,20 @@ class Balancer:
 
     def decide(self, request: Request, without: set[str]) -> Decision:
         view = self.fleet.view(self.now_s())
-        if without:
+        if without and self.has_other(request, without):
             view = _without(view, without)
         return self.fleet.policy.choose(request, view)
 
-    def has_other(self, tried: set[str]) -> bool:
-        return any(
-            one.view.is_available and not one.is_peer and one.view.id not in tried
-            for one in self.targets.values()
-        )
+    def has_other(self, request: Request, tried: set[str]) -> bool:
+        return self.roster.has_other(request, tried)
 
     def fields(self, message: Message, target: Target, request: Request) -> bytes:
         fields = target.fields
-        if not target.has_key and not self._keys and (key := message.seen.get(b"authorization")):
+        is_for_replica = not self._keys or PEER_FIELD in message.seen
+        if not target.has_key and is_for_replica and (key := message.seen.get(b"authorization")):
             fields += b"Authorization: %b\r\n" % key
+        if target.is_peer and request.allowed_regions is not None:
+            fields += b"%b: %b\r\n" % (REGIONS_FIELD, ",".join(request.allowed_regions).encode())
         if (parent := message.seen.get(b"traceparent")) is not None:
             fields += b"traceparent: %b\r\n" % parent
         return fields
@@ -243,6 +232,8 @@ class Balancer:
 
     def _wake(self) -> None:
         self._wakes = False
+        # The one that is asked about does not count.
+        self.fleet.queue_length = max(0, len(self.line) - 1)
         self.line.wake()
         self.fleet.queue_length = len(self.line)
 
@@ -269,6 +260,7 @@ class Balancer:
         for target in self.targets.values():
             target.pool.sweep(now_s)
         self.fleet.policy.tick(now_s)
+        self.roster.look_after(now_s)
 
     async def idle(self) -> None:
         """Return when no request is under way."""
@@ -284,18 +276,12 @@ class Balancer:
 
     def close(self) -> None:
         """Break off what is under way and close every connection."""
-        for prober in self._probers.values():
-            prober.stop()
         for client in list(self._clients):
             client.abort()
-        for target in self.targets.values():
-            target.pool.close()
+        self.roster.stop()
 
 
 def _without(view: FleetView, tried: set[str]) -> FleetView:
-    """Leaves out what has been tried, where something else is left."""
     left = [one for one in view.replicas if one.id not in tried]
     peers = [one for one in view.peers if one.id not in tried]
-    if not any(one.is_available for one in (*left, *peers)):
-        return view
     return replace(view, replicas=left, peers=peers)

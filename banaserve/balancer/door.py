@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Sequence
 
 from banaserve.balancer.message import Message, RefusedError
+from banaserve.balancer.settings import TenantSettings
 
 OPEN_PATHS = frozenset((b"/health", b"/ready", b"/ping", b"/metrics"))
 """Answered by the balancer itself, without a key."""
@@ -17,6 +18,15 @@ PASSED_PATHS = frozenset(
      b"/version")
 )  # fmt: skip
 _NOT_PASSED = (b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter")
+
+
+PEER_FIELD = b"x-banaserve-peer"
+"""A balancer's own key: the request comes from another region and goes no further."""
+
+REGIONS_FIELD = b"x-banaserve-regions"
+"""Where a request may be served, separated by commas; clients may narrow it too."""
+
+_MAX_REGIONS = 64
 
 
 class Keys:
@@ -59,6 +69,40 @@ def check_key(keys: Keys, message: Message) -> None:
     """
     if keys and not keys.admits(message.seen.get(b"authorization", b"")):
         raise RefusedError(401, "no valid API key: send the header 'Authorization: Bearer KEY'")
+
+
+def check_peer(keys: Keys, message: Message) -> None:
+    """Returns if ``message`` shows the key that balancers share.
+
+    Raises:
+        RefusedError: It shows another, or there is none.
+    """
+    if not keys.admits(b"Bearer " + message.seen[PEER_FIELD]):
+        raise RefusedError(401, "the key of a peer is needed: peer_key is not the same")
+
+
+class Regions:
+    """Where requests may be served: what the tenant allows, narrowed by the request."""
+
+    def __init__(self, tenants: Sequence[TenantSettings]) -> None:
+        self._by_digest = {
+            _digest(one.key.encode()): frozenset(one.regions) for one in tenants if one.regions
+        }
+
+    def allowed(self, message: Message, was_forwarded: bool) -> frozenset[str] | None:
+        """Returns the regions, or None for all; a forwarded request brings its own."""
+        asked = message.seen.get(REGIONS_FIELD)
+        wanted = None
+        if asked is not None:
+            names = asked.decode("latin-1").split(",")[:_MAX_REGIONS]
+            wanted = frozenset(name.strip() for name in names)
+        if was_forwarded or not self._by_digest:
+            return wanted
+        key = message.seen.get(b"authorization", b"").partition(b" ")[2].strip()
+        granted = self._by_digest.get(_digest(key))
+        if granted is None or wanted is None:
+            return wanted if granted is None else granted
+        return granted & wanted
 
 
 def _digest(key: bytes) -> bytes:

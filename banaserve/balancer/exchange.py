@@ -153,7 +153,7 @@ class Exchange:
         if (
             status in RETRIED
             and self.num_attempts < office.max_attempts
-            and office.has_other({*self._tried, target.view.id})
+            and self._has_other(target)
         ):
             self._drop_upstream()
             self._fail_attempt(target, flight, status, f"answered {status}")
@@ -232,11 +232,14 @@ class Exchange:
             target.broke(True, now_s)
             self._office.log(self._why)
 
+    def _has_other(self, target: Target) -> bool:
+        return self._office.has_other(self.request, {*self._tried, target.view.id})
+
     def _again(self, target: Target) -> None:
         office = self._office
         target.num_retried += 1
         self._tried.add(target.view.id)
-        if office.has_other(self._tried):
+        if office.has_other(self.request, self._tried):
             self._rejoin()
             return
         self._tried.clear()

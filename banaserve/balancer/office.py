@@ -31,8 +31,8 @@ class Office(Protocol):
         """Asks the policy, leaving out ``without`` where other targets are left."""
         ...
 
-    def has_other(self, tried: set[str]) -> bool:
-        """Returns whether a replica of this region that is not in ``tried`` is available."""
+    def has_other(self, request: Request, tried: set[str]) -> bool:
+        """Returns whether a target that is not in ``tried`` may serve ``request`` at present."""
         ...
 
     def fields(self, message: Message, target: Target, request: Request) -> bytes:

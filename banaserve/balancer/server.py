@@ -7,19 +7,28 @@ import gc
 import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import uvloop
 
 from banaserve.balancer.balancer import Balancer
 from banaserve.balancer.client import Client
+from banaserve.balancer.reload import follow
 
 _TICK_S = 0.1
 _TICKS_A_SLOW_ONE = 5
 _BACKLOG = 2048
 
 
-def run(make: Callable[[], Balancer], sock: socket.socket, on_ready: Callable[[], None]) -> int:
+def run(
+    make: Callable[[], Balancer],
+    sock: socket.socket,
+    on_ready: Callable[[], None],
+    config: Path | None = None,
+) -> int:
     """Serve on ``sock`` until SIGINT or SIGTERM; returns 128 and the signal's number.
+
+    The settings follow the file ``config``, where there is one.
 
     The first signal lets requests under way finish, for a limited time; the second ends at once.
     """
@@ -28,11 +37,14 @@ def run(make: Callable[[], Balancer], sock: socket.socket, on_ready: Callable[[]
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(make, sock, on_ready))
+        return runner.run(serve(make, sock, on_ready, config))
 
 
 async def serve(
-    make: Callable[[], Balancer], sock: socket.socket, on_ready: Callable[[], None]
+    make: Callable[[], Balancer],
+    sock: socket.socket,
+    on_ready: Callable[[], None],
+    config: Path | None,
 ) -> int:
     """As ``run``, within a running loop of the main thread."""
     loop = asyncio.get_running_loop()
@@ -41,7 +53,9 @@ async def serve(
         loop.add_signal_handler(each, signals.put_nowait, int(each))
     balancer = make()
     await balancer.start()
-    ticking = loop.create_task(tick(balancer))
+    tasks = [loop.create_task(tick(balancer))]
+    if config is not None:
+        tasks.append(loop.create_task(follow(config, balancer)))
     server = await loop.create_server(lambda: Client(balancer), sock=sock, backlog=_BACKLOG)
     on_ready()
     try:
@@ -49,7 +63,8 @@ async def serve(
         server.close()
         await drain(balancer, signals)
     finally:
-        ticking.cancel()
+        for task in tasks:
+            task.cancel()
         balancer.close()
     return 128 + number
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import msgspec
 
+from banaserve.balancer.endpoint import Endpoint, parse_endpoint
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
+from banaserve.names import check_known
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -28,6 +30,40 @@ class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     key: str = ""
     max_outstanding: int = 0
     max_prompt_tokens: int = 0
+
+    def check(self) -> None:
+        """Returns if the URL is one.
+
+        Raises:
+            UserError: It is not.
+        """
+        parse_endpoint(self.url)
+
+
+class PeerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The balancer of another region.
+
+    Attributes:
+        distance_ms: Round trip from here, until it is measured.
+        replicas: Of that region, for the case that it is dead before it has told them itself.
+    """
+
+    region: str
+    url: str
+    distance_ms: float = 0.0
+    replicas: tuple[ReplicaSettings, ...] = ()
+
+
+class TenantSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One holder of an API key.
+
+    Attributes:
+        key: What clients of this tenant show.
+        regions: Where their requests may be served; none: everywhere.
+    """
+
+    key: str
+    regions: tuple[str, ...] = ()
 
 
 class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -129,6 +165,9 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     Attributes:
         region: Where this balancer and its replicas are.
         api_keys: One of them is needed from clients; none: no key is needed.
+        tenants: Further keys, each with the regions that its requests may be served in.
+        peer_key: What balancers show to each other; needed with ``peers``.
+        forward_to: Regions that requests may be sent on to; None: all of ``peers``.
     """
 
     region: str = "local"
@@ -138,6 +177,10 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     replica_key: str = ""
     policy: PolicySettings = PolicySettings()
     replicas: tuple[ReplicaSettings, ...] = ()
+    tenants: tuple[TenantSettings, ...] = ()
+    peers: tuple[PeerSettings, ...] = ()
+    peer_key: str = ""
+    forward_to: tuple[str, ...] | None = None
     limits: LimitSettings = LimitSettings()
     health: HealthSettings = HealthSettings()
 
@@ -151,16 +194,55 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         self.health.check()
         if not 0 < self.port < 65536:
             raise UserError(f"port is {self.port}: give 1 to 65535")
-        if not all(self.api_keys):
+        self._check_keys()
+        self._check_servers()
+
+    def _check_keys(self) -> None:
+        tenants = [one.key for one in self.tenants]
+        client_keys = [*self.api_keys, *tenants]
+        if not all(client_keys):
             raise UserError("an API key is empty: give a key, or none")
-        if not is_loopback(self.host) and not self.api_keys:
+        if len(set(client_keys)) < len(client_keys):
+            raise UserError("an API key is there twice: remove one")
+        if self.peer_key and self.peer_key in client_keys:
+            raise UserError("peer_key is one of the API keys: give it a key of its own")
+        if not is_loopback(self.host) and not client_keys:
             raise UserError(
                 f"host {self.host} lets other machines in: set an API key (--api-key, "
                 "BANASERVE_API_KEY), or stay on 127.0.0.1"
             )
-        for key in (self.replica_key, *self.api_keys, *(one.key for one in self.replicas)):
+        others = (self.replica_key, self.peer_key, *(one.key for one in self.replicas))
+        for key in (*others, *client_keys):
             if not key.isascii() or not key.isprintable() or " " in key:
                 raise UserError("a key has characters that no header may carry")
+
+    def _check_servers(self) -> None:
+        if self.peers and not self.peer_key:
+            raise UserError("peers need a peer_key: the same secret for all of them")
+        regions = [self.region, *(one.region for one in self.peers)]
+        for region in regions:
+            if not region or not region.isascii() or not region.isprintable() or "," in region:
+                raise UserError(f"region {region!r}: give a plain name without commas")
+        twice = {region for region in regions if regions.count(region) > 1}
+        if twice:
+            raise UserError(f"region {min(twice)} is there twice: one balancer a region")
+        seen: set[Endpoint] = set()
+        for url in [one.url for one in self.replicas] + [one.url for one in self.peers]:
+            endpoint = parse_endpoint(url)
+            if endpoint in seen:
+                raise UserError(f"replica {url} is there twice: remove one")
+            seen.add(endpoint)
+        ids = [replica_id(one) for one in self.replicas]
+        for one in ids:
+            if ids.count(one) > 1 or one in regions:
+                raise UserError(f"the id {one} is there twice: give each replica its own")
+        for key in self.forward_to or ():
+            check_known("region in forward_to", key, regions)
+
+
+def replica_id(one: ReplicaSettings) -> str:
+    """Returns the id of a replica: its own, or host and port."""
+    return one.id or parse_endpoint(one.url).authority
 
 
 def is_loopback(host: str) -> bool:

@@ -15,6 +15,7 @@ class Target:
     """Somewhere a request can be sent.
 
     Attributes:
+        name: For the log.
         fields: Header lines that every request to it gets.
         has_key: ``fields`` holds a key; the client's is not passed on.
         is_healthy: What the last looks at it say.
@@ -33,6 +34,7 @@ class Target:
         self.view = view
         self.is_peer = isinstance(view, PeerView)
         self.endpoint = endpoint
+        self.name = f"{'peer' if self.is_peer else 'replica'} {endpoint.url}"
         self.pool = Pool(endpoint, connect_timeout_s)
         self.breaker = Breaker(
             health.breaker_failures, health.breaker_pause_s, health.breaker_longest_pause_s

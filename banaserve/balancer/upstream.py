@@ -191,6 +191,7 @@ class Pool:
         self._tls = ssl.create_default_context() if endpoint.is_tls else None
         self._idle: list[Upstream] = []
         self._all: set[Upstream] = set()
+        self._is_retired = False
 
     def take(self) -> Upstream | None:
         """Returns an idle connection, the one used last, or None."""
@@ -215,7 +216,7 @@ class Pool:
 
     def give_back(self, connection: Upstream) -> None:
         """Take back a connection whose answer is complete."""
-        if not connection.is_kept or len(self._idle) >= MAX_IDLE:
+        if not connection.is_kept or self._is_retired or len(self._idle) >= MAX_IDLE:
             connection.abort()
             return
         connection.idle_since_s = monotonic()
@@ -231,6 +232,11 @@ class Pool:
         """Close the idle connections."""
         for connection in list(self._idle):
             connection.abort()
+
+    def retire(self) -> None:
+        """Close each connection as soon as no answer is under way on it."""
+        self._is_retired = True
+        self.drop_idle()
 
     def sweep(self, now_s: float) -> None:
         """Close connections that have been idle so long that the server may be closing them."""

@@ -6,9 +6,11 @@ import argparse
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from banaserve.balancer.balancer import Balancer
+from banaserve.balancer.config_file import read_settings
 from banaserve.balancer.settings import (
     BalancerSettings,
     HealthSettings,
@@ -36,10 +38,11 @@ def route_command(argv: Sequence[str]) -> int:
     Raises:
         UserError: Something the user can mend.
     """
-    settings = read_argv(argv)
+    known = _make_parser().parse_args(argv)
+    settings = _from_file(argv, known.config) if known.config else _from_words(known)
     settings.check()
-    if not settings.replicas:
-        raise UserError("route: no replica: give --replica URL, once for each")
+    if not settings.replicas and not settings.peers:
+        raise UserError("route: no replica: give --replica URL, once for each, or --config FILE")
     from banaserve.balancer import server
 
     started_s = time.monotonic()
@@ -55,18 +58,19 @@ def route_command(argv: Sequence[str]) -> int:
 
     with listening(settings.host, settings.port) as sock:
         say(f"looking at {len(settings.replicas)} replicas")
-        code = server.run(make, sock, lambda: _banner(balancers[0]))
+        code = server.run(make, sock, lambda: _banner(balancers[0]), known.config)
     say("ended")
     return code
 
 
-def read_argv(argv: Sequence[str]) -> BalancerSettings:
-    """Returns the settings that the words after ``banaserve route`` mean.
+def _from_file(argv: Sequence[str], path: Path) -> BalancerSettings:
+    """One owner for the settings, so that reading the file again means the same."""
+    if len(argv) > (1 if argv[0].startswith("--config=") else 2):
+        raise UserError(f"--config goes alone: write the other options into {path}")
+    return read_settings(path)
 
-    Raises:
-        UserError: A word or a value that makes no sense.
-    """
-    known = _make_parser().parse_args(argv)
+
+def _from_words(known: argparse.Namespace) -> BalancerSettings:
     keys = known.api_key or [key for key in [os.environ.get("BANASERVE_API_KEY", "")] if key]
     options = dict(read_pair("--policy-option", text) for text in known.policy_option)
     return BalancerSettings(
@@ -99,6 +103,7 @@ def _make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    add("--config", type=Path, metavar="FILE", help="TOML or YAML, instead of all other options")
     add("--replica", action="append", default=[], metavar="URL", help="one server; repeat")
     add("--policy", default=_DEFAULTS.policy.name, help=", ".join(registry.names()))
     add("--preset", default="", help="the policy's set of options to start from")

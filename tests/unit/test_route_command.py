@@ -13,7 +13,7 @@ import urllib.request
 import pytest
 
 from banaserve.cli import main as cli
-from banaserve.cli.route import read_argv
+from banaserve.cli.route import _from_words, _make_parser
 
 REPLICA = ["--replica", "http://127.0.0.1:9"]
 
@@ -55,6 +55,10 @@ def test_keys_come_from_the_environment_where_the_line_has_none(monkeypatch):
     settings = read_argv(REPLICA)
     assert (settings.api_keys, settings.replica_key) == (("theirs",), "ours")
     assert read_argv([*REPLICA, "--api-key", "k"]).api_keys == ("k",)
+
+
+def read_argv(argv):
+    return _from_words(_make_parser().parse_args(argv))
 
 
 class _Replica(http.server.BaseHTTPRequestHandler):

@@ -1,0 +1,102 @@
+"""``--config FILE``: TOML or YAML as settings, with mistakes named by file and key."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from banaserve.balancer.settings import (
+    BalancerSettings,
+    HealthSettings,
+    LimitSettings,
+    PeerSettings,
+    PolicySettings,
+    ReplicaSettings,
+    TenantSettings,
+)
+from banaserve.errors import UserError
+
+_MAX_BYTES = 4 * 1024 * 1024
+_SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "$": BalancerSettings,
+    "$.policy": PolicySettings,
+    "$.limits": LimitSettings,
+    "$.health": HealthSettings,
+    "$.replicas[...]": ReplicaSettings,
+    "$.peers[...]": PeerSettings,
+    "$.tenants[...]": TenantSettings,
+}
+_UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`(?: - at `([^`]*)`)?")
+_NUMBER = re.compile(r"\[\d+\]")
+_AT = re.compile(r"(.*) - at `\$\.?(.*)`")
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is there twice, which YAML's own loader overwrites in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.MarkedYAMLError(problem=f"the key {key!r} is no word")
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key} is there twice")
+            seen.add(key)
+        made: dict[Any, Any] = super().construct_mapping(node, deep)
+        return made
+
+
+def read_settings(path: Path) -> BalancerSettings:
+    """Returns what ``path`` says; the part after the last dot tells TOML from YAML.
+
+    Raises:
+        UserError: The file cannot be read, or something in it makes no sense; names file and key.
+    """
+    table = _read(path)
+    try:
+        settings = msgspec.convert(table, BalancerSettings)
+        settings.check()
+        if not settings.replicas and not settings.peers:
+            raise UserError("no replica: give replicas, each with its url")
+    except msgspec.ValidationError as error:
+        raise UserError(f"{path}: {_explain(str(error))}") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return settings
+
+
+def _read(path: Path) -> Any:
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise UserError(f"{path} is larger than {_MAX_BYTES} bytes")
+        text = path.read_text()
+        if path.suffix in (".yaml", ".yml"):
+            return yaml.load(text, _Loader)
+        if path.suffix != ".toml":
+            raise UserError(f"{path}: write TOML to a .toml file or YAML to a .yaml file")
+        return tomllib.loads(text)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
+
+
+def _explain(message: str) -> str:
+    unknown = _UNKNOWN.fullmatch(message)
+    if unknown is None:
+        placed = _AT.fullmatch(message)
+        return f"{placed[2]}: {placed[1]}" if placed else message
+    key, place = unknown[1], unknown[2] or "$"
+    section = _SECTIONS.get(_NUMBER.sub("[...]", place))
+    known = section.__struct_fields__ if section is not None else ()
+    near = get_close_matches(key, known, n=1, cutoff=0.0)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    where = place.removeprefix("$").removeprefix(".")
+    return f"unknown key {where}{'.' if where else ''}{key}{hint}"

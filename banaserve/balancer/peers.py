@@ -1,0 +1,171 @@
+"""What balancers of different regions tell each other, ten times a second, behind a shared key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from time import monotonic
+from typing import Annotated
+
+import msgspec
+
+from banaserve.balancer.fetch import fetch
+from banaserve.balancer.settings import HealthSettings, PeerSettings, ReplicaSettings
+from banaserve.balancer.target import Target
+from banaserve.errors import UserError
+from banaserve.orchestrator.replicas.fleet import Fleet, Report
+from banaserve.orchestrator.replicas.interface import ReplicaView
+
+STATE_PATH = b"/_banaserve/state"
+PROTOCOL = 1
+DEAD_AFTER_S = 2.0
+"""Twenty looks without an answer: longer than a pause of the garbage collector or the network."""
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=10**6)]
+_Name = Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class ReplicaState(msgspec.Struct, frozen=True):
+    """A replica, so that others can look after it. Keys are never told."""
+
+    url: _Name
+    id: _Name
+    models: Annotated[list[_Name], msgspec.Meta(max_length=256)] = []
+    max_prompt_tokens: _Count = 0
+
+
+class PeerState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a balancer says of itself.
+
+    Attributes:
+        num_available: Replicas that may be sent a request at once.
+        distances_ms: Smoothed round trips to the others.
+    """
+
+    region: _Name
+    queue_length: _Count = 0
+    num_available: _Count = 0
+    pending: _Count = 0
+    running: _Count = 0
+    replicas: Annotated[list[ReplicaState], msgspec.Meta(max_length=10_000)] = []
+    distances_ms: Annotated[dict[_Name, float], msgspec.Meta(max_length=1000)] = {}
+    protocol: int = PROTOCOL
+
+
+_decode = msgspec.json.Decoder(PeerState).decode
+encode_state = msgspec.json.Encoder().encode
+
+
+def is_free(view: ReplicaView) -> bool:
+    """Whether a replica would batch a request at once."""
+    return view.is_available and view.pending == 0
+
+
+class PeerProber:
+    """Looks at one peer as long as it runs.
+
+    Attributes:
+        state: What it last said.
+        distance_ms: To it and back.
+    """
+
+    def __init__(
+        self,
+        settings: PeerSettings,
+        target: Target,
+        fleet: Fleet,
+        health: HealthSettings,
+        on_change: Callable[[Target], None],
+        on_report: Callable[[], None],
+        log: Callable[[str], None],
+    ) -> None:
+        self._settings, self._target, self._fleet, self._health = settings, target, fleet, health
+        self._on_change, self._on_report, self._log = on_change, on_report, log
+        self._task: asyncio.Task[None] | None = None
+        self._heard_at_s = monotonic()
+        self._complaint = ""
+        self.state = PeerState(region=settings.region)
+        self.distance_ms = settings.distance_ms
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._look_often())
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def is_dead(self, now_s: float) -> bool:
+        """Whether it has been silent for long."""
+        return now_s - self._heard_at_s > DEAD_AFTER_S
+
+    def replicas(self) -> list[ReplicaSettings]:
+        """Returns its replicas: as it last told, else as the settings know them."""
+        if not self.state.replicas:
+            return list(self._settings.replicas)
+        return [
+            ReplicaSettings(
+                url=one.url, id=one.id, models=tuple(one.models),
+                max_prompt_tokens=one.max_prompt_tokens,
+            )
+            for one in self.state.replicas
+        ]  # fmt: skip
+
+    async def look(self) -> None:
+        """Ask the peer once."""
+        target, asked_s = self._target, monotonic()
+        try:
+            answer = await fetch(
+                target.pool, "GET", STATE_PATH.decode(), target.fields, self._health.timeout_s
+            )
+            state = self._read(answer.status, answer.body)
+        except OSError:
+            state = None
+        now_s = monotonic()
+        if state is not None:
+            self._take(state, asked_s, answer.took_ms)
+        if target.looked(state is not None, self._health.failures, now_s):
+            self._on_change(target)
+
+    def _read(self, status: int, body: bytes) -> PeerState | None:
+        """Returns its state, or None where it is none; a new complaint is one line in the log."""
+        complaint, state = "", None
+        try:
+            if status != 200:
+                complaint = f"answers {status}" + (": is peer_key the same?" * (status == 401))
+            else:
+                state = _decode(body)
+                for one in state.replicas:
+                    ReplicaSettings(url=one.url).check()
+                if state.protocol != PROTOCOL:
+                    complaint = f"speaks protocol {state.protocol}, not {PROTOCOL}: update one"
+                elif state.region != self._settings.region:
+                    complaint = f"says it is {state.region}: correct the settings"
+        except (msgspec.DecodeError, UnicodeDecodeError, UserError) as error:
+            complaint = f"makes no sense: {error}"
+        if complaint and complaint != self._complaint:
+            self._log(f"peer {self._settings.region} at {self._settings.url} {complaint}")
+        self._complaint = complaint
+        return None if complaint else state
+
+    def _take(self, state: PeerState, asked_s: float, took_ms: float) -> None:
+        target_id = self._target.view.id
+        self._heard_at_s, self.state = monotonic(), state
+        self._fleet.measured_round_trip(target_id, took_ms)
+        self.distance_ms = self._target.view.round_trip_ms or took_ms
+        self._fleet.reported(
+            target_id,
+            Report(
+                asked_s,
+                pending=state.pending,
+                running=state.running,
+                queue_length=state.queue_length,
+                num_available=state.num_available,
+            ),
+        )
+        self._on_report()
+
+    async def _look_often(self) -> None:
+        while True:
+            began_s = monotonic()
+            await self.look()
+            await asyncio.sleep(max(0.0, self._health.report_interval_s - monotonic() + began_s))

@@ -1,0 +1,204 @@
+"""The targets of one balancer: its own replicas, those it looks after for others, and peers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from time import monotonic
+
+from banaserve.balancer.endpoint import parse_endpoint
+from banaserve.balancer.peers import PeerProber, PeerState, ReplicaState, is_free
+from banaserve.balancer.prober import Prober
+from banaserve.balancer.settings import (
+    BalancerSettings,
+    PeerSettings,
+    ReplicaSettings,
+    replica_id,
+)
+from banaserve.balancer.succession import heir
+from banaserve.balancer.target import Target
+from banaserve.orchestrator.replicas.fleet import Fleet
+from banaserve.orchestrator.replicas.interface import (
+    PeerView,
+    ReplicaId,
+    ReplicaView,
+    Request,
+)
+from banaserve.orchestrator.replicas.policy import may_serve
+
+BLIND = frozenset(("round_robin", "random", "least_requests", "power_of_two"))
+"""Policies that read neither prompts nor reports."""
+
+PEER_PREFIX = "region:"
+
+
+class Roster:
+    """Who may be sent requests, and who looks at them.
+
+    Attributes:
+        adopted: Ids of replicas by the region whose balancer is dead.
+    """
+
+    def __init__(
+        self, fleet: Fleet, log: Callable[[str], None], on_change: Callable[[], None]
+    ) -> None:
+        self.targets: dict[str, Target] = {}
+        self.adopted: dict[str, list[str]] = {}
+        self._fleet, self._log, self._on_change = fleet, log, on_change
+        self._probers: dict[str, Prober] = {}
+        self._peers: dict[str, PeerProber] = {}
+        self._own: tuple[ReplicaSettings, ...] = ()
+        self._settings = BalancerSettings()
+        self._is_started = False
+
+    def take_settings(self, settings: BalancerSettings) -> None:
+        """Bring the targets in line with ``settings``; what stays the same is not touched."""
+        before, self._settings = self._settings, settings
+        same = (settings.health, settings.replica_key, settings.limits) == (
+            before.health,
+            before.replica_key,
+            before.limits,
+        )
+        kept = set(settings.replicas) & set(self._own) if same else set()
+        for one in self._own:
+            if one not in kept:
+                self._remove(replica_id(one))
+        for one in settings.replicas:
+            if one not in kept:
+                self._add(one, settings.region)
+        self._own = settings.replicas
+        for peer in settings.peers:
+            if peer.region not in self._peers:
+                self._add_peer(peer)
+
+    async def start(self) -> None:
+        """Look at every replica once, then go on looking."""
+        probers: list[Prober | PeerProber] = [*self._probers.values(), *self._peers.values()]
+        await asyncio.gather(*(prober.look() for prober in probers))
+        for target in self.targets.values():
+            if target.num_failed_looks:
+                target.is_healthy = False
+                target.refresh(monotonic())
+                self._log(f"{target.name} does not answer; looking again")
+        self._is_started = True
+        for prober in probers:
+            prober.start()
+
+    def stop(self) -> None:
+        """Look no more, and close every connection."""
+        for prober in self._probers.values():
+            prober.stop()
+        for peer in self._peers.values():
+            peer.stop()
+        for target in self.targets.values():
+            target.pool.close()
+
+    def has_other(self, request: Request, tried: set[str]) -> bool:
+        """Whether a target that is not in ``tried`` may serve ``request`` at present."""
+        return any(
+            one.view.is_available
+            and one.view.id not in tried
+            and not (one.is_peer and request.was_forwarded)
+            and may_serve(one.view, request)
+            for one in self.targets.values()
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would find somebody."""
+        return any(one.is_healthy and not one.breaker.is_open for one in self.targets.values())
+
+    def state(self, queue_length: int) -> PeerState:
+        """Returns what this balancer tells the others."""
+        views = [one.view for one in self.targets.values() if not one.is_peer]
+        return PeerState(
+            region=self._settings.region,
+            queue_length=queue_length,
+            num_available=sum(map(is_free, views)),
+            pending=sum(view.pending for view in views),
+            running=sum(max(view.running, view.outstanding) for view in views),
+            replicas=[
+                ReplicaState(one.url, replica_id(one), list(one.models), one.max_prompt_tokens)
+                for one in self._own
+            ],
+            distances_ms={name: peer.distance_ms for name, peer in self._peers.items()},
+        )
+
+    def look_after(self, now_s: float) -> None:
+        """Take in the replicas of balancers that are dead, and return those of the living."""
+        alive = {name for name, peer in self._peers.items() if not peer.is_dead(now_s)}
+        own = self._settings.region
+        for name, peer in self._peers.items():
+            if name in alive:
+                for one in self.adopted.pop(name, ()):
+                    self._remove(one)
+                    self._log(f"replica {one} is returned to {name}")
+                continue
+            distances = {own: peer.distance_ms} | {
+                other: self._peers[other].state.distances_ms.get(name, float("inf"))
+                for other in alive
+            }
+            if heir(distances) == own and name not in self.adopted:
+                self._adopt(name, peer)
+
+    def _adopt(self, region: str, peer: PeerProber) -> None:
+        self.adopted[region] = []
+        for one in peer.replicas():
+            if replica_id(one) not in self.targets:
+                self._add(one, region)
+                self.adopted[region].append(replica_id(one))
+        shown = ", ".join(self.adopted[region]) or "none are known"
+        self._log(f"the balancer of {region} is dead; its replicas are served from here: {shown}")
+        self._on_change()
+
+    def _add(self, one: ReplicaSettings, region: str) -> None:
+        settings = self._settings
+        view = ReplicaView(
+            ReplicaId(replica_id(one)), region, frozenset(one.models), one.max_prompt_tokens
+        )
+        self._fleet.add(view)
+        target = self.targets[view.id] = Target(
+            view,
+            parse_endpoint(one.url),
+            one.key or settings.replica_key,
+            one.max_outstanding or settings.limits.max_outstanding,
+            settings.health,
+            settings.limits.connect_timeout_s,
+        )
+        self._probers[view.id] = prober = Prober(
+            target,
+            self._fleet,
+            settings.health,
+            self._changed,
+            self._on_change,
+            reads_reports=settings.policy.name not in BLIND,
+        )
+        if self._is_started:
+            prober.start()
+
+    def _add_peer(self, peer: PeerSettings) -> None:
+        settings = self._settings
+        view = PeerView(ReplicaId(PEER_PREFIX + peer.region), peer.region)
+        view.round_trip_ms = peer.distance_ms
+        target = Target(
+            view, parse_endpoint(peer.url), "", 0, settings.health,
+            settings.limits.connect_timeout_s,
+        )  # fmt: skip
+        target.fields += b"X-Banaserve-Peer: %b\r\n" % settings.peer_key.encode()
+        may_forward = settings.forward_to is None or peer.region in settings.forward_to
+        if may_forward and getattr(self._fleet.policy, "uses_peers", False):
+            self._fleet.add(view)
+            self.targets[view.id] = target
+        self._peers[peer.region] = PeerProber(
+            peer, target, self._fleet, settings.health, self._changed, self._on_change, self._log
+        )
+
+    def _remove(self, target_id: str) -> None:
+        target = self.targets.pop(target_id)
+        self._probers.pop(target_id).stop()
+        self._fleet.remove(target.view.id)
+        target.pool.retire()
+
+    def _changed(self, target: Target) -> None:
+        self._log(f"{target.name} {'is back' if target.is_healthy else 'does not answer'}")
+        self._on_change()
