@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from banaserve.bench import result, router_proxy
+from banaserve.bench import result, router_decisions, router_proxy
 from banaserve.bench.servers import end_on_sigterm
 
 
@@ -24,6 +24,8 @@ def main(argv: Sequence[str]) -> int:
     add("--rate", type=float, default=200.0, help="requests/s where latency is compared")
     add("--policy", default="cache_aware", help="of banaserve route")
     add("--peers", type=Path, metavar="FOLDER", help="install the other routers there and compare")
+    add("--insertions", type=int, default=10_000_000, help="into the bounded prefix tree")
+    add("--only", choices=("decisions", "proxy"), help="one part of the two")
     add("--seed", type=int, default=0)
     given = parser.parse_args(list(argv))
     end_on_sigterm()
@@ -37,7 +39,12 @@ def main(argv: Sequence[str]) -> int:
         given.peers,
         given.seed,
     )
-    figures, notes = router_proxy.figures(options)
+    figures, notes, raw = {}, [], {}
+    if given.only != "proxy":
+        figures, notes, raw = router_decisions.figures(given.runs, given.seed, given.insertions)
+    if given.only != "decisions":
+        proxy_figures, proxy_notes = router_proxy.figures(options)
+        figures, notes = {**figures, **proxy_figures}, [*notes, *proxy_notes]
     asked = {
         key: value for key, value in vars(given).items() if key not in ("json", "seed", "peers")
     }
@@ -48,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
         started_at=started_at,
         figures=figures,
         notes=notes,
+        raw=raw,
     )
     Console().print(result.table(record))
     if given.json is not None:

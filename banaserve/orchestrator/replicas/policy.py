@@ -66,12 +66,20 @@ class Policy(Deaf, ABC):
         self.unit_bytes = unit_bytes
 
     def choose(self, request: Request, fleet: FleetView) -> Decision:
-        may = [view for view in self._known(request, fleet) if may_serve(view, request)]
-        if not may:
-            return Decision(None, Reason.NONE_MAY)
-        candidates = [view for view in may if view.is_available]
+        known = self._known(request, fleet)
+        regions, model, tokens = request.allowed_regions, request.model, request.num_tokens
+        # ``may_serve`` written out: this is most of a decision over hundreds of replicas.
+        candidates = [
+            view
+            for view in known
+            if view.is_available
+            and (regions is None or view.region in regions)
+            and (not model or not view.models or model in view.models)
+            and (not view.max_prompt_tokens or tokens <= view.max_prompt_tokens)
+        ]
         if not candidates:
-            return Decision(None, Reason.NONE_AVAILABLE)
+            may_wait = any(may_serve(view, request) for view in known)
+            return Decision(None, Reason.NONE_AVAILABLE if may_wait else Reason.NONE_MAY)
         return self.pick(request, candidates, fleet)
 
     @abstractmethod

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+_EVERY = 16
+"""Samples from one fit to the next: a fit costs as much as a decision."""
+
 
 class Rates:
     """Fits first token time = base + p x uncached + q x backlog, in milliseconds, while it runs.
@@ -35,7 +38,8 @@ class Rates:
                 self._squares[i][j] = self._memory * self._squares[i][j] + row[i] * row[j]
             self._products[i] = self._memory * self._products[i] + row[i] * milliseconds
         self.num_samples += 1
-        self._fit()
+        if self.num_samples < _EVERY or self.num_samples % _EVERY == 0:
+            self._fit()
 
     def state(self) -> list[float]:
         """Returns all that is known, as 13 numbers."""

@@ -89,11 +89,13 @@ class SkyWalker(TreePolicy):
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
     ) -> Decision:
-        local = [view for view in candidates if not isinstance(view, PeerView)]
-        free = [view for view in local if self._takes_more(view, fleet.now_s)]
+        local, peers = candidates, []
+        if fleet.peers:
+            local = [view for view in candidates if not isinstance(view, PeerView)]
+            peers = [view for view in candidates if isinstance(view, PeerView)]
+        free = self._free(local, fleet.now_s)
         if free:
             return self.among(request, free, fleet)
-        peers = [view for view in candidates if isinstance(view, PeerView)]
         open_peers = [view for view in peers if self._is_open(view, fleet)]
         if not open_peers:
             return Decision(None, Reason.ALL_BUSY)
@@ -109,16 +111,24 @@ class SkyWalker(TreePolicy):
         target = free[self.least([view.outstanding for view in free])].id
         return Decision(target, Reason.EXPLORE, hits.get(target, 0))
 
-    def _takes_more(self, view: ReplicaView, now_s: float) -> bool:
+    def _free(self, views: Sequence[ReplicaView], now_s: float) -> Sequence[ReplicaView]:
+        """Returns those of ``views`` that take more."""
         options = self.options
         if options.push == BLIND:
-            return True
-        at_s = view.reported_at_s
-        is_told = at_s is not None and now_s - at_s <= options.stale_after_s
-        if options.push == PENDING and is_told:
-            has_credit = not options.credit or view.sent_since_report < options.credit
-            return view.pending == 0 and has_credit
-        return view.outstanding < options.max_outstanding
+            return views
+        if options.push == OUTSTANDING:
+            return [view for view in views if view.outstanding < options.max_outstanding]
+        since_s = now_s - options.stale_after_s
+        credit, most = options.credit or float("inf"), options.max_outstanding
+        return [
+            view
+            for view in views
+            if (
+                view.pending == 0 and view.sent_since_report < credit
+                if view.reported_at_s is not None and view.reported_at_s >= since_s
+                else view.outstanding < most
+            )
+        ]
 
     def _is_open(self, peer: PeerView, fleet: FleetView) -> bool:
         if self.options.push == BLIND:
