@@ -39,7 +39,9 @@ def main(argv: Sequence[str]) -> int:
         given.peers,
         given.seed,
     )
-    figures, notes, raw = {}, [], {}
+    figures: dict[str, result.Figure] = {}
+    notes: list[str] = []
+    raw: dict[str, object] = {}
     if given.only != "proxy":
         figures, notes, raw = router_decisions.figures(given.runs, given.seed, given.insertions)
     if given.only != "decisions":
