@@ -27,8 +27,10 @@ QUICK_BUDGET_S = 600.0
 _GRACE_S = 20.0
 QUICK: Mapping[str, tuple[str, ...]] = {
     "kvstore": ("--runs", "1", "--repeats", "3", "--blocks", "8", "--disk-blocks", "16"),
+    "copies": ("--runs", "1", "--repeats", "3", "--disk-blocks", "16"),
     "orchestrator": ("--runs", "1", "--requests", "20000", "--instances", "64"),
     "pipeline": ("--runs", "1", "--blocks", "3", "--cached-blocks", "2"),
+    "router": ("--runs", "1", "--requests", "500", "--streams", "32"),
     "migration": (
         *("--runs", "1", "--contexts", "200", "--cases", "layers_1", "heads_1"),
         *("--batch-requests", "0"),
