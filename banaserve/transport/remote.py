@@ -15,12 +15,20 @@ class PlannedRegion(ABC):
 
     Args:
         descriptor: Of the region.
+
+    Attributes:
+        never_waits_for_peer: Copies end by themselves, whatever the peer does.
     """
+
+    never_waits_for_peer = False
 
     def __init__(self, descriptor: RegionDescriptor) -> None:
         self._descriptor = descriptor
         self._copies = CopyThread(
-            f"transport-{descriptor.transport}-copy", self._carry_out, self._break_off
+            f"transport-{descriptor.transport}-copy",
+            self._carry_out,
+            self._break_off,
+            waiters_help=self.never_waits_for_peer,
         )
 
     @property

@@ -164,6 +164,8 @@ class ShmOffer:
 class ShmRemote(PlannedRegion):
     """A peer's memory file, mapped here."""
 
+    never_waits_for_peer = True
+
     def __init__(
         self,
         transport: ShmTransport,

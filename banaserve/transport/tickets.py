@@ -24,9 +24,15 @@ class PlanTicket:
         plan: What to copy.
     """
 
-    def __init__(self, plan: Plan, interrupt: Callable[[PlanTicket], None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        interrupt: Callable[[PlanTicket], None],
+        help_with: Callable[[PlanTicket], None] | None,
+    ) -> None:
         self.plan = plan
         self._interrupt = interrupt
+        self._help_with = help_with
         self._ended = threading.Event()
         self._cancelled = False
         self._error: TransportError | None = None
@@ -35,6 +41,8 @@ class PlanTicket:
         return self._ended.is_set()
 
     def wait(self, timeout_s: float) -> None:
+        if self._help_with is not None and timeout_s > 0:
+            self._help_with(self)
         if not self._ended.wait(max(0.0, timeout_s)):
             raise TransferTimeoutError(f"a transfer has not ended within {timeout_s:g} s")
         if self._error is not None:
@@ -74,6 +82,9 @@ class CopyThread:
             raises a TransportError where it fails.
         break_off: Makes a ``carry_out`` that waits for the peer return with PeerGoneError. Called
             from any thread, when a cancelled transfer has not stopped by itself.
+        waiters_help: Whoever waits for the ticket whose turn it is carries it out: that spares two
+            changes of threads, each of which waits for a core and the GIL. Only where
+            ``carry_out`` never waits for the peer.
     """
 
     def __init__(
@@ -81,7 +92,10 @@ class CopyThread:
         name: str,
         carry_out: Callable[[PlanTicket], None],
         break_off: Callable[[], None],
+        *,
+        waiters_help: bool = False,
     ) -> None:
+        self._waiters_help = waiters_help
         self._carry_out = carry_out
         self._break_off = break_off
         self._changed = threading.Condition()
@@ -97,7 +111,7 @@ class CopyThread:
         Raises:
             PeerGoneError: The thread was closed.
         """
-        ticket = PlanTicket(plan, self._interrupt)
+        ticket = PlanTicket(plan, self._interrupt, self._help if self._waiters_help else None)
         with self._changed:
             if self._closed:
                 raise PeerGoneError("the region is closed")
@@ -130,23 +144,39 @@ class CopyThread:
 
     def _run(self) -> None:
         while (ticket := self._next()) is not None:
-            error: TransportError | None = None
-            try:
-                ticket.check()
-                self._carry_out(ticket)
-            except TransportError as raised:
-                error = raised
-            except Exception as raised:
-                error = PeerGoneError(f"the transfer failed: {raised!r}")
+            self._do(ticket)
+
+    def _help(self, ticket: PlanTicket) -> None:
+        with self._changed:
+            if self._current is not None or not self._waiting or self._waiting[0] is not ticket:
+                return
+            self._current = self._waiting.popleft()
+        self._do(ticket)
+
+    def _do(self, ticket: PlanTicket) -> None:
+        error: TransportError | None = PeerGoneError("the transfer was broken off")
+        try:
+            ticket.check()
+            self._carry_out(ticket)
+            error = None
+        except TransportError as raised:
+            error = raised
+        except Exception as raised:
+            error = PeerGoneError(f"the transfer failed: {raised!r}")
+        finally:
+            # A signal may end the thread that waits and helps: others must not wait for it.
             self._finish(ticket, error)
 
     def _next(self) -> PlanTicket | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            if self._waiting:
-                self._current = self._waiting.popleft()
-                return self._current
-            return None
+            self._changed.wait_for(lambda: self._is_next() or self._closed)
+            if not self._is_next():
+                return None
+            self._current = self._waiting.popleft()
+            return self._current
+
+    def _is_next(self) -> bool:
+        return bool(self._waiting) and self._current is None
 
     def _finish(self, ticket: PlanTicket, error: TransportError | None) -> None:
         with self._changed:

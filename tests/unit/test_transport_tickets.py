@@ -1,0 +1,93 @@
+"""Who carries transfers out, and in which order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from banaserve.transport.errors import PeerGoneError, TransferCancelledError
+from banaserve.transport.memory import Memory, Plan
+from banaserve.transport.tickets import CopyThread, PlanTicket
+
+WAIT_S = 20.0
+NOTHING = np.empty(0, np.int64)
+
+
+def plan(number: int) -> Plan:
+    """Its number stands where its bytes do."""
+    return Plan(Memory(0, 0), NOTHING, NOTHING, 0, number, True)
+
+
+class Copies:
+    """Notes which thread has carried out which plan; the first one waits to be let go."""
+
+    def __init__(self, waiters_help: bool) -> None:
+        self.done: list[tuple[int, str]] = []
+        self.go_on = threading.Event()
+        self.begun = threading.Event()
+        self.then: Callable[[int], None] = lambda number: None
+        self.thread = CopyThread(
+            "copies", self._carry_out, self.go_on.set, waiters_help=waiters_help
+        )
+
+    def _carry_out(self, ticket: PlanTicket) -> None:
+        if not ticket.plan.epoch:
+            self.begun.set()
+            self.go_on.wait(WAIT_S)
+        ticket.check()
+        self.then(ticket.plan.epoch)
+        self.done.append((ticket.plan.epoch, threading.current_thread().name))
+
+
+@pytest.mark.parametrize("waiters_help", [True, False])
+def test_transfers_end_in_the_order_of_their_submission(waiters_help: bool) -> None:
+    copies = Copies(waiters_help)
+    tickets = [copies.thread.submit(plan(number)) for number in range(40)]
+    assert copies.begun.wait(WAIT_S)
+    waiting = [threading.Thread(target=t.wait, args=(WAIT_S,)) for t in reversed(tickets)]
+    for thread in waiting:
+        thread.start()
+    copies.go_on.set()
+    for thread in waiting:
+        thread.join()
+    assert [number for number, _ in copies.done] == list(range(40))
+    if not waiters_help:
+        assert {name for _, name in copies.done} == {"copies"}
+    copies.thread.close()
+
+
+def test_a_transfer_that_somebody_helps_with_can_be_cancelled_and_closed() -> None:
+    copies = Copies(True)
+    first, second = copies.thread.submit(plan(0)), copies.thread.submit(plan(1))
+    assert copies.begun.wait(WAIT_S)
+    canceller = threading.Thread(target=first.cancel)
+    canceller.start()
+    with pytest.raises(TransferCancelledError):
+        first.wait(WAIT_S)
+    second.wait(WAIT_S)
+    canceller.join()
+    copies.thread.close()
+    with pytest.raises(PeerGoneError):
+        copies.thread.submit(plan(2))
+
+
+def test_a_helper_that_is_interrupted_leaves_nobody_waiting() -> None:
+    copies = Copies(True)
+
+    def interrupt(number: int) -> None:
+        if threading.current_thread().name != "copies":
+            raise KeyboardInterrupt
+
+    copies.then = interrupt
+    for number in range(1, 10_000):  # until this thread is the one that does it
+        ticket = copies.thread.submit(plan(number))
+        try:
+            ticket.wait(WAIT_S)
+        except KeyboardInterrupt:
+            break
+    with pytest.raises(PeerGoneError, match="broken off"):
+        ticket.wait(WAIT_S)
+    copies.thread.close()
