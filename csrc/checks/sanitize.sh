@@ -17,8 +17,8 @@ done
 ln -s "$PWD/$build/lib/banaserve/"_native*.so "$build/tree/banaserve/"
 # Python itself is not built with the sanitizers: they have to be there before it. It leaks what it
 # keeps until it ends.
-export LD_PRELOAD="$(c++ -print-file-name=libasan.so) $(c++ -print-file-name=libubsan.so) \
-$(c++ -print-file-name=libstdc++.so.6)"
+preload=$(for name in asan.so ubsan.so stdc++.so.6; do c++ -print-file-name="lib$name"; done)
+export LD_PRELOAD=${preload//$'\n'/ }
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1
 export PYTHONPATH="$PWD/$build/tree" PYTHONSAFEPATH=1 PYTHONMALLOC=malloc
 .venv/bin/python csrc/checks/fuzz.py "${1:-300}"

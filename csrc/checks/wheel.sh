@@ -4,11 +4,15 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONSAFEPATH=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_QUIET=2
-wheel=$PWD/$(ls -t dist/banaserve-*.whl | head -n 1)
+wheel=
+for found in "$PWD"/dist/banaserve-*.whl; do
+    [ ! "$found" -nt "$wheel" ] || wheel=$found
+done
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 say() { echo "[wheel-check] $*"; }
 fail() { say "$*" >&2; exit 1; }
+[ -n "$wheel" ] || fail "no wheel in dist/: run make wheel"
 say "$(basename "$wheel")"
 
 .venv/bin/python -m venv "$work/tools"
