@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -30,5 +33,8 @@ def run_giving_way(work: Callable[[], T]) -> T:
 
 def _give_way() -> None:
     thread = threading.get_native_id()
-    before = os.getpriority(os.PRIO_PROCESS, thread)
-    os.setpriority(os.PRIO_PROCESS, thread, min(_LOWEST, before + _STEP))
+    try:
+        before = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, min(_LOWEST, before + _STEP))
+    except OSError as refused:
+        logger.warning("what should give way to engines does not: %s", refused)
