@@ -27,7 +27,7 @@ ELEMENT_BYTES = 4
 MAX_LAYERS = 10
 MAX_KV_HEADS = 4
 # Raise it whenever the files that are written change.
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _SPREAD = 0.08
 """Of the weights: wide enough that the best token is rarely close to the next one."""
@@ -116,7 +116,8 @@ def _config(miniature: Miniature, packaged: dict[str, Any]) -> dict[str, Any]:
         "num_attention_heads": miniature.num_heads,
         "num_hidden_layers": miniature.num_layers,
         "num_key_value_heads": miniature.num_kv_heads,
-        "tie_word_embeddings": True,
+        # Tied, the likeliest token would be the one before, again and again.
+        "tie_word_embeddings": False,
         "dtype": "float32",
         "torch_dtype": "float32",
     }
@@ -133,6 +134,7 @@ def _weights(
 
     queries, keys = miniature.num_heads * HEAD_SIZE, miniature.num_kv_heads * HEAD_SIZE
     yield "model.embed_tokens.weight", matrix(vocab_size, HIDDEN_SIZE)
+    yield "lm_head.weight", matrix(vocab_size, HIDDEN_SIZE)
     yield "model.norm.weight", ones
     for layer in range(miniature.num_layers):
         stem = f"model.layers.{layer}"

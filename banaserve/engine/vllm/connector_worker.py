@@ -212,7 +212,7 @@ class WorkerSide:
         self.stats.add(
             busy_seconds=times.step_s,
             load_seconds=times.fetch_s,
-            load_wait_seconds=times.step_s - times.compute_s,
+            load_wait_seconds=max(0.0, times.step_s - times.compute_s),
         )
 
     def _waited(self, seconds: float) -> None:
