@@ -276,6 +276,8 @@ class Balancer:
 
     def close(self) -> None:
         """Break off what is under way and close every connection."""
+        for exchange in list(self._under_way):
+            exchange.cancel()
         for client in list(self._clients):
             client.abort()
         self.roster.stop()

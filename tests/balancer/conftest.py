@@ -178,11 +178,52 @@ class Caller:
         self.writer.transport.abort()
 
 
+class Link:
+    """A way between two regions: bytes arrive later, in their order."""
+
+    def __init__(self, to_port, delay_s):
+        self._to_port, self._delay_s = to_port, delay_s
+        self._writers = set()
+
+    async def start(self):
+        self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    def stop(self):
+        self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    async def _carry(self, reader, writer):
+        self._writers.add(writer)
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to_port)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers.add(far_writer)
+        await asyncio.gather(self._one_way(reader, far_writer), self._one_way(far_reader, writer))
+        self._writers -= {writer, far_writer}
+
+    async def _one_way(self, reader, writer):
+        loop = asyncio.get_running_loop()
+        data = b"-"
+        while data:
+            try:
+                data = await reader.read(65536)
+            except OSError:
+                data = b""
+            deliver = writer.write if data else lambda _, writer=writer: writer.transport.abort()
+            loop.call_later(self._delay_s, deliver, data)
+
+
 class House:
     """The balancer under test with its replicas and clients."""
 
     def __init__(self):
         self.log = []
+        self.balancers = []
         self._open = []
 
     async def replica(self, behave=None, port=0):
@@ -198,18 +239,35 @@ class House:
             told.append(one if isinstance(one, ReplicaSettings) else ReplicaSettings(url=url))
         health = health or HealthSettings(interval_s=0.05, breaker_pause_s=0.05)
         told = BalancerSettings(replicas=tuple(told), health=health, **settings)
-        self.balancer = balancer = Balancer(told, self.log.append)
+        self.balancer, self.port, _ = await self.open(told)
+        return self.balancer
+
+    async def open(self, settings, port=0, log=None):
+        """Returns a balancer that serves, its port, and a function that kills it."""
+        balancer = Balancer(settings, (self.log if log is None else log).append)
         await balancer.start()
         loop = asyncio.get_running_loop()
-        sock = socket.create_server(("127.0.0.1", 0))
-        self.server = await loop.create_server(lambda: Client(balancer), sock=sock)
-        self.port = sock.getsockname()[1]
+        sock = socket.create_server(("127.0.0.1", port))
+        port = sock.getsockname()[1]
+        server = await loop.create_server(lambda: Client(balancer), sock=sock)
         ticking = loop.create_task(tick(balancer))
-        self._open += [self.server.close, ticking.cancel, balancer.close]
-        return balancer
 
-    async def caller(self):
-        return Caller(*await asyncio.open_connection("127.0.0.1", self.port))
+        def kill():
+            server.close()
+            ticking.cancel()
+            balancer.close()
+
+        self._open.append(kill)
+        self.balancers.append(balancer)
+        return balancer, port, kill
+
+    async def link(self, to_port, delay_s):
+        made = await Link(to_port, delay_s).start()
+        self._open.append(made.stop)
+        return made
+
+    async def caller(self, port=None):
+        return Caller(*await asyncio.open_connection("127.0.0.1", port or self.port))
 
     async def ask(self, *args, **kwargs):
         caller = await self.caller()
@@ -233,8 +291,8 @@ async def house():
     made = House()
     yield made
     made.close()
-    if hasattr(made, "balancer"):
-        await made.until(lambda: not made.balancer._clients)
-        made.balancer.fleet.check()
-        assert made.balancer._buffered_bytes == 0
-        assert made.balancer.fleet.num_flights == 0
+    for balancer in made.balancers:
+        await made.until(lambda: not balancer._clients)  # noqa: B023
+        balancer.fleet.check()
+        assert balancer._buffered_bytes == 0
+        assert balancer.fleet.num_flights == 0
