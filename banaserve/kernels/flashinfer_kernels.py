@@ -118,30 +118,12 @@ class FlashInferKernels(TritonKernels):
                 head sizes 80 and 96, KV heads that are no neighbours in ascending order, keys and
                 values of different strides, and what ``plan_pages`` refuses.
         """
-        import flashinfer
-
         check_attention(query, key_cache, value_cache, batch, heads)
         _check(query, key_cache, value_cache, heads)
         pages = plan_pages(batch, key_cache.shape[1], causal)
         first, count = heads.kv_heads[0], len(heads.kv_heads)
         caches = tuple(cache[:, :, first : first + count] for cache in (key_cache, value_cache))
-        wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace(query.device), "NHD", backend="fa2"
-        )
-        wrapper.plan(
-            batch.query_start,
-            pages.page_start.to(query.device),
-            pages.pages.to(query.device),
-            pages.last_page_tokens.to(query.device),
-            heads.num_query_heads,
-            count,
-            query.shape[2],
-            key_cache.shape[1],
-            causal=pages.is_causal,
-            sm_scale=scale,
-            q_data_type=query.dtype,
-            kv_data_type=query.dtype,
-        )
+        wrapper = self._planned(query, key_cache.shape[1], batch, heads, pages, scale)
         size, empty = heads.group_size, pages.is_empty.to(query.device)
         asking = [group * size + i for group in heads.groups for i in range(size)]
         if asking != list(range(query.shape[1])):
@@ -170,6 +152,37 @@ class FlashInferKernels(TritonKernels):
         nothing = empty.all(1)
         output = output.masked_fill(nothing[..., None], 0.0)
         return Part(output, (lse * math.log(2)).masked_fill(nothing, float("-inf")))
+
+    def _planned(
+        self,
+        query: torch.Tensor,
+        page_size: int,
+        batch: Batch,
+        heads: Heads,
+        pages: PagePlan,
+        scale: float,
+    ) -> Any:
+        """FlashInfer's wrapper, ready to run."""
+        import flashinfer
+
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace(query.device), "NHD", backend="fa2"
+        )
+        wrapper.plan(
+            batch.query_start,
+            pages.page_start.to(query.device),
+            pages.pages.to(query.device),
+            pages.last_page_tokens.to(query.device),
+            heads.num_query_heads,
+            len(heads.kv_heads),
+            query.shape[2],
+            page_size,
+            causal=pages.is_causal,
+            sm_scale=scale,
+            q_data_type=query.dtype,
+            kv_data_type=query.dtype,
+        )
+        return wrapper
 
     def _workspace(self, device: torch.device) -> torch.Tensor:
         if device not in self._workspaces:
