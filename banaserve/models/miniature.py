@@ -24,8 +24,7 @@ HIDDEN_SIZE = 64
 HEAD_SIZE = 32
 """The smallest that vLLM's attention on CPU takes."""
 ELEMENT_BYTES = 4
-MAX_LAYERS = 10
-MAX_KV_HEADS = 4
+MAX_LAYERS = 8
 # Raise it whenever the files that are written change.
 _FORMAT_VERSION = 2
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -49,10 +48,11 @@ class Miniature:
         """Returns the miniature of a model with these dimensions.
 
         Each of its layers and KV heads stands for the same number of the model's, so a share of
-        either is a share of the other. Its steps cost a CPU about as much as it has layers.
+        either is a share of the other. It has as few KV heads as can be told apart when heads
+        move: a CPU's work for a long prompt grows with layers times heads.
         """
-        layers = largest_divisor(num_layers, MAX_LAYERS)
-        kv_heads = largest_divisor(num_kv_heads, MAX_KV_HEADS)
+        layers = max(d for d in range(1, MAX_LAYERS + 1) if num_layers % d == 0)
+        kv_heads = min((d for d in range(2, num_kv_heads + 1) if num_kv_heads % d == 0), default=1)
         queries_a_head = min(2, num_heads // num_kv_heads)
         return cls(layers, kv_heads * queries_a_head, kv_heads, max_context_tokens)
 
@@ -60,11 +60,6 @@ class Miniature:
     def token_bytes(self) -> int:
         """K and V of one token in all layers."""
         return self.num_layers * 2 * self.num_kv_heads * HEAD_SIZE * ELEMENT_BYTES
-
-
-def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of ``number`` that is at most ``most``."""
-    return next(d for d in range(min(most, number), 0, -1) if number % d == 0)
 
 
 def resolve(

@@ -105,7 +105,12 @@ def test_the_banner_says_that_time_is_modelled():
 
 @pytest.mark.parametrize(
     ("modelled_shape", "expected"),
-    [((40, 40, 40), (10, 4, 4)), ((32, 32, 8), (8, 8, 4)), ((7, 6, 3), (7, 6, 3))],
+    [
+        ((40, 40, 40), (8, 2, 2)),
+        ((32, 32, 8), (8, 4, 2)),
+        ((7, 6, 3), (7, 6, 3)),
+        ((11, 1, 1), (1, 1, 1)),
+    ],
 )
 def test_a_miniature_has_the_proportions_of_the_model(modelled_shape, expected):
     layers, heads, kv_heads = modelled_shape
