@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from math import isfinite
+from typing import TYPE_CHECKING
 
 import msgspec
-from vllm.config import VllmConfig
 
 from banaserve.errors import UserError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 KEY = "banaserve_pacing"
 MAX_DILATION = 1000.0
