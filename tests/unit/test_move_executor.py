@@ -251,11 +251,13 @@ async def test_a_switch_by_hand_and_its_abort(world):
         world.roles.abort(change.id)
 
 
-@pytest.mark.parametrize("ends", ["itself", "its peer"])
-async def test_a_death_ends_a_switch(world, ends):
+@pytest.mark.parametrize("ends", [P1, P0])
+@pytest.mark.parametrize("left", [0, 1])  # what an instance had ends with it
+async def test_a_death_ends_a_switch(world, ends, left):
     world.instances[P1].inflight_requests = 1
     change = world.roles.begin("p1", "decode", 60)
-    world.instances[P1 if ends == "itself" else P0].die()
+    world.instances[ends].die()
+    world.instances[P1].inflight_requests = left
     assert (await world.roles.wait(change.id)).state == "failed"
     assert (world.instances[P1].role, world.instances[P1].is_draining) == (Role.PREFILL, False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from banaserve.clock import Clock
@@ -142,36 +142,35 @@ class Roles:
         self, change: RoleChange, instance: RoleInstance, role: Role, timeout_s: float
     ) -> None:
         began_s = self._clock.now()
-        stops: list[tuple[Callable[[], bool], str, str]] = [
-            (lambda: change.state == "aborted", "aborted", ""),
-            (lambda: not instance.is_ready, "failed", "the instance has ended"),
-            (
-                lambda: not self._has_peer(instance),
-                "failed",
-                f"no other instance serves {change.old} any more",
-            ),
-        ]
         try:
-            while instance.inflight_requests:
+            while True:
                 change.num_left = instance.inflight_requests
                 change.seconds = self._clock.now() - began_s
-                for holds, state, reason in stops:
-                    if holds():
-                        change.state, change.reason = state, reason
-                        return
-                if change.seconds >= timeout_s:
-                    change.state = "timed out"
-                    change.reason = f"{change.num_left} requests are left after {timeout_s:g} s"
-                    return
+                if ending := self._ending(change, instance, timeout_s):
+                    change.state, change.reason = ending
+                    break
+                if not change.num_left:
+                    instance.set_role(role)
+                    change.state = "done"
+                    logger.info("instance %s is for %s from here on", instance.id, role.value)
+                    break
                 await self._clock.sleep(_POLL_S)
-            if change.is_open:
-                instance.set_role(role)
-                change.state = "done"
-                logger.info("instance %s is for %s from here on", instance.id, role.value)
         except asyncio.CancelledError:
             change.state, change.reason = "aborted", "the server stops"
             raise
         finally:
             instance.is_draining = False
-            change.num_left = instance.inflight_requests
-            change.seconds = self._clock.now() - began_s
+
+    def _ending(
+        self, change: RoleChange, instance: RoleInstance, timeout_s: float
+    ) -> tuple[str, str] | None:
+        """State and reason where the role is to stay what it is."""
+        if not change.is_open:
+            return change.state, change.reason
+        if not instance.is_ready:
+            return "failed", "the instance has ended"
+        if not self._has_peer(instance):
+            return "failed", f"no other instance serves {change.old} any more"
+        if change.num_left and change.seconds >= timeout_s:
+            return "timed out", f"{change.num_left} requests are left after {timeout_s:g} s"
+        return None
