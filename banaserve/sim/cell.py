@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from banaserve.costs.profile import Profile
 from banaserve.costs.steps import StepCosts
 from banaserve.errors import NoInstanceError
-from banaserve.orchestrator.measure import Reports, smoothed
+from banaserve.orchestrator import control
+from banaserve.orchestrator.control import Mode
 from banaserve.orchestrator.migration import registry as migrations
 from banaserve.orchestrator.routing import registry as routings
 from banaserve.sim.engine import SimEngine
@@ -57,8 +58,7 @@ class Cell:
         self._migration = migrations.make(system.migration, **system.migration_options)
         self._max_tokens = min(profile.model.max_context_tokens, profile.memory.kv_tokens)
         self._block_tokens = profile.memory.block_tokens
-        self._is_balancing = False
-        self._before: Reports = {}
+        self._memory = control.Remembered()
         self.store = store
         self.caches: dict[InstanceId, PrefixCache] = {}
         self.load = 0
@@ -108,7 +108,7 @@ class Cell:
         for name, instance in self.instances.items():
             if instance.is_dirty or now_s > instance.view_old_s:
                 views[name] = instance.view(now_s)
-        return ClusterView(now_s, views, tuple(self.placing.under_way), self._is_balancing)
+        return ClusterView(now_s, views, tuple(self.placing.under_way))
 
     def _send(self, request: SimRequest) -> None:
         """Route ``request`` with everything that it has so far, and give it to its first leg."""
@@ -193,12 +193,12 @@ class Cell:
     # ---- control and faults
 
     def control(self) -> None:
-        """One cycle of the migration policy."""
+        """One turn of the control loop, the one that serves."""
         self.placing.bend()
-        view, self._before = smoothed(self.view(), self._before, self._system.smoothing_s)
-        plan = self._migration.plan(view)
-        self._is_balancing = plan.is_balancing
-        for step in plan.steps:
+        limits = self._system.control_limits
+        turn = control.turn(self.view(), self._migration, Mode.ON, False, limits, self._memory)
+        self._memory = turn.after
+        for step in turn.begin:
             self.placing.begin(step)
 
     def kill(self, name: InstanceId, back_after_s: float | None) -> None:
@@ -207,7 +207,8 @@ class Cell:
         lost = dead.engine.kill()
         dead.inflight = dead.inflight_prefill_tokens = 0
         dead.is_dirty = True
-        self.placing.lose(dead)
+        for step in self.placing.lose(dead):
+            self._memory = self._memory.with_failed(step.action, self._timeline.now_s)
         for request in lost:
             request.uncounted_tokens = 0
             self._restart(request)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from banaserve.costs import modules
 from banaserve.costs.profile import Profile
-from banaserve.orchestrator.migration import weighing
+from banaserve.orchestrator.control import words
 from banaserve.sim.instance import SimInstance
 from banaserve.sim.timeline import Timeline
 from banaserve.types import (
@@ -85,11 +85,15 @@ class Placing:
         self._count(step)
         self.bend()
 
-    def lose(self, dead: SimInstance) -> None:
-        """An instance has died: steps about it end, hosts take their modules home without KV."""
-        kept = [step for step in self.under_way if dead.id not in step.instances]
-        self.num_aborted += len(self.under_way) - len(kept)
-        self.under_way[:] = kept
+    def lose(self, dead: SimInstance) -> list[Step]:
+        """An instance has died: steps about it end, hosts take their modules home without KV.
+
+        Returns:
+            The steps that ended so.
+        """
+        aborted = [step for step in self.under_way if dead.id in step.instances]
+        self.num_aborted += len(aborted)
+        self.under_way[:] = [step for step in self.under_way if dead.id not in step.instances]
         for placement in dead.placements:
             guest = self._instances[placement.guest]
             guest.guest_bytes -= placement.guest_bytes
@@ -106,6 +110,7 @@ class Placing:
         assert dead.guest_bytes == 0
         dead.fit()
         self.bend()
+        return aborted
 
     def bend(self) -> None:
         """Set every engine's costs to what is away and what it hosts."""
@@ -131,14 +136,14 @@ class Placing:
 
     def told(self) -> list[tuple[float, str]]:
         """Returns when which step was committed, in words."""
-        return [(at_s, _words(step)) for at_s, step in self.done]
+        return [(at_s, words(step.action)) for at_s, step in self.done]
 
     def spans(self) -> list[tuple[float, float, str]]:
         """Returns the start, the time and the words of each step that was committed."""
         return [
-            (at_s, 0.0, _words(step))
+            (at_s, 0.0, words(step.action))
             if isinstance(step.action, SwitchRole)
-            else (at_s - step.cost_s, step.cost_s, _words(step))
+            else (at_s - step.cost_s, step.cost_s, words(step.action))
             for at_s, step in self.done
         ]
 
@@ -164,12 +169,3 @@ class Placing:
 
     def _count(self, step: Step) -> None:
         self.done.append((self._timeline.now_s, step))
-
-
-def _words(step: Step) -> str:
-    action = step.action
-    if isinstance(action, SwitchRole):
-        return f"switch {action.instance} from {action.old.value} to {action.role.value}"
-    if isinstance(action, MoveModule):
-        return weighing.words_of("move", action.module, action.host, action.guest)
-    return weighing.words_of("return", action.module, action.guest, action.host)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from banaserve.errors import UserError
 from banaserve.names import check_known
-from banaserve.orchestrator.measure import SMOOTHING_S
+from banaserve.orchestrator.control import Limits
 from banaserve.orchestrator.migration import registry as migrations
 from banaserve.orchestrator.routing import registry as routings
 from banaserve.sim.batch import EngineLimits
@@ -28,8 +28,8 @@ class System:
             it until the decode instance has fetched it (DistServe).
         cache: Where prefixes are found: in one store, in each engine, or nowhere.
         store_tokens: Capacity of the store.
-        control_s: Period of the migration policy.
-        smoothing_s: Over which the reports that it sees are smoothed.
+        control_s: Period of the control loop.
+        control_limits: What it may begin, and over which time reports are smoothed.
         cell_size: Instances that one router and one policy look after; 0 is all of them. Requests
             go to the cell with the fewest.
         overlap_fraction: How much hosts and guests really overlap.
@@ -48,8 +48,8 @@ class System:
     handover: str = "store"
     cache: str = "none"
     store_tokens: int = 4_000_000
-    control_s: float = 1.0
-    smoothing_s: float = SMOOTHING_S
+    control_s: float = 2.0
+    control_limits: Limits = field(default_factory=Limits)
     cell_size: int = 0
     overlap_fraction: float = 0.0
     attention_fraction: float = 0.3
@@ -65,9 +65,8 @@ class System:
                 raise UserError(f"{name} is {value!r}: give a whole number, 0 or more")
         if not self.roles():
             raise UserError("a system needs instances: give prefill and decode, or colocated")
-        for name in ("control_s", "smoothing_s"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"{name} is {getattr(self, name)}: give more than 0")
+        if self.control_s <= 0:
+            raise UserError(f"control_s is {self.control_s}: give more than 0")
         for name in ("overlap_fraction", "attention_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} is {getattr(self, name)}: give a share in [0, 1]")
@@ -104,8 +103,13 @@ def preset(kind: str, **changes: Any) -> System:
     for key in changes:
         check_known("key of a system", key, known)
     merged = {**settings[kind], **changes}
-    if isinstance(limits := merged.get("limits"), dict):
-        for key in limits:
-            check_known("key of limits", key, list(EngineLimits.__slots__))
-        merged["limits"] = EngineLimits(**limits)
+    sections: tuple[tuple[str, type[Any]], ...] = (
+        ("limits", EngineLimits),
+        ("control_limits", Limits),
+    )
+    for name, section in sections:
+        if isinstance(given := merged.get(name), dict):
+            for key in given:
+                check_known(f"key of {name}", key, [field.name for field in fields(section)])
+            merged[name] = section(**given)
     return System(kind=kind, **merged)
