@@ -205,20 +205,23 @@ class Balancer:
     def has_other(self, request: Request, tried: set[str]) -> bool:
         return self.roster.has_other(request, tried)
 
-    def fields(self, message: Message, target: Target, request: Request) -> bytes:
+    def fields(self, exchange: Exchange, target: Target) -> bytes:
+        message, regions = exchange.message, exchange.request.allowed_regions
         fields = target.fields
         is_for_replica = not self._keys or PEER_FIELD in message.seen
         if not target.has_key and is_for_replica and (key := message.seen.get(b"authorization")):
             fields += b"Authorization: %b\r\n" % key
-        if target.is_peer and request.allowed_regions is not None:
-            fields += b"%b: %b\r\n" % (REGIONS_FIELD, ",".join(request.allowed_regions).encode())
-        if (parent := message.seen.get(b"traceparent")) is not None:
-            fields += b"traceparent: %b\r\n" % parent
+        if target.is_peer and regions is not None:
+            fields += b"%b: %b\r\n" % (REGIONS_FIELD, ",".join(sorted(regions)).encode())
+        if exchange.parent:
+            fields += b"traceparent: %b\r\n" % exchange.parent
         return fields
 
     def ended(self, exchange: Exchange) -> None:
         self._under_way.pop(exchange, None)
-        self.metrics.num_reads += exchange.num_reads
+        self.metrics.ended(
+            exchange.status, self.now_s() - exchange.request.arrived_s, exchange.num_reads
+        )
         if self.line:
             self.wake()
         if self._idle is not None and not self._under_way:

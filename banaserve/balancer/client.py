@@ -202,7 +202,9 @@ class Client(asyncio.Protocol):
     # For the exchange.
 
     def write(self, data: bytes) -> None:
-        self._transport.write(data)
+        # Its end may not have been reported yet.
+        if not self._transport.is_closing():
+            self._transport.write(data)
 
     def done(self, message: Message) -> None:
         """The answer to ``message`` is complete."""
@@ -278,6 +280,8 @@ class Client(asyncio.Protocol):
         """Close for writing and discard what still comes: closing at once may cost the answer."""
         self._refusal = self._refusal or RefusedError(400, "the connection is closing")
         self._within(_LINGER_S)
+        if self._transport.is_closing():
+            return
         if self._transport.can_write_eof():
             self._transport.write_eof()
         else:

@@ -52,7 +52,7 @@ class Metrics(Collector):
         self._refused: Counter[int] = Counter()
         self._waits, self._first, self._durations = _Histogram(), _Histogram(), _Histogram()
         self._num_cancelled = 0
-        self.num_reads = 0
+        self._num_reads = 0
         self.targets: Callable[[], Iterable[Target]] = tuple
         self.line_length: Callable[[], int] = int
         self.num_under_way: Callable[[], int] = int
@@ -65,13 +65,18 @@ class Metrics(Collector):
     def first_byte(self, after_s: float) -> None:
         self._first.add(after_s)
 
-    def ended(self, status: int, after_s: float) -> None:
-        """A request has been answered; 502 also for an answer that broke off."""
+    def ended(self, status: int, after_s: float, num_reads: int) -> None:
+        """A request has been answered in ``num_reads`` parts; 502 also for one that broke off.
+
+        Args:
+            status: 0 where the client went away.
+        """
+        self._num_reads += num_reads
+        if not status:
+            self._num_cancelled += 1
+            return
         self._answers[status] += 1
         self._durations.add(after_s)
-
-    def cancelled(self) -> None:
-        self._num_cancelled += 1
 
     def refused(self, status: int) -> None:
         """A request was refused before it was whole."""
@@ -91,7 +96,7 @@ class Metrics(Collector):
         yield CounterMetricFamily(
             name + "cancelled", "Clients that went away.", value=self._num_cancelled
         )
-        yield CounterMetricFamily(name + "reads", "Parts relayed.", value=self.num_reads)
+        yield CounterMetricFamily(name + "reads", "Parts relayed.", value=self._num_reads)
         yield self._waits.family(name + "wait_seconds", "From the whole request to its place.")
         yield self._first.family(name + "first_byte_seconds", "To the answer's first byte.")
         yield self._durations.family(name + "duration_seconds", "To the answer's last byte.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from banaserve.balancer.line import Line
-from banaserve.balancer.message import Message
 from banaserve.balancer.metrics import Metrics
 from banaserve.balancer.target import Target
 from banaserve.orchestrator.replicas.fleet import Fleet
@@ -35,7 +34,7 @@ class Office(Protocol):
         """Returns whether a target that is not in ``tried`` may serve ``request`` at present."""
         ...
 
-    def fields(self, message: Message, target: Target, request: Request) -> bytes:
+    def fields(self, exchange: Exchange, target: Target) -> bytes:
         """Returns the header lines that this hop alone needs."""
         ...
 

@@ -162,6 +162,11 @@ class Upstream(asyncio.Protocol):
         was_reused = self.num_answers > 0 and self._body is None and not self._head
         sink.on_broken("the connection broke", was_reused)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether something can be sent; its end may not have been reported yet."""
+        return not self._transport.is_closing()
+
     def abort(self) -> None:
         """Close at once; the sink hears nothing. A server takes that for a cancelled request."""
         self._sink = None
@@ -195,7 +200,11 @@ class Pool:
 
     def take(self) -> Upstream | None:
         """Returns an idle connection, the one used last, or None."""
-        return self._idle.pop() if self._idle else None
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        return None
 
     async def connect(self) -> Upstream:
         """Returns a fresh connection.

@@ -214,8 +214,13 @@ class Link:
                 data = await reader.read(65536)
             except OSError:
                 data = b""
-            deliver = writer.write if data else lambda _, writer=writer: writer.transport.abort()
-            loop.call_later(self._delay_s, deliver, data)
+            loop.call_later(self._delay_s, self._deliver, writer, data)
+
+    def _deliver(self, writer, data):
+        if not data:
+            writer.transport.abort()
+        elif not writer.transport.is_closing():
+            writer.write(data)
 
 
 class House:

@@ -21,8 +21,8 @@ from banaserve.balancer.settings import (
 from banaserve.balancer.succession import heir
 
 ROUND_TRIP_MS = {("us", "asia"): 145.4, ("us", "eu"): 99.1, ("asia", "eu"): 222.5}
-"""us-east-2, ap-northeast-1 and eu-central-1 of AWS, SkyWalker's regions; from profiles/latency.csv of
-skyplane-project/skyplane (Apache-2.0)."""
+"""us-east-2, ap-northeast-1 and eu-central-1 of AWS, SkyWalker's regions; from
+profiles/latency.csv of skyplane-project/skyplane (Apache-2.0)."""
 
 KEY = "between-us"
 HEALTH = HealthSettings(interval_s=0.05, report_interval_s=0.02, breaker_pause_s=0.05)
