@@ -98,7 +98,7 @@ SKYWALKER_CASES: list[tuple[str, dict[str, Any], Views, Views, int, str | None, 
     ),
     (
         "credit of four used up",
-        {},
+        {"credit": 4},
         {"a": told(0) | {"sent_since_report": 4}},
         {},
         0,
@@ -177,7 +177,7 @@ def test_no_traffic_goes_where_it_may_not_even_when_all_else_is_busy():
 
 
 def test_skywalker_s_prefix_decides_above_half_and_only_among_the_free():
-    fleet = fleet_of("skywalker", {"a": told(), "b": told(), "c": told()}, credit=0)
+    fleet = fleet_of("skywalker", {"a": told(), "b": told(), "c": told()})
     served(fleet, SYSTEM, "b")
     assert ask(fleet, SYSTEM + b"x" * 60) == ("b", Reason.PREFIX, 128)
     _, reason, _ = ask(fleet, SYSTEM + b"x" * 200)

@@ -1,0 +1,94 @@
+"""What clients do: programs whose next requests depend on the answers to the last ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from random import Random
+
+from banaserve.sim.regions.replica import UNIT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request of a program: digests of its prompt's and its answer's blocks."""
+
+    prompt: bytes
+    output: bytes
+    session: str
+
+
+Program = Generator[list[Ask], None, None]
+"""Yields what is asked at once; goes on when all of it has been answered."""
+
+MakeProgram = Callable[[Random, str], Program]
+
+
+def blocks(rng: Random, mean_tokens: float, most_tokens: int = 512) -> bytes:
+    """Returns digests of blocks that are nowhere else; lengths are exponential."""
+    tokens = min(most_tokens, max(16.0, rng.expovariate(1 / mean_tokens)))
+    return rng.randbytes(int(tokens / 16) * UNIT_BYTES)
+
+
+def tree_of_thoughts(branches: int, depth: int = 4) -> MakeProgram:
+    """Trees as SkyWalker's client issues them: b, b^2, ... b^depth calls on one question.
+
+    That is 30 requests for b = 2 and 340 for b = 4; the paper says 15 and 85. Everybody's prompts
+    begin with the same 256 tokens; a question has 96, a stage 64, a thought 120 on average.
+    """
+    common = Random("common").randbytes(16 * UNIT_BYTES)
+    stages = [Random(f"stage {number}").randbytes(4 * UNIT_BYTES) for number in range(depth)]
+
+    def run(rng: Random, client: str) -> Program:
+        number = 0
+        while True:
+            number += 1
+            level = [common + rng.randbytes(6 * UNIT_BYTES)]
+            for stage in stages:
+                asks = [
+                    Ask(parent + stage, blocks(rng, 120), f"{client}/{number}")
+                    for parent in level
+                    for _ in range(branches)
+                ]
+                yield asks
+                level = [ask.prompt + ask.output for ask in asks]
+
+    return run
+
+
+def chat(first_tokens: float, message_tokens: float, answer_tokens: float) -> MakeProgram:
+    """Conversations of two to ten turns; half of a user's begin with what is theirs.
+
+    Args:
+        first_tokens: Of what a user's conversations begin with.
+    """
+
+    def run(rng: Random, client: str) -> Program:
+        own = rng.randbytes(int(first_tokens / 16) * UNIT_BYTES)
+        while True:
+            history = own if rng.random() < 0.5 else rng.randbytes(len(own))
+            for _ in range(2 + int(rng.random() * 9)):
+                history += blocks(rng, message_tokens, 8192)
+                ask = Ask(history, blocks(rng, answer_tokens), client)
+                yield [ask]
+                history += ask.output
+
+    return run
+
+
+def shared_prefixes(
+    num_prefixes: int, prefix_tokens: int, own_tokens: float, answer_tokens: float, zipf: float
+) -> MakeProgram:
+    """One request: one of some popular prefixes and something of its own, as with tools."""
+    prefixes = [
+        Random(f"prefix {number}").randbytes(prefix_tokens // 16 * UNIT_BYTES)
+        for number in range(num_prefixes)
+    ]
+    weights = [1 / (rank + 1) ** zipf for rank in range(num_prefixes)]
+
+    def run(rng: Random, client: str) -> Program:
+        [number] = rng.choices(range(num_prefixes), weights)
+        prompt = prefixes[number] + blocks(rng, own_tokens, 2048)
+        yield [Ask(prompt, blocks(rng, answer_tokens), f"prefix {number}")]
+
+    return run

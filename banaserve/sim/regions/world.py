@@ -1,0 +1,261 @@
+"""Regions, their clients and a system of balancers, run for some virtual minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from banaserve.orchestrator.replicas.interface import Request
+from banaserve.orchestrator.replicas.registry import make
+from banaserve.sim.regions.balancer import RoundTrips, SimBalancer
+from banaserve.sim.regions.programs import Ask, MakeProgram, Program
+from banaserve.sim.regions.replica import (
+    BLOCK_TOKENS,
+    UNIT_BYTES,
+    Accelerator,
+    Job,
+    SimReplica,
+)
+from banaserve.sim.timeline import Timeline
+from banaserve.types import RequestId
+
+NEAR_MS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """How balancers are laid out and what they do.
+
+    Attributes:
+        central: One balancer, in the first region, for all replicas; else one a region.
+        forwards: Balancers of regions know each other.
+        staleness_s: Age of the counters that the policy sees.
+    """
+
+    policy: str
+    preset: str | None = None
+    central: bool = False
+    forwards: bool = True
+    staleness_s: float = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Replicas and clients of each region, and how far apart they are.
+
+    Attributes:
+        clients: For each region, how many run which program.
+        round_trips_ms: Between different regions, either order.
+        start_within_s: Clients start at random within it; with programs of one request and the
+            whole duration that is an open loop.
+    """
+
+    replicas: Mapping[str, int]
+    clients: Mapping[str, Sequence[tuple[int, MakeProgram]]]
+    round_trips_ms: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    accelerator: Accelerator = field(default_factory=Accelerator)
+    duration_s: float = 120.0
+    start_within_s: float = 5.0
+
+    def matrix(self) -> RoundTrips:
+        """Returns the round trip between every two regions, either order."""
+        names = sorted({*self.replicas, *self.clients})
+        given = self.round_trips_ms
+        return {
+            (one, other): NEAR_MS
+            if one == other
+            else given[(one, other) if (one, other) in given else (other, one)]
+            for one in names
+            for other in names
+        }
+
+
+@dataclass(slots=True)
+class Record:
+    """What a client saw of one request; ``done_s`` is None where time ran out first."""
+
+    region: str
+    sent_s: float
+    prompt_tokens: int
+    output_tokens: int
+    first_s: float | None = None
+    done_s: float | None = None
+    hit_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Everything that a run gave.
+
+    Attributes:
+        most_outstanding: Of each replica.
+    """
+
+    duration_s: float
+    records: list[Record]
+    most_outstanding: list[int]
+
+    def done(self) -> list[Record]:
+        """Returns the requests that were answered."""
+        return [one for one in self.records if one.done_s is not None]
+
+    @property
+    def num_censored(self) -> int:
+        """Requests that had no end when the time was over."""
+        return len(self.records) - len(self.done())
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return sum(one.output_tokens for one in self.done()) / self.duration_s
+
+    @property
+    def weighted_tokens_per_s(self) -> float:
+        """SkyWalker's throughput: prompt tokens and twice the output tokens."""
+        tokens = sum(one.prompt_tokens + 2 * one.output_tokens for one in self.done())
+        return tokens / self.duration_s
+
+    @property
+    def hit_fraction(self) -> float:
+        """Share of prompt tokens found in a cache."""
+        tokens = sum(one.prompt_tokens for one in self.done())
+        return sum(one.hit_tokens for one in self.done()) / max(1, tokens)
+
+    def ttft_s(self, fraction: float) -> float:
+        """Returns a quantile of the time to first token; waiting at the end counts as it is."""
+        ends = [self.duration_s if one.first_s is None else one.first_s for one in self.records]
+        times = [end - one.sent_s for end, one in zip(ends, self.records, strict=True)]
+        return _quantile(times, fraction)
+
+    def e2e_s(self, fraction: float) -> float:
+        """Returns a quantile of the end-to-end time, likewise."""
+        ends = [self.duration_s if one.done_s is None else one.done_s for one in self.records]
+        times = [end - one.sent_s for end, one in zip(ends, self.records, strict=True)]
+        return _quantile(times, fraction)
+
+
+def simulate(setting: Setting, system: System, seed: int) -> Outcome:
+    """Runs ``system`` in ``setting``; clients do the same under every system of one seed."""
+    timeline = Timeline()
+    round_trips_ms = setting.matrix()
+    replicas = [
+        SimReplica(f"{region}-{number}", region, setting.accelerator, timeline)
+        for region, count in sorted(setting.replicas.items())
+        for number in range(count)
+    ]
+    doors = _doors(setting, system, replicas, round_trips_ms, timeline, seed)
+    records: list[Record] = []
+    for region, groups in sorted(setting.clients.items()):
+        numbers = (
+            (place, number) for place, (count, _) in enumerate(groups) for number in range(count)
+        )
+        for place, number in numbers:
+            name = f"{region}-{place}-{number}"
+            program = groups[place][1](Random(f"{seed}/{name}"), name)
+            door = doors[region]
+            one_way_s = round_trips_ms[region, door.region] / 2000
+            client = _Client(region, program, door, one_way_s, timeline, records)
+            start_s = Random(f"{seed}/start/{name}").random() * setting.start_within_s
+            timeline.at(start_s, client.go_on)
+    timeline.run(setting.duration_s)
+    most = [replica.most_outstanding for replica in replicas]
+    return Outcome(setting.duration_s, records, most)
+
+
+def _doors(
+    setting: Setting,
+    system: System,
+    replicas: Sequence[SimReplica],
+    round_trips_ms: RoundTrips,
+    timeline: Timeline,
+    seed: int,
+) -> dict[str, SimBalancer]:
+    """Returns the balancer that each region's clients use."""
+
+    def balancer(region: str, those: Sequence[SimReplica]) -> SimBalancer:
+        policy = make(
+            system.policy,
+            Random(f"{seed}/{region}"),
+            preset=system.preset,
+            unit_bytes=UNIT_BYTES,
+            **system.options,
+        )
+        return SimBalancer(region, policy, those, round_trips_ms, timeline, system.staleness_s)
+
+    if system.central:
+        only = balancer(next(iter(setting.replicas)), replicas)
+        return dict.fromkeys(setting.clients, only)
+    doors = {
+        region: balancer(region, [one for one in replicas if one.region == region])
+        for region in setting.replicas
+    }
+    if system.forwards:
+        for region, door in doors.items():
+            door.connect([peer for other, peer in doors.items() if other != region])
+    return doors
+
+
+class _Client:
+    """Runs one program: asks, waits for all answers, goes on."""
+
+    def __init__(
+        self,
+        region: str,
+        program: Program,
+        door: SimBalancer,
+        one_way_s: float,
+        timeline: Timeline,
+        records: list[Record],
+    ) -> None:
+        self._region = region
+        self._program = program
+        self._door = door
+        self._one_way_s = one_way_s
+        self._timeline = timeline
+        self._records = records
+        self._open = 0
+
+    def go_on(self, _: object = None) -> None:
+        asks = next(self._program, [])
+        self._open = len(asks)
+        for ask in asks:
+            self._ask(ask)
+
+    def _ask(self, ask: Ask) -> None:
+        num_tokens = len(ask.prompt) // UNIT_BYTES * BLOCK_TOKENS
+        num_output = len(ask.output) // UNIT_BYTES * BLOCK_TOKENS
+        now_s = self._timeline.now_s
+        record = Record(self._region, now_s, num_tokens, num_output)
+        self._records.append(record)
+        request = Request(
+            RequestId(str(len(self._records))),
+            num_tokens,
+            ask.prompt,
+            num_output,
+            session=ask.session,
+            arrived_s=now_s,
+        )
+
+        def first(_: object) -> None:
+            record.first_s = self._timeline.now_s
+
+        def done(_: object) -> None:
+            record.done_s, record.hit_tokens = self._timeline.now_s, job.hit_tokens
+            self._open -= 1
+            if not self._open:
+                self.go_on()
+
+        job = Job(
+            request,
+            ask.output,
+            lambda: self._timeline.after(self._one_way_s, first),
+            lambda: self._timeline.after(self._one_way_s, done),
+        )
+        self._timeline.after(self._one_way_s, self._door.take, job)
+
+
+def _quantile(values: Sequence[float], fraction: float) -> float:
+    ranked = sorted(values)
+    return ranked[min(len(ranked) - 1, int(fraction * len(ranked)))] if ranked else 0.0
