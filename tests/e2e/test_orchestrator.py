@@ -21,6 +21,7 @@ from banaserve import models
 from banaserve.api.admin_client import AdminClient
 from banaserve.bench import workloads
 from banaserve.bench.client import Call, OpenAiClient
+from banaserve.bench.record import RequestRecord
 from banaserve.bench.servers import Server, banaserve_server
 from banaserve.controller.words import Decision, RoleAsk, Wanted
 from banaserve.engine.interface import RoleChange
@@ -57,8 +58,12 @@ OPTIONS = (
 )
 
 
+def _groups(count: int) -> list[range]:
+    return [range(first, min(first + 5, count)) for first in range(0, count, 5)]
+
+
 class Before:
-    """Prompts, and what the server answers while nothing has moved and nobody else asks."""
+    """Prompts, and what the server answers while nothing has moved."""
 
     def __init__(self, server: Server) -> None:
         from transformers import AutoTokenizer
@@ -76,14 +81,17 @@ class Before:
         self.tokens = asyncio.run(self._ask(server))
 
     async def _ask(self, server: Server) -> list[list[int]]:
+        answers = []
         async with OpenAiClient(server.url, models.PACKAGED, return_token_ids=True) as client:
-            answers = []
-            for number, prompt in enumerate(self.prompts):
-                extra = {"ignore_eos": True}
-                call = Call(str(number), prompt=prompt, max_tokens=loads.OUTPUT_TOKENS, extra=extra)
-                answers.append(await client.send(call))
+            for some in _groups(len(self.prompts)):
+                answers += await asyncio.gather(*(self._answer(client, n) for n in some))
         assert [answer.error for answer in answers if answer.error] == []
         return [list(answer.token_ids) for answer in answers]
+
+    async def _answer(self, client: OpenAiClient, number: int) -> RequestRecord:
+        prompt, extra = self.prompts[number], {"ignore_eos": True}
+        call = Call(str(number), prompt=prompt, max_tokens=loads.OUTPUT_TOKENS, extra=extra)
+        return await client.send(call)
 
 
 @pytest.fixture(scope="module")
