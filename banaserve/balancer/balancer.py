@@ -29,6 +29,7 @@ from banaserve.balancer.peers import STATE_PATH, encode_state
 from banaserve.balancer.roster import BLIND, Roster
 from banaserve.balancer.settings import BalancerSettings
 from banaserve.balancer.target import Target
+from banaserve.balancer.tracing import observers
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
 from banaserve.orchestrator.replicas import registry
@@ -40,7 +41,17 @@ from banaserve.orchestrator.replicas.interface import (
 )
 from banaserve.types import RequestId
 
-FIXED = ("region", "host", "port", "policy", "peers", "peer_key", "forward_to")
+FIXED = (
+    "region",
+    "host",
+    "port",
+    "policy",
+    "peers",
+    "peer_key",
+    "forward_to",
+    "traces",
+    "decision_log",
+)
 """Settings that hold for the life of a balancer."""
 
 Say = Callable[[str], None]
@@ -79,6 +90,7 @@ class Balancer:
         self.is_leaving = False
         self._buffered_bytes = 0
         self._peer_keys = Keys([settings.peer_key] if settings.peer_key else [])
+        self.observers = observers(settings)
         self._clients: set[Client] = set()
         self._under_way: dict[Exchange, None] = {}
         self._num_requests = 0
@@ -98,7 +110,7 @@ class Balancer:
         self._keys = Keys([*settings.api_keys, *(one.key for one in settings.tenants)])
         self._regions = Regions(settings.tenants)
         has_models = any(one.models for one in settings.replicas)
-        is_alone = not settings.peers and not settings.tenants
+        is_alone = not (settings.peers or settings.tenants or settings.decision_log)
         self._is_blind = settings.policy.name in BLIND and not has_models and is_alone
         self.roster.take_settings(settings)
 
@@ -168,6 +180,8 @@ class Balancer:
             allowed = self._regions.allowed(message, was_forwarded)
             request = read_request(request_id, message, now_s, allowed, was_forwarded)
         exchange = Exchange(self, client, message, request, now_s + limits.request_timeout_s)
+        for observer in self.observers:
+            observer.began(exchange)
         self._under_way[exchange] = None
         exchange.start(now_s + limits.queue_timeout_s)
         self.fleet.queue_length = len(self.line)
@@ -219,9 +233,10 @@ class Balancer:
 
     def ended(self, exchange: Exchange) -> None:
         self._under_way.pop(exchange, None)
-        self.metrics.ended(
-            exchange.status, self.now_s() - exchange.request.arrived_s, exchange.num_reads
-        )
+        now_s = self.now_s()
+        self.metrics.ended(exchange.status, now_s - exchange.request.arrived_s, exchange.num_reads)
+        for observer in self.observers:
+            observer.ended(exchange, now_s)
         if self.line:
             self.wake()
         if self._idle is not None and not self._under_way:
@@ -284,6 +299,8 @@ class Balancer:
         for client in list(self._clients):
             client.abort()
         self.roster.stop()
+        for observer in self.observers:
+            observer.close()
 
 
 def _without(view: FleetView, tried: set[str]) -> FleetView:

@@ -167,6 +167,8 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         api_keys: One of them is needed from clients; none: no key is needed.
         tenants: Further keys, each with the regions that its requests may be served in.
         peer_key: What balancers show to each other; needed with ``peers``.
+        decision_log: File that gets one JSON line a request; empty for none.
+        traces: URL of an OTLP collector (``http://HOST:4318``); empty for none.
         forward_to: Regions that requests may be sent on to; None: all of ``peers``.
     """
 
@@ -181,6 +183,8 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     peers: tuple[PeerSettings, ...] = ()
     peer_key: str = ""
     forward_to: tuple[str, ...] | None = None
+    decision_log: str = ""
+    traces: str = ""
     limits: LimitSettings = LimitSettings()
     health: HealthSettings = HealthSettings()
 

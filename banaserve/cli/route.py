@@ -81,6 +81,8 @@ def _from_words(known: argparse.Namespace) -> BalancerSettings:
         policy=PolicySettings(
             name=known.policy, preset=known.preset, options=options, seed=known.seed
         ),
+        decision_log=known.decision_log,
+        traces=known.traces,
         replicas=tuple(ReplicaSettings(url=url) for url in known.replica),
         limits=LimitSettings(
             max_body=known.max_body_size,
@@ -119,6 +121,8 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--max-outstanding", type=int, default=0, help="at a replica at a time; 0: no limit")
     add("--queue-timeout", type=float, default=limits.queue_timeout_s, help="s (%(default)s)")
     add("--request-timeout", type=float, default=limits.request_timeout_s, help="s (%(default)s)")
+    add("--decision-log", default="", metavar="FILE", help="one JSON line a request")
+    add("--traces", default="", metavar="URL", help="OTLP collector, such as http://HOST:4318")
     add("--health-path", default=health.path, help="of replicas (%(default)s)")
     add("--health-interval", type=float, default=health.interval_s, help="s (%(default)s)")
     return parser
