@@ -151,6 +151,7 @@ def _projected(view: InstanceView, horizon_s: float) -> Projected:
     waits_for_blocks = report.num_waiting if view.role is Role.DECODE else 0
     share = report.kv_used_fraction / report.num_running if report.num_running else 0.0
     prefill_tokens = view.prefill_tokens_per_s * report.step_s
+    assumed_tokens = report.num_running if view.role is Role.DECODE else prefill_tokens
     return Projected(
         id=view.id,
         facts=facts,
@@ -162,7 +163,7 @@ def _projected(view: InstanceView, horizon_s: float) -> Projected:
         kv_blocks=kv_blocks,
         guest_bytes=report.guest_bytes,
         step_s=report.step_s,
-        batch_tokens=report.num_running if view.role is Role.DECODE else prefill_tokens,
+        batch_tokens=report.step_tokens or assumed_tokens,
         changed_s=view.changed_s,
         away=away,
     )
