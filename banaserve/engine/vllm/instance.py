@@ -77,6 +77,8 @@ class Instance:
         self._clock = clock
         self._board = self._new_board()
         self.inflight_requests = 0
+        # A look-up of labels costs as much as passing on a token.
+        self._inflight_gauge = metrics.IN_FLIGHT.labels(self.id)
         self._inflight_prefill_tokens = 0
         self._prefill_tokens_per_s = _DEFAULT_PREFILL_TOKENS_PER_S
         self._guests = (0, 0.0)
@@ -268,7 +270,7 @@ class Instance:
     def add_inflight(self, requests: int, prefill_tokens: int) -> None:
         self.inflight_requests += requests
         self._inflight_prefill_tokens += prefill_tokens
-        metrics.IN_FLIGHT.labels(self.id).set(self.inflight_requests)
+        self._inflight_gauge.set(self.inflight_requests)
 
     def learn_prefill_speed(self, tokens: int, seconds: float) -> None:
         """Take a prefill that ran alone as a sample of this instance's speed."""
@@ -290,9 +292,10 @@ class Flight:
         instance.add_inflight(1, prefill_tokens)
 
     def prefilled(self) -> None:
-        """The prompt has been computed."""
-        self._instance.add_inflight(0, -self._prefill_tokens)
-        self._prefill_tokens = 0
+        """The prompt has been computed. May be said again with each output."""
+        if self._prefill_tokens:
+            self._instance.add_inflight(0, -self._prefill_tokens)
+            self._prefill_tokens = 0
 
     def end(self) -> None:
         self._instance.add_inflight(-1, 0)

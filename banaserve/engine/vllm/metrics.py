@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 from prometheus_client import Counter, Gauge
 
@@ -80,8 +81,16 @@ _BY_KIND = {
 def count_transfers(instance_id: str, amounts: Mapping[str, float]) -> None:
     """Add what an instance's connector has counted since its last report."""
     for name, amount in amounts.items():
-        family, _, kind = name.partition("_")
-        if (counter := _TRANSFERS.get(name)) is not None:
-            counter.labels(instance_id).inc(amount)
-        elif (counter := _BY_KIND.get(family)) is not None:
-            counter.labels(instance_id, kind).inc(amount)
+        if (counter := _counter(instance_id, name)) is not None:
+            counter.inc(amount)
+
+
+@cache
+def _counter(instance_id: str, name: str) -> Counter | None:
+    """The counter of what is reported as ``name``; kept, since it is wanted with every step."""
+    family, _, kind = name.partition("_")
+    if (counter := _TRANSFERS.get(name)) is not None:
+        return counter.labels(instance_id)
+    if (counter := _BY_KIND.get(family)) is not None:
+        return counter.labels(instance_id, kind)
+    return None

@@ -26,13 +26,14 @@ class ReportBoard:
         self._clock = clock
         self.meter = StepMeter(full_step_tokens, clock.now())
         self.last: InstanceReport | None = None
+        self._step_error = metrics.STEP_ERROR.labels("step", self._id)
 
     def record(self, stats: SchedulerStats) -> None:
         """Take the statistics of one step, or of several."""
         counted = stats.kv_connector_stats or {}
         metrics.count_transfers(self._id, counted)
         self.meter.record(counted, self._clock.now())
-        metrics.STEP_ERROR.labels("step", self._id).set(self.meter.model.error_fraction)
+        self._step_error.set(self.meter.model.error_fraction)
         self.last = self._report(
             stats.num_running_reqs,
             stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
