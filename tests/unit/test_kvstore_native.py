@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -167,3 +168,28 @@ def test_a_checksummed_copy_refuses_what_a_plain_one_refuses() -> None:
         call(_native.copy_regions_checksummed, "cached", memory, memory, zero + 61, zero, 4)
     with pytest.raises(ValueError, match="overlaps"):
         call(_native.copy_regions_checksummed, "cached", memory, memory, zero, zero, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_checksum_is_of_what_was_written_while_the_source_changes(kind: str) -> None:
+    # Large enough for many turns of the writer within one copy.
+    source, target = (np.zeros(8 << 20, dtype=np.uint8) for _ in range(2))
+    ended = threading.Event()
+
+    def change() -> None:
+        value = 0
+        while not ended.is_set():
+            value = (value + 1) % 256
+            source[:] = value
+
+    writer = threading.Thread(target=change)
+    writer.start()
+    try:
+        for _ in range(4):
+            checksum = call(
+                _native.copy_regions_checksummed, kind, target, source, [0], [0], source.size
+            )
+            assert checksum == xxhash.xxh3_64_intdigest(target)
+    finally:
+        ended.set()
+        writer.join()
