@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from banaserve.engine.vllm.migration.guest_link import GuestLink
 from banaserve.engine.vllm.migration.parcel import from_wire, to_wire
 from banaserve.engine.vllm.migration.split_attention import SplitAttention
 from banaserve.engine.vllm.migration.units import HeadsHere
+from banaserve.errors import GuestLostError
 from banaserve.transport.channel import StreamChannel
 from banaserve.transport.connect import over_unix
 from banaserve.transport.errors import PeerGoneError
@@ -98,6 +100,16 @@ def test_questions_larger_than_a_socket_do_not_wait_for_each_other(link: Any) ->
     assert lost == []
     assert torch.equal(output, 2 * query), "each head's output lies where its queries were"
     assert len(echo.asked) == guest.round_trips == 2
+
+
+def test_a_guest_that_works_and_never_answers_is_not_waited_for_for_ever() -> None:
+    ours, theirs = socket.socketpair()
+    link = GuestLink("g", over_unix(ours), None, lambda: 1, 0.02)  # type: ignore[arg-type]
+    link.watch(os.getpid())
+    with pytest.raises(GuestLostError, match="not answered in time"):
+        link.ask(messages.GetUsage(), messages.Usage, 0.1)
+    assert link.lost is not None
+    theirs.close()
 
 
 def _flipped(outputs: Any, tensor: torch.Tensor) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import select
 import threading
 import time
@@ -86,7 +87,8 @@ class GuestLink:
             self._refuse_lost()
             try:
                 self._send(request, Parcel(), timeout_s)
-                reply, _ = self._read(self._await_answer(timeout_s, timeout_s if may_wait else 0.0))
+                still_s = timeout_s if may_wait else 0.0
+                reply, _ = self._read(self._await_answer(timeout_s, still_s, timeout_s))
             except (TransportError, ProtocolError) as error:
                 raise self.give_up(str(error)) from error
         if isinstance(reply, messages.Refused):
@@ -185,11 +187,14 @@ class GuestLink:
         self._sent_s = time.perf_counter()
         self._channel.send(message, timeout_s)
 
-    def _await_answer(self, deadline_s: float, still_s: float = 0.0) -> Message:
+    def _await_answer(
+        self, deadline_s: float, still_s: float = 0.0, at_most_s: float = math.inf
+    ) -> Message:
         """The next message, as long as the guest works or the deadline has not passed.
 
         Args:
             still_s: How long a guest may stand still that is seen to, if longer than ``stall_s``.
+            at_most_s: How long it may take even if it works.
         """
         until_s = self._sent_s + deadline_s
         still_s = max(still_s, self._stall_s)
@@ -201,6 +206,8 @@ class GuestLink:
                 worked_s = self._pulse.last_worked_s(now_s)
                 is_still = now_s - max(worked_s, self._sent_s) >= still_s
                 if is_still and (self._pulse.is_known or now_s >= until_s):
+                    raise
+                if now_s - self._sent_s >= at_most_s:
                     raise
 
     @staticmethod
