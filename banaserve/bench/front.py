@@ -32,6 +32,7 @@ _NAME = "miniature"
 _CONTEXT_TOKENS = 1024
 _SHORT, _LONG = 4, 32
 """Output tokens of the two kinds of request, from which requests and chunks are told apart."""
+_MIN_REQUESTS = 24
 _SAME = ("--dtype", "float32", "--max-model-len", str(_CONTEXT_TOKENS))
 _OURS = (*_SAME, "--kv-store-size", "256MiB", "--max-concurrent-requests", "1024")
 _SYSTEMS = {
@@ -122,8 +123,8 @@ _KV = ("--kv-cache-memory-bytes", str(256 << 20), "--served-model-name", _NAME)
 async def _pass(
     server: Server, prompt_tokens: int, streams: int, output_tokens: int, run: int
 ) -> Sample:
-    """Sends ``streams`` requests at once, or eight one by one."""
-    count = max(streams, 8)
+    """Sends ``streams`` requests at once, or some more so that there are enough to count."""
+    count = max(streams, _MIN_REQUESTS)
     calls = [
         Call(
             f"{number}",

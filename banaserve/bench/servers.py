@@ -46,9 +46,13 @@ class Server:
         return total_s
 
     def front_cpu_s(self) -> float:
-        """CPU seconds (user and system) of the process that answers HTTP, since it began."""
-        times = psutil.Process(self._process.pid).cpu_times()
-        return float(times.user + times.system)
+        """CPU seconds of the process that answers HTTP, of all its threads that live."""
+        total_ns = 0
+        for thread in Path(f"/proc/{self._process.pid}/task").iterdir():
+            # Nanoseconds, where the times of ps count in hundredths of a second.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                total_ns += int((thread / "schedstat").read_text().split()[0])
+        return total_ns / 1e9
 
     def front_memory_bytes(self) -> int:
         """Memory of the process that answers HTTP, its share of common pages included (PSS)."""
