@@ -45,13 +45,12 @@ class GpuSlab:
         """Back the first ``num_bytes`` with memory, zero where it was not backed.
 
         Returns:
-            False where the device is short of memory: then nothing has changed.
+            True: what is not backed must not be touched here, so there is no doing without.
+
+        Raises:
+            MemoryError: The device is short of memory; nothing has changed.
         """
-        try:
-            backed = self._slab.map(0, num_bytes)
-        except MemoryError:
-            return False
-        for offset in backed:
+        for offset in self._slab.map(0, num_bytes):
             self._bytes(offset, self._slab.granule_bytes).zero_()
         return True
 
