@@ -15,14 +15,15 @@ import time
 import urllib.error
 import urllib.request
 import venv
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from banaserve.bench import result, router_load
 from banaserve.bench.router_replica import NUM_PARTS
 from banaserve.bench.servers import Server, command_server, end_with_parent, free_port
-from banaserve.bench.statistics import percentile
+from banaserve.bench.statistics import paired_ratios, percentile
 from banaserve.errors import UserError
 
 PEERS = {"vllm-router": "vllm-router==0.1.17", "sglang-router": "sglang-router==0.3.2"}
@@ -61,19 +62,27 @@ def figures(options: ProxyOptions) -> tuple[dict[str, result.Figure], list[str]]
     Raises:
         UserError: A router could not be installed or started.
     """
-    found: dict[str, result.Figure] = {}
-    with _replicas() as ports:
-        direct = [_latency(ports[0], options, run) for run in range(options.runs)]
-        found["direct_p99_ms"] = result.figure(direct, "ms")
-        for name, command in _commands(options, ports).items():
-            found |= _of_router(name, command, options, direct)
+    samples: dict[str, list[float]] = defaultdict(list)
+    with contextlib.ExitStack() as stack:
+        ports = stack.enter_context(_replicas())
+        servers = {
+            name: stack.enter_context(command_server(command, name))
+            for name, command in _commands(options, ports).items()
+        }
+        for server in servers.values():
+            _warm(_port(server), options)
+        # In turns, so that whatever else the machine does meets all of them.
+        for run in range(options.runs):
+            direct_ms = _latency(ports[0], options, run)
+            samples["direct_p99_ms"].append(direct_ms)
+            for name, server in servers.items():
+                _sample(name, server, options, run, direct_ms, samples)
+    found = {name: result.figure(each, _unit(name)) for name, each in samples.items()}
     ours = f"banaserve_{options.policy}"
-    for kind in ("request", "part"):
-        if f"vllm-router_cpu_{kind}_us" in found:
-            other = found[f"vllm-router_cpu_{kind}_us"].median
-            named = "chunk" if kind == "part" else kind
-            samples = [one / other for one in found[f"{ours}_cpu_{kind}_us"].samples]
-            found[f"cpu_per_{named}_ratio"] = result.figure(samples, "ratio")
+    for kind, named in (("request", "request"), ("part", "chunk")):
+        if (theirs := samples.get(f"vllm-router_cpu_{kind}_us")) is not None:
+            ratios = paired_ratios(samples[f"{ours}_cpu_{kind}_us"], theirs)
+            found[f"cpu_per_{named}_ratio"] = result.figure(ratios, "ratio")
     return found, [
         f"{NUM_REPLICAS} replicas that cost next to nothing, {NUM_CALLERS} connections; "
         f"{NUM_PARTS} parts a stream",
@@ -117,27 +126,36 @@ def _environment(folder: Path, name: str) -> Path:
     return python
 
 
-def _of_router(
-    name: str, command: list[str], options: ProxyOptions, direct_ms: list[float]
-) -> Mapping[str, result.Figure]:
-    request_us, part_us, added_ms = [], [], []
-    with command_server(command, name) as server:
-        port = int(server.url.rpartition(":")[2])
-        _wait_for_replicas(port)
-        asyncio.run(router_load.closed_loop(port, _bodies(options, 500, -1, False), NUM_CALLERS))
-        for run in range(options.runs):
-            whole = _bodies(options, options.num_requests, run, False)
-            streams = _bodies(options, options.num_streams, run, True)
-            a_request = _cpu_us(server, port, whole)
-            a_stream = _cpu_us(server, port, streams, NUM_CALLERS * 4)
-            request_us.append(a_request)
-            part_us.append((a_stream - a_request) / NUM_PARTS)
-            added_ms.append(_latency(port, options, run) - direct_ms[run])
-    return {
-        f"{name}_cpu_request_us": result.figure(request_us, "us"),
-        f"{name}_cpu_part_us": result.figure(part_us, "us"),
-        f"{name}_added_p99_ms": result.figure(added_ms, "ms"),
-    }
+def _unit(name: str) -> str:
+    return name.rpartition("_")[2]
+
+
+def _port(server: Server) -> int:
+    return int(server.url.rpartition(":")[2])
+
+
+def _warm(port: int, options: ProxyOptions) -> None:
+    _wait_for_replicas(port)
+    asyncio.run(router_load.closed_loop(port, _bodies(options, 500, -1, False), NUM_CALLERS))
+
+
+def _sample(
+    name: str,
+    server: Server,
+    options: ProxyOptions,
+    run: int,
+    direct_ms: float,
+    samples: dict[str, list[float]],
+) -> None:
+    """Adds one run of one router to ``samples``."""
+    port = _port(server)
+    whole = _bodies(options, options.num_requests, run, False)
+    streams = _bodies(options, options.num_streams, run, True)
+    request_us = _cpu_us(server, port, whole)
+    stream_us = _cpu_us(server, port, streams, NUM_CALLERS * 4)
+    samples[f"{name}_cpu_request_us"].append(request_us)
+    samples[f"{name}_cpu_part_us"].append((stream_us - request_us) / NUM_PARTS)
+    samples[f"{name}_added_p99_ms"].append(_latency(port, options, run) - direct_ms)
 
 
 def _bodies(options: ProxyOptions, count: int, run: int, is_stream: bool) -> list[bytes]:
