@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
+from typing import NamedTuple
 
 from banaserve.errors import NoInstanceError, UserError
 from banaserve.types import ClusterView, InstanceView, RequestView, Role
@@ -41,8 +42,7 @@ class LegOptions:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Legs:
+class Legs(NamedTuple):
     """The candidates of each leg, in the order of their ids.
 
     Attributes:

@@ -11,7 +11,7 @@ fresh one only where all estimates are equal: then the fresh one is as good and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from banaserve.types import InstanceReport, InstanceView
 
@@ -42,8 +42,7 @@ def published_load(report: InstanceReport) -> float:
     return report.busy_fraction + report.kv_used_fraction
 
 
-@dataclass(frozen=True, slots=True)
-class LoadModel:
+class LoadModel(NamedTuple):
     """Load estimates over one set of candidates at one moment.
 
     What an instance has not told is assumed from its peers: a prefill speed not measured yet is

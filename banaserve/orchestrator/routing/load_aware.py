@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from banaserve.errors import UserError
 from banaserve.orchestrator.routing.leg_by_leg import LegByLeg
@@ -81,8 +81,7 @@ class LoadAwareOptions:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(NamedTuple):
     """A request and the instance that computes its prompt."""
 
     request: RequestId
