@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from time import monotonic
 
 from banaserve.balancer.office import Office
 from banaserve.balancer.upstream import Sink, Upstream
@@ -28,7 +29,7 @@ class Attempt:
     def __init__(self, office: Office, request: Request, decision: Decision) -> None:
         """``decision`` has a target."""
         assert decision.target is not None
-        now_s = office.now_s()
+        now_s = monotonic()
         self._office = office
         self._upstream: Upstream | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -89,7 +90,7 @@ class Attempt:
         Args:
             is_fault: It says something of the target: not a client that went away.
         """
-        now_s = self._office.now_s()
+        now_s = monotonic()
         self._office.fleet.failed(self.flight, now_s)
         self.target.broke(is_fault, now_s)
         self.drop()

@@ -170,7 +170,7 @@ class Balancer:
             return None
         if message.is_http10 or self.is_leaving:
             client.can_go_on = False
-        now_s, limits = self.now_s(), self.settings.limits
+        now_s, limits = monotonic(), self.settings.limits
         self._num_requests += 1
         request_id = RequestId(str(self._num_requests))
         if self._is_blind:
@@ -207,11 +207,8 @@ class Balancer:
 
     # For exchanges.
 
-    def now_s(self) -> float:
-        return monotonic()
-
     def decide(self, request: Request, without: set[str]) -> Decision:
-        view = self.fleet.view(self.now_s())
+        view = self.fleet.view(monotonic())
         if without and self.has_other(request, without):
             view = _without(view, without)
         return self.fleet.policy.choose(request, view)
@@ -233,8 +230,14 @@ class Balancer:
 
     def ended(self, exchange: Exchange) -> None:
         self._under_way.pop(exchange, None)
-        now_s = self.now_s()
-        self.metrics.ended(exchange.status, now_s - exchange.request.arrived_s, exchange.num_reads)
+        now_s = monotonic()
+        self.metrics.ended(
+            exchange.status,
+            exchange.request.arrived_s,
+            now_s,
+            exchange.num_reads,
+            exchange.flights,
+        )
         for observer in self.observers:
             observer.ended(exchange, now_s)
         if self.line:
@@ -259,7 +262,7 @@ class Balancer:
 
     def tick(self) -> None:
         """What time alone brings about; called ten times a second."""
-        now_s = self.now_s()
+        now_s = monotonic()
         for target in self.targets.values():
             if target.breaker.is_open:
                 target.refresh(now_s)
@@ -268,7 +271,7 @@ class Balancer:
 
     def tick_slowly(self) -> None:
         """What may wait a second."""
-        now_s = self.now_s()
+        now_s = monotonic()
         for exchange in list(self._under_way):
             if exchange.deadline_s > now_s:
                 break

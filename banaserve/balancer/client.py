@@ -84,6 +84,7 @@ class Client(asyncio.Protocol):
         "_in_head",
         "_is_busy",
         "_is_choked",
+        "_is_head_timed",
         "_is_paused",
         "_message",
         "_parser",
@@ -104,6 +105,7 @@ class Client(asyncio.Protocol):
         self._head_bytes = self._held_bytes = 0
         self._in_head = True
         self._is_busy = self._is_choked = self._is_paused = False
+        self._is_head_timed = True
         self.can_go_on = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -140,14 +142,20 @@ class Client(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._refuse(RefusedError(400, f"not a valid HTTP/1.1 request: {error}"))
             return
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+        if not self._is_busy:
+            self._watch_part()
+
+    def _watch_part(self) -> None:
+        """Part of a request has come, or nothing of one: how long may the rest take?"""
+        if not self._in_head:
+            self._within(BODY_SILENCE_S)
+        elif self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(RefusedError(431, f"the head exceeds {MAX_HEAD_BYTES} bytes"))
+        elif self._head_bytes and not self._is_head_timed:
+            self._is_head_timed = True
+            self._within(HEAD_TIMEOUT_S)
 
     # The parser's callbacks.
-
-    def on_message_begin(self) -> None:
-        if not self._is_busy:
-            self._within(HEAD_TIMEOUT_S)
 
     def on_url(self, part: bytes) -> None:
         self._message.add_url(part)
@@ -166,17 +174,13 @@ class Client(asyncio.Protocol):
             limit = self._desk.max_body_bytes
             raise RefusedError(413, f"the body is larger than {limit} bytes (--max-body-size)")
         self._desk.check_head(message)
-        if not self._is_busy:
-            self._within(BODY_SILENCE_S)
-            if message.expects_continue:
-                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if message.expects_continue and not self._is_busy:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
         self._message.add_body(data, self._desk.max_body_bytes)
         self._desk.hold(len(data))
         self._held_bytes += len(data)
-        if not self._is_busy:
-            self._within(BODY_SILENCE_S)
 
     def on_message_complete(self) -> None:
         message, self._message = self._message, Message()
@@ -192,7 +196,7 @@ class Client(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _begin(self, message: Message) -> None:
-        self._is_busy, self._closes_at_s = True, 0.0
+        self._is_busy, self._closes_at_s, self._is_head_timed = True, 0.0, False
         self.can_go_on = message.keep_alive
         exchange = self._desk.take(self, message)
         # An answer that came at once has ended the exchange already.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from time import monotonic
 
 from banaserve.balancer import answers
 from banaserve.balancer.attempt import Attempt
@@ -105,11 +106,7 @@ class Exchange:
     def _send(self, decision: Decision) -> None:
         office, message = self._office, self.message
         attempt = self._attempt = Attempt(office, self.request, decision)
-        flight = attempt.flight
-        if not self.flights:
-            waited_s = flight.sent_s - self.request.arrived_s
-            office.metrics.placed(flight.target, decision.reason, waited_s)
-        self.flights.append(flight)
+        self.flights.append(attempt.flight)
         self.num_attempts += 1
         parts = message.parts(office.fields(self, attempt.target))
         attempt.start(parts, self, message.method == b"HEAD")
@@ -117,9 +114,9 @@ class Exchange:
     # The answer, as a sink of the connection.
 
     def on_head(self, head: ResponseHead, data: bytes) -> None:
-        office, client, attempt = self._office, self._client, self._attempt
+        client, attempt = self._client, self._attempt
         assert attempt is not None
-        status, body, now_s = head.status, head.body, office.now_s()
+        status, body, now_s = head.status, head.body, monotonic()
         if status in RETRIED and self._may_go_on(attempt):
             attempt.drop()
             attempt.answered(status, now_s)
@@ -131,7 +128,6 @@ class Exchange:
             return
         self.status, self._body, self._last = status, body, data
         attempt.first_byte(now_s)
-        office.metrics.first_byte(now_s - self.request.arrived_s)
         self._is_events = isinstance(body, ChunkedBody) and _EVENTS.search(head.lines) is not None
         if isinstance(body, UntilClose):
             client.can_go_on = False
@@ -148,7 +144,7 @@ class Exchange:
     def on_end(self) -> None:
         attempt, self._attempt = self._attempt, None
         assert attempt is not None
-        attempt.answered(self.status, self._office.now_s(), self._last, self.num_reads)
+        attempt.answered(self.status, monotonic(), self._last, self.num_reads)
         self._end(self.status)
 
     def on_broken(self, why: str, was_reused: bool) -> None:

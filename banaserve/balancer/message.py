@@ -13,7 +13,7 @@ MAX_HEAD_BYTES = 32 * 1024
 # About the connection, or made anew for the next one.
 _DROPPED = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"proxy-authorization", b"te", b"trailer",
-     b"transfer-encoding", b"content-length", b"expect", b"host")
+     b"transfer-encoding", b"content-length", b"expect", b"host", b"upgrade")
 )  # fmt: skip
 _OURS = b"x-banaserve-"
 _SEEN = frozenset((b"authorization", b"traceparent", b"tracestate", b"x-session-id"))
@@ -91,7 +91,9 @@ class Message:
         return self.seen.get(b"x-session-id", b"")[:256].decode("latin-1")
 
     def add_url(self, part: bytes) -> None:
-        self._count(len(part))
+        self._head_bytes += len(part)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise RefusedError(431, f"the head exceeds {MAX_HEAD_BYTES} bytes")
         self._target += part
 
     def add_field(self, name: bytes, value: bytes) -> None:
@@ -101,27 +103,23 @@ class Message:
             RefusedError: Too many, or one that would make the request mean two things.
         """
         self._num_fields += 1
-        if self._num_fields > MAX_FIELDS:
-            raise RefusedError(431, f"more than {MAX_FIELDS} header fields")
-        self._count(len(name) + len(value))
+        self._head_bytes += len(name) + len(value)
+        if self._num_fields > MAX_FIELDS or self._head_bytes > MAX_HEAD_BYTES:
+            raise RefusedError(431, f"more than {MAX_FIELDS} fields or {MAX_HEAD_BYTES} bytes")
         lowered = name.lower()
         if lowered in _DROPPED:
             self._read_dropped(lowered, value)
-        elif lowered.startswith(_OURS) or lowered in _SEEN:
-            if lowered in self.seen:
-                raise RefusedError(400, f"the header field {name.decode('latin-1')} is there twice")
-            self.seen[lowered] = value
-            if lowered in _PASSED:
-                self.fields.append(b"%b: %b\r\n" % (name, value))
-        elif lowered == b"upgrade":
-            raise RefusedError(501, "upgrades of the connection are not supported: HTTP/1.1 only")
+        elif lowered in _SEEN or lowered.startswith(_OURS):
+            self._read_seen(name, lowered, value)
         else:
             self.fields.append(b"%b: %b\r\n" % (name, value))
 
-    def _count(self, num_bytes: int) -> None:
-        self._head_bytes += num_bytes
-        if self._head_bytes > MAX_HEAD_BYTES:
-            raise RefusedError(431, f"the head exceeds {MAX_HEAD_BYTES} bytes")
+    def _read_seen(self, name: bytes, lowered: bytes, value: bytes) -> None:
+        if lowered in self.seen:
+            raise RefusedError(400, f"the header field {name.decode('latin-1')} is there twice")
+        self.seen[lowered] = value
+        if lowered in _PASSED:
+            self.fields.append(b"%b: %b\r\n" % (name, value))
 
     def _read_dropped(self, name: bytes, value: bytes) -> None:
         if name == b"content-length":
@@ -133,6 +131,8 @@ class Message:
                 raise RefusedError(501, "Transfer-Encoding is not chunked")
         elif name == b"host":
             self._num_hosts += 1
+        elif name == b"upgrade":
+            raise RefusedError(501, "upgrades of the connection are not supported: HTTP/1.1 only")
         elif name == b"expect":
             if value.lower() != b"100-continue":
                 raise RefusedError(417, "Expect is not 100-continue")

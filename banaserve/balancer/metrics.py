@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from banaserve.balancer.target import Target
+from banaserve.orchestrator.replicas.interface import Flight
 
 _BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 300)
 
@@ -57,21 +58,23 @@ class Metrics(Collector):
         self.line_length: Callable[[], int] = int
         self.num_under_way: Callable[[], int] = int
 
-    def placed(self, target: str, reason: str, waited_s: float) -> None:
-        """A request has its first place."""
-        self._decisions[target, reason] += 1
-        self._waits.add(waited_s)
-
-    def first_byte(self, after_s: float) -> None:
-        self._first.add(after_s)
-
-    def ended(self, status: int, after_s: float, num_reads: int) -> None:
+    def ended(
+        self, status: int, arrived_s: float, now_s: float, num_reads: int, flights: list[Flight]
+    ) -> None:
         """A request has been answered in ``num_reads`` parts; 502 also for one that broke off.
 
         Args:
             status: 0 where the client went away.
+            flights: Its attempts.
         """
         self._num_reads += num_reads
+        after_s = now_s - arrived_s
+        if flights:
+            first, last = flights[0], flights[-1]
+            self._decisions[first.target, first.decision.reason] += 1
+            self._waits.add(first.sent_s - arrived_s)
+            if last.first_token_s is not None:
+                self._first.add(last.first_token_s - arrived_s)
         if not status:
             self._num_cancelled += 1
             return

@@ -24,8 +24,6 @@ class Office(Protocol):
     max_attempts: int
     max_queue: int
 
-    def now_s(self) -> float: ...
-
     def decide(self, request: Request, without: set[str]) -> Decision:
         """Asks the policy, leaving out ``without`` where other targets are left."""
         ...
