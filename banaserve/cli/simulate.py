@@ -97,7 +97,11 @@ def _compare(
     if seeds < 1:
         raise UserError(f"seeds is {seeds}: give 1 or more")
     first = planned.seed if seed is None else seed
-    trace = ChromeTrace() if chrome_trace is not None else None
+    trace = None
+    if chrome_trace is not None:
+        trace = ChromeTrace()
+        # A path that cannot be written is said before the work, not after it.
+        trace.write(chrome_trace)
     outcomes = _run(planned, range(first, first + seeds), trace)
     if trace is not None and chrome_trace is not None:
         trace.write(chrome_trace)

@@ -82,6 +82,7 @@ def test_a_chrome_trace_has_every_step_and_request(
         (["bursts", "--seeds", "0"], "seeds is 0"),
         (["alpaca", "--rps", "2", "--instances", "4"], "give P:D"),
         (["alpaca", "--rps", "many"], "--rps"),
+        (["bursts", "--chrome-trace", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
         (["bursts", "--polic", "repaired"], "--policy"),
     ],
 )
