@@ -150,7 +150,7 @@ def test_published_load_remembers_what_is_done_and_repaired_load_does_not():
 
 
 def test_an_explored_request_goes_where_there_is_decoding_unless_that_is_overloaded():
-    section = {"decode_fraction": 0.9, "output_ms_per_token": 100.0}
+    section = {"decode_fraction": 0.9, "output_ms_per_token": 100.0, "decode_share": 1.0}
     fleet = fleet_of(**section, guards_balance=False)
     send(fleet, b"short", A)
     assert ask(fleet, b"new" * 300).reason is Reason.IMBALANCE

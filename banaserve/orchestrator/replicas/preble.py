@@ -52,6 +52,9 @@ class PrebleOptions:
         prefill_ms_per_token: Assumed until measured.
         output_ms_per_token: Likewise: a step's time.
         output_tokens: Likewise: of an answer.
+        decode_share: Of its decoding steps, what a request costs the others in its batch. At 1, as
+            published, a replica with a full batch looks busy for minutes, and prefixes move that
+            had better stay.
         capacity_tokens: KV tokens of a replica.
     """
 
@@ -59,13 +62,14 @@ class PrebleOptions:
     balance_threshold: float = 1.5
     balance_after: int = 50
     scales_hot_prefixes: bool = True
-    decode_fraction: float = 0.95
+    decode_fraction: float = 0.9
     guards_balance: bool = True
     counts_outstanding: bool = True
     regression: str = MEASURED
     prefill_ms_per_token: float = 0.094
     output_ms_per_token: float = 15.0
     output_tokens: float = 45.0
+    decode_share: float = 0.1
     capacity_tokens: int = 198_516
 
     def __post_init__(self) -> None:
@@ -80,9 +84,19 @@ class PrebleOptions:
                 "prefill_ms_per_token": (1e-6, 1e6),
                 "output_ms_per_token": (0, 1e6),
                 "output_tokens": (0, 1e6),
+                "decode_share": (0, 1),
                 "capacity_tokens": (1, 1e10),
             },
         )
+
+
+_SENT: Mapping[str, Any] = {
+    "counts_outstanding": False,
+    "guards_balance": False,
+    "decode_fraction": 1.0,
+    "output_ms_per_token": 150.0,
+    "decode_share": 1.0,
+}
 
 
 @register("preble")
@@ -91,20 +105,8 @@ class Preble(Policy):
 
     PRESETS: ClassVar[Mapping[str, Any]] = {
         "repaired": PrebleOptions(),
-        "published": PrebleOptions(
-            counts_outstanding=False,
-            guards_balance=False,
-            decode_fraction=1.0,
-            regression="monotone",
-            output_ms_per_token=150.0,
-        ),
-        "as-coded": PrebleOptions(
-            counts_outstanding=False,
-            guards_balance=False,
-            decode_fraction=1.0,
-            regression="as-coded",
-            output_ms_per_token=150.0,
-        ),
+        "published": PrebleOptions(regression="monotone", **_SENT),
+        "as-coded": PrebleOptions(regression="as-coded", **_SENT),
     }
 
     def __init__(self, *arguments: Any) -> None:
@@ -153,7 +155,8 @@ class Preble(Policy):
         places = [at for at, view in enumerate(candidates) if hits.get(view.id, 0) == longest]
         place = places[self.least([costs[at] for at in places])]
         others = [at for at in range(len(candidates)) if at not in places]
-        if not others or not self._is_due(len(candidates)):
+        is_due = self._num_sent >= self.options.balance_after * len(candidates)
+        if not others or not is_due:
             return place, Reason.PREFIX
         lightest = others[self.least([loads[at] for at in others])]
         pays = costs[lightest] < costs[place] or not self.options.counts_outstanding
@@ -188,7 +191,7 @@ class Preble(Policy):
         load = self._loads.setdefault(target, Load(self.options.window_s, RECENT_S))
         context = flight.decision.hit_tokens
         prefill_ms = self._prefill_ms(request.num_tokens - context, context)
-        decode_ms = self._step_ms * self._output_tokens(load)
+        decode_ms = self.options.decode_share * self._step_ms * self._output_tokens(load)
         load.add(flight.sent_s, prefill_ms, decode_ms)
         self._num_sent += 1
         self._work_ms[id(flight)] = prefill_ms + decode_ms
@@ -289,9 +292,6 @@ class Preble(Policy):
             return False
         recent = node.waits_ms.recent / node.num_waits.recent
         return recent >= 2 * node.waits_ms.before / node.num_waits.before
-
-    def _is_due(self, num_replicas: int) -> bool:
-        return self._num_sent >= self.options.balance_after * num_replicas
 
     def _output_tokens(self, load: Load) -> float:
         return load.output_tokens or self.options.output_tokens

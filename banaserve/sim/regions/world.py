@@ -129,6 +129,13 @@ class Outcome:
         times = [end - one.sent_s for end, one in zip(ends, self.records, strict=True)]
         return _quantile(times, fraction)
 
+    @property
+    def mean_e2e_s(self) -> float:
+        """The mean end-to-end time, waiting at the end counted as it is."""
+        ends = [self.duration_s if one.done_s is None else one.done_s for one in self.records]
+        times = [end - one.sent_s for end, one in zip(ends, self.records, strict=True)]
+        return sum(times) / max(1, len(times))
+
     def e2e_s(self, fraction: float) -> float:
         """Returns a quantile of the end-to-end time, likewise."""
         ends = [self.duration_s if one.done_s is None else one.done_s for one in self.records]
