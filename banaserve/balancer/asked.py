@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 
 from banaserve.balancer.message import Message
-from banaserve.orchestrator.replicas.interface import Request
+from banaserve.orchestrator.replicas.interface import FleetView, Request
 from banaserve.types import RequestId
 
 BYTES_A_TOKEN = 4
@@ -68,3 +70,10 @@ def read_request(
 
 
 _NO_BODY = _Body()
+
+
+def without_tried(view: FleetView, tried: set[str]) -> FleetView:
+    """Returns ``view`` without the targets in ``tried``."""
+    left = [one for one in view.replicas if one.id not in tried]
+    peers = [one for one in view.peers if one.id not in tried]
+    return replace(view, replicas=left, peers=peers)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from pathlib import Path
 from time import monotonic
 
-from banaserve.balancer import answers
-from banaserve.balancer.asked import blind_request, read_request
+from banaserve.balancer.asked import blind_request, read_request, without_tried
 from banaserve.balancer.client import Client
 from banaserve.balancer.door import (
     OPEN_PATHS,
@@ -25,9 +24,11 @@ from banaserve.balancer.exchange import Exchange
 from banaserve.balancer.line import Line
 from banaserve.balancer.message import Message, RefusedError
 from banaserve.balancer.metrics import Metrics
-from banaserve.balancer.peers import STATE_PATH, encode_state
+from banaserve.balancer.own_paths import own_answer
+from banaserve.balancer.peers import STATE_PATH
 from banaserve.balancer.roster import BLIND, Roster
 from banaserve.balancer.settings import BalancerSettings
+from banaserve.balancer.state_file import StateFile
 from banaserve.balancer.target import Target
 from banaserve.balancer.tracing import observers
 from banaserve.errors import UserError
@@ -36,7 +37,6 @@ from banaserve.orchestrator.replicas import registry
 from banaserve.orchestrator.replicas.fleet import Fleet
 from banaserve.orchestrator.replicas.interface import (
     Decision,
-    FleetView,
     Request,
 )
 from banaserve.types import RequestId
@@ -53,7 +53,6 @@ FIXED = (
     "decision_log",
 )
 """Settings that hold for the life of a balancer."""
-
 Say = Callable[[str], None]
 
 
@@ -84,6 +83,10 @@ class Balancer:
             ),
             settings.region,
         )
+        self._state: StateFile | None = None
+        if policy.state_file:
+            self._state = StateFile(Path(policy.state_file), policy.name, self.fleet.policy)
+            self._state.restore(log)
         self.line, self.metrics = Line(), Metrics()
         self.roster = Roster(self.fleet, log, self.wake)
         self.targets = self.roster.targets
@@ -165,7 +168,7 @@ class Balancer:
 
     def take(self, client: Client, message: Message) -> Exchange | None:
         if message.path in OPEN_PATHS or message.path == STATE_PATH:
-            client.write(self._own_answer(message, closes=not client.can_go_on))
+            client.write(own_answer(self, message, closes=not client.can_go_on))
             client.done(message)
             return None
         if message.is_http10 or self.is_leaving:
@@ -187,19 +190,6 @@ class Balancer:
         self.fleet.queue_length = len(self.line)
         return exchange
 
-    def _own_answer(self, message: Message, closes: bool) -> bytes:
-        if message.method not in (b"GET", b"HEAD"):
-            return answers.error(405, "GET only", closes=closes)
-        if message.path == b"/metrics":
-            kind = b"text/plain; version=0.0.4; charset=utf-8"
-            return answers.answer(200, kind, self.metrics.page(), closes)
-        if message.path == STATE_PATH:
-            state = encode_state(self.roster.state(len(self.line)))
-            return answers.answer(200, b"application/json", state, closes)
-        if message.path == b"/ready" and not self.is_ready:
-            return answers.error(503, "no replica is available", closes=closes, retry_after_s=1.0)
-        return answers.answer(200, b"application/json", b"{}", closes)
-
     @property
     def is_ready(self) -> bool:
         """Whether a request would find a replica."""
@@ -210,7 +200,7 @@ class Balancer:
     def decide(self, request: Request, without: set[str]) -> Decision:
         view = self.fleet.view(monotonic())
         if without and self.has_other(request, without):
-            view = _without(view, without)
+            view = without_tried(view, without)
         return self.fleet.policy.choose(request, view)
 
     def has_other(self, request: Request, tried: set[str]) -> bool:
@@ -229,8 +219,8 @@ class Balancer:
         return fields
 
     def ended(self, exchange: Exchange) -> None:
-        self._under_way.pop(exchange, None)
         now_s = monotonic()
+        self._under_way.pop(exchange, None)
         self.metrics.ended(
             exchange.status,
             exchange.request.arrived_s,
@@ -281,6 +271,8 @@ class Balancer:
         for target in self.targets.values():
             target.pool.sweep(now_s)
         self.fleet.policy.tick(now_s)
+        if self._state is not None:
+            self._state.tick(now_s, self.log)
         self.roster.look_after(now_s)
 
     async def idle(self) -> None:
@@ -304,9 +296,5 @@ class Balancer:
         self.roster.stop()
         for observer in self.observers:
             observer.close()
-
-
-def _without(view: FleetView, tried: set[str]) -> FleetView:
-    left = [one for one in view.replicas if one.id not in tried]
-    peers = [one for one in view.peers if one.id not in tried]
-    return replace(view, replicas=left, peers=peers)
+        if self._state is not None:
+            self._state.write(self.log)

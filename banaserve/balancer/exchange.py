@@ -208,8 +208,12 @@ class Exchange:
 
     def _answer(self, status: int, why: str, retry_after_s: float | None) -> None:
         """Answer without a replica."""
-        closes = not self._client.can_go_on
-        self._client.write(answers.error(status, why, closes=closes, retry_after_s=retry_after_s))
+        client = self._client
+        if self.message.method == b"HEAD":
+            # No body belongs here, so nothing may follow it.
+            client.can_go_on = False
+        closes = not client.can_go_on
+        client.write(answers.error(status, why, closes=closes, retry_after_s=retry_after_s))
         self._end(status)
 
     def _end(self, status: int) -> None:

@@ -18,6 +18,9 @@ _DROPPED = frozenset(
 _OURS = b"x-banaserve-"
 _SEEN = frozenset((b"authorization", b"traceparent", b"tracestate", b"x-session-id"))
 _PASSED = (b"tracestate", b"x-session-id")
+_JOINED_BYTES = 16 * 1024
+"""Up to here one copy is cheaper than one more buffer to send."""
+
 _ODD_PATH = re.compile(rb"//|/\.\.?(?:/|$)|[\\\0-\x20]")
 _TARGET = re.compile(rb"/[A-Za-z0-9\-._~!$&'()*+,;=:@%/]*(?:\?[^\s#\\\0]*)?")
 
@@ -194,4 +197,6 @@ class Message:
             return [b"".join((start, fields_for_target, *self.fields, b"\r\n"))]
         length = b"Content-Length: %d\r\n\r\n" % self._size
         head = b"".join((start, fields_for_target, *self.fields, length))
+        if self._size <= _JOINED_BYTES:
+            return [b"".join((head, *self.body))]
         return [head, *self.body]

@@ -82,8 +82,9 @@ class Prober:
             is_well = answer.status == 200
             if is_well:
                 self._fleet.measured_round_trip(target.view.id, answer.took_ms)
-        except OSError:
+        except OSError as error:
             is_well = False
+            target.was_refused |= isinstance(error, ConnectionRefusedError)
         now_s = monotonic()
         if target.looked(is_well, health.failures, now_s):
             self._on_change(target)

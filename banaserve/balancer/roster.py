@@ -64,6 +64,7 @@ class Roster:
             if one not in kept:
                 self._remove(replica_id(one))
         for one in settings.replicas:
+            self._disown(replica_id(one))
             if one not in kept:
                 self._add(one, settings.region)
         self._own = settings.replicas
@@ -193,6 +194,13 @@ class Roster:
             peer, target, self._fleet, settings.health, self._changed, self._on_change, self._log
         )
 
+    def _disown(self, target_id: str) -> None:
+        """A replica that was looked after for another region is named as our own."""
+        for ids in self.adopted.values():
+            if target_id in ids:
+                ids.remove(target_id)
+                self._remove(target_id)
+
     def _remove(self, target_id: str) -> None:
         target = self.targets.pop(target_id)
         self._probers.pop(target_id).stop()
@@ -201,4 +209,8 @@ class Roster:
 
     def _changed(self, target: Target) -> None:
         self._log(f"{target.name} {'is back' if target.is_healthy else 'does not answer'}")
+        if target.is_healthy and target.was_refused:
+            # It has been started again, so what was in its cache is gone.
+            target.was_refused = False
+            self._fleet.restarted(target.view.id)
         self._on_change()

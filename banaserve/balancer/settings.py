@@ -72,12 +72,14 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     Attributes:
         preset: The policy's default where empty.
         seed: Of its random choices.
+        state_file: Where what it has learned survives a restart; empty for nowhere.
     """
 
     name: str = "round_robin"
     preset: str = ""
     options: dict[str, Any] = {}
     seed: int = 0
+    state_file: str = ""
 
 
 class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

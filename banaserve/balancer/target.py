@@ -19,6 +19,7 @@ class Target:
         fields: Header lines that every request to it gets.
         has_key: ``fields`` holds a key; the client's is not passed on.
         is_healthy: What the last looks at it say.
+        was_refused: Nobody listened where it should be, since it was last healthy.
         num_answers: By status.
     """
 
@@ -44,7 +45,7 @@ class Target:
         if key:
             self.fields += b"Authorization: Bearer %b\r\n" % key.encode()
         self.is_healthy = True
-        self.is_draining = False
+        self.was_refused = False
         self.num_failed_looks = 0
         self.num_answers: Counter[int] = Counter()
         self.num_broken = 0
@@ -58,12 +59,7 @@ class Target:
     def refresh(self, now_s: float) -> bool:
         """Bring ``view.is_available`` up to date; returns whether it may be sent a request."""
         view = self.view
-        view.is_available = (
-            self.is_healthy
-            and not self.is_draining
-            and not self.is_full
-            and self.breaker.allows(now_s)
-        )
+        view.is_available = self.is_healthy and not self.is_full and self.breaker.allows(now_s)
         return view.is_available
 
     def sent(self, now_s: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Iterable
+from collections.abc import Sequence
 from time import monotonic
 from typing import Protocol, cast
 
@@ -77,10 +77,13 @@ class Upstream(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._pool.opened(self)
 
-    def send(self, parts: Iterable[bytes], sink: Sink, to_head: bool) -> None:
+    def send(self, parts: Sequence[bytes], sink: Sink, to_head: bool) -> None:
         """Send a whole request, whose answer goes to ``sink``."""
         self._sink, self._to_head = sink, to_head
-        self._transport.writelines(parts)
+        if len(parts) == 1:
+            self._transport.write(parts[0])
+        else:
+            self._transport.writelines(parts)
 
     def data_received(self, data: bytes) -> None:
         sink, body = self._sink, self._body

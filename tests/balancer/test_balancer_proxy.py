@@ -406,6 +406,7 @@ async def test_an_answer_to_head_has_no_body(house):
     for _ in range(2):
         reply = await caller.ask("/v1/models", method="HEAD", body=b"")
         assert reply.fields["content-length"] == "5"
+        assert (await caller.ask("/health", method="HEAD", body=b"")).status == 200
 
 
 async def test_requests_under_way_finish_when_the_balancer_leaves(house):

@@ -171,3 +171,24 @@ async def test_a_file_is_followed_and_a_mistake_in_it_changes_nothing(tmp_path, 
     assert set(balancer.targets) == {"127.0.0.1:22"}
     following.cancel()
     balancer.close()
+
+
+def gorgo(path):
+    return settings_of(1, policy=PolicySettings(name="gorgo", state_file=str(path)))
+
+
+def test_what_a_policy_has_learned_survives_a_restart(tmp_path):
+    path, said = tmp_path / "state.json", []
+    balancer = Balancer(gorgo(path), said.append)
+    learned = balancer.fleet.policy.state()
+    assert learned
+    balancer.close()
+    again = Balancer(gorgo(path), said.append)
+    assert again.fleet.policy.state() == learned
+    assert said == []
+    path.write_bytes(b'{"policy": "gorgo", "state": {"weights": "heavy"}}')
+    Balancer(gorgo(path), said.append)
+    path.write_bytes(b"garbage")
+    Balancer(gorgo(path), said.append)
+    assert len(said) == 2
+    assert all("it learns afresh" in line for line in said)
