@@ -48,7 +48,7 @@ def choose(fleet: Fleet, num_tokens: int = 1000) -> Decision:
 
 
 FAR = {"round_trip_ms": 100.0}
-FULL = {"outstanding": 5}
+FULL = {"outstanding": 32}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_gorgo_v1_stays_or_goes(section, near, peer, hit_on_peer, target):
 
 
 def test_gorgo_v1_counts_its_own_queue_and_a_peer_s():
-    views = (ReplicaView(A, outstanding=5), PeerView(P, round_trip_ms=100.0))
+    views = (ReplicaView(A, outstanding=32), PeerView(P, round_trip_ms=100.0))
     fleet = fleet_of("gorgo_v1", *views)
     served(fleet, b"y" * 1000, A)
     assert choose(fleet).target is None

@@ -32,6 +32,9 @@ from banaserve.orchestrator.replicas.tuner import Tuner, TunerOptions, numbers
 from banaserve.orchestrator.replicas.tuner_coded import CodedTuner
 
 FIXED, REPAIRED, CODED = "fixed", "repaired", "as-coded"
+_OUTPUT_TOKENS = 128
+"""Of an answer of which nothing is said."""
+
 FIRST_TOKEN, END = "first_token", "end"
 
 
@@ -49,6 +52,8 @@ class GorgoOptions(TreeOptions):
         measures_rates: Learn both from times to first token.
         released_at: What the backlog is: uncached tokens until the ``first_token``, or all prompt
             tokens until the ``end``.
+        batch_ms: What each outstanding request adds to the time of an output token; 0 as published.
+            Without it nothing but the first token counts against a crowded replica.
         noise_ms: Costs that differ by less are equal, and equals are drawn: an exact minimum
             sends bursts to one replica.
         tuner: Of the repaired tuning.
@@ -62,6 +67,7 @@ class GorgoOptions(TreeOptions):
     queue_ms_per_token: float = 0.02
     measures_rates: bool = True
     released_at: str = FIRST_TOKEN
+    batch_ms: float = 0.2
     noise_ms: float = 2.0
     tuner: TunerOptions = field(default_factory=TunerOptions)
 
@@ -81,6 +87,7 @@ class GorgoOptions(TreeOptions):
                 "w_queue": bounds,
                 "prefill_ms_per_token": (1e-6, 1e6),
                 "queue_ms_per_token": (1e-6, 1e6),
+                "batch_ms": (0, 1e6),
                 "noise_ms": (0, 1e6),
             },
         )
@@ -90,6 +97,7 @@ _PRINTED: Mapping[str, Any] = {
     "is_in_ms": False,
     "measures_rates": False,
     "released_at": END,
+    "batch_ms": 0.0,
     "noise_ms": 0.0,
     "trims": False,
 }
@@ -135,10 +143,12 @@ class Gorgo(TreePolicy):
         queue = w_queue * (self.rates.queue_ms if is_in_ms else 1.0)
         until_end = self.options.released_at == END
         tokens = request.num_tokens
+        crowd = w_queue * self.options.batch_ms * (request.expected_output_tokens or _OUTPUT_TOKENS)
         costs = [
             w_rtt * view.round_trip_ms
             + prefill * (tokens - hits.get(view.id, 0))
             + queue * (view.outstanding_tokens if until_end else view.uncached_tokens)
+            + crowd * view.outstanding
             for view in candidates
         ]
         place = self.least(costs, self.options.noise_ms)

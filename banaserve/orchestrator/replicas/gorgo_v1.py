@@ -35,7 +35,8 @@ class GorgoV1Options(TreeOptions):
     Attributes:
         prefill_ms_per_token: t_p.
         queue_ms_per_token: Of a token ahead; t_p x q_s.
-        max_outstanding: With fewer requests and less memory in use a replica has room.
+        max_outstanding: With fewer requests and less memory in use a replica has room. The code's
+            5 leaves an engine that could batch dozens half empty, and the rest in the queue.
         max_kv_fraction: See ``max_outstanding``.
         is_proxy: One balancer for all regions: every replica competes with its round trip.
         counts_peer_load: Else a peer costs its round trip and its prefill only.
@@ -45,7 +46,7 @@ class GorgoV1Options(TreeOptions):
 
     prefill_ms_per_token: float = 0.094
     queue_ms_per_token: float = 0.094
-    max_outstanding: int = 5
+    max_outstanding: int = 32
     max_kv_fraction: float = 0.95
     is_proxy: bool = False
     counts_peer_load: bool = True
@@ -66,6 +67,7 @@ class GorgoV1Options(TreeOptions):
 
 
 _CODED: Mapping[str, Any] = {"trims": False, "counts_cached": True}
+_FIVE: Mapping[str, Any] = {"max_outstanding": 5, "counts_peer_load": False, **_CODED}
 
 
 @register("gorgo_v1")
@@ -79,8 +81,8 @@ class GorgoV1(TreePolicy):
 
     PRESETS: ClassVar[Mapping[str, Any]] = {
         "repaired": GorgoV1Options(),
-        "as-coded": GorgoV1Options(counts_peer_load=False, only_matching_peers=True, **_CODED),
-        "published": GorgoV1Options(counts_peer_load=False, **_CODED),
+        "as-coded": GorgoV1Options(only_matching_peers=True, **_FIVE),
+        "published": GorgoV1Options(**_FIVE),
         "proxy": GorgoV1Options(is_proxy=True, max_outstanding=10),
         "proxy-as-coded": GorgoV1Options(is_proxy=True, max_outstanding=10, **_CODED),
     }
