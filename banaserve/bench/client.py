@@ -66,6 +66,8 @@ class OpenAiClient:
     Args:
         return_token_ids: Ask for token ids (vLLM has them, others may refuse the field).
         timeout_s: For a whole request, its queueing in the server included.
+        read_late: Note when pieces come and read them some dozens at a time, for half the CPU;
+            then a record shows less while its stream goes on.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class OpenAiClient:
         api_key: str | None = None,
         return_token_ids: bool = False,
         timeout_s: float = 600.0,
+        read_late: bool = False,
         clock: Clock | None = None,
     ) -> None:
         self.clock = clock or WallClock()
@@ -86,6 +89,7 @@ class OpenAiClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._return_token_ids = return_token_ids
         self._timeout_s = timeout_s
+        self._read_late = read_late
         self._streams = HttpStreams(self._base_url)
 
     async def __aenter__(self) -> Self:
@@ -107,27 +111,34 @@ class OpenAiClient:
     async def send_into(self, call: Call, record: RequestRecord) -> RequestRecord:
         """As ``send``; ``record`` can be read while the stream goes on, and after a cancel."""
         body = msgspec.json.encode(call.body(self._model, self._return_token_ids))
-        answer = _Answer(record, self.clock.now)
+        answer = _Answer(record, self.clock.now, _LATE_PIECES if self._read_late else 1)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._streams.post(call.path, self._headers, body, answer)
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await self._streams.post(call.path, self._headers, body, answer)
+            finally:
+                answer.catch_up()
             answer.end()
         except TimeoutError:
             record.error = f"timed out after {self._timeout_s:g} s"
         except OSError as error:
             record.error = f"{type(error).__name__}: {error}"
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            record.error = f"the server sent a broken event: {error}"
         record.ended_at_s = self.clock.now()
         return record
 
 
-class _Answer(Exchange):
-    """Writes a stream of events into a record as they come."""
+_LATE_PIECES = 64
+"""How many pieces wait to be read: their reading holds up the next arrivals by 0.3 ms at most."""
 
-    def __init__(self, record: RequestRecord, now: Callable[[], float]) -> None:
+
+class _Answer(Exchange):
+    """Writes a stream of events into a record, ``num_pieces`` at a time."""
+
+    def __init__(self, record: RequestRecord, now: Callable[[], float], num_pieces: int) -> None:
         self._record = record
         self._now = now
+        self._num_pieces = num_pieces
+        self._waiting: list[tuple[float, bytes]] = []
         self._rest = b""
         self._is_done = False
 
@@ -135,12 +146,20 @@ class _Answer(Exchange):
         self._record.status = status
 
     def on_piece(self, piece: bytes) -> None:
-        if self._record.status != 200:
-            self._rest += piece
-            return
-        *lines, self._rest = (self._rest + piece).split(b"\n")
-        for line in lines:
-            self._read(line)
+        self._waiting.append((self._now(), piece))
+        if len(self._waiting) >= self._num_pieces:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Read what has come; what is no event becomes the record's error."""
+        waiting, self._waiting = self._waiting, []
+        for at_s, piece in waiting:
+            if self._record.status != 200:
+                self._rest += piece
+                continue
+            *lines, self._rest = (self._rest + piece).split(b"\n")
+            for line in lines:
+                self._read(line, at_s)
 
     def end(self) -> None:
         """The body has ended."""
@@ -149,18 +168,22 @@ class _Answer(Exchange):
             text = self._rest.decode(errors="replace")
             record.error = f"HTTP {record.status}: {_line(text)}"
             return
-        self._read(self._rest)
+        if self._rest:
+            self._read(self._rest, self._now())
         if not self._is_done and record.error is None:
             record.error = "the stream ended before it was done"
 
-    def _read(self, line: bytes) -> None:
+    def _read(self, line: bytes, at_s: float) -> None:
         if self._is_done or not line.startswith(b"data:"):
             return
         event = line[5:].strip()
         if event == b"[DONE]":
             self._is_done = True
             return
-        _note(self._record, _decode(event), self._now())
+        try:
+            _note(self._record, _decode(event), at_s)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self._record.error = f"the server sent a broken event: {error}"
         self._is_done = self._record.error is not None
 
 

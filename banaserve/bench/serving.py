@@ -240,7 +240,9 @@ def _last(target: Target, known: ModelledTime) -> ModelledTime:
 async def _measure(
     given: argparse.Namespace, plan: Plan, target: Target, dataset: Dataset, folder: RunFolder
 ) -> None:
-    client = OpenAiClient(target.url, target.model, api_key=given.api_key, timeout_s=given.timeout)
+    client = OpenAiClient(
+        target.url, target.model, api_key=given.api_key, timeout_s=given.timeout, read_late=True
+    )
     with stopped_by_signals(), _bar() as bar:
         async with client:
             first = dataset.items(1, "first", 0)[0]

@@ -15,7 +15,7 @@ aiohttp = pytest.importorskip("aiohttp")
 from aiohttp import web  # noqa: E402
 from aiohttp.test_utils import TestServer  # noqa: E402
 
-from banaserve.bench.client import Call, OpenAiClient  # noqa: E402
+from banaserve.bench.client import Call, OpenAiClient, _Answer  # noqa: E402
 from banaserve.bench.loops import closed_loop, open_loop  # noqa: E402
 from banaserve.bench.record import RequestRecord  # noqa: E402
 
@@ -93,7 +93,7 @@ async def test_completion_with_token_ids() -> None:
     assert (record.text, record.token_ids, record.finish_reason) == (" a time", [7, 8, 9], "length")
     assert (record.prompt_tokens, record.completion_tokens, record.cached_tokens) == (2, 3, 1)
     assert (record.sent_at_s, record.first_token_at_s, record.token_at_s) == (1, 3, [3, 4, 4])
-    assert (record.ended_at_s, record.ttft_s, record.latency_s, record.gaps_s) == (6, 2, 5, [1, 0])
+    assert (record.ended_at_s, record.ttft_s, record.latency_s, record.gaps_s) == (7, 2, 6, [1, 0])
     [body] = seen
     assert body["path"] == "/v1/completions"
     assert body["headers"]["Authorization"] == "Bearer secret"
@@ -121,6 +121,22 @@ async def test_chat_without_token_ids() -> None:
     assert "return_token_ids" not in seen[0]
 
 
+async def test_read_late_every_token_keeps_the_time_of_its_piece() -> None:
+    pieces = [data({"choices": [{"text": str(n), "token_ids": [n]}]}) for n in range(200)]
+    record = RequestRecord(id="r0", sent_at_s=0.0)
+    seen = _Answer(record, Ticks().now, 64)
+    seen.on_status(200)
+    for number, piece in enumerate(pieces, start=1):
+        seen.on_piece(piece)
+        assert len(record.token_at_s) == number // 64 * 64
+    seen.on_piece(data(b"[DONE]"))
+    seen.catch_up()
+    seen.end()
+    assert record.error is None
+    assert record.token_ids == list(range(200))
+    assert record.token_at_s == [float(tick) for tick in range(1, 201)]
+
+
 async def test_events_split_anywhere_and_longer_than_a_line_limit() -> None:
     event = data({"choices": [{"text": "é" * 200_000, "token_ids": [1]}]}) + data(b"[DONE]")
     event = event.replace(b"\\u00e9", "é".encode())
@@ -139,8 +155,9 @@ async def test_events_split_anywhere_and_longer_than_a_line_limit() -> None:
         ([b"data: \xff\xff\n\n"], "broken event"),
     ],
 )
-async def test_broken_streams(pieces: list[bytes], error: str) -> None:
-    record = await answer(streaming(*pieces))
+@pytest.mark.parametrize("read_late", [False, True])
+async def test_broken_streams(pieces: list[bytes], error: str, read_late: bool) -> None:
+    record = await answer(streaming(*pieces), read_late=read_late)
     assert error in (record.error or "")
     assert record.status == 200
     assert record.ended_at_s is not None
