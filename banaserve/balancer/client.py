@@ -243,7 +243,9 @@ class Client(asyncio.Protocol):
         if not self._closes_at_s or now_s < self._closes_at_s:
             return
         is_idle = self._in_head and not self._head_bytes
-        if self._refusal is not None or is_idle or self._transport.is_closing():
+        if is_idle and self._refusal is None:
+            self._transport.close()
+        elif self._refusal is not None:
             self._transport.abort()
         else:
             self._refuse(RefusedError(408, "the request took too long to arrive"))

@@ -21,6 +21,8 @@ PROTOCOL = 1
 DEAD_AFTER_S = 2.0
 """Twenty looks without an answer: longer than a pause of the garbage collector or the network."""
 
+_FAILED_LOOKS = 3
+
 _Count = Annotated[int, msgspec.Meta(ge=0, le=10**6)]
 _Name = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -95,8 +97,9 @@ class PeerProber:
             self._task.cancel()
 
     def is_dead(self, now_s: float) -> bool:
-        """Whether it has been silent for long."""
-        return now_s - self._heard_at_s > DEAD_AFTER_S
+        """Whether it has been silent for long, and not only because nobody here has asked."""
+        has_failed = self._target.num_failed_looks >= _FAILED_LOOKS
+        return has_failed and now_s - self._heard_at_s > DEAD_AFTER_S
 
     def replicas(self) -> list[ReplicaSettings]:
         """Returns its replicas: as it last told, else as the settings know them."""
