@@ -286,9 +286,7 @@ class Client(asyncio.Protocol):
         """Close for writing and discard what still comes: closing at once may cost the answer."""
         self._refusal = self._refusal or RefusedError(400, "the connection is closing")
         self._within(_LINGER_S)
-        if self._transport.is_closing():
-            return
-        if self._transport.can_write_eof():
+        if self._transport.can_write_eof() and not self._transport.is_closing():
             self._transport.write_eof()
         else:
             self._transport.close()

@@ -7,8 +7,14 @@ import hashlib
 
 import pytest
 
-from banaserve.balancer.settings import HealthSettings, LimitSettings, ReplicaSettings
+from banaserve.balancer.settings import (
+    HealthSettings,
+    LimitSettings,
+    PolicySettings,
+    ReplicaSettings,
+)
 from banaserve.balancer.upstream import Upstream
+from banaserve.orchestrator.replicas import registry
 
 
 async def kill(asked):
@@ -456,3 +462,16 @@ async def test_the_counters_add_up_and_hold_no_prompt(house):
     assert 0 < values[prefix + "target_broken_total", broken.id] <= len(broken.asked)
     assert values[prefix + "target_answers_total", *sorted((well.id, "200"))] == 4
     assert values[prefix + "target_outstanding", well.id] == 0
+
+
+@pytest.mark.parametrize("policy", registry.names())
+async def test_every_policy_gets_requests_served_over_a_failing_replica(house, policy):
+    replicas = [await house.replica(lambda asked: asked.answer(200, asked.body)) for _ in range(2)]
+    replicas.append(await house.replica(kill))
+    for one in replicas:
+        one.metrics = b"vllm:num_requests_waiting 0\nvllm:num_requests_running 1\n"
+    balancer = await house.balance(*replicas, policy=PolicySettings(name=policy))
+    bodies = [b'{"prompt": "the same beginning %d", "max_tokens": 4}' % i for i in range(12)]
+    replies = await asyncio.gather(*(house.ask(body=body) for body in bodies))
+    assert [(one.status, one.body) for one in replies] == [(200, body) for body in bodies]
+    assert len(balancer.line) == 0
