@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
@@ -37,7 +38,7 @@ class HttpStreams:
     """As many connections to one server as there are requests under way.
 
     Raises:
-        UserError: An address that is not http:// or https://.
+        UserError: An address that is not http:// or https://, or httptools is missing.
     """
 
     def __init__(self, base_url: str) -> None:
@@ -48,6 +49,8 @@ class HttpStreams:
             port = 0
         if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
             raise UserError(f"{base_url} is no address of a server: write http://HOST:PORT")
+        if find_spec("httptools") is None:
+            raise UserError("the package httptools is missing, which vLLM brings: install it")
         self._is_tls = parts.scheme == "https"
         self._host = parts.hostname
         self._port = port or (443 if self._is_tls else 80)
