@@ -166,4 +166,7 @@ def prompt_of(record: Mapping[str, Any], path: Path, templates: Mapping[str, str
             raise KeyError(f"no template for {name}: put dataset2prompt.json beside the file")
         parts = {"context": record["context"], "input": record.get("input", "")}
         return templates[name].format(**parts)
+    for field in ("instruction", "prompt", "question", "text", "context"):
+        if field in record:
+            raise KeyError(f"the field {field} is not a text")
     raise KeyError("none of the fields instruction, prompt, question, text or context")

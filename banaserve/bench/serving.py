@@ -129,14 +129,20 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    values = tuple(float(word) for word in text.split(","))
-    if not all(0 < value < float("inf") for value in values):
-        raise ValueError
+    try:
+        values = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or not all(0 < value < float("inf") for value in values):
+        raise argparse.ArgumentTypeError(f"{text}: give numbers above 0, such as 1,2,4")
     return values
 
 
 def _whole(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: give whole numbers, such as 0,1,2") from None
 
 
 def _plan(given: argparse.Namespace) -> Plan:

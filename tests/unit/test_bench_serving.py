@@ -265,3 +265,11 @@ def test_a_server_that_refuses_the_first_request(bench: Any, server: CannedServe
     server.fails_from = 0
     with pytest.raises(UserError, match="a first request failed: HTTP 500"):
         bench(*FAST, "--rps", "1")
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "1,", "many", "inf"])
+def test_rates_that_are_none(bench: Any, rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        bench(f"--rps={rate}")
+    assert left.value.code == 2
+    assert "give numbers above 0" in capsys.readouterr().err

@@ -109,6 +109,7 @@ def test_azure_csv(tmp_path: Path) -> None:
         ("a.jsonl", '{"conversations": "x"}', None, "conversations is not a list"),
         ("a.jsonl", '{"conversations": []}', None, "has no turn"),
         ("a.jsonl", '{"answer": "x"}', None, "line 1: none of the fields"),
+        ("a.jsonl", '{"prompt": 3}', None, "line 1: the field prompt is not a text"),
         ("a.jsonl", "", None, "holds no requests"),
         ("a.json", '[{"answer": "x"}]', None, "object 1: none of the fields"),
         ("a.json", '{"prompt": "x"}', None, "not a list of JSON objects"),
