@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,16 +30,16 @@ def install(pacer: Pacer, shape: ModelShape, token_bytes: int) -> None:
 
     @functools.wraps(copy)
     def paced_copy(mover: BlockMover, *args: Any, **kwargs: Any) -> int:
-        began_s = time.monotonic()
+        began_s = pacer.now_s()
         num_bytes = copy(mover, *args, **kwargs)
-        copied_s = time.monotonic()
+        copied_s = pacer.now_s()
         pacer.hold(began_s, link.transfer_s(num_bytes * kv_scale))
-        mover.seconds += time.monotonic() - copied_s
+        mover.seconds += pacer.now_s() - copied_s
         return num_bytes
 
     @functools.wraps(build)
     def paced_build(builder: UnitBuilder, unit: Unit, *args: Any, **kwargs: Any) -> Residence:
-        began_s = time.monotonic()
+        began_s = pacer.now_s()
         residence: Residence = build(builder, unit, *args, **kwargs)
         if isinstance(unit.modules, LayerRange):
             (module,) = modelled(pacer.profile, shape, unit.modules)
@@ -51,9 +50,9 @@ def install(pacer: Pacer, shape: ModelShape, token_bytes: int) -> None:
     @functools.wraps(commit)
     def paced_commit(host: MigrationHost, *args: Any, **kwargs: Any) -> Move:
         move = commit(host, *args, **kwargs)
-        swapped_s = time.monotonic()
+        swapped_s = pacer.now_s()
         pacer.hold(swapped_s, link.sync_s)
-        held_s = time.monotonic() - swapped_s
+        held_s = pacer.now_s() - swapped_s
         move.facts["swap_s"] += held_s
         move.facts["stall_s"] += held_s
         pacer.woke()  # the engine has stood still until now

@@ -26,6 +26,7 @@ class Pacer:
         sleep: Blocks for so many seconds of it.
 
     Attributes:
+        now_s: Its clock.
         away: What runs elsewhere; changed between two steps.
     """
 
@@ -43,7 +44,7 @@ class Pacer:
         self.away = Away()
         self._id = instance_id
         self._folder = folder
-        self._now_s = now_s
+        self.now_s = now_s
         self._sleep = sleep
         self._costs = StepCosts(profile)
         self._log = StepLog(folder / f"{instance_id}{SUFFIX}", dilation)
@@ -53,7 +54,7 @@ class Pacer:
 
     def woke(self) -> None:
         """The engine had nothing to compute until now."""
-        now_s = self._now_s()
+        now_s = self.now_s()
         self._device.woke(now_s)
         self._lodgers.taken(now_s)
 
@@ -68,7 +69,7 @@ class Pacer:
             found.fetch_s * self.dilation,
         )
         # What guests took of this device while the last step ran, this one pays.
-        step_s = times.step_s + self._lodgers.taken(self._now_s())
+        step_s = times.step_s + self._lodgers.taken(self.now_s())
         self._device.begin(step_s)
         self._step = work, times, step_s
         return times
@@ -78,10 +79,10 @@ class Pacer:
         if self._step is None:
             return
         (work, times, step_s), self._step = self._step, None
-        began_s, deadline_s, worked_s = self._device.free_s, self._device.deadline_s, self._now_s()
+        began_s, deadline_s, worked_s = self._device.free_s, self._device.deadline_s, self.now_s()
         if worked_s < deadline_s:
             self._sleep(deadline_s - worked_s)
-        took_s = self._now_s() - began_s
+        took_s = self.now_s() - began_s
         overran = self._device.end(worked_s)
         tokens, requests = work.prefill_tokens, work.decode_requests
         step = PacedStep(began_s, step_s, worked_s - began_s, took_s, tokens, requests)
@@ -92,6 +93,6 @@ class Pacer:
 
     def hold(self, began_s: float, modelled_s: float) -> None:
         """Return when ``modelled_s`` seconds of the model have passed since ``began_s``."""
-        left_s = began_s + modelled_s * self.dilation - self._now_s()
+        left_s = began_s + modelled_s * self.dilation - self.now_s()
         if left_s > 0:
             self._sleep(left_s)
