@@ -76,7 +76,7 @@ class Attempt:
         self._end()
         self.target.answered(status, status in FAULTS, now_s)
         if status >= 400:
-            self._office.fleet.failed(self.flight, now_s)
+            self._office.fleet.failed(self.flight, now_s, is_fault=status in FAULTS)
             return
         usage = dict(_USAGE.findall(last[-_TAIL_BYTES:]))
         cached = usage.get(b"cached_tokens")
@@ -91,7 +91,7 @@ class Attempt:
             is_fault: It says something of the target: not a client that went away.
         """
         now_s = monotonic()
-        self._office.fleet.failed(self.flight, now_s)
+        self._office.fleet.failed(self.flight, now_s, is_fault)
         self.target.broke(is_fault, now_s)
         self.drop()
 

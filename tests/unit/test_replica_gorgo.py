@@ -266,6 +266,24 @@ def test_failing_is_no_way_to_score_and_a_hopeless_candidate_ends_early():
     assert tuner.incumbent == tuner.weights == (1.0, 1.0)
 
 
+def test_a_client_that_goes_away_says_nothing_of_the_weights():
+    tuned = {"tuner": TunerOptions(window=8)}
+    for is_fault, phase in ((False, 0), (True, 1)):
+        fleet = fleet_of("gorgo", ReplicaView(A), **tuned)
+        for number in range(8):
+            flight = fleet.sent(request_of(b"x", number), Decision(A, Reason.TURN), 0.0)
+            fleet.failed(flight, 1.0, is_fault)
+        assert fleet.policy.tuner.phase == phase  # type: ignore[attr-defined]
+
+
+def test_the_tuner_s_options_come_from_a_table_and_are_checked():
+    assert make("gorgo", Random(1), tuner={"window": 99}).options.tuner.window == 99  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="did you mean window"):
+        make("gorgo", Random(1), tuner={"windows": 99})
+    with pytest.raises(UserError, match="window is 1"):
+        make("gorgo", Random(1), tuner={"window": 1})
+
+
 def test_safe_weights_are_tried_again_and_win_when_the_world_has_changed():
     tuner = Tuner((1.0, 1.0), TunerOptions(window=64, safe_every=4), Random(2))
     drive(tuner, 2, 40_000, bowl, until_accepted=2)

@@ -184,11 +184,16 @@ class Fleet:
             flight.output_tokens, flight.cached_tokens = output_tokens, cached_tokens
             self.policy.on_finished(flight)
 
-    def failed(self, flight: Flight, now_s: float) -> None:
-        """Says that the attempt ended without an answer: refused, broken off or cancelled."""
+    def failed(self, flight: Flight, now_s: float, is_fault: bool = True) -> None:
+        """Says that the attempt ended without an answer: refused, broken off or cancelled.
+
+        Args:
+            is_fault: See ``Flight``.
+        """
         if flight.first_token_s is None and flight.ended_s is None:
             self._uncount(flight, self._count_prefill)
         if self._end(flight, now_s):
+            flight.is_fault = is_fault
             self.policy.on_failed(flight)
 
     def check(self) -> None:

@@ -182,7 +182,7 @@ class Gorgo(TreePolicy):
 
     def on_failed(self, flight: Flight) -> None:
         phase = self._phases.pop(id(flight), None)
-        if self.tuner is not None and phase is not None:
+        if self.tuner is not None and phase is not None and flight.is_fault:
             self.tuner.failed(phase)
 
     def return_to_safe_weights(self) -> None:

@@ -184,6 +184,8 @@ class Flight:
         outstanding_tokens: The target's, likewise.
         round_trip_ms: The target's when the request was sent.
         cached_tokens: What the replica says it found in its cache; None where it does not say.
+        is_fault: A failure says something of the target: not a client that went away, nor a
+            request that was wrong.
     """
 
     request: Request
@@ -197,6 +199,7 @@ class Flight:
     ended_s: float | None = None
     output_tokens: int = 0
     cached_tokens: int | None = None
+    is_fault: bool = False
 
 
 State: TypeAlias = dict[str, float | int | str | list[float]]
