@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
+import random
+import signal
 import subprocess
 import sys
 import threading
@@ -13,15 +16,24 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
+
 from banaserve import models
 from banaserve.api.admin_client import AdminClient
 from banaserve.bench import workloads
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.record import RequestRecord
 from banaserve.bench.servers import Server
-from banaserve.engine.vllm.moves.words import Ask, Migration
+from banaserve.engine.vllm.moves.words import (
+    Ask,
+    InstancePlacement,
+    Migration,
+    MoveHeads,
+    MoveLayers,
+    Return,
+)
 
-OUTPUT_TOKENS = 24
+OUTPUT_TOKENS = 20
 DEADLINE_S = 120.0
 SAMPLING = {"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
 
@@ -162,3 +174,68 @@ def streaming(server: Server, reference: Reference, num_streams: int) -> Iterato
     with Load(server, reference, num_streams) as load:
         yield load
     load.check()
+
+
+# ---- what is where
+
+
+def placed(admin: AdminClient, instance: str) -> InstancePlacement:
+    (found,) = [one for one in admin.placement().instances if one.id == instance]
+    return found
+
+
+def units_away(admin: AdminClient) -> list[str]:
+    return [unit.unit_id for one in admin.placement().instances for unit in one.units]
+
+
+def guests_of(run_dir: Path) -> list[int]:
+    """Processes that write a guest's log."""
+    return [pid for name, pid in _writers(run_dir) if name.startswith("guest-")]
+
+
+def engine_of(run_dir: Path, instance: str) -> int:
+    (pid,) = [pid for name, pid in _writers(run_dir) if name == f"{instance}.log"]
+    return pid
+
+
+def _writers(run_dir: Path) -> Iterator[tuple[str, int]]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):
+            log = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
+            if log.parent == run_dir:
+                yield log.name, process.pid
+
+
+def strike_guests(run_dir: Path, number: int) -> None:
+    """Send a signal to every guest."""
+    for pid in guests_of(run_dir):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def strike_engine(run_dir: Path, instance: str, number: int = signal.SIGKILL) -> None:
+    os.kill(engine_of(run_dir, instance), number)
+
+
+def ended(admin: AdminClient, migration: Migration) -> Migration:
+    """A migration's end; it must come soon after a fault."""
+    for _ in range(60):
+        if not migration.is_open:
+            return migration
+        migration = admin.show(migration.id, wait_s=1.0)
+    raise AssertionError(f"still {migration.moves[0].phase}")
+
+
+def random_ask(rng: random.Random) -> Ask:
+    """Small ranges more often than large ones; heads of up to three layers."""
+    host, target = rng.sample(["d0", "d1", "p0"], 2)
+    kind = rng.choice(["layers", "layers", "heads", "heads", "return"])
+    if kind == "return":
+        return Return(host)
+    first = rng.randrange(30)
+    if kind == "layers":
+        return MoveLayers(host, target, (first, min(30, first + rng.choice([1, 2, 5, 10]))))
+    layers = rng.sample(range(30), rng.randint(1, 3))
+    return MoveHeads(
+        host, target, {n: tuple(sorted(rng.sample(range(3), rng.randint(1, 3)))) for n in layers}
+    )
