@@ -27,7 +27,20 @@ from banaserve.orchestrator.replicas.interface import (
 from banaserve.orchestrator.replicas.policy import may_serve
 
 BLIND = frozenset(("round_robin", "random", "least_requests", "power_of_two"))
-"""Policies that read neither prompts nor reports."""
+"""Policies that look at no request: bodies are not parsed for them."""
+
+READS_REPORTS = frozenset(
+    (
+        "gorgo",
+        "gorgo_v1",
+        "least_load",
+        "least_requests",
+        "load_aware",
+        "skywalker",
+        "skywalker_ch",
+    )
+)
+"""Policies that read what replicas say of their load; peers want it too."""
 
 PEER_PREFIX = "region:"
 
@@ -172,7 +185,7 @@ class Roster:
             settings.health,
             self._changed,
             self._on_change,
-            reads_reports=settings.policy.name not in BLIND,
+            reads_reports=settings.policy.name in READS_REPORTS or bool(settings.peers),
         )
         if self._is_started:
             prober.start()

@@ -119,12 +119,17 @@ async def test_a_request_may_come_in_drops(small, at_a_time):
     assert small.one.asked[0].body == b"abcdef"
 
 
-async def test_who_sends_too_slowly_is_told_and_let_go(small, monkeypatch):
-    monkeypatch.setattr("banaserve.balancer.client.HEAD_TIMEOUT_S", 0.05)
+async def test_who_sends_too_slowly_is_told_and_let_go(small):
+    clients = small.balancer._clients
     caller = await small.caller()
     await caller.send(b"GET /v1/mod")
-    assert (await caller.reply()).status == 408
+    await small.until(lambda: any(one._head_bytes for one in clients))
     silent = await small.caller()
+    await small.until(lambda: len(clients) == 2)
+    for client in clients:
+        assert client._closes_at_s > 0
+        client._closes_at_s = 1e-9
+    assert (await caller.reply()).status == 408
     assert await silent.reader.read() == b""
 
 
