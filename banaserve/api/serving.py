@@ -50,6 +50,7 @@ from banaserve.run_dir import AdminAccess, RunDir, write_admin
 
 Say = Callable[[str], None]
 _MIN_STEP_TIMEOUT_S = 60.0
+_HOP_BYTES_PER_S = 2e9
 
 
 @dataclass(frozen=True)
@@ -239,8 +240,13 @@ async def _controlling(
 
 
 def _section(policy: str) -> dict[str, Any]:
-    """What policies assume of real engines: a guest has to be forked and to load weights."""
-    return {"min_timeout_s": _MIN_STEP_TIMEOUT_S} if policy != "still" else {}
+    """What policies assume of real engines: a guest has to be forked and to load weights.
+
+    Messages between steps wait for neither: they are copies in memory.
+    """
+    if policy == "still":
+        return {}
+    return {"min_timeout_s": _MIN_STEP_TIMEOUT_S, "hop_bytes_per_s": _HOP_BYTES_PER_S}
 
 
 def _with_admin(parts: Parts, app: ASGIApp, coordinator: Coordinator, control: Control) -> ASGIApp:

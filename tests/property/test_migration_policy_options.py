@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from banaserve.errors import UserError
+from banaserve.orchestrator.migration.options import RepairedOptions
 from banaserve.orchestrator.migration.registry import make
+from banaserve.orchestrator.model.moving import Link
 
 
 @pytest.mark.parametrize(
@@ -24,9 +27,17 @@ from banaserve.orchestrator.migration.registry import make
         ("repaired", {"delta_down": 0.5}, "delta_down is above delta_up"),
         ("repaired", {"scalar": "som"}, "did you mean sum"),
         ("published", {"layers_a_move": 0}, "layers_a_move is 0"),
+        ("repaired", {"hop_bytes_per_s": -1.0}, "hop_bytes_per_s is -1.0: give 0 or more"),
     ],
 )
 def test_wrong_options_are_named(name: str, section: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as failure:
         make(name, **section)
     assert words in str(failure.value)
+
+
+def test_messages_between_steps_have_a_bandwidth_of_their_own() -> None:
+    slow = RepairedOptions(link_bytes_per_s=1e6, link_sync_s=1.0, link_hop_s=1e-3)
+    assert slow.hop == Link(1e6, 0.0, 1e-3)
+    assert replace(slow, hop_bytes_per_s=1e9).hop == Link(1e9, 0.0, 1e-3)
+    assert replace(slow, hop_bytes_per_s=1e9).link == slow.link

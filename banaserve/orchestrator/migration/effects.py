@@ -69,7 +69,7 @@ def module_share(host: Projected, module: Module, attention_fraction: float) -> 
 
 def hop_step_s(host: Projected, module: Module, options: MoveOptions) -> float:
     """Seconds that a remote module adds to each step of its host."""
-    facts, link = host.facts, options.link
+    facts, link = host.facts, options.hop
     if not module.heads:
         return moving.layers_step_s(host.batch_tokens, facts.hidden_bytes, 1, link)
     head_bytes = facts.layer_token_bytes // (2 * facts.num_kv_heads)

@@ -41,6 +41,7 @@ _RANGES = {
     "link_bytes_per_s": (1.0, inf),
     "link_sync_s": (0.0, inf),
     "link_hop_s": (0.0, inf),
+    "hop_bytes_per_s": (0.0, inf),
     "timeout_factor": (1.0, inf),
     "min_timeout_s": (1e-3, inf),
 }
@@ -75,6 +76,8 @@ class MoveOptions:
         link_bytes_per_s: Bandwidth between two instances, one direction.
         link_sync_s: Synchronisation of one migration.
         link_hop_s: Latency of one message.
+        hop_bytes_per_s: Bandwidth for what the steps of remote modules send; 0 is that of the link,
+            which is lower where migrations wait for disks and processes.
         weights_are_shared: A guest reads the weights that its instance holds already, so none
             travel and none take memory there.
         memory_limit_fraction: Share of its KV blocks that an instance may have in use after it
@@ -90,6 +93,7 @@ class MoveOptions:
     link_bytes_per_s: float = 12.5e9
     link_sync_s: float = 0.005
     link_hop_s: float = 20e-6
+    hop_bytes_per_s: float = 0.0
     weights_are_shared: bool = False
     memory_limit_fraction: float = 0.95
     min_blocks_fraction: float = 0.25
@@ -100,6 +104,11 @@ class MoveOptions:
     @property
     def link(self) -> Link:
         return _link(self.link_bytes_per_s, self.link_sync_s, self.link_hop_s)
+
+    @property
+    def hop(self) -> Link:
+        """The way of messages between steps."""
+        return _link(self.hop_bytes_per_s or self.link_bytes_per_s, 0.0, self.link_hop_s)
 
     def timeout_s(self, cost_s: float) -> float:
         return max(self.min_timeout_s, self.timeout_factor * cost_s)
