@@ -57,7 +57,7 @@ def route_command(argv: Sequence[str]) -> int:
         return balancers[0]
 
     with listening(settings.host, settings.port) as sock:
-        say(f"looking at {len(settings.replicas)} replicas")
+        say(f"looking at {len(settings.replicas)} replicas and {len(settings.peers)} peers")
         code = server.run(make, sock, lambda: _banner(balancers[0]), known.config)
     say("ended")
     return code
