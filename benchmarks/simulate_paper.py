@@ -35,7 +35,7 @@ from banaserve.sim.run import simulate
 from banaserve.sim.system import System, preset
 from banaserve.sim.workload import Arrivals, arriving
 
-RATES = (1, 4, 8, 12, 16, 20)
+RATES = (1, 6, 12, 20)
 SEEDS = (1, 2, 3, 4, 5)
 WARM_S, MEASURED_S = 60.0, 120.0
 MAX_OUTPUT_TOKENS = 512
