@@ -65,6 +65,7 @@ class Cell:
         self.finished: list[SimRequest] = []
         self.num_refused = 0
         self.num_restarted = 0
+        self._num_returning = 0
         self.instances = {
             instance.id: instance
             for instance in (self._start(name, role, profile) for name, role in roles)
@@ -121,7 +122,8 @@ class Cell:
                 RequestView(RequestId(str(request.id)), tokens, cached), self.view()
             )
         except NoInstanceError:
-            self._timeline.after(_REPEAT_S, self._send, request)
+            if not self.is_lost:
+                self._timeline.after(_REPEAT_S, self._send, request)
             return
         request.decode = self.instances[route.decode]
         first = request.decode if route.prefill is None else self.instances[route.prefill]
@@ -192,6 +194,12 @@ class Cell:
 
     # ---- control and faults
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether every instance is dead and none comes back: what is here never ends."""
+        everyone = self.instances.values()
+        return not self._num_returning and all(one.engine.is_dead for one in everyone)
+
     def control(self) -> None:
         """One turn of the control loop, the one that serves."""
         self.placing.bend()
@@ -205,6 +213,7 @@ class Cell:
         """The instance dies; its requests run again elsewhere."""
         dead = self.instances[name]
         lost = dead.engine.kill()
+        self._num_returning += back_after_s is not None
         dead.inflight = dead.inflight_prefill_tokens = 0
         dead.is_dirty = True
         for step in self.placing.lose(dead):
@@ -216,6 +225,7 @@ class Cell:
             self._timeline.after(back_after_s, self._revive, dead)
 
     def _revive(self, dead: SimInstance) -> None:
+        self._num_returning -= 1
         dead.engine.is_dead = False
         dead.changed_s = self._timeline.now_s
         dead.is_dirty = True

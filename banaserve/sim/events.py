@@ -68,5 +68,5 @@ def _kill_in_move(event: Event, cluster: SimCluster, timeline: Timeline) -> None
             victim: InstanceId = host if event.kind == "kill_host_in_move" else guest
             cell.kill(victim, event.back_after_s)
             return
-    if any(cell.load for cell in cluster.cells):
+    if any(cell.load and not cell.is_lost for cell in cluster.cells):
         timeline.after(_LOOK_S, lambda _: _kill_in_move(event, cluster, timeline))

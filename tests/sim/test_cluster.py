@@ -271,6 +271,30 @@ def test_a_cluster_in_which_nothing_can_happen_is_given_up() -> None:
     assert timeline.now_s == pytest.approx(61.0, abs=2.0)
 
 
+@pytest.mark.parametrize("kind", ["colocated", "banaserve"])
+def test_a_cluster_of_which_nothing_is_left_comes_to_an_end(kind: str) -> None:
+    counts = {"colocated": 1} if kind == "colocated" else {"prefill": 1, "decode": 1}
+    timeline, cluster = built(preset(kind, **counts))
+    for name in cluster.cells[0].instances:
+        arrange(Event(at_s=2.0, kind="kill", instance=name), cluster, timeline)
+    arrange(Event(at_s=2.0, kind="kill_guest_in_move"), cluster, timeline)
+
+    def late(_: None) -> None:
+        assert timeline.num_events < 1500  # nobody goes on asking
+
+    timeline.at(1000.0, late)
+    cluster.run([SimRequest(number, float(number), 100, 50) for number in range(5)])
+    assert 0 < len(cluster.finished) < 5
+
+
+def test_a_cluster_that_comes_back_serves_what_waited() -> None:
+    timeline, cluster = built(preset("colocated", colocated=1))
+    event = Event(at_s=2.0, kind="kill", instance="c0", back_after_s=5.0)
+    arrange(event, cluster, timeline)
+    cluster.run([SimRequest(number, float(number), 100, 50) for number in range(5)])
+    assert len(cluster.finished) == 5
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
