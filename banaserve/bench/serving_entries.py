@@ -20,7 +20,7 @@ import csv
 import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -165,8 +165,7 @@ def _csv(path: Path) -> Iterator[Entry]:
     for row in rows:
         where = f"{path}, line {rows.line_num}"
         try:
-            # 100 ns digits: one more than datetime reads.
-            at = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26])
+            at = datetime.fromisoformat((row["TIMESTAMP"] or "").strip())
         except ValueError:
             _refuse(where, "TIMESTAMP", f"is {row['TIMESTAMP']!r}, not a time")
         lengths = {}
@@ -177,7 +176,8 @@ def _csv(path: Path) -> Iterator[Entry]:
             source=f"{path.name}:{rows.line_num}",
             prompt_tokens=lengths["ContextTokens"],
             output_tokens=lengths["GeneratedTokens"],
-            at_s=at.timestamp(),
+            # Some of Azure's traces name the offset from UTC, others are in UTC and do not.
+            at_s=(at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp(),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,7 +154,7 @@ def _azure(path: Path, limit: int | None) -> list[Arrival]:
 def _azure_row(path: Path, number: int, record: Mapping[str, str]) -> Arrival:
     time, *lengths = AZURE_COLUMNS
     try:
-        at_s = datetime.fromisoformat(f"{record[time].strip()}+00:00").timestamp()
+        at = datetime.fromisoformat(record[time].strip())
     except (KeyError, ValueError) as error:
         told = record.get(time)
         raise UserError(f"{path}, line {number}: {time} is {told!r}: give a date") from error
@@ -163,7 +163,8 @@ def _azure_row(path: Path, number: int, record: Mapping[str, str]) -> Arrival:
         told = record.get(key, "")
         tokens[key] = int(told) if told.strip().isdecimal() else told
     prompt, output = (length(path, number, tokens, key) for key in lengths)
-    return Arrival(at_s, prompt, output)
+    # Some of Azure's traces name the offset from UTC, others are in UTC and do not.
+    return Arrival((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp(), prompt, output)
 
 
 def _unpacked(path: Path) -> bytes:

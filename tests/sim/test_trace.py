@@ -48,6 +48,14 @@ def test_azures_table(tmp_path: Path) -> None:
     assert second[1:] == (396, 109, ())
 
 
+def test_azures_table_with_an_offset_from_utc(tmp_path: Path) -> None:
+    path = tmp_path / "code.csv"
+    path.write_text(
+        HEADING + "2024-05-10 00:00:00+00:00,2,5\n2024-05-10 00:00:00.250000+00:00,3,6\n"
+    )
+    assert read_trace(path) == [Arrival(0.0, 2, 5), Arrival(0.25, 3, 6)]
+
+
 @pytest.mark.parametrize(
     ("prompt", "output", "expected"),
     [(10, 5, (10, 5)), (100, 10, (22, 10)), (5, 100, (1, 31)), (100, 100, (1, 31))],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import time
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,33 @@ def test_azure_csv(tmp_path: Path) -> None:
     assert second.at_s is not None
     assert first.at_s is not None
     assert second.at_s - first.at_s == pytest.approx(4.3)
+
+
+@pytest.fixture
+def far_from_utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "EST5EDT,M3.2.0,M11.1.0")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.usefixtures("far_from_utc")
+@pytest.mark.parametrize(
+    ("first", "second", "seconds"),
+    [
+        ("2024-05-10 00:00:00+00:00", "2024-05-10 00:00:00.009930+00:00", 0.00993),
+        ("2024-03-10 06:59:59.5", "2024-03-10 07:00:00.5", 1.0),
+        ("2024-03-10 01:59:59.5", "2024-03-10 03:00:00", 3600.5),
+    ],
+)
+def test_azure_csv_is_in_utc_wherever_it_is_read(
+    tmp_path: Path, first: str, second: str, seconds: float
+) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{first},3,4\n{second},3,4\n")
+    times_s = [entry.at_s or 0.0 for entry in read_entries(path)]
+    assert times_s[1] - times_s[0] == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
