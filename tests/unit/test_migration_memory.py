@@ -6,10 +6,12 @@ import importlib.util
 import itertools
 import mmap
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -19,13 +21,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from banaserve.engine.vllm.migration.giving_way import run_giving_way
+from banaserve.engine.vllm.migration.giving_way import run_giving_way, start_threads
 from banaserve.engine.vllm.migration.host_kv import HostKv, blocks_gained, make_slab, spans
 from banaserve.engine.vllm.migration.parcel import Parcel, from_wire, restore, to_wire
 from banaserve.engine.vllm.migration.pulse import Pulse
 from banaserve.engine.vllm.migration.slab import Slab, merged
 from banaserve.engine.vllm.migration.written_blocks import WrittenBlocks
 from banaserve.errors import ProtocolError, UserError
+from banaserve.transport.options import TransportOptions
+from banaserve.transport.registry import create
 
 PAGE = mmap.PAGESIZE
 
@@ -255,3 +259,57 @@ def test_work_gives_way_and_nothing_else_does() -> None:
     assert priority() == own
     with pytest.raises(ZeroDivisionError):
         run_giving_way(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp"])
+def test_threads_that_serve_do_not_give_way(name: str, tmp_path: Path) -> None:
+    options = TransportOptions(folder=str(tmp_path), secret=secrets.token_bytes(32))
+    transport, before = create(name, options), set(threading.enumerate())
+    start_threads(transport)
+    run_giving_way(lambda: transport.offer(PAGE, 1))
+    started = set(threading.enumerate()) - before
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert started
+    assert {os.getpriority(os.PRIO_PROCESS, t.native_id or 0) for t in started} == {own}
+    transport.close()
+
+
+IN_PARALLEL = """
+import os, sys, torch
+from banaserve.engine.vllm.migration.giving_way import run_giving_way, start_threads
+from banaserve.transport.options import TransportOptions
+from banaserve.transport.registry import create
+
+def busy_ns():
+    found = {}
+    for thread in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{thread}/schedstat") as file:
+            found[thread] = int(file.read().split()[0])
+    return found
+
+def work():
+    torch.set_num_threads(3)
+    torch.zeros(1 << 20).add_(1)
+
+torch.set_num_threads(3)
+start_threads(create("shm", TransportOptions(folder=sys.argv[1], secret=bytes(32))))
+run_giving_way(work)
+before = busy_ns()
+for _ in range(200):
+    work()
+used = [t for t, ran in busy_ns().items() if ran - before.get(t, 0) > 1_000_000]
+own = os.getpriority(os.PRIO_PROCESS, 0)
+print({os.getpriority(os.PRIO_PROCESS, int(t)) for t in used} == {own})
+"""
+
+
+def test_threads_of_intels_openmp_do_not_give_way_either(tmp_path: Path) -> None:
+    library = Path(sys.prefix) / "lib/libiomp5.so"
+    if not library.exists():
+        pytest.skip("Intel's OpenMP is not installed")
+    # Threads that wait for work sleep: only those that have some are seen to run.
+    environment = os.environ | {"LD_PRELOAD": str(library), "KMP_BLOCKTIME": "0"}
+    said = subprocess.check_output(
+        [sys.executable, "-c", IN_PARALLEL, str(tmp_path)], env=environment, text=True
+    )
+    assert said == "True\n"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vllm.config import VllmConfig
 
+from banaserve.engine.vllm.migration.giving_way import start_threads
 from banaserve.engine.vllm.migration.guest import Guest
 from banaserve.engine.vllm.migration.guest_address import GuestAddress
 from banaserve.engine.vllm.migration.stage import guest_environment
@@ -24,6 +25,7 @@ def serve(config: VllmConfig, address: GuestAddress) -> None:
         TransportError: Nobody comes.
     """
     transport = address.make_transport()
+    start_threads(transport)
     with tempfile.TemporaryDirectory(prefix="guest-") as folder:
         channel = address.accept(ACCEPT_TIMEOUT_S)
         with guest_environment(config, str(Path(folder) / "rendezvous")):
