@@ -36,12 +36,14 @@ class Load:
         began_s: When it was queued.
         queued_bytes: Queued in the tier at that moment, its own included.
         predicted_s: Seconds it was predicted to take; 0.0 where nothing was known.
+        taken_s: When the tier took it.
     """
 
     entry: Entry
     began_s: float
     queued_bytes: int
     predicted_s: float
+    taken_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -225,8 +227,8 @@ class AttachedTier:
         return thread
 
     def oldest_load_s(self) -> float | None:
-        """When the oldest load that the tier has taken was queued; None where there is none."""
-        return min((load.began_s for load in self.loading.values()), default=None)
+        """When the tier took the oldest load that has not ended; None where there is none."""
+        return min((load.taken_s for load in self.loading.values()), default=None)
 
     def give_up(self, problem: str) -> None:
         """Take it out of service, as if it had raised."""

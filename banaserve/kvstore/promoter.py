@@ -125,6 +125,7 @@ class Promoter:
             key = load.entry.key
             ticket = tier.submit_load(key, carved.bytes_of(load.entry))
             if ticket is not None:
+                load.taken_s = self._clock()
                 tier.loading[ticket] = tier.waiting.popleft()
             elif tier.is_busy and tier.lookup([key]) == [Lookup.HIT]:
                 # Its queue is full: this goes on when something has ended.

@@ -571,6 +571,21 @@ def test_a_tier_that_does_not_end_a_load_is_gone_without(stack: ExitStack) -> No
     assert store.service.stats().used_slots == 0
 
 
+def test_a_tier_is_not_gone_without_for_what_waited_for_its_turn(stack: ExitStack) -> None:
+    store, tier = filled(stack, *KEYS[:2], depth=1)
+    granted = store.exchange(KEYS[:2])
+    store.now_s += HUNG_AFTER_S
+    tier.end()
+    store.turn()
+    store.now_s += NOTE_EVERY_S
+    store.turn()
+    assert store.arrivals(granted) == [HIT, PENDING]
+    tier.end()
+    store.turn()
+    assert store.arrivals(granted) == [HIT, HIT]
+    store.release(granted)
+
+
 def test_slots_wait_for_a_tier_that_raised_in_the_middle(stack: ExitStack) -> None:
     store, tier = filled(stack, *KEYS[:2])
     granted = store.exchange(KEYS[:2])
