@@ -168,9 +168,18 @@ def _plan(given: argparse.Namespace) -> Plan:
         slo=Slo(given.slo_ttft, given.slo_tpot),
         exact_output=not given.no_exact_output,
     )
-    for cell in plan.cells():
-        plan.count(cell)
+    _check_cells(plan)
     return plan
+
+
+def _check_cells(plan: Plan) -> None:
+    cells = plan.cells()
+    for cell in cells:
+        plan.count(cell)
+        if cell.is_closed and cell.load is not None and cell.load % 1:
+            raise UserError(f"--concurrency {cell.load:g}: give a whole number")
+    if len({cell.name for cell in cells}) < len(cells):
+        raise UserError("--rps, --concurrency: each once, and different in six digits")
 
 
 def _wanted(given: argparse.Namespace, target: Target) -> Wanted:

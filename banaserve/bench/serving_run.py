@@ -104,7 +104,14 @@ class RunFolder:
             raise UserError(f"{self.path} is damaged ({error}): give another --out") from error
 
     def keep(self, cell: CellId, summary: Summary) -> None:
-        (self.path / "summaries" / f"{cell.name}.json").write_bytes(msgspec.json.encode(summary))
+        write_whole(self.path / "summaries" / f"{cell.name}.json", msgspec.json.encode(summary))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file that is there as a whole or not at all, whenever this process ends."""
+    scratch = path.with_suffix(".new")
+    scratch.write_bytes(data)
+    scratch.replace(path)
 
 
 async def run_cells(
@@ -121,7 +128,8 @@ async def run_cells(
         begin: Called with each cell and its number of requests before it runs.
 
     Raises:
-        UserError: Every request of a cell failed; its records are kept.
+        UserError: Every request of a cell failed, or none came after the warm-up; its records
+            are kept.
         asyncio.CancelledError: Stopped; what was complete is kept.
     """
     found = []
@@ -130,7 +138,12 @@ async def run_cells(
         if summary is None:
             begin(cell, plan.count(cell))
             summary = await _run_one(plan, cell, client, dataset, folder, progress)
-            if summary.requests and not summary.completed:
+            if not summary.requests:
+                raise UserError(
+                    f"all {summary.warm_up_requests} requests of {cell.name} were sent in the "
+                    "warm-up, so none counts: give more --requests or a shorter --warmup"
+                )
+            if not summary.completed:
                 error = max(summary.errors, key=lambda one: summary.errors[one])
                 raise UserError(
                     f"every request of {cell.name} failed, most often with: {error} "

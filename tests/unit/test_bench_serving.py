@@ -241,6 +241,12 @@ def test_the_warm_up_counts_for_nothing(bench: Any, tmp_path: Path) -> None:
     assert due == pytest.approx([n / 10 for n in range(6)], abs=0.04)
 
 
+def test_a_cell_that_is_all_warm_up_is_none(bench: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="all 3 requests of 500rps-seed0 were sent in the warm-up"):
+        bench(*FAST, "--rps", "500", "--requests", "3", "--warmup", "60")
+    assert result.read(tmp_path / "run" / "result.json").raw["cells"] == []
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -254,6 +260,9 @@ def test_the_warm_up_counts_for_nothing(bench: Any, tmp_path: Path) -> None:
         (("--arrival", "trace", "--dataset", "random", "--rps", "9"), "says not when"),
         (("--arrival", "often"), "unknown arrival"),
         (("--rps", "1", "--seeds", "1,1"), "each once"),
+        (("--rps", "2,1,2"), "each once"),
+        (("--rps", "1,1.0000001"), "each once"),
+        (("--arrival", "closed", "--requests", "9", "--concurrency", "1.5"), "a whole number"),
     ],
 )
 def test_what_cannot_be(bench: Any, options: tuple[str, ...], words: str) -> None:
