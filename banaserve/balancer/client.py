@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from time import monotonic
-from typing import Protocol, cast
+from typing import cast
 
 import httptools
 
 from banaserve.balancer import answers
+from banaserve.balancer.desk import Desk, Exchange
 from banaserve.balancer.message import MAX_HEAD_BYTES, Message, RefusedError
 
 MAX_PIPELINED = 16
@@ -17,59 +18,9 @@ HEAD_TIMEOUT_S = 10.0
 BODY_SILENCE_S = 30.0
 KEEP_ALIVE_S = 75.0
 _LINGER_S = 2.0
+UNREAD_S = 75.0
+_CHUNK_LINES_BYTES = 64
 _RETRY_AFTER_S = 1.0
-
-
-class Exchange(Protocol):
-    """One request on its way, as its connection sees it."""
-
-    def cancel(self) -> None:
-        """The client has gone."""
-        ...
-
-    def pause(self) -> None:
-        """The client reads more slowly than the answer comes."""
-        ...
-
-    def resume(self) -> None: ...
-
-
-class Desk(Protocol):
-    """Who takes the requests.
-
-    Attributes:
-        max_body_bytes: Of one request.
-    """
-
-    max_body_bytes: int
-
-    def opened(self, client: Client) -> bool:
-        """Returns whether another connection may be open."""
-        ...
-
-    def closed(self, client: Client) -> None: ...
-
-    def check_head(self, message: Message) -> None:
-        """Returns if the body of ``message`` may come.
-
-        Raises:
-            RefusedError: It may not.
-        """
-        ...
-
-    def hold(self, num_bytes: int) -> None:
-        """Counts bytes of bodies in memory; a negative number gives them back.
-
-        Raises:
-            RefusedError: There is no room for them.
-        """
-        ...
-
-    def take(self, client: Client, message: Message) -> Exchange | None:
-        """Takes a whole request; None where it is answered already."""
-        ...
-
-    def refused(self, error: RefusedError) -> None: ...
 
 
 class Client(asyncio.Protocol):
@@ -90,6 +41,7 @@ class Client(asyncio.Protocol):
         "_parser",
         "_refusal",
         "_transport",
+        "_unread_bytes",
         "_waiting",
         "can_go_on",
     )
@@ -102,7 +54,7 @@ class Client(asyncio.Protocol):
         self._exchange: Exchange | None = None
         self._refusal: RefusedError | None = None
         self._closes_at_s = 0.0
-        self._head_bytes = self._held_bytes = 0
+        self._head_bytes = self._held_bytes = self._unread_bytes = 0
         self._in_head = True
         self._is_busy = self._is_choked = self._is_paused = False
         self._is_head_timed = True
@@ -117,17 +69,16 @@ class Client(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.can_go_on = False
         self._waiting.clear()
+        self._give_back(self._held_bytes)
+        self._desk.closed(self)
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.cancel()
-        self._give_back(self._held_bytes)
-        self._desk.closed(self)
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
             return
-        if self._in_head:
-            self._head_bytes += len(data)
+        self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
@@ -142,15 +93,16 @@ class Client(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._refuse(RefusedError(400, f"not a valid HTTP/1.1 request: {error}"))
             return
-        if not self._is_busy:
+        # The parser keeps a field until it is whole: of a head, or of the trailers after a body.
+        if self._head_bytes > MAX_HEAD_BYTES * (1 if self._in_head else 2):
+            self._refuse(RefusedError(431, f"the head exceeds {MAX_HEAD_BYTES} bytes"))
+        elif not self._is_busy:
             self._watch_part()
 
     def _watch_part(self) -> None:
         """Part of a request has come, or nothing of one: how long may the rest take?"""
         if not self._in_head:
             self._within(BODY_SILENCE_S)
-        elif self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(RefusedError(431, f"the head exceeds {MAX_HEAD_BYTES} bytes"))
         elif self._head_bytes and not self._is_head_timed:
             self._is_head_timed = True
             self._within(HEAD_TIMEOUT_S)
@@ -181,6 +133,7 @@ class Client(asyncio.Protocol):
         self._message.add_body(data, self._desk.max_body_bytes)
         self._desk.hold(len(data))
         self._held_bytes += len(data)
+        self._head_bytes = max(0, self._head_bytes - len(data) - _CHUNK_LINES_BYTES)
 
     def on_message_complete(self) -> None:
         message, self._message = self._message, Message()
@@ -243,10 +196,15 @@ class Client(asyncio.Protocol):
         if not self._closes_at_s or now_s < self._closes_at_s:
             return
         is_idle = self._in_head and not self._head_bytes
-        if is_idle and self._refusal is None:
-            self._transport.close()
-        elif self._refusal is not None:
+        unread, before = self._transport.get_write_buffer_size(), self._unread_bytes
+        self._unread_bytes = unread
+        if unread and unread != before:
+            # The client is slow, but it reads: closing would cost it the end of the answer.
+            self._within(UNREAD_S)
+        elif self._refusal is not None or unread:
             self._transport.abort()
+        elif is_idle:
+            self._transport.close()
         else:
             self._refuse(RefusedError(408, "the request took too long to arrive"))
 
@@ -285,6 +243,7 @@ class Client(asyncio.Protocol):
     def _leave(self) -> None:
         """Close for writing and discard what still comes: closing at once may cost the answer."""
         self._refusal = self._refusal or RefusedError(400, "the connection is closing")
+        self._waiting.clear()
         self._within(_LINGER_S)
         if self._transport.can_write_eof() and not self._transport.is_closing():
             self._transport.write_eof()

@@ -20,6 +20,7 @@ _SEEN = frozenset((b"authorization", b"traceparent", b"tracestate", b"x-session-
 _PASSED = (b"tracestate", b"x-session-id")
 _JOINED_BYTES = 16 * 1024
 """Up to here one copy is cheaper than one more buffer to send."""
+_MANY_PARTS, _PART_BYTES = 256, 64
 
 _ODD_PATH = re.compile(rb"//|/\.\.?(?:/|$)|[\\\0-\x20]")
 _TARGET = re.compile(rb"/[A-Za-z0-9\-._~!$&'()*+,;=:@%/]*(?:\?[^\s#\\\0]*)?")
@@ -183,7 +184,11 @@ class Message:
         self._size += len(data)
         if self._size > max_bytes:
             raise RefusedError(413, f"the body is larger than {max_bytes} bytes (--max-body-size)")
-        self.body.append(data)
+        body = self.body
+        body.append(data)
+        if len(body) >= _MANY_PARTS and self._size < _PART_BYTES * len(body):
+            # Chunks of a few bytes would need many times the memory that is counted.
+            self.body = [b"".join(body)]
 
     def parts(self, fields_for_target: bytes) -> list[bytes]:
         """The bytes for a replica; framed anew, so both ends agree on where the body ends.
