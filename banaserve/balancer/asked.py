@@ -13,6 +13,9 @@ from banaserve.types import RequestId
 BYTES_A_TOKEN = 4
 """Of English text, about; only ratios between requests matter to routing."""
 
+MAX_NAME_CHARS = 256
+"""Of a model or a user: both are kept, compared and logged."""
+
 _NOTHING = msgspec.Raw(b"")
 
 
@@ -53,7 +56,7 @@ def read_request(
         data = message.body[0] if len(message.body) == 1 else b"".join(message.body)
         try:
             body = _decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             body = _NO_BODY
     prompt = bytes(body.messages or body.prompt or body.input)
     return Request(
@@ -61,8 +64,8 @@ def read_request(
         max(1, len(prompt) // BYTES_A_TOKEN),
         prompt,
         max(0, body.max_completion_tokens or body.max_tokens or 0),
-        message.session or body.user or "",
-        body.model,
+        message.session or (body.user or "")[:MAX_NAME_CHARS],
+        body.model[:MAX_NAME_CHARS],
         allowed_regions,
         was_forwarded,
         now_s,

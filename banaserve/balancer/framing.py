@@ -23,7 +23,7 @@ _HEAD = re.compile(
 # Anchored at line starts; only these matter to whoever stands between the two ends.
 _HOP = re.compile(
     rb"^(connection|keep-alive|proxy-connection|proxy-authenticate|upgrade|te|"
-    rb"transfer-encoding|content-length):[ \t]*([^\r]*?)[ \t]*\r\n",
+    rb"transfer-encoding|content-length):([^\r]*)\r\n",
     re.IGNORECASE | re.MULTILINE,
 )
 _KEPT = frozenset((b"transfer-encoding", b"content-length"))
@@ -216,8 +216,8 @@ def parse_response_head(head: bytes, to_head: bool = False) -> ResponseHead:
     lengths: list[bytes] = []
     codings: list[bytes] = []
     connection, others = b"", False
-    for name, value in _HOP.findall(fields):
-        lowered = name.lower()
+    for name, padded in _HOP.findall(fields):
+        lowered, value = name.lower(), padded.strip(b" \t")
         if lowered == b"content-length":
             lengths.append(value)
         elif lowered == b"transfer-encoding":

@@ -106,21 +106,20 @@ class Upstream(asyncio.Protocol):
         self._end(sink, is_clean=used == len(data))
 
     def _read_head(self, sink: Sink, data: bytes) -> None:
-        self._head = data = self._head + data if self._head else data
-        end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
-        if end < 0:
-            if len(data) >= MAX_HEAD_BYTES:
-                raise ProtocolError(f"the head of the answer exceeds {MAX_HEAD_BYTES} bytes")
-            return
-        head = parse_response_head(data[: end + 4], self._to_head)
-        rest = data[end + 4 :]
-        if head.status < 200:
-            if head.status == 101:
+        rest = self._head + data if self._head else data
+        status, at = 100, 0
+        while status < 200:
+            end = rest.find(b"\r\n\r\n", at, at + MAX_HEAD_BYTES)
+            if end < 0:
+                self._head = rest[at:]
+                if len(self._head) >= MAX_HEAD_BYTES:
+                    raise ProtocolError(f"the head of the answer exceeds {MAX_HEAD_BYTES} bytes")
+                return
+            head = parse_response_head(rest[at : end + 4], self._to_head)
+            status, at = head.status, end + 4
+            if status == 101:
                 raise ProtocolError("the answer changes the protocol")
-            self._head = b""
-            if rest:
-                self._read_head(sink, rest)
-            return
+        rest = rest[at:]
         used = head.body.feed(rest) if rest and not head.body.is_done else 0
         self._head, self._body = b"", head.body
         self.is_kept = head.keep_alive

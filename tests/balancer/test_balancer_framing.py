@@ -155,3 +155,13 @@ def test_fields_about_the_connection_stay_behind():
 def test_a_head_that_means_two_things_is_refused(wrong):
     with pytest.raises(ProtocolError):
         parse_response_head(wrong)
+
+
+def test_spaces_within_a_field_cost_no_more_than_others():
+    """With a square of their number, this takes minutes."""
+    found = parse_response_head(
+        head("Connection: a" + " " * 60_000 + "b", "Content-Length: \t 3 \t ", "X: y")
+    )
+    assert found.keep_alive
+    assert found.body.feed(b"abcd") == 3
+    assert found.lines.endswith(b"Content-Length: \t 3 \t \r\nX: y\r\n")

@@ -231,3 +231,12 @@ def test_what_would_be_evicted_is_evicted_leaves_used_longest_ago_first():
     left = {prompt for prompt in (b"1", b"2", b"3", b"4") if tree.match(prompt * 30, 1.0)}
     assert left == {b"1", b"3", b"4"}
     assert tree.used_tokens(A) == 100
+
+
+def test_trimming_goes_deeper_than_python_may_call_itself():
+    tree = CacheTree(1, 10**6, 60.0)
+    for length in range(1, 3001):
+        tree.add(b"a" * length, 1.0, A, float(length))
+    tree.trim(b"a" * 3000, 1.0, A, 1)
+    tree.check()
+    assert tree.match(b"a" * 3000, 1.0)[A][0] == 1

@@ -194,11 +194,14 @@ class CacheTree:
             self._release(next(iter(lru)), target)
 
     def _release_below(self, node: Node, target: ReplicaId) -> None:
-        for child in list(node.children.values()):
-            if target in child.hits:
-                self._release_below(child, target)
-        if target in node.hits:
-            self._release(node, target)
+        if target not in node.hits:
+            return
+        # A path may be deeper than Python may call itself.
+        below = [node]
+        for one in below:
+            below += [child for child in one.children.values() if target in child.hits]
+        for one in reversed(below):
+            self._release(one, target)
 
     def _release(self, node: Node, target: ReplicaId) -> None:
         del node.hits[target]
