@@ -93,7 +93,7 @@ class Balancer:
         self.is_leaving = False
         self._buffered_bytes = 0
         self._peer_keys = Keys([settings.peer_key] if settings.peer_key else [])
-        self.observers = observers(settings)
+        self.observers = observers(settings, log)
         self._clients: set[Client] = set()
         self._under_way: dict[Exchange, None] = {}
         self._num_requests = 0
@@ -176,7 +176,7 @@ class Balancer:
         now_s, limits = monotonic(), self.settings.limits
         self._num_requests += 1
         request_id = RequestId(str(self._num_requests))
-        if self._is_blind:
+        if self._is_blind and REGIONS_FIELD not in message.seen:
             request = blind_request(request_id, now_s)
         else:
             was_forwarded = PEER_FIELD in message.seen

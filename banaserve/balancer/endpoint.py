@@ -45,7 +45,8 @@ def parse_endpoint(url: str) -> Endpoint:
     odd = parts.username or parts.password or parts.query or parts.fragment
     if parts.scheme not in ("http", "https") or not parts.hostname or odd or not url.isascii():
         raise UserError(f"{url!r} is no address of a server: write http://HOST:PORT")
-    if any(char in parts.hostname for char in " \t\r\n\\%") or not url.isprintable():
+    is_odd = any(char in parts.hostname for char in " \t\r\n\\%") or not url.isprintable()
+    if is_odd or not _is_host(parts.hostname):
         raise UserError(f"{url!r} is no address of a server: write http://HOST:PORT")
     if parts.path not in ("", "/"):
         raise UserError(f"{url} has a path: write {parts.scheme}://{parts.netloc} alone")
@@ -53,3 +54,11 @@ def parse_endpoint(url: str) -> Endpoint:
     if port == 0:
         raise UserError(f"{url!r} has port 0: write the port that the server listens on")
     return Endpoint(parts.hostname, port or (443 if is_tls else 80), is_tls)
+
+
+def _is_host(host: str) -> bool:
+    """Whether the resolver takes ``host``: it raises another error than for one it cannot find."""
+    try:
+        return bool(host.encode("idna"))
+    except UnicodeError:
+        return False

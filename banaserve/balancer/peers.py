@@ -23,7 +23,7 @@ DEAD_AFTER_S = 2.0
 
 _FAILED_LOOKS = 3
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=10**6)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
 _Name = Annotated[str, msgspec.Meta(max_length=512)]
 
 

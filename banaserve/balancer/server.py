@@ -74,8 +74,16 @@ async def tick(balancer: Balancer) -> None:
     while True:
         for _ in range(_TICKS_A_SLOW_ONE):
             await asyncio.sleep(_TICK_S)
-            balancer.tick()
-        balancer.tick_slowly()
+            _guarded(balancer.tick, balancer)
+        _guarded(balancer.tick_slowly, balancer)
+
+
+def _guarded(step: Callable[[], None], balancer: Balancer) -> None:
+    """Time goes on whatever one step meets: without it no limit would hold any more."""
+    try:
+        step()
+    except Exception as error:
+        balancer.log(f"a step of the clock failed: {error!r}")
 
 
 async def drain(balancer: Balancer, signals: asyncio.Queue[int]) -> None:

@@ -7,6 +7,7 @@ unchanged.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,7 +31,7 @@ class Observer(Protocol):
     def close(self) -> None: ...
 
 
-def observers(settings: BalancerSettings) -> list[Observer]:
+def observers(settings: BalancerSettings, log: Callable[[str], None]) -> list[Observer]:
     """Returns those that ``settings`` asks for.
 
     Raises:
@@ -38,7 +39,7 @@ def observers(settings: BalancerSettings) -> list[Observer]:
     """
     made: list[Observer] = []
     if settings.decision_log:
-        made.append(DecisionLog(Path(settings.decision_log), settings.region))
+        made.append(DecisionLog(Path(settings.decision_log), settings.region, log))
     if settings.traces:
         made.append(Spans(settings.traces, settings.region))
     return made
@@ -73,16 +74,17 @@ def _ms(seconds: float) -> float:
 
 
 class DecisionLog:
-    """One JSON line a request."""
+    """One JSON line a request; after a line that cannot be written, no more."""
 
-    def __init__(self, path: Path, region: str) -> None:
+    def __init__(self, path: Path, region: str, log: Callable[[str], None]) -> None:
         """Raises UserError where ``path`` cannot be written."""
         try:
             # Line by line on disk is not needed: a crash may cost the last lines.
             self._file = path.open("ab", buffering=1 << 16)
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from error
-        self._region = region
+        self._path, self._region, self._log = path, region, log
+        self._has_failed = False
         self._encode = msgspec.json.Encoder().encode
 
     def began(self, exchange: Exchange) -> None: ...
@@ -100,10 +102,22 @@ class DecisionLog:
             "took_ms": _ms(now_s - request.arrived_s),
             "attempts": [describe(flight) for flight in exchange.flights],
         }
-        self._file.write(self._encode(line) + b"\n")
+        try:
+            if not self._has_failed:
+                self._file.write(self._encode(line) + b"\n")
+        except OSError as error:
+            self._fail(error)
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            self._log(f"cannot write {self._path}: {error.strerror}; no more decisions are logged")
 
 
 class Spans:

@@ -30,6 +30,8 @@ REPLICA = ["--replica", "http://127.0.0.1:9"]
         ([*REPLICA, *REPLICA], "replica http://127.0.0.1:9 is there twice"),
         (["--replica", "127.0.0.1:9"], "write http://HOST:PORT"),
         (["--replica", "http://127.0.0.1:9/v1"], "has a path"),
+        (["--replica", "http://a..b:9"], "write http://HOST:PORT"),
+        (["--replica", f"http://{'a' * 64}:9"], "write http://HOST:PORT"),
         (["--replica", "http://u:p@127.0.0.1:9"], "write http://HOST:PORT"),
         (["--replica", "http://127.0.0.1:99999"], "write http://HOST:PORT"),
         ([*REPLICA, "--host", "0.0.0.0"], "lets other machines in"),

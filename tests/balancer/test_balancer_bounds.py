@@ -1,0 +1,206 @@
+"""What hostile input and full disks may cost: never memory without bound, never the clock."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from banaserve.balancer import server
+from banaserve.balancer.asked import read_request
+from banaserve.balancer.client import Client
+from banaserve.balancer.message import Message
+from banaserve.balancer.peers import PeerState, ReplicaState
+from banaserve.balancer.settings import LimitSettings
+from banaserve.balancer.tracing import DecisionLog
+from banaserve.types import RequestId
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: b\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+GET = b"GET /v1/models HTTP/1.1\r\nHost: b\r\n\r\n"
+
+
+def message_of(body):
+    message = Message()
+    message.add_body(body, 1 << 30)
+    return message
+
+
+@pytest.mark.parametrize("before", [b"0\r\nX: ", b"1;", b"1\r\na\r\n0\r\nX: a\r\nY: "])
+async def test_what_stands_beside_a_body_is_bounded(house, before):
+    replica = await house.replica()
+    await house.balance(replica)
+    caller = await house.caller()
+    await caller.send(CHUNKED + before + b"a" * 400_000)
+    assert (await caller.reply()).status == 431
+    assert replica.asked == []
+
+
+async def test_a_body_in_many_chunks_is_no_long_head(house):
+    replica = await house.replica()
+    await house.balance(replica)
+    caller = await house.caller()
+    await caller.send(CHUNKED + b"1\r\na\r\n" * 50_000 + b"0\r\n\r\n")
+    assert (await caller.reply()).status == 200
+    assert replica.asked[0].body == b"a" * 50_000
+
+
+async def test_a_head_behind_a_request_under_way_is_bounded(house):
+    go_on = asyncio.Event()
+
+    async def hold(asked):
+        await go_on.wait()
+        await asked.answer()
+
+    replica = await house.replica(hold)
+    balancer = await house.balance(replica)
+    caller = await house.caller()
+    await caller.send(GET)
+    await house.until(lambda: replica.asked)
+    await caller.send(b"GET /v1/models HTTP/1.1\r\nX: " + b"a" * 400_000)
+    await house.until(lambda: balancer.metrics._refused[431])
+    go_on.set()
+    assert (await caller.reply()).status == 200
+    assert (await caller.reply()).status == 431
+
+
+async def test_a_body_that_nests_too_deeply_for_us_is_the_replica_s_to_judge(house):
+    replica = await house.replica()
+    await house.balance(replica, limits=LimitSettings(max_attempts=1), decision_log="/dev/null")
+    reply = await house.ask(body=b'{"messages":' + b"[" * 50_000 + b"]" * 50_000 + b"}")
+    assert reply.status == 200
+    assert len(replica.asked) == 1
+
+
+async def test_interim_answers_are_many_without_depth(house):
+    end = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
+    interim = b"HTTP/1.1 100 \r\n\r\n" * 5_000
+    balancer = await house.balance(await house.replica(lambda one: one.send(interim + end)))
+    assert (await house.ask()).status == 200
+    assert sum(one.num_broken for one in balancer.targets.values()) == 0
+
+
+async def test_a_client_narrows_regions_under_a_policy_that_reads_nothing(house):
+    replica = await house.replica()
+    await house.balance(replica, region="us")
+    refused = await house.ask(fields="X-Banaserve-Regions: eu\r\n")
+    assert refused.status == 503
+    assert replica.asked == []
+    assert (await house.ask(fields="X-Banaserve-Regions: eu, us\r\n")).status == 200
+
+
+def test_small_parts_of_a_body_are_joined():
+    message = Message()
+    for _ in range(50_000):
+        message.add_body(b"ab", 1 << 30)
+    assert b"".join(message.body) == b"ab" * 50_000
+    assert len(message.body) < 5_000
+    assert message.size == 100_000
+
+
+def test_large_parts_of_a_body_are_left_alone():
+    message = Message()
+    for _ in range(1000):
+        message.add_body(b"a" * 100, 1 << 30)
+    assert len(message.body) == 1000
+
+
+def test_names_that_are_kept_are_short():
+    body = msgspec.json.encode({"model": "m" * 10_000, "user": "u" * 10_000})
+    request = read_request(RequestId("1"), message_of(body), 0.0, None, False)
+    assert request.model == "m" * 256
+    assert request.session == "u" * 256
+
+
+def test_a_long_context_is_no_nonsense_to_peers():
+    state = PeerState(
+        region="a",
+        pending=3 * 10**6,
+        replicas=[ReplicaState("http://a:1", "a", [], max_prompt_tokens=1_048_576)],
+    )
+    assert msgspec.json.decode(msgspec.json.encode(state), type=PeerState) == state
+
+
+def test_a_full_disk_ends_the_decision_log_and_nothing_else():
+    said = []
+    log = DecisionLog(Path("/dev/full"), "r", said.append)
+    request = read_request(RequestId("1"), message_of(b'{"model":"m"}'), 0.0, None, False)
+    exchange = SimpleNamespace(request=request, parent=b"", status=200, flights=[])
+    for _ in range(2_000):
+        log.ended(exchange, 1.0)
+    log.close()
+    assert len(said) == 1
+    assert "/dev/full" in said[0]
+
+
+async def test_the_clock_goes_on_after_a_step_that_failed(monkeypatch):
+    monkeypatch.setattr(server, "_TICK_S", 0.0)
+    said, went_on = [], asyncio.Event()
+
+    def fail():
+        raise KeyError("odd")
+
+    ticking = asyncio.create_task(
+        server.tick(SimpleNamespace(tick=fail, tick_slowly=went_on.set, log=said.append))
+    )
+    await asyncio.wait_for(went_on.wait(), 20)
+    ticking.cancel()
+    assert "KeyError" in said[0]
+
+
+class Pipe:
+    """A transport whose other end has not read ``unread`` bytes."""
+
+    def __init__(self):
+        self.unread = 0
+        self.ends = []
+
+    def get_write_buffer_size(self):
+        return self.unread
+
+    def can_write_eof(self):
+        return True
+
+    def is_closing(self):
+        return False
+
+    def write_eof(self):
+        self.ends.append("eof")
+
+    def abort(self):
+        self.ends.append("abort")
+
+    def close(self):
+        self.ends.append("close")
+
+
+def connected(pipe):
+    desk = SimpleNamespace(opened=lambda _: True, hold=lambda _: None)
+    client = Client(desk)
+    client.connection_made(pipe)
+    return client
+
+
+@pytest.mark.parametrize("can_go_on", [True, False])
+def test_the_end_of_an_answer_is_not_cut_off_while_it_is_read(can_go_on):
+    pipe = Pipe()
+    client = connected(pipe)
+    client.can_go_on = can_go_on
+    client.done(Message())
+    for pipe.unread in (300_000, 200_000, 100_000):
+        client.sweep(client._closes_at_s + 1)
+        assert "abort" not in pipe.ends
+        assert "close" not in pipe.ends
+    client.sweep(client._closes_at_s + 1)
+    assert pipe.ends[-1] == "abort"
+
+
+def test_nothing_begins_on_a_connection_that_ends():
+    client = connected(Pipe())
+    client._waiting.append(Message())
+    client.can_go_on = False
+    client.done(Message())
+    assert not client._waiting
