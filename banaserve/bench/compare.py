@@ -29,9 +29,10 @@ from banaserve.bench.compare_result import (
     SystemRun,
     Workload,
     as_result,
+    check_folder,
     complete_runs,
+    folder_of,
     kept_path,
-    options_of,
 )
 from banaserve.bench.compare_systems import REFERENCE, System, chosen_systems
 from banaserve.bench.compare_timeline import watched
@@ -41,7 +42,7 @@ from banaserve.bench.report import write_report
 from banaserve.bench.servers import Server, banaserve_server
 from banaserve.bench.serving_cell import CellId, Progress
 from banaserve.bench.serving_items import Dataset, Wanted, Words
-from banaserve.bench.serving_run import Plan, RunFolder, run_cells, stopped_by_signals
+from banaserve.bench.serving_run import Plan, run_cells, stopped_by_signals, write_whole
 from banaserve.bench.serving_summary import Slo
 from banaserve.bench.serving_table import table
 from banaserve.errors import UserError
@@ -57,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
     model = models.resolve(given.model, None, lambda line: print(line, flush=True))
     words = Words(Tokenizer.from_file(str(Path(model.path_or_id) / "tokenizer.json")))
     workloads = [Workload(name, _dataset(given, name, words), plan) for name in given.workload]
+    check_folder(given, systems, workloads)
     started_at = datetime.now(UTC)
     try:
         asyncio.run(_run(given, systems, workloads, model.served_name))
@@ -121,7 +123,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _plan(given: argparse.Namespace) -> Plan:
-    return Plan(
+    plan = Plan(
         arrival="poisson",
         loads=given.rps,
         seeds=given.seeds,
@@ -132,6 +134,8 @@ def _plan(given: argparse.Namespace) -> Plan:
         slo=Slo(),
         exact_output=True,
     )
+    plan.check()
+    return plan
 
 
 def _dataset(given: argparse.Namespace, name: str, words: Words) -> Dataset:
@@ -167,7 +171,7 @@ async def _run(
                 for workload in missing:
                     ran = await _one(given, system, workload, server, client, reference)
                     path = kept_path(given, system, workload)
-                    path.write_bytes(msgspec.json.encode(ran))
+                    write_whole(path, msgspec.json.encode(ran))
                     print(f"  {workload.name}: {ran.equal} of {ran.checked} equal", flush=True)
 
 
@@ -183,8 +187,7 @@ async def _one(
     client: OpenAiClient,
     reference: dict[str, list[list[int]]],
 ) -> SystemRun:
-    path = kept_path(given, system, workload).parent.parent
-    folder = RunFolder(path, {**options_of(given), "system": system.name, "name": workload.name})
+    folder = folder_of(given, system, workload)
     await _answers(client, [_call("warm", [7, 8, 9], 2)])
     before_s = server.cpu_s()
     num_before = sum(folder.summary(cell) is not None for cell in workload.plan.cells())
@@ -222,7 +225,7 @@ async def _reference(
                 calls = _checked_calls(given, workload)
                 found[workload.name] = [(await _answers(client, [call]))[0] for call in calls]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.encode(found))
+    write_whole(path, msgspec.json.encode(found))
     return found
 
 

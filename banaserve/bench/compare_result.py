@@ -15,7 +15,7 @@ from banaserve.bench.compare_systems import System
 from banaserve.bench.compare_timeline import Timeline
 from banaserve.bench.provenance import ModelledTime
 from banaserve.bench.serving_items import Dataset
-from banaserve.bench.serving_run import Plan, figures
+from banaserve.bench.serving_run import Plan, RunFolder, figures
 from banaserve.bench.serving_summary import Summary
 
 CHECK_TOKENS = 12
@@ -67,6 +67,36 @@ def options_of(given: argparse.Namespace) -> dict[str, Any]:
         "check": given.check,
         "serve_option": given.serve_option,
     }
+
+
+def folder_of(given: argparse.Namespace, system: System, workload: Workload) -> RunFolder:
+    """Returns where ``system``'s cells with ``workload`` are kept.
+
+    Raises:
+        UserError: It holds those of other options.
+    """
+    asked = {
+        **options_of(given),
+        "system": system.name,
+        "system_options": list(system.options),
+        "name": workload.name,
+    }
+    return RunFolder(kept_path(given, system, workload).parent.parent, asked)
+
+
+def check_folder(
+    given: argparse.Namespace, systems: Sequence[System], workloads: Sequence[Workload]
+) -> None:
+    """Returns if whatever is kept already comes from the same options.
+
+    Raises:
+        UserError: It does not: what is complete there is no answer to what is asked.
+    """
+    RunFolder(Path(given.out) / "systems", options_of(given))
+    for system in systems:
+        for workload in workloads:
+            if kept_path(given, system, workload).is_file():
+                folder_of(given, system, workload)
 
 
 def complete_runs(

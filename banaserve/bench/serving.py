@@ -153,10 +153,6 @@ def _plan(given: argparse.Namespace) -> Plan:
         raise UserError(f"{given.arrival} arrivals need --rps")
     if is_closed and given.rps is not None:
         raise UserError("a closed loop has no --rps: give --concurrency")
-    if given.requests is not None and given.requests < 1:
-        raise UserError("--requests: give 1 or more")
-    if len(set(given.seeds)) < len(given.seeds):
-        raise UserError("--seeds: each once")
     plan = Plan(
         arrival=given.arrival,
         loads=given.concurrency if is_closed else given.rps or (None,),
@@ -168,18 +164,8 @@ def _plan(given: argparse.Namespace) -> Plan:
         slo=Slo(given.slo_ttft, given.slo_tpot),
         exact_output=not given.no_exact_output,
     )
-    _check_cells(plan)
+    plan.check()
     return plan
-
-
-def _check_cells(plan: Plan) -> None:
-    cells = plan.cells()
-    for cell in cells:
-        plan.count(cell)
-        if cell.is_closed and cell.load is not None and cell.load % 1:
-            raise UserError(f"--concurrency {cell.load:g}: give a whole number")
-    if len({cell.name for cell in cells}) < len(cells):
-        raise UserError("--rps, --concurrency: each once, and different in six digits")
 
 
 def _wanted(given: argparse.Namespace, target: Target) -> Wanted:

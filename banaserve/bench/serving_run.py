@@ -54,6 +54,24 @@ class Plan:
         is_closed = self.arrival == "closed"
         return [CellId(load, seed, is_closed) for seed in self.seeds for load in self.loads]
 
+    def check(self) -> None:
+        """Returns if these are requests to send, no cell twice.
+
+        Raises:
+            UserError: They are not.
+        """
+        if self.requests is not None and self.requests < 1:
+            raise UserError("--requests: give 1 or more")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise UserError("--seeds: each once")
+        cells = self.cells()
+        for cell in cells:
+            self.count(cell)
+            if cell.is_closed and cell.load is not None and cell.load % 1:
+                raise UserError(f"--concurrency {cell.load:g}: give a whole number")
+        if len({cell.name for cell in cells}) < len(cells):
+            raise UserError("--rps, --concurrency: each once, and different in six digits")
+
     def count(self, cell: CellId) -> int:
         """How many requests a cell sends."""
         if self.requests is not None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
+from banaserve.bench import compare
 from banaserve.bench.compare_result import (
     SystemRun,
     Workload,
     as_result,
+    check_folder,
     complete_runs,
+    folder_of,
     kept_path,
 )
 from banaserve.bench.compare_systems import REFERENCE, System, chosen_systems, known_systems
@@ -22,6 +25,7 @@ from banaserve.bench.compare_timeline import Timeline
 from banaserve.bench.record import RequestRecord
 from banaserve.bench.report_pages import section_of
 from banaserve.bench.serving_cell import CellId, Sent
+from banaserve.bench.serving_run import write_whole
 from banaserve.bench.serving_summary import Slo, Summary, summarize
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.config import ServeConfig
@@ -75,22 +79,7 @@ def test_chosen() -> None:
 
 
 def test_what_is_complete_makes_a_result(tmp_path: Path) -> None:
-    given = argparse.Namespace(
-        out=tmp_path,
-        model="m",
-        instances=2,
-        requests=1,
-        prompt_tokens=1,
-        prefix_tokens=1,
-        prefixes=1,
-        sessions=1,
-        output_tokens=2,
-        rps=(1.0,),
-        seeds=(0, 1),
-        warmup=0.0,
-        check=2,
-        serve_option=[],
-    )
+    given = asked(tmp_path)
     systems = list(known_systems(2).values())[:2]
     plan: Any = None
     workload = Workload("random", plan, plan)
@@ -122,6 +111,56 @@ def test_what_is_complete_makes_a_result(tmp_path: Path) -> None:
     assert list(section.table[1][:2]) == [name, "1rps"]
     drawn = {one.name: list(one.points) for one in section.plots[-1].series}
     assert drawn == {"d0": [(0, 1), (1, 5)], "d1": [(0, 0), (1, 1)], "p0": [(0, 2), (1, 0)]}
+
+
+def test_what_is_complete_answers_no_other_question(tmp_path: Path) -> None:
+    given, plan = asked(tmp_path), cast(Any, None)
+    workload = Workload("random", plan, plan)
+    [mine] = chosen_systems(["mine=--colocated 2"], 2)
+    check_folder(given, [mine], [workload])
+    folder_of(given, mine, workload)
+    write_whole(kept_path(given, mine, workload), b"{}")
+    check_folder(given, [mine], [workload])
+    more = argparse.Namespace(**{**vars(given), "requests": 64})
+    with pytest.raises(UserError, match="holds a run with other options"):
+        check_folder(more, [mine], [workload])
+    [other] = chosen_systems(["mine=--colocated 4"], 2)
+    with pytest.raises(UserError, match="mine/random holds a run with other options"):
+        check_folder(given, [other], [workload])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--seeds", "0,0"), "--seeds: each once"),
+        (("--rps", "1,1"), "each once"),
+        (("--requests", "0"), "--requests: give 1 or more"),
+    ],
+)
+def test_no_cell_is_empty_or_asked_twice(
+    tmp_path: Path, options: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        compare.main(["--out", str(tmp_path), "--model", "/nowhere", *options])
+
+
+def asked(out: Path) -> argparse.Namespace:
+    return argparse.Namespace(
+        out=out,
+        model="m",
+        instances=2,
+        requests=1,
+        prompt_tokens=1,
+        prefix_tokens=1,
+        prefixes=1,
+        sessions=1,
+        output_tokens=2,
+        rps=(1.0,),
+        seeds=(0, 1),
+        warmup=0.0,
+        check=2,
+        serve_option=[],
+    )
 
 
 def page(**instances: tuple[int, str]) -> str:
