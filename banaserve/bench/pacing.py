@@ -26,6 +26,7 @@ from banaserve.bench.modelled import modelled_time
 from banaserve.bench.provenance import ModelledTime
 from banaserve.bench.record import RequestRecord
 from banaserve.bench.servers import banaserve_server, end_on_sigterm
+from banaserve.bench.serving_summary import tpot_s
 from banaserve.bench.statistics import median, percentile
 from banaserve.config import MINIATURE, parse_pd
 from banaserve.costs import profile as profiles
@@ -191,7 +192,8 @@ async def _send(client: OpenAiClient, asks: Sequence[Ask], dilation: float) -> l
 def figures_of(run: Run, simulated: dict[str, Any]) -> _Figures:
     """Times are modelled seconds: those on the wall over the dilation."""
     ttft_s = [(r.ttft_s or 0.0) / run.dilation for r in run.records]
-    tpot_s = [_tpot_s(r) / run.dilation for r in run.records if len(r.token_at_s) > 1]
+    found = (tpot_s(r) for r in run.records)
+    tpots_s = [each_s / run.dilation for each_s in found if each_s is not None]
     errors = {name: [s.took_s / s.modelled_s - 1 for s in run.steps[name]] for name in run.steps}
     errors = {name: found for name, found in errors.items() if found}
     modelled_s = [s.modelled_s for steps in run.steps.values() for s in steps]
@@ -205,16 +207,11 @@ def figures_of(run: Run, simulated: dict[str, Any]) -> _Figures:
         "work_fraction": ([sum(worked_s) / sum(modelled_s)], "fraction"),
         "num_steps": ([float(len(modelled_s))], "steps"),
         "ttft": (ttft_s, "modelled s"),
-        "tpot": (tpot_s, "modelled s"),
+        "tpot": (tpots_s, "modelled s"),
         "ttft_vs_simulated": ([median(ttft_s) / simulated["ttft_p50_s"]], "ratio"),
-        "tpot_vs_simulated": ([median(tpot_s) / simulated["tpot_p50_s"]], "ratio"),
+        "tpot_vs_simulated": ([median(tpots_s) / simulated["tpot_p50_s"]], "ratio"),
     }
     return {f"x{run.dilation:g}.{name}": found for name, found in figures.items()}
-
-
-def _tpot_s(record: RequestRecord) -> float:
-    times_s = record.token_at_s
-    return (times_s[-1] - times_s[0]) / (len(times_s) - 1)
 
 
 def _result(

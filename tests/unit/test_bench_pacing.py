@@ -69,3 +69,18 @@ def test_figures_are_in_modelled_seconds():
     assert medians["x2.step_error_median"] == [0.0, pytest.approx(0.3)]
     assert medians["x2.late_fraction"] == [pytest.approx(0.06 / 0.7)]
     assert medians["x2.work_fraction"] == [pytest.approx(0.3 / 0.7)]
+
+
+def test_a_token_that_came_without_an_event_of_its_own_counts():
+    record = RequestRecord(
+        id="0",
+        sent_at_s=10.0,
+        first_token_at_s=11.0,
+        token_at_s=[11.0, 11.2, 11.4],
+        completion_tokens=5,
+    )
+    steps = {"d0": [PacedStep(0, 0.1, 0.05, 0.11, 0, 1)]}
+    run = Run(1.0, [record], steps, {"d0": 0.0}, TOLD)
+    figures = figures_of(run, {"ttft_p50_s": 1.0, "tpot_p50_s": 0.1})
+    assert figures["x1.tpot"][0] == [pytest.approx(0.1)]
+    assert figures["x1.tpot_vs_simulated"][0] == [pytest.approx(1.0)]
