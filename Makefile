@@ -26,7 +26,7 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*.* csrc/cuda/*) $(wildcard r
 # The kernels need torch and Triton, not vLLM: a GPU machine's own Python will do.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
-.PHONY: help serve install test test-fast test-gpu lint format bench bench-gpu wheel \
+.PHONY: help serve install test test-long test-fast test-gpu lint format bench bench-gpu wheel \
     wheel-check sanitize lint-docker lock clean distclean
 
 help:  ## List the targets.
@@ -48,11 +48,16 @@ $(INSTALLED): $(VENV_STAMP) $(SOURCES)
 	@requirements/install.sh '$(DEVICE)'
 	@touch $@
 
-test: lint  ## Lint, then run every test, JOBS files side by side; many start real engines.
-	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test: lint  ## Lint, then run the tests, JOBS files side by side; many start real engines.
+	@$(PYTEST) -m 'not long' $(ARGS)
+
+test-long: lint  ## The same with the cases that only repeat what a shorter run shows.
+	@BANASERVE_MIGRATION_MOVES=100 BANASERVE_MIGRATION_STREAMS=16 $(PYTEST) $(ARGS)
 
 test-fast: install  ## Run the tests that start no engine.
-	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not e2e' $(ARGS)
+	@$(PYTEST) -m 'not e2e' $(ARGS)
 
 test-gpu:  ## Run the tests that need a GPU with GPU_PYTHON; installs nothing, skips without a GPU.
 	@timeout 480 $(GPU_PYTHON) -m pytest -p no:cacheprovider tests/gpu $(ARGS) || \

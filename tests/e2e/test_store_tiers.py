@@ -254,7 +254,15 @@ def flip_bytes(folder: Path) -> int:
     return num_flipped
 
 
-@pytest.mark.parametrize(("kill", "loses_folder"), [(1, False), (2, False), (3, False), (4, True)])
+@pytest.mark.parametrize(
+    ("kill", "loses_folder"),
+    [
+        (1, False),
+        pytest.param(2, False, marks=pytest.mark.long),
+        pytest.param(3, False, marks=pytest.mark.long),
+        (4, True),
+    ],
+)
 def test_the_store_is_killed_under_streams(
     deployment: Deployment,
     prompts: list[list[int]],

@@ -41,8 +41,17 @@ def save(family: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def rigs(
-    many_rigs: Any, engine_arguments: Any, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    many_rigs: Any,
+    engine_arguments: Any,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Any]:
+    """One after the other, of the families whose tests are to run, in their order."""
+    chosen = [
+        item.callspec.params["family"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == "test_tokens_do_not_change"
+    ]
     every = [
         engine_arguments(
             save(family, tmp_path_factory.mktemp(family)),
@@ -50,14 +59,24 @@ def rigs(
             max_model_len=1024,
             kv_cache_memory_bytes=64 << 20,
         )
-        for family in FAMILIES
+        for family in chosen
     ]
     started = many_rigs(every)
     yield started
     started.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Of the shape of Llama, which the other files run.
+LIKE_LLAMA = ("qwen2", "mistral")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[pytest.mark.long] if family in LIKE_LLAMA else [])
+        for family in FAMILIES
+    ],
+)
 def test_tokens_do_not_change(rigs: Any, family: str, let_pass: Any) -> None:
     rig = next(rigs)
     prompts = [

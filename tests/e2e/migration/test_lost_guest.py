@@ -16,7 +16,10 @@ LAYERS = {"type": "layers", "start": 2, "end": 4}
 HEADS = {"type": "heads", "heads": [[0, [1]], [1, [0, 2]], [5, [0, 1, 2]]]}
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.long)],
+)
 def rig(
     request: pytest.FixtureRequest, one_rig: Any, engine_arguments: Any, tiny_llama: str
 ) -> Iterator[Any]:
