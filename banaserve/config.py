@@ -168,7 +168,7 @@ def _check(config: ServeConfig) -> None:
         "--start-timeout": config.start_timeout_s,
     }
     for option, value in positive.items():
-        if value <= 0:
+        if not value > 0:  # as nan is not
             raise UserError(f"{option} {value}: must be more than 0")
     not_negative = {
         "--colocated": config.colocated,
@@ -177,16 +177,16 @@ def _check(config: ServeConfig) -> None:
         "--restart-grace": config.restart_grace_s,
     }
     for option, value in not_negative.items():
-        if value < 0:
+        if not value >= 0:
             raise UserError(f"{option} {value}: must not be negative")
-    if config.migration_kv_growth < 1 or config.migration_stall_s <= 0:
+    if not (config.migration_kv_growth >= 1 and config.migration_stall_s > 0):
         raise UserError("--migration-kv-growth is at least 1 and --migration-stall above 0")
     if not 0 < config.dilate <= _MAX_DILATION:
         raise UserError(f"--dilate {config.dilate:g}: above 0 and at most {_MAX_DILATION:g}")
     if config.dilate != 1 and not config.pace:
         raise UserError("--dilate stretches modelled time: give --pace PROFILE too")
     orchestrator = config.orchestrator
-    if orchestrator.interval_s <= 0:
+    if not orchestrator.interval_s > 0:
         raise UserError(f"--orchestrator-interval {orchestrator.interval_s:g}: must be above 0")
     if orchestrator.mode != "off" and not config.kv_store:
         raise UserError(

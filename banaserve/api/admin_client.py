@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import ssl
 import urllib.error
 import urllib.request
@@ -145,7 +146,7 @@ class AdminClient:
                 return msgspec.json.decode(response.read(), type=kind)
         except urllib.error.HTTPError as refused:
             raise UserError(_message(refused)) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise UserError(f"no banaserve answers at {self._url}: {reason}") from None
 
@@ -155,5 +156,5 @@ def _message(refused: urllib.error.HTTPError) -> str:
         return "the server refuses the admin key: give its --admin-key"
     try:
         return str(msgspec.json.decode(refused.read(), type=_Error).error["message"])
-    except (msgspec.DecodeError, KeyError, OSError):
+    except (msgspec.DecodeError, KeyError, OSError, http.client.HTTPException):
         return f"the server answers {refused.code} {refused.reason}"

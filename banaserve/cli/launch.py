@@ -115,7 +115,7 @@ def _vllm_argv(
 
 
 def _gives(argv: tuple[str, ...], *names: str) -> bool:
-    spelt = {word.split("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
+    spelt = {word.split("=")[0].replace("_", "-") for word in argv if word.startswith("-")}
     return bool(spelt & set(names))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -277,6 +278,33 @@ def test_servers_that_cannot_be_reached(server, capsys, monkeypatch, tmp_path):
     assert "no banaserve answers at" in capsys.readouterr().err
     assert main(["placement", "--run-dir", str(tmp_path)]) == 2
     assert "no banaserve serves in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",
+        b"HTTP/1.1 500 Gone\r\nContent-Length: 9\r\n\r\n{",
+        b"",
+    ],
+)
+def test_what_answers_no_http_or_breaks_off_is_one_line(capsys, answer):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answers() -> None:
+            with listening.accept()[0] as connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=answers)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        code = main(["placement", "--url", url, "--admin-key", "k"])
+        thread.join(30)
+    said = capsys.readouterr().err
+    assert (code, len(said.splitlines()), "Traceback" in said) == (2, 1, False)
 
 
 def test_the_client_waits_for_the_end(server):

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from banaserve.api.auth import KeyMiddleware
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
+from banaserve.cli import launch
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.config import ServeConfig
 from banaserve.engine.vllm.client import tenant
@@ -133,11 +134,29 @@ def test_command_lines(
         (["--kv-store-sise", "1GiB"], "did you mean --kv-store-size"),
         (["--port", "0"], "--port 0"),
         (["--routing-option", "preset"], "KEY=VALUE"),
+        (["--request-timeout", "nan"], "--request-timeout nan: must be more than 0"),
+        (["--restart-grace", "nan"], "--restart-grace nan: must not be negative"),
+        (["--migration-kv-growth", "nan"], "at least 1"),
+        (["--orchestrator-interval", "nan"], "--orchestrator-interval nan: must be above 0"),
     ],
 )
 def test_senseless_command_lines_say_what_to_do(argv: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
         parse_serve_argv(argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "gives"),
+    [
+        (("-tp", "2"), True),
+        (("-tp=2",), True),
+        (("--tensor_parallel_size=2",), True),
+        (("--seed", "3"), False),
+        ((), False),
+    ],
+)
+def test_which_of_vllms_options_are_given(argv: tuple[str, ...], gives: bool) -> None:
+    assert launch._gives(argv, *launch._PARALLEL) is gives
 
 
 def test_a_file_holds_the_same_options_and_the_command_line_wins(tmp_path: Path) -> None:
