@@ -53,6 +53,26 @@ def test_half_of_the_time_in_steps_is_half_busy():
     assert meter.busy_fraction == 0.0
 
 
+def test_reports_that_are_read_together_count_all_the_same():
+    meter = StepMeter(512, 0.0)
+    now_s = 0.0
+    for _ in range(200):
+        now_s += 0.05
+        for _ in range(5):
+            meter.record({"busy_seconds": 0.01, "steps": 1, "step_decode_requests": 1}, now_s)
+    assert meter.busy_fraction == pytest.approx(1.0, abs=0.01)
+    meter.idle(now_s + 100)
+    assert meter.busy_fraction < 0.01
+
+
+def test_an_answer_before_the_report_of_a_long_step_is_no_idle_time():
+    meter = StepMeter(512, 0.0)
+    for number in range(1, 6):
+        meter.idle(3.0 * number)
+        meter.record({"busy_seconds": 3.0, "steps": 1, "step_prefill_tokens": 9}, 3.0 * number)
+    assert meter.busy_fraction > 0.5
+
+
 def test_steps_are_predicted_after_some_dozens_of_all_kinds():
     meter = StepMeter(512, 0.0)
     assert meter.fill_fraction == 1.0

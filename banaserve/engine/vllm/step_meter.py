@@ -39,6 +39,7 @@ class StepMeter:
         self._full = StepWork(full_step_tokens, full_step_tokens**2) if full_step_tokens else None
         self._work = StepWork()
         self._since_s = now_s
+        self._owed_s = 0.0
 
     @property
     def fill_fraction(self) -> float:
@@ -78,8 +79,13 @@ class StepMeter:
     def _smooth_busy(self, busy_s: float, now_s: float) -> float:
         elapsed_s = max(now_s - self._since_s, 1e-6)
         self._since_s = now_s
+        # Reports of several steps may be read at once: what the time since the last one has no
+        # room for belongs to the time before, and counts in the next.
+        busy_s += self._owed_s
+        counted_s = min(busy_s, elapsed_s)
+        self._owed_s = min(busy_s - counted_s, SMOOTHING_S)
         weight = min(1.0, elapsed_s / SMOOTHING_S)
-        self.busy_fraction += weight * (min(1.0, busy_s / elapsed_s) - self.busy_fraction)
+        self.busy_fraction += weight * (counted_s / elapsed_s - self.busy_fraction)
         return weight
 
 
