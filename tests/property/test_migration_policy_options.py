@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from banaserve.errors import UserError
+from banaserve.orchestrator.migration import options
 from banaserve.orchestrator.migration.options import RepairedOptions
 from banaserve.orchestrator.migration.registry import make
 from banaserve.orchestrator.model.moving import Link
@@ -41,3 +42,9 @@ def test_messages_between_steps_have_a_bandwidth_of_their_own() -> None:
     assert slow.hop == Link(1e6, 0.0, 1e-3)
     assert replace(slow, hop_bytes_per_s=1e9).hop == Link(1e9, 0.0, 1e-3)
     assert replace(slow, hop_bytes_per_s=1e9).link == slow.link
+
+
+def test_links_that_were_learnt_do_not_pile_up() -> None:
+    for number in range(1000):
+        assert RepairedOptions(link_hop_s=1e-6 * (number + 1)).link.hop_s > 0
+    assert options._link.cache_info().currsize < 100

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from math import inf, isfinite
 
 from banaserve.errors import UserError
@@ -47,8 +47,8 @@ _RANGES = {
 }
 
 
-_link = cache(Link)
-"""Asked for with every candidate, and checks its arguments."""
+_link = lru_cache(maxsize=64)(Link)
+"""Asked for with every candidate, and checks its arguments; what is learnt of a link changes."""
 
 
 def check_ranges(options: object) -> None:
