@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from pathlib import Path
 
@@ -35,7 +36,7 @@ class DecisionLog:
         self._number = 0
         if path is not None:
             try:
-                path.touch(mode=0o600)
+                _append(path, b"")
             except OSError as error:
                 raise UserError(f"--decision-log {path}: {error.strerror}") from error
 
@@ -66,11 +67,16 @@ class DecisionLog:
         if self._path is None:
             return
         try:
-            with self._path.open("ab") as file:
-                file.write(msgspec.json.encode(decision) + b"\n")
+            _append(self._path, msgspec.json.encode(decision) + b"\n")
         except OSError as error:
             logger.error("the decision log %s ends here: %s", self._path, error)
             self._path = None
+
+
+def _append(path: Path, line: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "ab") as file:
+        file.write(line)
 
 
 def _gist(decision: Decision) -> tuple[object, ...]:

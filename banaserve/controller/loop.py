@@ -86,6 +86,7 @@ class Controller:
         self._settling: list[_Settling] = []
         self._carrying: set[asyncio.Task[None]] = set()
         self._loop: asyncio.Task[None] | None = None
+        self._num_turns = 0
         self._num_restarts = 0
         self._error = ""
 
@@ -132,11 +133,11 @@ class Controller:
     async def _supervised(self) -> None:
         num_failures = 0
         while True:
-            decided = self.log.num_decisions
+            before = self._num_turns
             try:
                 await self._run()
             except Exception as failure:
-                num_failures = 0 if self.log.num_decisions > decided else num_failures
+                num_failures = 0 if self._num_turns > before else num_failures
                 pause_s = _PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)]
                 num_failures += 1
                 self._failed(failure, pause_s)
@@ -194,6 +195,7 @@ class Controller:
         decision = decision_of(found, mode, options.policy, self._wall())
         decision.took_s = self._clock.now() - began_s
         decision = self.log.add(decision)
+        self._num_turns += 1
         _count(decision)
         self._settle(found.view)
         for step, wanted in zip(found.begin, decision.steps, strict=False):

@@ -159,7 +159,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     """One instance at this moment.
 
     Attributes:
-        state: ready, draining, starting, dead or failed.
+        state: ready, draining or down.
         compute, memory: Its load; None where it has not reported.
         age_s: Of its report.
         kv_blocks: Of its pool; ``kv_blocks_gained`` due to what is away.

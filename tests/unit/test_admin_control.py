@@ -151,7 +151,7 @@ async def test_decisions_are_told_and_limited(served):
     ]
     last = (await served.client.get("/admin/decisions?last=1")).json()
     assert [one["reason"] for one in last] == ["three"]
-    for wrong in ("-1", "x", "1.5"):
+    for wrong in ("-1", "x", "1.5", "", "\N{SUPERSCRIPT TWO}", "9" * 5000):
         assert (await served.client.get(f"/admin/decisions?last={wrong}")).status_code == 400
 
 

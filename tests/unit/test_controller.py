@@ -12,7 +12,7 @@ import pytest
 
 from banaserve.controller.decisions import DecisionLog
 from banaserve.controller.loop import Controller, ControllerOptions
-from banaserve.controller.words import ControllerState
+from banaserve.controller.words import ControllerState, Decision
 from banaserve.engine.interface import Ending, Outcome
 from banaserve.errors import UserError
 from banaserve.orchestrator.control import Limits, Mode
@@ -229,6 +229,18 @@ async def test_a_failure_is_one_line_and_the_loop_begins_again(make, cluster, cl
     assert len(cluster.under_way) == 1  # what was under way is still
 
 
+async def test_a_decision_like_the_one_before_ends_a_row_of_failures(make, cluster, clock, caplog):
+    make(Mode.DRY_RUN)
+    for _ in range(3):
+        cluster.failure = None
+        await clock.next()  # what is left of a pause
+        await clock.next()
+        cluster.failure = RuntimeError("now and then")
+        await clock.next()
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert ["begins again in 1 s" in line for line in said] == [True] * 3
+
+
 async def test_what_failed_is_not_tried_again_at_once(make, cluster, clock):
     cluster.outcome = Outcome(Ending.REFUSED, "no room")
     cluster.may_end.set()
@@ -266,13 +278,13 @@ async def test_a_silent_instance_is_left_out_visibly(make, cluster, clock):
 
 
 async def test_measured_links_reach_the_policy(make, cluster, clock):
-    cluster.learnt = Link(1e6, 0.5)
+    cluster.learnt = Link(1e8, 0.5)
     controller = make(section={"rho": 0.0, "min_timeout_s": 1.0})
     await clock.next()
     (wanted,) = controller.log.last()[0].steps
     assert isinstance(cluster.started[0].action, MoveModule)
-    assert wanted.cost_s == pytest.approx(0.5 + cluster.started[0].action.num_bytes / 1e6)
-    assert controller.status().link_bytes_per_s == 1e6
+    assert wanted.cost_s == pytest.approx(0.5 + cluster.started[0].action.num_bytes / 1e8)
+    assert controller.status().link_bytes_per_s == 1e8
 
 
 async def test_what_a_person_has_given_is_not_learnt(make, cluster, clock):
@@ -299,6 +311,17 @@ def test_wrong_options_stop_before_anything_runs(cluster, clock, tmp_path):
         Controller(cluster, ControllerOptions(section={"delta_upp": 1}), log, clock, lambda: 0.0)
     with pytest.raises(UserError, match="--decision-log"):
         DecisionLog(tmp_path / "no" / "folder.jsonl")
+    with pytest.raises(UserError, match="--decision-log"):
+        DecisionLog(tmp_path)
+
+
+def test_the_log_is_for_its_user_and_appended_to(tmp_path):
+    path = tmp_path / "decisions.jsonl"
+    decision = Decision(0, 1.7e9, "on", "repaired", 0.1, False, "none", {}, {}, [], [])
+    DecisionLog(path).add(decision)
+    assert path.stat().st_mode & 0o777 == 0o600
+    DecisionLog(path).add(decision)
+    assert len(path.read_text().splitlines()) == 2
 
 
 async def test_the_log_is_bounded(make, cluster, clock):
