@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import time
 import urllib.request
 from collections.abc import AsyncIterator
@@ -75,7 +76,7 @@ async def watched(url: str) -> AsyncIterator[Timeline]:
 async def _watch(url: str, timeline: Timeline) -> None:
     began_s = time.monotonic()
     while True:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, http.client.HTTPException):
             page = await asyncio.to_thread(_page, url)
             timeline.add(round(time.monotonic() - began_s, 2), page)
         await asyncio.sleep(_EVERY_S)

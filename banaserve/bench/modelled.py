@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import urllib.error
 import urllib.request
 
@@ -21,16 +22,19 @@ def modelled_time(url: str) -> ModelledTime | None:
     """
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=30) as page:
-            text = page.read().decode()
-    except urllib.error.HTTPError:
-        return None
-    except OSError as error:
+            return read(page.read().decode())
+    except (urllib.error.HTTPError, ValueError):
+        return None  # no such page, or one of something else
+    except (OSError, http.client.HTTPException) as error:
         raise UserError(f"{url} does not answer: {error}") from error
-    return read(text)
 
 
 def read(page: str) -> ModelledTime | None:
-    """As ``modelled_time``, of a page in Prometheus' text format."""
+    """As ``modelled_time``, of a page in Prometheus' text format.
+
+    Raises:
+        ValueError: It is none.
+    """
     sums: dict[str, float] = {}
     about: dict[str, str] = {}
     for family in text_string_to_metric_families(page):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -65,13 +66,19 @@ def _cards(base: str, api_key: str | None) -> list[dict[str, Any]]:
     except urllib.error.HTTPError as error:
         hint = "give its --api-key" if error.code in (401, 403) else "is it an OpenAI API?"
         raise UserError(f"{base}/v1/models answers HTTP {error.code}: {hint}") from error
+    except http.client.HTTPException as error:
+        raise UserError(f"{base} does not speak HTTP: {type(error).__name__}") from error
     except (urllib.error.URLError, OSError) as error:
         reason = getattr(error, "reason", error)
         raise UserError(f"nobody answers at {base} ({reason}): is the server running?") from error
     except ValueError as error:
         raise UserError(f"{base}/v1/models is no OpenAI API: {error}") from error
     found = page.get("data") if isinstance(page, dict) else None
-    if not isinstance(found, list) or not found or not all("id" in card for card in found):
+    if (
+        not isinstance(found, list)
+        or not found
+        or not all(isinstance(card, dict) and "id" in card for card in found)
+    ):
         raise UserError(f"{base}/v1/models is no OpenAI API: it lists no models")
     return found
 

@@ -1,0 +1,94 @@
+"""What a server under test may answer: something else than HTTP, models or metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from banaserve.bench import compare_timeline
+from banaserve.bench.modelled import modelled_time
+from banaserve.bench.target import find_target
+from banaserve.errors import UserError
+
+Answering = Callable[[bytes], str]
+
+
+@pytest.fixture
+def answering() -> Iterator[Answering]:
+    """Starts a server that gives everybody the same bytes; returns its address."""
+    opened: list[socket.socket] = []
+    threads: list[threading.Thread] = []
+
+    def start(answer: bytes) -> str:
+        listener = socket.create_server(("127.0.0.1", 0))
+        opened.append(listener)
+
+        def serve() -> None:
+            while True:
+                try:
+                    peer, _ = listener.accept()
+                except OSError:
+                    return
+                with peer:
+                    peer.recv(65536)
+                    peer.sendall(answer)
+
+        threads.append(threading.Thread(target=serve, daemon=True))
+        threads[-1].start()
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    yield start
+    for listener in opened:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+    for thread in threads:
+        thread.join(10)
+
+
+def page(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (
+        len(body),
+        body,
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "does not speak HTTP"),
+        (page(b'{"data": [1]}'), "lists no models"),
+        (page(b"<html>"), "is no OpenAI API"),
+    ],
+)
+def test_what_is_no_server_of_models(answering: Answering, answer: bytes, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        find_target(answering(answer), None, None)
+
+
+@pytest.mark.parametrize("body", [b"<html><body>hi {</body></html>", b'{"detail": "no"}', b"\xff"])
+def test_a_page_that_is_not_of_metrics_tells_nothing(answering: Answering, body: bytes) -> None:
+    assert modelled_time(answering(page(body))) is None
+
+
+async def test_a_look_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+    has_failed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def look(url: str) -> str:
+        looks.append(url)
+        if len(looks) == 1:
+            raise http.client.IncompleteRead(b"")
+        loop.call_soon_threadsafe(has_failed.set)
+        return ""
+
+    monkeypatch.setattr(compare_timeline, "_page", look)
+    monkeypatch.setattr(compare_timeline, "_EVERY_S", 0.0)
+    async with compare_timeline.watched("http://nowhere"):
+        await asyncio.wait_for(has_failed.wait(), 30)
+    assert set(looks) == {"http://nowhere"}
