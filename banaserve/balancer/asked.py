@@ -16,6 +16,9 @@ BYTES_A_TOKEN = 4
 MAX_NAME_CHARS = 256
 """Of a model or a user: both are kept, compared and logged."""
 
+MAX_OUTPUT_TOKENS = 10**7
+"""A client may ask for any number; what policies add up stays one that they can reckon with."""
+
 _NOTHING = msgspec.Raw(b"")
 
 
@@ -63,7 +66,7 @@ def read_request(
         request_id,
         max(1, len(prompt) // BYTES_A_TOKEN),
         prompt,
-        max(0, body.max_completion_tokens or body.max_tokens or 0),
+        min(max(0, body.max_completion_tokens or body.max_tokens or 0), MAX_OUTPUT_TOKENS),
         message.session or (body.user or "")[:MAX_NAME_CHARS],
         body.model[:MAX_NAME_CHARS],
         allowed_regions,

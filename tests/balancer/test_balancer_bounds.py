@@ -14,7 +14,7 @@ from banaserve.balancer.asked import read_request
 from banaserve.balancer.client import Client
 from banaserve.balancer.message import Message
 from banaserve.balancer.peers import PeerState, ReplicaState
-from banaserve.balancer.settings import LimitSettings
+from banaserve.balancer.settings import LimitSettings, PolicySettings
 from banaserve.balancer.tracing import DecisionLog
 from banaserve.types import RequestId
 
@@ -113,6 +113,13 @@ def test_names_that_are_kept_are_short():
     request = read_request(RequestId("1"), message_of(body), 0.0, None, False)
     assert request.model == "m" * 256
     assert request.session == "u" * 256
+
+
+async def test_any_number_of_output_tokens_can_be_asked_for(house):
+    replica = await house.replica()
+    await house.balance(replica, policy=PolicySettings(name="gorgo"))
+    reply = await house.ask(body=b'{"prompt": "a", "max_tokens": %b}' % (b"9" * 400))
+    assert reply.status == 200
 
 
 def test_a_long_context_is_no_nonsense_to_peers():
