@@ -94,8 +94,9 @@ class GpuCopier:
         self._bases = np.asarray([tensor.data_ptr() for tensor in layers], dtype=np.int64)
         self._page_bytes = page_bytes
         self._part = part
-        self._load_stream = torch.cuda.Stream(layers[0].device)
-        self._save_stream = torch.cuda.Stream(layers[0].device)
+        self._gpu = layers[0].device
+        self._load_stream = torch.cuda.Stream(self._gpu)
+        self._save_stream = torch.cuda.Stream(self._gpu)
         self._pinning = threading.Lock()
         self._pinned: PoolView | None = None
         self._copy = choose_copies(page_bytes, is_pinned=False)
@@ -137,13 +138,15 @@ class GpuCopier:
         source: Addresses,
         target: Addresses,
     ) -> QueuedCopy:
-        copy = self._pin(view)
-        began = torch.cuda.Event(enable_timing=True)
-        ended = torch.cuda.Event(enable_timing=True)
-        stream.wait_event(after)
-        began.record(stream)
-        pointers = copy(target, source, self._page_bytes, stream.cuda_stream)
-        ended.record(stream)
+        # A thread that copies begins with the first device as its own, and this may be another.
+        with torch.cuda.device(self._gpu):
+            copy = self._pin(view)
+            began = torch.cuda.Event(enable_timing=True)
+            ended = torch.cuda.Event(enable_timing=True)
+            stream.wait_event(after)
+            began.record(stream)
+            pointers = copy(target, source, self._page_bytes, stream.cuda_stream)
+            ended.record(stream)
         return QueuedCopy(began, ended, pointers)
 
     def _host(self, layer: int, view: PoolView, slots: Sequence[int]) -> Addresses:
