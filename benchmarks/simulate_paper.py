@@ -21,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 
@@ -159,11 +160,7 @@ def _in_window(request: SimRequest) -> float:
 
 def measured(cache: Path, jobs: int) -> list[tuple[Run, dict[str, float]]]:
     """Returns all runs with what came out, those in ``cache`` not run again."""
-    known: dict[Run, dict[str, float]] = {}
-    if cache.exists():
-        for line in cache.read_text().splitlines():
-            run, found = json.loads(line)
-            known[Run(**run)] = found
+    known = kept(cache)
     missing = [run for run in all_runs() if run not in known]
     with cache.open("a") as file, ProcessPoolExecutor(jobs) as pool:
         for number, (run, found) in enumerate(
@@ -174,6 +171,17 @@ def measured(cache: Path, jobs: int) -> list[tuple[Run, dict[str, float]]]:
             file.flush()
             print(f"\r{number} of {len(missing)} runs", end="", file=sys.stderr, flush=True)
     return [(run, known[run]) for run in all_runs()]
+
+
+def kept(cache: Path) -> dict[Run, dict[str, float]]:
+    """Returns the runs in ``cache``; takes away a last line that was cut off by a kill."""
+    if not cache.exists():
+        return {}
+    data = cache.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        cache.write_bytes(whole)
+    return {Run(**run): found for run, found in map(json.loads, whole.splitlines())}
 
 
 def fingerprint() -> str:
@@ -195,6 +203,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--cache", type=Path, help="default: a file beside the results, removed")
     given = parser.parse_args()
+    if find_spec("matplotlib") is None:
+        parser.error("the package matplotlib is missing: pip install .[plots]")
     started_at = datetime.now(UTC)
     cache = given.cache or given.out / f".simulate-paper-{fingerprint()}.jsonl"
     runs = measured(cache, given.jobs)

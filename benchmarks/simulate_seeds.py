@@ -23,7 +23,6 @@ from rich.table import Table
 from banaserve.bench import result
 from banaserve.bench.result import Figure, figure
 from banaserve.bench.statistics import mean_interval
-from banaserve.errors import UserError
 from banaserve.sim.regions.programs import chat, shared_prefixes, tree_of_thoughts
 from banaserve.sim.regions.replica import Accelerator
 from banaserve.sim.regions.world import Outcome, Setting, System, simulate
@@ -238,7 +237,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.seeds < 2:
-        raise UserError("one seed tells nothing of the spread: give 2 or more")
+        parser.error("one seed tells nothing of the spread: give 2 or more")
     started_at, figures = datetime.now(UTC), dict[str, Figure]()
     console = Console(width=200)
     papers = [given.only] if given.only else list(PAPERS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +95,25 @@ def test_what_was_run_before_is_not_run_again(
     [(_, first)] = paper.measured(cache, 1)
     monkeypatch.setattr(paper, "measure", None)
     assert paper.measured(cache, 1) == [(run, first)]
+
+
+def test_a_run_that_was_killed_goes_on_from_its_last_whole_line(paper: Any, tmp_path: Path) -> None:
+    cache = tmp_path / "cache.jsonl"
+    assert paper.kept(cache) == {}
+    run = paper.Run(9, "reference", "static", 6, 1)
+    line = json.dumps([asdict(run), {"total_s": 1.5}]) + "\n"
+    cache.write_text(line + line[:20])
+    assert paper.kept(cache) == {run: {"total_s": 1.5}}
+    assert cache.read_text() == line  # what is written next begins a line
+
+
+def test_matplotlib_is_missed_before_anything_runs(
+    paper: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(paper, "find_spec", lambda name: None)
+    monkeypatch.setattr(paper, "measured", lambda cache, jobs: pytest.fail("it ran"))
+    monkeypatch.setattr(sys, "argv", ["simulate_paper.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as left:
+        paper.main()
+    assert left.value.code == 2
+    assert "matplotlib is missing" in capsys.readouterr().err
