@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import ssl
 import urllib.error
+import urllib.parse
 import urllib.request
 from typing import Any, TypeVar
 
@@ -34,7 +36,11 @@ class AdminClient:
     def __init__(self, url: str, key: str, verify: bool = True) -> None:
         self._url = url.rstrip("/")
         self._key = key
-        self._context = None if verify else ssl._create_unverified_context()
+        context = None if verify else ssl._create_unverified_context()
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=context)]
+        if _is_here(self._url):
+            handlers.append(urllib.request.ProxyHandler({}))
+        self._opener = urllib.request.build_opener(*handlers)
 
     def begin(self, ask: Ask) -> Migration:
         """Begin a migration.
@@ -133,22 +139,27 @@ class AdminClient:
         raise UserError(f"migration {migration.id} has not ended in {timeout_s:.0f} s")
 
     def _call(self, method: str, path: str, kind: type[T], body: bytes | None = None) -> T:
-        request = urllib.request.Request(
-            self._url + path,
-            data=body,
-            method=method,
-            headers={"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"},
-        )
+        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
         try:
-            with urllib.request.urlopen(
-                request, timeout=_TIMEOUT_S, context=self._context
-            ) as response:
+            request = urllib.request.Request(self._url + path, body, headers, method=method)
+            with self._opener.open(request, timeout=_TIMEOUT_S) as response:
                 return msgspec.json.decode(response.read(), type=kind)
         except urllib.error.HTTPError as refused:
             raise UserError(_message(refused)) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise UserError(f"no banaserve answers at {self._url}: {reason}") from None
+
+
+def _is_here(url: str) -> bool:
+    """Whether ``url`` is this machine's: then no proxy, which would be given the key, is asked."""
+    host = None
+    try:
+        host = urllib.parse.urlsplit(url).hostname
+        address = ipaddress.ip_address(host or "")
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
 
 
 def _message(refused: urllib.error.HTTPError) -> str:

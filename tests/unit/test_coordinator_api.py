@@ -20,6 +20,7 @@ pytest.importorskip("vllm")
 
 import uvicorn
 
+from banaserve.api import admin_client
 from banaserve.api.admin import AdminDoor
 from banaserve.api.admin_client import AdminClient
 from banaserve.api.auth import KeyMiddleware
@@ -276,6 +277,8 @@ def test_servers_that_cannot_be_reached(server, capsys, monkeypatch, tmp_path):
     assert "refuses the admin key" in capsys.readouterr().err
     assert main(["placement", "--url", "http://127.0.0.1:9", "--admin-key", "k"]) == 2
     assert "no banaserve answers at" in capsys.readouterr().err
+    assert main(["placement", "--url", "http://[::1", "--admin-key", "k"]) == 2
+    assert "no banaserve answers at" in capsys.readouterr().err
     assert main(["placement", "--run-dir", str(tmp_path)]) == 2
     assert "no banaserve serves in" in capsys.readouterr().err
 
@@ -305,6 +308,30 @@ def test_what_answers_no_http_or_breaks_off_is_one_line(capsys, answer):
         thread.join(30)
     said = capsys.readouterr().err
     assert (code, len(said.splitlines()), "Traceback" in said) == (2, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("url", "is_here"),
+    [
+        ("http://127.0.0.1:8000", True),
+        ("https://[::1]:8000", True),
+        ("http://localhost:8000", True),
+        ("http://0.0.0.0:8000", True),
+        ("http://localhost.example.org", False),
+        ("http://192.0.2.1:8000", False),
+        ("http://[::1", False),
+        ("nonsense", False),
+    ],
+)
+def test_what_is_this_machine(url, is_here):
+    assert admin_client._is_here(url) is is_here
+
+
+def test_no_proxy_is_given_the_key_of_this_machine(server, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert AdminClient(server.url, KEY).placement().instances
 
 
 def test_the_client_waits_for_the_end(server):
