@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from banaserve.controller.telling import module_words
 from banaserve.controller.words import ControllerStatus, InstanceStatus, MoveLine, Status
 from banaserve.engine.vllm.moves.asking import seconds_of
 from banaserve.engine.vllm.moves.coordinator import Coordinator
 from banaserve.engine.vllm.moves.words import Migration
 from banaserve.engine.vllm.roles import Roles
 from banaserve.orchestrator.measure import judge, load_of
+from banaserve.orchestrator.migration.weighing import module_words
 from banaserve.types import ClusterView, InstanceView
 
 _ENDED_SHOWN = 5

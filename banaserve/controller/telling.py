@@ -6,7 +6,8 @@ from banaserve.controller.words import Decision, Felt, Numbers, Rejection, Resul
 from banaserve.engine.interface import Outcome
 from banaserve.orchestrator.control import Held, Turn, kind_of, words
 from banaserve.orchestrator.measure import load_of
-from banaserve.types import ClusterView, InstanceId, InstanceView, Module, Step
+from banaserve.orchestrator.migration.weighing import module_words
+from banaserve.types import ClusterView, InstanceId, InstanceView, Step
 
 
 def decision_of(turn: Turn, mode: str, policy: str, at_s: float) -> Decision:
@@ -83,12 +84,6 @@ def numbers_of(view: ClusterView) -> dict[str, Numbers]:
         for name, one in view.instances.items()
         if one.report is not None
     }
-
-
-def module_words(module: Module) -> str:
-    """Returns a module for people."""
-    layers = f"layers {module.first_layer}:{module.end_layer}"
-    return f"heads {','.join(map(str, module.heads))} of {layers}" if module.heads else layers
 
 
 def _numbers(view: InstanceView, now_s: float) -> Numbers:

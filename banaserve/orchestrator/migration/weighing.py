@@ -59,10 +59,13 @@ class Weighed(NamedTuple):
 
 def words_of(kind: str, module: Module, source: InstanceId, target: InstanceId) -> str:
     """Names a move for people."""
-    what = f"layers {module.first_layer}:{module.end_layer}"
-    if module.heads:
-        what = f"heads {','.join(map(str, module.heads))} of {what}"
-    return f"{kind} {what} from {source} to {target}"
+    return f"{kind} {module_words(module)} from {source} to {target}"
+
+
+def module_words(module: Module) -> str:
+    """Names a module for people."""
+    layers = f"layers {module.first_layer}:{module.end_layer}"
+    return f"heads {','.join(map(str, module.heads))} of {layers}" if module.heads else layers
 
 
 def room_refusal(instance: Projected, added_blocks: int, options: MoveOptions) -> Reason | None:
