@@ -124,7 +124,9 @@ class Exchange:
             self._again(attempt)
             return
         if self.message.is_http10 and isinstance(body, ChunkedBody):
-            self.on_broken("a chunked answer to a client of HTTP/1.0", was_reused=False)
+            # uvicorn answers so whatever it is asked by: no fault of the replica's.
+            self._release()
+            self._answer(505, "the answer comes in chunks: ask by HTTP/1.1", None)
             return
         self.status, self._body, self._last = status, body, data
         attempt.first_byte(now_s)

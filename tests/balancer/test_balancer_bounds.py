@@ -83,6 +83,25 @@ async def test_interim_answers_are_many_without_depth(house):
     assert sum(one.num_broken for one in balancer.targets.values()) == 0
 
 
+async def test_a_client_of_an_old_version_opens_no_circuit(house):
+    async def stream(asked):
+        await asked.begin_stream()
+        await asked.event("a")
+
+    replica = await house.replica(stream)
+    balancer = await house.balance(replica)
+    for _ in range(4):
+        caller = await house.caller()
+        await caller.send(b"POST /v1/completions HTTP/1.0\r\nContent-Length: 2\r\n\r\n{}")
+        reply = await caller.reply()
+        assert reply.status == 505
+        assert "HTTP/1.1" in reply.json["error"]["message"]
+    [target] = balancer.targets.values()
+    assert len(replica.asked) == 4
+    assert target.num_broken == 0
+    assert not target.breaker.is_open
+
+
 async def test_a_client_narrows_regions_under_a_policy_that_reads_nothing(house):
     replica = await house.replica()
     await house.balance(replica, region="us")
