@@ -53,6 +53,9 @@ COMMANDS = {
     "bench": Command("banaserve.cli.bench", "bench_command", "Measure one question."),
     "version": Command("banaserve.cli.version", "version_command", "Show versions."),
 }
+_WITH_VLLM = ("safetensors", "starlette", "torch", "transformers", "uvicorn", "vllm", "zmq")
+"""What a plain ``pip install`` of banaserve leaves out; the other commands do without."""
+
 _ALIASES = {"--version": "version", "-V": "version"}
 
 
@@ -66,6 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BanaServeError as error:
         print_error(str(error))
         return 1
+    except ModuleNotFoundError as error:
+        if error.name not in _WITH_VLLM:
+            raise
+        print_error(
+            f"the package {error.name} is missing, which comes with vLLM: install banaserve with "
+            "the extra cpu or cuda (README.md says how)"
+        )
+        return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

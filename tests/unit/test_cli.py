@@ -42,6 +42,25 @@ def test_a_mistake_gives_one_line_and_exit_code_2(argv, line, capsys):
     assert capsys.readouterr().err == f"banaserve: {line}\n"
 
 
+def test_without_vllm_a_command_that_needs_it_says_so(monkeypatch, capsys):
+    def run(argv):
+        raise ModuleNotFoundError("No module named 'starlette'", name="starlette")
+
+    install_command(monkeypatch, run)
+    assert cli.main(["probe"]) == cli.EXIT_USER_ERROR
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.startswith("banaserve: the package starlette is missing, which comes with vLLM")
+
+
+def test_a_package_that_lacks_a_part_is_no_mistake_of_the_user(monkeypatch):
+    def run(argv):
+        raise ModuleNotFoundError("No module named 'starlette.x'", name="starlette.x")
+
+    install_command(monkeypatch, run)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["probe"])
+
+
 @pytest.mark.parametrize("argv", [["doctor", "--nope"], ["doctor", "--port", "x"]])
 def test_a_wrong_option_gives_one_line_and_exit_code_2(argv, capsys):
     assert cli.main(argv) == cli.EXIT_USER_ERROR
