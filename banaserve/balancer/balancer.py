@@ -263,9 +263,8 @@ class Balancer:
         """What may wait a second."""
         now_s = monotonic()
         for exchange in list(self._under_way):
-            if exchange.deadline_s > now_s:
-                break
-            exchange.expire()
+            if exchange.deadline_s <= now_s:
+                exchange.expire()
         for client in list(self._clients):
             client.sweep(now_s)
         for target in self.targets.values():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from banaserve.balancer import server
 from banaserve.balancer.asked import read_request
@@ -100,6 +101,20 @@ async def test_a_client_of_an_old_version_opens_no_circuit(house):
     assert len(replica.asked) == 4
     assert target.num_broken == 0
     assert not target.breaker.is_open
+
+
+async def test_a_shorter_time_limit_holds_behind_requests_with_a_longer_one(house):
+    async def hold(asked):
+        await asked.until_gone()
+
+    replica = await house.replica(hold)
+    balancer = await house.balance(replica)
+    first = asyncio.create_task(house.ask())
+    await house.until(lambda: replica.asked)
+    limits = structs.replace(balancer.settings.limits, request_timeout_s=0.05)
+    balancer.change(structs.replace(balancer.settings, limits=limits))
+    assert (await house.ask()).status == 504
+    first.cancel()
 
 
 async def test_a_client_narrows_regions_under_a_policy_that_reads_nothing(house):
