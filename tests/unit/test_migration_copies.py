@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from banaserve.engine.vllm.migration import block_mover
+from banaserve.engine.vllm.migration import block_mover, messages
 from banaserve.engine.vllm.migration.block_mover import BlockMover
 from banaserve.engine.vllm.migration.host_kv import HostKv
 from banaserve.engine.vllm.migration.modules import HeadSet, LayerRange, Modules
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv
+from banaserve.engine.vllm.migration.unit_builder import UnitBuilder
 from banaserve.engine.vllm.migration.units import Unit
-from banaserve.errors import GuestLostError
+from banaserve.engine.vllm.migration.written_blocks import WrittenBlocks
+from banaserve.errors import GuestLostError, MigrationError
+from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import OfferedRegion, Transport
 from banaserve.transport.options import TransportOptions
 from banaserve.transport.registry import create
@@ -140,3 +145,63 @@ def test_copies_of_an_old_epoch_are_refused(
         mover.copy([0])
     place.kv.epoch = 2
     assert mover.copy([0]) == 3 * PAGE
+
+
+class Link:
+    """A guest that builds everything in one region, and notes what it is asked."""
+
+    def __init__(self, transport: Transport, region: OfferedRegion) -> None:
+        self.transport = transport
+        self.asked: list[str] = []
+        self.given_up = ""
+        places = dict.fromkeys(("l0", "l1", "l2"), 0)
+        self._built = messages.Built("u", region.descriptor, places, 1, 0.0)
+
+    def ask(self, request: Any, expected: Any, *_: Any, **__: Any) -> Any:
+        self.asked.append(type(request).__name__)
+        return self._built if expected is messages.Built else messages.Done()
+
+    def give_up(self, reason: str) -> GuestLostError:
+        self.given_up = reason
+        return GuestLostError(reason)
+
+
+def build(host: HostKv, link: Any) -> Any:
+    shape = host.shape("NHD", 16)
+    written = WrittenBlocks(NUM_BLOCKS)
+    written.mark([1])
+    return UnitBuilder("layers", shape, host, {}, False).build(unit_of(LAYERS), link, written)
+
+
+def test_a_unit_whose_kv_cannot_be_mapped_leaves_nothing_behind(
+    host: HostKv, transports: tuple[Transport, Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = Link(transports[0], transports[1].offer(NUM_BLOCKS * 9 * PAGE, 1))
+
+    def no_memory(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("banaserve.transport.shared_file.madvise", no_memory)
+    with pytest.raises(MigrationError, match="Cannot allocate memory"):
+        build(host, link)
+    assert link.asked == ["BuildLayers", "Release"]
+    assert not link.given_up
+    assert not transports[0]._opened  # type: ignore[attr-defined]
+
+
+def test_a_region_that_opens_once_only_is_closed_again(
+    host: HostKv, transports: tuple[Transport, Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = Link(transports[0], transports[1].offer(NUM_BLOCKS * 9 * PAGE, 1))
+    open_region, opened = transports[0].open, []
+
+    def once(*arguments: Any) -> Any:
+        if opened:
+            raise PeerGoneError("gone")
+        opened.append(open_region(*arguments))
+        return opened[0]
+
+    monkeypatch.setattr(transports[0], "open", once)
+    with pytest.raises(GuestLostError, match="out of reach: gone"):
+        build(host, link)
+    assert not transports[0]._opened  # type: ignore[attr-defined]

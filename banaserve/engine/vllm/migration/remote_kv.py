@@ -46,13 +46,18 @@ class RemoteKv:
         self._places = dict(places)
         self._strides = {name: sum(r.num_bytes for r in found) for name, found in runs.items()}
         self._bulk = _Connection(transport, descriptor)
-        self._urgent = _Connection(transport, descriptor)
+        try:
+            self._urgent = _Connection(transport, descriptor)
+        except TransportError:
+            self._bulk.close()
+            raise
 
     def warm(self, blocks: Sequence[int]) -> None:
         """Spare the copies of these blocks their page faults.
 
         Raises:
             TransportError: The guest takes no such copies.
+            OSError: The system has no memory to map them.
         """
         for name, place in self._places.items():
             stride = self._strides[name]

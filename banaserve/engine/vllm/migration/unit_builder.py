@@ -13,6 +13,7 @@ from banaserve.engine.vllm.migration.modules import LayerRange
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv
 from banaserve.engine.vllm.migration.units import Residence, Unit
 from banaserve.engine.vllm.migration.written_blocks import WrittenBlocks
+from banaserve.errors import MigrationError
 from banaserve.transport.errors import TransportError
 
 BUILD_TIMEOUT_S = 600.0
@@ -62,13 +63,27 @@ class UnitBuilder:
             slices = tuple(self._slice(unit, name) for name in unit.names)
             request = messages.BuildHeads(unit.unit_id, slices, self._kv_shape, self._kv.num_blocks)
         built = link.ask(request, messages.Built, BUILD_TIMEOUT_S, may_wait=True)
+        return self._open(unit, link, built, written)
+
+    def _open(
+        self, unit: Unit, link: GuestLink, built: messages.Built, written: WrittenBlocks
+    ) -> Residence:
+        """Leaves nothing open where it fails."""
+        runs = {name: self._kv.runs(unit.heads(name)) for name in unit.names}
+        residence: Residence | None = None
         try:
-            runs = {name: self._kv.runs(unit.heads(name)) for name in unit.names}
             kv = RemoteKv(link.transport, built.region, built.places, runs)
+            residence = Residence(unit.unit_id, link, kv, built.weight_bytes)
             kv.warm(written.ids())
         except TransportError as error:
+            if residence is not None:
+                residence.kv.close()
             raise link.give_up(f"its KV is out of reach: {error}") from error
-        return Residence(unit.unit_id, link, kv, built.weight_bytes)
+        except OSError as error:
+            if residence is not None:
+                residence.leave()
+            raise MigrationError(f"its KV cannot be mapped here: {error.strerror}") from error
+        return residence
 
     def _slice(self, unit: Unit, name: str) -> messages.AttentionSlice:
         layer = self._attentions[name]
