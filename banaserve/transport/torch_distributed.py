@@ -132,7 +132,7 @@ def _meet(
     def run() -> None:
         try:
             made.set_result(make())
-        except RuntimeError as error:
+        except Exception as error:
             made.set_exception(PeerGoneError(f"the process group does not come up: {error}"))
 
     threading.Thread(target=run, name="transport-gloo-connect", daemon=True).start()

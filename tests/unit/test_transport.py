@@ -15,6 +15,7 @@ from banaserve.errors import ProtocolError, UserError
 from banaserve.transport import bulk_frames as bulk
 from banaserve.transport import registry
 from banaserve.transport.errors import (
+    PeerGoneError,
     RefusedError,
     StaleEpochError,
     TransferTimeoutError,
@@ -37,6 +38,20 @@ def test_the_registry_refuses_a_second_transport_of_one_name():
 def test_an_unknown_transport_is_answered_with_the_known_ones():
     with pytest.raises(UserError, match="nixl, shm, tcp, torch_distributed"):
         registry.create("smh", OPTIONS)
+
+
+def test_whatever_goes_wrong_while_groups_meet_ends_the_meeting():
+    meet = pytest.importorskip("banaserve.transport.torch_distributed")._meet
+    looks = itertools.count()
+
+    def check_peer():
+        assert next(looks) < 100, "it goes on for ever"
+
+    def make():
+        raise TypeError("a port is a number")
+
+    with pytest.raises(PeerGoneError, match="a port is a number"):
+        meet(make, check_peer)
 
 
 def test_a_short_secret_is_refused_and_no_secret_is_printed():
