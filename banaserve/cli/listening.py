@@ -22,9 +22,10 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         try:
             sock.bind((host, port))
             sock.listen(2048)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "no name of a host"
             raise UserError(
-                f"cannot listen on {host}:{port} ({error.strerror}): stop what "
+                f"cannot listen on {host}:{port} ({why}): stop what "
                 "listens there or choose another --port"
             ) from error
         yield sock
