@@ -106,9 +106,11 @@ def job(asked: Asked) -> Job:
 
 
 def _of_case(asked: Asked, case: Case) -> Job:
-    for name in ("rps", "arrivals", "duration_s", "prefill", "decode", "speed", "limit"):
+    load = ("rps", "arrivals", "duration_s", "speed", "limit", "max_output_tokens")
+    for name in (*load, "prefill", "decode"):
         if getattr(asked, name) is not None:
             option = "instances" if name in ("prefill", "decode") else name.removesuffix("_s")
+            option = option.replace("_", "-")
             raise UserError(f"{option} says nothing for a case: the case has its own")
     for name in asked.systems:
         check_known(f"system of the case {case.name}", name, case.systems)
@@ -182,6 +184,8 @@ def _load(asked: Asked, profile: Profile) -> tuple[Callable[[int], Iterator[SimR
         raise UserError("give the mean rate of the arrivals with --rps")
     if asked.speed is not None:
         raise UserError("speed says nothing for drawn arrivals: use --rps")
+    if asked.limit is not None:
+        raise UserError("limit says nothing for drawn arrivals: use --duration")
     arrivals = Arrivals(
         duration_s=300.0 if asked.duration_s is None else asked.duration_s,
         rate_per_s=asked.rps,

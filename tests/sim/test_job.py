@@ -80,6 +80,8 @@ def test_a_diurnal_rate_is_lowest_at_the_ends() -> None:
         ({"target": "prefil-flood"}, "did you mean prefill-flood"),
         ({"target": "prefill-flood", "rps": 3}, "rps says nothing for a case"),
         ({"target": "prefill-flood", "prefill": 3}, "instances says nothing"),
+        ({"target": "prefill-flood", "max_output_tokens": 9}, "max-output-tokens says nothing"),
+        ({"target": "alpaca", "rps": 1, "limit": 9}, "limit says nothing for drawn arrivals"),
         ({"target": "prefill-flood", "systems": ["colocated"]}, "unknown system of the case"),
         ({"target": "prefill-flood", "policy": "repared"}, "did you mean repaired"),
         ({"target": "alpaca"}, "--rps"),
