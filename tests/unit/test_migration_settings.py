@@ -31,6 +31,10 @@ def parsed(argv: list[str]) -> dict[str, Any]:
         (["--additional-config", json.dumps({"a_b": [1, "x"]})], {"a_b": [1, "x"]}),
         (['--additional_config={"c": {"d": 2}}'], {"c": {"d": 2}}),
         (["--additional-config.c.d", "2"], {"c": {"d": 2}}),
+        (
+            ["--additional-config.c", "[1]", "--additional-config.d.e", "[2]"],
+            {"c": [1], "d": {"e": [2]}},
+        ),
     ],
 )
 def test_what_the_user_gave_is_kept(argv: list[str], given: dict[str, Any]) -> None:

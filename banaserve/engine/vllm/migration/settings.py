@@ -66,8 +66,11 @@ def migration_options(settings: MigrationSettings, given: Mapping[str, Any]) -> 
         raise UserError(
             f"--additional-config has {odd[0]!r}: with --migration on, no key may have . or = in it"
         )
-    # vLLM joins options of this form, and they win over one whole --additional-config.
+    # vLLM joins options of this form, and they win over one whole --additional-config. It would
+    # also join a list to that of the user's own option of this form, unless something is between.
     found: list[str] = []
     for key, value in {**given, KEY: msgspec.to_builtins(settings)}.items():
-        found += [f"--additional-config.{key}", json.dumps(value)]
+        values = [None, value] if key in given and isinstance(value, (list, dict)) else [value]
+        for one in values:
+            found += [f"--additional-config.{key}", json.dumps(one)]
     return found
