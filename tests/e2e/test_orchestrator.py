@@ -203,7 +203,7 @@ def check_seen_from_outside(server: Server, run_dir: Path, step: Wanted) -> None
     assert server.metric("banaserve_orchestrator_restarts_total") == 0
     assert server.metric("banaserve_steps_total", instance_id="d0") > 50
     assert server.metric("banaserve_prediction_error_fraction", model="step", instance_id="d0") > 0
-    command = [sys.executable, "-m", "banaserve", "decisions", "--last", "50"]
+    command = [sys.executable, "-m", "banaserve", "decisions", "--last", "500"]
     ran = subprocess.run(
         [*command, "--run-dir", str(run_dir)], capture_output=True, text=True, check=True
     )
