@@ -119,10 +119,14 @@ class OpenAiClient:
             finally:
                 answer.catch_up()
             answer.end()
-        except TimeoutError:
-            record.error = f"timed out after {self._timeout_s:g} s"
         except OSError as error:
-            record.error = f"{type(error).__name__}: {error}"
+            # The system's own, such as that of a connection, has a number.
+            is_ours = isinstance(error, TimeoutError) and error.errno is None
+            record.error = (
+                f"timed out after {self._timeout_s:g} s"
+                if is_ours
+                else f"{type(error).__name__}: {error}"
+            )
         record.ended_at_s = self.clock.now()
         return record
 

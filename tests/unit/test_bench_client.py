@@ -210,6 +210,18 @@ async def test_timeout() -> None:
     assert record.error == "timed out after 0.05 s"
 
 
+async def test_a_connection_that_the_system_gives_up_did_not_take_our_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def post(*_: object) -> None:
+        raise TimeoutError(110, "Connection timed out")
+
+    async with OpenAiClient("http://127.0.0.1:1", "m") as client:
+        monkeypatch.setattr(client._streams, "post", post)
+        record = await client.send(CALL)
+    assert record.error == "TimeoutError: [Errno 110] Connection timed out"
+
+
 def test_a_call_is_either_completion_or_chat() -> None:
     with pytest.raises(ValueError, match="either"):
         Call("r0")
