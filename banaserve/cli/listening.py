@@ -22,7 +22,8 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         try:
             sock.bind((host, port))
             sock.listen(2048)
-        except (OSError, UnicodeError) as error:
+        except (OSError, TypeError) as error:
+            # TypeError: a name that cannot be one, such as one with an empty part.
             why = error.strerror if isinstance(error, OSError) else "no name of a host"
             raise UserError(
                 f"cannot listen on {host}:{port} ({why}): stop what "

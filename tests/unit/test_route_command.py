@@ -31,7 +31,7 @@ REPLICA = ["--replica", "http://127.0.0.1:9"]
         (["--replica", "127.0.0.1:9"], "write http://HOST:PORT"),
         (["--replica", "http://127.0.0.1:9/v1"], "has a path"),
         (["--replica", "http://a..b:9"], "write http://HOST:PORT"),
-        ([*REPLICA, "--host", "a..b", "--api-key", "k"], "cannot listen on a..b:8080"),
+        ([*REPLICA, "--host", "ü..b", "--api-key", "k"], "cannot listen on ü..b:8080"),
         (["--replica", f"http://{'a' * 64}:9"], "write http://HOST:PORT"),
         (["--replica", "http://u:p@127.0.0.1:9"], "write http://HOST:PORT"),
         (["--replica", "http://127.0.0.1:99999"], "write http://HOST:PORT"),
