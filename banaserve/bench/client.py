@@ -121,12 +121,10 @@ class OpenAiClient:
             answer.end()
         except OSError as error:
             # The system's own, such as that of a connection, has a number.
-            is_ours = isinstance(error, TimeoutError) and error.errno is None
-            record.error = (
-                f"timed out after {self._timeout_s:g} s"
-                if is_ours
-                else f"{type(error).__name__}: {error}"
-            )
+            if isinstance(error, TimeoutError) and error.errno is None:
+                record.error = f"timed out after {self._timeout_s:g} s"
+            elif not answer.is_done:  # an answer may end with its connection
+                record.error = f"{type(error).__name__}: {error}"
         record.ended_at_s = self.clock.now()
         return record
 
@@ -136,7 +134,11 @@ _LATE_PIECES = 64
 
 
 class _Answer(Exchange):
-    """Writes a stream of events into a record, ``num_pieces`` at a time."""
+    """Writes a stream of events into a record, ``num_pieces`` at a time.
+
+    Attributes:
+        is_done: Whether the last event has been read, or one that is an error.
+    """
 
     def __init__(self, record: RequestRecord, now: Callable[[], float], num_pieces: int) -> None:
         self._record = record
@@ -144,7 +146,7 @@ class _Answer(Exchange):
         self._num_pieces = num_pieces
         self._waiting: list[tuple[float, bytes]] = []
         self._rest = b""
-        self._is_done = False
+        self.is_done = False
 
     def on_status(self, status: int) -> None:
         self._record.status = status
@@ -174,21 +176,21 @@ class _Answer(Exchange):
             return
         if self._rest:
             self._read(self._rest, self._now())
-        if not self._is_done and record.error is None:
+        if not self.is_done and record.error is None:
             record.error = "the stream ended before it was done"
 
     def _read(self, line: bytes, at_s: float) -> None:
-        if self._is_done or not line.startswith(b"data:"):
+        if self.is_done or not line.startswith(b"data:"):
             return
         event = line[5:].strip()
         if event == b"[DONE]":
-            self._is_done = True
+            self.is_done = True
             return
         try:
             _note(self._record, _decode(event), at_s)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self._record.error = f"the server sent a broken event: {error}"
-        self._is_done = self._record.error is not None
+        self.is_done = self._record.error is not None
 
 
 class _Choice(msgspec.Struct):

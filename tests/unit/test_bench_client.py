@@ -210,6 +210,21 @@ async def test_timeout() -> None:
     assert record.error == "timed out after 0.05 s"
 
 
+async def test_an_answer_that_ends_with_its_connection() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(head.partition(b"Content-Length: ")[2].split(b"\r\n")[0]))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
+        writer.write(data({"choices": [{"text": "x"}]}) + b"data: [DONE]\n\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with OpenAiClient(f"http://127.0.0.1:{port}", "m") as client:
+            record = await client.send(CALL)
+    assert (record.error, record.text) == (None, "x")
+
+
 async def test_a_connection_that_the_system_gives_up_did_not_take_our_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
