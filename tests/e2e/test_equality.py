@@ -34,7 +34,7 @@ SAMPLINGS = {
 }
 FLOAT32 = (
     *("--dtype", "float32", "--kv-store-size", "1536MiB"),
-    *("--kv-cache-memory-bytes", str(1 << 30)),
+    *("--kv-cache-memory-bytes", str(640 << 20)),
 )
 
 

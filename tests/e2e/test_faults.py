@@ -32,7 +32,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(run_dir: Path) -> Iterator[Server]:
-    options = ("--pd", "2:2", "--dtype", "float32", "--kv-cache-memory-bytes", str(768 << 20))
+    options = ("--pd", "2:2", "--dtype", "float32", "--kv-cache-memory-bytes", str(512 << 20))
     with banaserve_server(models.PACKAGED, *options, "--run-dir", str(run_dir)) as started:
         yield started
 

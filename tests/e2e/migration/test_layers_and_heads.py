@@ -131,7 +131,14 @@ def test_random_plans_at_random_moments(
         rig.do("detach", guest)
 
 
-@pytest.mark.parametrize("last_phase", ["preparing", "prepared", "copied"])
+@pytest.mark.parametrize(
+    "last_phase",
+    [
+        pytest.param("preparing", marks=pytest.mark.long),
+        pytest.param("prepared", marks=pytest.mark.long),
+        "copied",
+    ],
+)
 def test_abort_leaves_the_host_as_it_was(
     rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any, last_phase: str
 ) -> None:
