@@ -218,7 +218,11 @@ def test_preemption_and_chunked_prefill_change_no_token(
     assert server is not None
     for salt in ("carol", ALICE):  # computed in chunks, and fetched from SSD
         assert ask(server, prompts, salt=salt, concurrency=NUM_PROMPTS) == reference
-    assert server.metric("vllm:num_preemptions_total") > 0
+    # Whether three of them ever decode at once, which is what is too much, is up to time.
+    salts = (f"carol {number}" for number in range(8))
+    while server.metric("vllm:num_preemptions_total") == 0:
+        assert (salt := next(salts, None)) is not None, "nothing was ever preempted"
+        assert ask(server, prompts, salt=salt, concurrency=NUM_PROMPTS) == reference
     nothing_is_held(server)
 
 
