@@ -196,12 +196,17 @@ class CostGate:
         self._probe_every = probe_every
         self._num_refused = 0
 
-    def decide(self, num_blocks: int, work: Work) -> Verdict:
-        """Whether to fetch ``num_blocks`` or to do ``work`` instead."""
+    def decide(self, num_blocks: int, work: Work, *, handed_over: bool = False) -> Verdict:
+        """Whether to fetch ``num_blocks`` or to do ``work`` instead.
+
+        Args:
+            handed_over: Another instance has done ``work`` for this request: doing it twice is
+                never the answer, however slow copies are at the moment.
+        """
         fetch_s, compute_s = self.fetch.predict(num_blocks), self.compute.predict_share(work)
         if fetch_s is None or compute_s is None:
             return Verdict(Decision.UNMEASURED, fetch_s, compute_s)
-        if fetch_s < compute_s or not self._enabled:
+        if fetch_s < compute_s or not self._enabled or handed_over:
             self._num_refused = 0
             return Verdict(Decision.FETCH, fetch_s, compute_s)
         self._num_refused += 1

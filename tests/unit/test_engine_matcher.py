@@ -344,6 +344,16 @@ def test_what_is_dearer_to_fetch_is_computed(bench: Bench) -> None:
     assert bench.counted("decided_compute") == 1
 
 
+def test_what_was_handed_over_is_fetched_however_dear(bench: Bench) -> None:
+    teach(bench, block_fetch_s=0.1)
+    request = bench.request(4, handover=Handover(tokens=3 * BLOCK))
+    bench.hold(request, [HIT] * 3)
+    assert bench.side.match(request, 0) == 3 * BLOCK
+    # Nor does a tier decline to bring it up.
+    assert bench.store.exchanges[-1][3] == 0.0
+    assert bench.store.leases != {}
+
+
 def test_what_is_cheaper_to_fetch_is_fetched_and_the_win_is_counted(bench: Bench) -> None:
     teach(bench, block_fetch_s=0.001)
     request = bench.request(4)

@@ -50,15 +50,19 @@ class EngineGate:
             return 0.0
         return self._gate.block_budget_s(num_blocks, Work.of(num_tokens - num_before, num_before))
 
-    def decide(self, num_blocks: int, num_tokens: int, num_before: int) -> Verdict:
+    def decide(
+        self, num_blocks: int, num_tokens: int, num_before: int, *, handed_over: bool = False
+    ) -> Verdict:
         """Whether to fetch ``num_tokens`` tokens in ``num_blocks`` blocks that lie in the pool.
 
         Args:
             num_blocks: Blocks to copy.
             num_tokens: Tokens that would be computed otherwise.
             num_before: Tokens before them.
+            handed_over: A prefill leg has computed them for this request.
         """
-        return self._gate.decide(num_blocks, Work.of(num_tokens, num_before))
+        work = Work.of(num_tokens, num_before)
+        return self._gate.decide(num_blocks, work, handed_over=handed_over)
 
     def count(self, verdict: Verdict) -> None:
         """A request was scheduled by this verdict."""

@@ -58,7 +58,7 @@ class Matcher:
         """
         request, request_id = tracked.request, tracked.request.request_id
         first = num_computed_tokens // self._block_size
-        covered = self._tokens_to_look_up(request, Handover.of(request.kv_transfer_params))
+        covered = self._tokens_to_look_up(request)
         now_s = self._clock.now()
         if tracked.promotion is None or tracked.first_hit != first:
             self.let_go(tracked)
@@ -80,11 +80,13 @@ class Matcher:
         return tracked.promotion.look(self._client.arrivals, now_s) is None
 
     @staticmethod
-    def _tokens_to_look_up(request: compat.Request, handover: Handover) -> int:
+    def _handed_over(request: compat.Request) -> int | None:
+        """Tokens that a prefill leg has computed for this decode leg; None where there is none."""
+        return None if request.num_output_tokens else Handover.of(request.kv_transfer_params).tokens
+
+    def _tokens_to_look_up(self, request: compat.Request) -> int:
         """A decode leg knows how far the prefill leg has got; others look up all they have."""
-        if handover.tokens is None or request.num_output_tokens:
-            return request.num_tokens
-        return min(handover.tokens, request.num_tokens)
+        return min(self._handed_over(request) or request.num_tokens, request.num_tokens)
 
     def _ask(
         self, tracked: Tracked, first: int, covered: int, now_s: float, until_s: float
@@ -95,7 +97,9 @@ class Matcher:
         keys = [*request.block_hashes[: covered // self._block_size], *([tail] if tail else [])]
         offers = self._offers(tracked, first, tail)
         held = tracked.lease
-        block_s = self._gate.block_budget_s(first, covered)
+        # What has been computed for this request is fetched from a tier, too, at any price.
+        is_owed = self._handed_over(request) is not None
+        block_s = 0.0 if is_owed else self._gate.block_budget_s(first, covered)
         answer = self._client.exchange(
             acquire=[] if request.skip_reading_prefix_cache else keys[first:],
             reserve=[(offer.key, offer.parent) for offer in offers],
@@ -143,7 +147,10 @@ class Matcher:
         extra = min(tokens, tracked.request.num_tokens - 1) - num_computed_tokens
         if extra <= 0:
             return 0
-        tracked.verdict = self._gate.decide(len(tracked.hits), extra, num_computed_tokens)
+        is_owed = self._handed_over(tracked.request) is not None
+        tracked.verdict = self._gate.decide(
+            len(tracked.hits), extra, num_computed_tokens, handed_over=is_owed
+        )
         if tracked.verdict.decision.fetches:
             return extra
         self.release_hits(tracked)
