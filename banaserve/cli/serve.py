@@ -20,8 +20,10 @@ from banaserve.cli.listening import listening
 from banaserve.cli.orchestrator_options import check_orchestrator
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.config import ServeConfig
+from banaserve.errors import UserError
 from banaserve.kvstore.options import StoreOptions
-from banaserve.kvstore.sizes import parse_size
+from banaserve.kvstore.sizes import format_size, parse_size
+from banaserve.linux import available_memory_bytes
 from banaserve.orchestrator.routing import registry
 from banaserve.run_dir import RunDir, open_run_dir
 
@@ -51,13 +53,22 @@ def serve_command(argv: list[str]) -> int:
 
 def _check(config: ServeConfig) -> None:
     """Refuse at once what would otherwise be found out after vLLM has loaded."""
-    parse_size(config.kv_store_size)
+    _check_pool(config)
     StoreOptions.of(config).tiers()
     parse_size(config.max_body_size)
     section: dict[str, Any] = dict(config.routing_options)
     registry.make(config.routing_policy, **section)
     paced.profile_of(config)
     check_orchestrator(config.orchestrator)
+
+
+def _check_pool(config: ServeConfig) -> None:
+    needed, available = parse_size(config.kv_store_size), available_memory_bytes()
+    if config.kv_store and needed > available:
+        raise UserError(
+            f"--kv-store-size {config.kv_store_size}: {format_size(available)} of memory are "
+            "available: give a smaller one"
+        )
 
 
 def _serve(

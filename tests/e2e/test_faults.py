@@ -39,7 +39,7 @@ def server(run_dir: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def calls() -> list[Call]:
-    texts = workloads.prompts("synthetic", NUM_STREAMS, 100, 500, 4, str.split)
+    texts = workloads.prompts("synthetic", NUM_STREAMS, 60, 200, 4, str.split)
     return [
         Call(str(i), prompt=prompt.text, max_tokens=48, extra={"ignore_eos": True})
         for i, prompt in enumerate(texts)

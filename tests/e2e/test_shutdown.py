@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 
 MODEL = "smollm2-135m"
 NUM_STREAMS = 4
-SIGNALS = [signal.SIGINT, signal.SIGTERM]
+LONG = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,15 @@ def port(free_port):
     return free_port()
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("stage", ["loading vLLM", "starting instances"])
+@pytest.mark.parametrize(
+    ("stage", "number"),
+    [
+        ("loading vLLM", signal.SIGINT),
+        ("starting instances", signal.SIGTERM),
+        pytest.param("loading vLLM", signal.SIGTERM, marks=LONG),
+        pytest.param("starting instances", signal.SIGINT, marks=LONG),
+    ],
+)
 def test_while_it_starts(stage, number, launch, port):
     run = launch("--model", MODEL, "--kv-store-size", "512MiB", port=port)
     run.wait_for(stage)
@@ -34,7 +41,7 @@ def test_while_it_starts(stage, number, launch, port):
     assert run.errors.read_text() == ""
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=LONG)])
 def test_with_streams_under_way(number, serve, port):
     run = serve(port=port)
     streams = [endless_stream(run) for _ in range(NUM_STREAMS)]
