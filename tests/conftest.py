@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 from hypothesis import settings
 
@@ -13,3 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A busy machine is no bug, and a failure must come again when the suite is run again.
 settings.register_profile("banaserve", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("banaserve")
+
+# Test folders are no packages: this is how their files import the helpers that lie among them. Not
+# the folder of tests itself, below which `triton` would be found where the real one is missing.
+for _name in ("contract", "e2e", "property", "triton", "unit"):
+    sys.path.append(str(Path(__file__).parent / _name))

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine_steps import LOADS, WATERMARK_FRACTION, Load, Recorded, record
 
 from banaserve.costs.profile import load as load_profile
 from banaserve.costs.steps import StepCosts
@@ -18,6 +13,7 @@ from banaserve.sim.batch import EngineLimits
 from banaserve.sim.engine import SimEngine
 from banaserve.sim.request import SimRequest
 from banaserve.sim.timeline import Timeline
+from engine_steps import LOADS, WATERMARK_FRACTION, Load, Recorded, record
 
 FILE = Path(__file__).with_name("engine_steps.json")
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import threading
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -13,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import transport_harness as harness
 from banaserve.transport.errors import (
     RefusedError,
     StaleEpochError,
@@ -20,16 +18,6 @@ from banaserve.transport.errors import (
 )
 from banaserve.transport.memory import PAGE_BYTES, SLICE_BYTES, Memory
 
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-harness = load("transport_harness")
 side, doomed = harness.side, harness.doomed
 WAIT_S, REGION_BYTES = harness.WAIT_S, harness.REGION_BYTES
 digest, random_bytes = harness.digest, harness.random_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import secrets
 import signal
@@ -18,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import transport_faults as faults
 from banaserve.transport import frames
 from banaserve.transport.connect import TcpListener, UnixListener, connect
 from banaserve.transport.errors import (
@@ -32,19 +32,6 @@ from banaserve.transport.options import TransportOptions
 
 WAIT_S = 20.0
 FOLDER = Path(__file__).parent
-
-
-def load_faults():
-    spec = importlib.util.spec_from_file_location(
-        "transport_faults", FOLDER / "transport_faults.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-faults = load_faults()
 
 
 class Echo:

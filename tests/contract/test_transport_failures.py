@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import socket
-import sys
 from contextlib import suppress
-from pathlib import Path
 from threading import Event
 
 import msgspec
 import numpy as np
 import pytest
 
+import transport_faults as faults
+import transport_harness as harness
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
@@ -26,17 +25,6 @@ from banaserve.transport.memory import SLICE_BYTES, Memory
 from banaserve.transport.options import TransportOptions
 from banaserve.transport.registry import create
 
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-faults = load("transport_faults")
-harness = load("transport_harness")
 side, doomed = harness.side, harness.doomed
 WAIT_S, REGION_BYTES = harness.WAIT_S, harness.REGION_BYTES
 digest, random_bytes = harness.digest, harness.random_bytes

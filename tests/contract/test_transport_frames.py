@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
-import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import transport_faults as faults
 from banaserve.transport import frames
 from banaserve.transport.channel import StreamChannel
 from banaserve.transport.connect import over_unix
@@ -27,20 +25,6 @@ from banaserve.transport.seal import Seal
 from banaserve.transport.stream import SocketStream
 
 WAIT_S = 20.0
-FOLDER = Path(__file__).parent
-
-
-def load_faults():
-    spec = importlib.util.spec_from_file_location(
-        "transport_faults", FOLDER / "transport_faults.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-faults = load_faults()
 
 
 def pair(sealed=False):

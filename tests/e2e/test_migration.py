@@ -12,7 +12,6 @@ make it as long as it should be before a release.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import random
@@ -25,20 +24,13 @@ from typing import Any
 
 import pytest
 
+import migration_load as loads
 from banaserve import models
 from banaserve.api.admin_client import AdminClient
 from banaserve.bench.servers import Server, banaserve_server
 from banaserve.engine.vllm.moves.words import MoveHeads, MoveLayers, Return
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
-
-_path = Path(__file__).parent / "migration_load.py"
-_spec = importlib.util.spec_from_file_location("migration_load", _path)
-assert _spec is not None
-assert _spec.loader is not None
-loads: Any = importlib.util.module_from_spec(_spec)
-sys.modules["migration_load"] = loads
-_spec.loader.exec_module(loads)
 
 pytestmark = pytest.mark.e2e
 

@@ -7,16 +7,15 @@ is too small for the load; what has moved away is poisoned with NaN at its sourc
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import migration_load as loads
 from banaserve import models
 from banaserve.api.admin_client import AdminClient
 from banaserve.bench import workloads
@@ -28,14 +27,6 @@ from banaserve.engine.interface import RoleChange
 from banaserve.engine.vllm.moves.words import Return
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
-
-_path = Path(__file__).parent / "migration_load.py"
-_spec = importlib.util.spec_from_file_location("migration_load", _path)
-assert _spec is not None
-assert _spec.loader is not None
-loads: Any = importlib.util.module_from_spec(_spec)
-sys.modules["migration_load"] = loads
-_spec.loader.exec_module(loads)
 
 pytestmark = pytest.mark.e2e
 

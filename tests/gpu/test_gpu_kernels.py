@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,17 +12,12 @@ if not torch.cuda.is_available():
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
+import kernel_cases as cases
 from banaserve.kernels.interface import HEAD_SIZES, Heads
 from banaserve.kernels.layouts import KvLayout
 from banaserve.kernels.registry import pick
 from banaserve.kernels.slot_pages import PageOrder
 from banaserve.kernels.triton_kernels import TritonKernels
-
-_path = Path(__file__).parents[1] / "triton" / "kernel_cases.py"
-_spec = importlib.util.spec_from_file_location("kernel_cases", _path)
-cases = importlib.util.module_from_spec(_spec)
-sys.modules["kernel_cases"] = cases
-_spec.loader.exec_module(cases)
 
 GPU = "cuda"
 DTYPES = cases.DTYPES

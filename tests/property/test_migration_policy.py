@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import migration_clusters as clusters_module
 from banaserve.orchestrator.migration import slabs
 from banaserve.orchestrator.migration.registry import make
 from banaserve.types import (
@@ -26,12 +25,6 @@ from banaserve.types import (
     SwitchRole,
 )
 
-_path = Path(__file__).parent / "migration_clusters.py"
-_spec = importlib.util.spec_from_file_location("migration_clusters", _path)
-assert _spec is not None
-assert _spec.loader is not None
-clusters_module = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(clusters_module)
 blocks_of, cluster_of = clusters_module.blocks_of, clusters_module.cluster
 instance, settled = clusters_module.instance, clusters_module.settled
 

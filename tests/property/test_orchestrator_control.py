@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import migration_clusters as clusters
 from banaserve.orchestrator.control import Limits, Mode, Remembered, turn
 from banaserve.orchestrator.migration.registry import make
 from banaserve.types import ClusterView, InstanceFacts, Step
-
-_path = Path(__file__).parent / "migration_clusters.py"
-_spec = importlib.util.spec_from_file_location("migration_clusters", _path)
-assert _spec is not None
-assert _spec.loader is not None
-clusters = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(clusters)
 
 NUM_BLOCKS, INTERVAL_S = 400, 2.0
 APART = InstanceFacts(

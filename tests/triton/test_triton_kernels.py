@@ -6,10 +6,7 @@ a process of their own. ``tests/gpu`` runs the same tables on a GPU.
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +16,7 @@ from hypothesis import strategies as st
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in a process of its own, with TRITON_INTERPRET=1", allow_module_level=True)
 
+import kernel_cases as cases
 from banaserve.kernels.interface import HEAD_SIZES, BlockCopies, Heads
 from banaserve.kernels.layouts import KvLayout
 from banaserve.kernels.slot_pages import PageOrder, SlotPages
@@ -27,12 +25,6 @@ from banaserve.kernels.triton_attention_op import partial_attention
 from banaserve.kernels.triton_kernels import TritonKernels
 from banaserve.kernels.triton_merge_op import concat_heads, merge_parts
 from banaserve.kernels.triton_pack_op import operator_arguments, pack_blocks, unpack_blocks
-
-_path = Path(__file__).with_name("kernel_cases.py")
-_spec = importlib.util.spec_from_file_location("kernel_cases", _path)
-cases = importlib.util.module_from_spec(_spec)
-sys.modules["kernel_cases"] = cases
-_spec.loader.exec_module(cases)
 
 CPU = "cpu"
 DTYPES = cases.DTYPES

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
+import migration_doubles as doubles
 from banaserve.clock import WallClock
 from banaserve.engine.vllm.executor import MoveExecutor
 from banaserve.engine.vllm.moves.overseer import Overseer
 from banaserve.engine.vllm.roles import Roles
 from banaserve.types import InstanceId, InstanceReport, InstanceView, Role
-
-_path = Path(__file__).parent / "migration_doubles.py"
-_spec = importlib.util.spec_from_file_location("migration_doubles", _path)
-assert _spec is not None
-assert _spec.loader is not None
-doubles: Any = importlib.util.module_from_spec(_spec)
-sys.modules["migration_doubles"] = doubles
-_spec.loader.exec_module(doubles)
 
 FACTS = doubles.FACTS
 CONFIG = SimpleNamespace(
@@ -37,7 +27,7 @@ CONFIG = SimpleNamespace(
 )
 
 
-class Instance(doubles.Instance):  # type: ignore[misc]
+class Instance(doubles.Instance):
     """One that serves: a role, requests and a view of itself."""
 
     def __init__(self, name: str, cannot: str = "") -> None:

@@ -11,16 +11,17 @@ from typing import Any
 
 from banaserve.engine.vllm.migration.guest_address import GuestAddress
 from banaserve.engine.vllm.migration.host_kv import blocks_gained
-from banaserve.engine.vllm.migration.modules import ModelShape, read_modules
+from banaserve.engine.vllm.migration.modules import read_modules
 from banaserve.engine.vllm.moves.coordinator import Coordinator
 from banaserve.engine.vllm.moves.guests import Guest, Guests
 from banaserve.engine.vllm.moves.planner import num_pages
 from banaserve.engine.vllm.moves.sizes import ModelFacts
-from banaserve.engine.vllm.moves.words import Migration
+from banaserve.engine.vllm.moves.words import Migration, MoveLayers
 from banaserve.types import InstanceId, Placement, Role
 
 FACTS = ModelFacts(num_layers=30, num_kv_heads=3, layer_weight_bytes=1000)
 NUM_BLOCKS, PAGE_BYTES = 300, 3000
+LAYERS = MoveLayers("d0", "p0", (10, 20))
 THEN = {"preparing": "prepared", "copying": "copied", "freeing": "freed"}
 
 
@@ -261,9 +262,6 @@ class Cluster:
         await self.coordinator.stop()
         with contextlib.suppress(ProcessLookupError):
             self.launcher.close()
-
-
-SHAPE = ModelShape(FACTS.num_layers, FACTS.num_kv_heads)
 
 
 async def run(coordinator: Coordinator, ask: Any) -> Migration:

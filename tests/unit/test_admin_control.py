@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ pytest.importorskip("vllm")
 
 import uvicorn
 
+import executor_doubles as doubles
 from banaserve.api.admin import AdminDoor
 from banaserve.api.admin_control import Control
 from banaserve.cli.decisions import lines_of
@@ -39,14 +38,6 @@ from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size
 from banaserve.orchestrator.control import Mode
 from banaserve.types import Role
-
-_path = Path(__file__).parent / "executor_doubles.py"
-_spec = importlib.util.spec_from_file_location("executor_doubles", _path)
-assert _spec is not None
-assert _spec.loader is not None
-doubles: Any = importlib.util.module_from_spec(_spec)
-sys.modules["executor_doubles"] = doubles
-_spec.loader.exec_module(doubles)
 
 KEY = "the-admin-key"
 AUTH = {"Authorization": f"Bearer {KEY}"}

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,31 +12,18 @@ pytest.importorskip("vllm")
 
 from banaserve.engine.vllm.moves.words import Migration, MoveHeads, MoveLayers, Return
 from banaserve.errors import MigrationError, UserError
+from migration_doubles import LAYERS, Cluster, done, until
 
-_path = Path(__file__).parent / "migration_doubles.py"
-_spec = importlib.util.spec_from_file_location("migration_doubles", _path)
-assert _spec is not None
-assert _spec.loader is not None
-doubles = importlib.util.module_from_spec(_spec)
-sys.modules["migration_doubles"] = doubles
-_spec.loader.exec_module(doubles)
-run, done, until = doubles.run, doubles.done, doubles.until
-
-LAYERS = MoveLayers("d0", "p0", (10, 20))
 HEADS = MoveHeads("d0", "p0", {5: (1, 2)})
 ONE_HEAD = MoveHeads("d0", "p0", {5: (1,)})
 WHOLE_MOVE = ["attach", "prepare", "precopy", "commit", "free", "resize_pool"]
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Any]:
-    made = doubles.Cluster(tmp_path)
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    made = Cluster(tmp_path)
     yield made
     await made.close()
-
-
-def phase_of(cluster: Any, migration: Migration) -> str:
-    return migration.moves[0].phase
 
 
 # ---- moves that succeed
@@ -185,7 +169,7 @@ async def test_two_requests_at_the_same_time_are_not_both_taken(cluster):
 
 
 async def test_a_target_without_room_is_refused(tmp_path):
-    cluster = doubles.Cluster(tmp_path, available_bytes=200 << 20)
+    cluster = Cluster(tmp_path, available_bytes=200 << 20)
     await done(cluster.coordinator, HEADS)
     cluster.coordinator._available = lambda _: 1 << 20
     with pytest.raises(MigrationError, match="p0 has no room for layers 10:20"):
@@ -206,7 +190,7 @@ async def test_an_instance_that_is_down_is_refused(cluster):
 async def test_abort_leaves_everything_at_home(cluster, held):
     cluster.engine.held = {held}
     migration = await cluster.coordinator.begin(LAYERS)
-    await until(lambda: phase_of(cluster, migration) == held)
+    await until(lambda: migration.moves[0].phase == held)
     cluster.coordinator.abort(migration.id)
     await cluster.coordinator.wait(migration.id)
     assert (migration.state, migration.error) == ("aborted", "")
@@ -233,7 +217,7 @@ async def test_an_aborted_return_gives_the_pool_its_blocks_back(cluster):
     await done(cluster.coordinator, LAYERS)
     cluster.engine.held = {"copying"}
     migration = await cluster.coordinator.begin(Return("d0"))
-    await until(lambda: phase_of(cluster, migration) == "copying")
+    await until(lambda: migration.moves[0].phase == "copying")
     assert cluster.engine.pool_blocks == 300
     cluster.coordinator.abort(migration.id)
     await cluster.coordinator.wait(migration.id)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import socket
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ pytest.importorskip("vllm")
 
 import uvicorn
 
+import migration_doubles as doubles
 from banaserve.api import admin_client
 from banaserve.api.admin import AdminDoor
 from banaserve.api.admin_client import AdminClient
@@ -28,14 +27,6 @@ from banaserve.cli.main import main
 from banaserve.engine.vllm.moves.words import MoveLayers
 from banaserve.errors import UserError
 from banaserve.run_dir import AdminAccess, find_admin, open_run_dir, write_admin
-
-_path = Path(__file__).parent / "migration_doubles.py"
-_spec = importlib.util.spec_from_file_location("migration_doubles", _path)
-assert _spec is not None
-assert _spec.loader is not None
-doubles = importlib.util.module_from_spec(_spec)
-sys.modules["migration_doubles"] = doubles
-_spec.loader.exec_module(doubles)
 
 KEY = "the-admin-key"
 AUTH = {"Authorization": f"Bearer {KEY}"}

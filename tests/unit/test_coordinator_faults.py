@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,32 +16,15 @@ from banaserve.engine.vllm.moves import timeouts
 from banaserve.engine.vllm.moves.host_link import HostLink
 from banaserve.engine.vllm.moves.overseer import Overseer
 from banaserve.engine.vllm.moves.placements import placement_of
-from banaserve.engine.vllm.moves.words import Migration, MoveHeads, MoveLayers, Return
-
-_path = Path(__file__).parent / "migration_doubles.py"
-_spec = importlib.util.spec_from_file_location("migration_doubles", _path)
-assert _spec is not None
-assert _spec.loader is not None
-doubles = importlib.util.module_from_spec(_spec)
-sys.modules["migration_doubles"] = doubles
-_spec.loader.exec_module(doubles)
-run, done, until = doubles.run, doubles.done, doubles.until
-
-LAYERS = MoveLayers("d0", "p0", (10, 20))
-HEADS = MoveHeads("d0", "p0", {5: (1, 2)})
-ONE_HEAD = MoveHeads("d0", "p0", {5: (1,)})
-WHOLE_MOVE = ["attach", "prepare", "precopy", "commit", "free", "resize_pool"]
+from banaserve.engine.vllm.moves.words import Return
+from migration_doubles import LAYERS, Cluster, done, run, until
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Any]:
-    made = doubles.Cluster(tmp_path)
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    made = Cluster(tmp_path)
     yield made
     await made.close()
-
-
-def phase_of(cluster: Any, migration: Migration) -> str:
-    return migration.moves[0].phase
 
 
 # ---- faults
@@ -82,7 +63,7 @@ async def test_blocks_in_use_keep_layers_away(cluster, monkeypatch):
 async def test_a_guest_that_dies_while_it_prepares_ends_the_move(cluster):
     cluster.engine.held = {"preparing"}
     migration = await cluster.coordinator.begin(LAYERS)
-    await until(lambda: phase_of(cluster, migration) == "preparing")
+    await until(lambda: migration.moves[0].phase == "preparing")
     cluster.launcher.processes[0].kill()
     await cluster.coordinator.wait(migration.id)
     assert (migration.state, migration.error) == ("failed", "the guest beside p0 has ended")

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kernel_cases as cases
 from banaserve.kernels.interface import Batch, BlockCopies, Heads, Part
 from banaserve.kernels.layouts import KvLayout, key_value_views
 from banaserve.kernels.reference import ReferenceKernels
 from banaserve.kernels.slot_pages import PageOrder, SlotPages
 from banaserve.kvstore.fingerprint import Fingerprint
-
-_path = Path(__file__).parents[1] / "triton" / "kernel_cases.py"
-_spec = importlib.util.spec_from_file_location("kernel_cases", _path)
-cases = importlib.util.module_from_spec(_spec)
-sys.modules["kernel_cases"] = cases
-_spec.loader.exec_module(cases)
 
 EXACT = cases.EXACT
 Seq = cases.Seq

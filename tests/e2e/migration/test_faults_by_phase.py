@@ -6,22 +6,13 @@ and the same modules can leave again.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import time
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-_path = Path(__file__).parents[2] / "contract" / "transport_faults.py"
-_spec = importlib.util.spec_from_file_location("transport_faults", _path)
-assert _spec is not None
-assert _spec.loader is not None
-faults: Any = importlib.util.module_from_spec(_spec)
-sys.modules["transport_faults"] = faults
-_spec.loader.exec_module(faults)
+import transport_faults as faults
 
 pytestmark = pytest.mark.e2e
 
@@ -35,7 +26,7 @@ OVER = ("freed", "aborted", "failed")
 During = Generator[None, None, None]
 
 
-class Armed(faults.Faults):  # type: ignore[misc]
+class Armed(faults.Faults):
     """Goes wrong with the next operation after ``armed`` was set, or with all of them."""
 
     def __init__(self, kind: str, pid: int, *, always: bool = False) -> None:
