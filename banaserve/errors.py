@@ -42,5 +42,9 @@ class MigrationError(UserError):
     """A move cannot be made or go on: nothing of it has changed the host."""
 
 
+class NoAnswerError(MigrationError):
+    """An engine has not answered in time: ask it again later."""
+
+
 class GuestLostError(BanaServeError):
     """A guest died, stalled or answered nonsense: its modules come home, their KV is lost."""

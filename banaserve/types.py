@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 InstanceId = NewType("InstanceId", str)
 RequestId = NewType("RequestId", str)
@@ -172,6 +172,27 @@ class SwitchRole:
 Action = MoveModule | ReturnModule | SwitchRole
 
 
+class Attempt(NamedTuple):
+    """What actions have in common that fail for the same cause: their kind and their ends.
+
+    Attributes:
+        target: An instance, or a role.
+    """
+
+    kind: str
+    source: str
+    target: str
+
+    @classmethod
+    def of(cls, action: Action) -> Attempt:
+        """The attempt that ``action`` is, whatever its size."""
+        if isinstance(action, SwitchRole):
+            return cls("role", action.instance, action.role.value)
+        if isinstance(action, ReturnModule):
+            return cls("return", action.guest, action.host)
+        return cls("heads" if action.module.heads else "layers", action.host, action.guest)
+
+
 @dataclass(frozen=True, slots=True)
 class Influence:
     """What a step is predicted to change on one instance.
@@ -273,12 +294,14 @@ class ClusterView:
     Attributes:
         under_way: Steps that have begun and are not finished.
         is_balancing: What the last migration plan said of itself; see its thresholds.
+        failed: What has failed a moment ago and is not to be tried again yet.
     """
 
     now_s: float
     instances: Mapping[InstanceId, InstanceView]
     under_way: tuple[Step, ...] = ()
     is_balancing: bool = False
+    failed: frozenset[Attempt] = frozenset()
 
     def serving(self, role: Role) -> tuple[InstanceView, ...]:
         """Ready instances of ``role``, in the order of their ids."""

@@ -16,9 +16,9 @@ from banaserve.orchestrator.migration.interface import MigrationPlan, MigrationP
 from banaserve.orchestrator.migration.weighing import words_of
 from banaserve.types import (
     Action,
+    Attempt,
     ClusterView,
     MoveModule,
-    ReturnModule,
     Step,
     SwitchRole,
 )
@@ -51,7 +51,7 @@ class Limits:
     Attributes:
         concurrent: Steps under way in the whole cluster.
         per_minute: Steps that begin within a minute.
-        retry_after_s: A step that failed is not tried again before.
+        retry_after_s: What failed is not tried again before; policies look past it.
         smoothing_s: Over which the reports that a policy sees are smoothed.
     """
 
@@ -76,17 +76,17 @@ class Remembered:
         reports: Smoothed, by instance.
         is_balancing: What the last plan said of itself.
         begun_s: When steps began, of the last minute.
-        failed_s: Steps that failed, and when.
+        failed_s: What failed, and when.
     """
 
     reports: Reports = field(default_factory=dict)
     is_balancing: bool = False
     begun_s: tuple[float, ...] = ()
-    failed_s: Mapping[Action, float] = field(default_factory=dict)
+    failed_s: Mapping[Attempt, float] = field(default_factory=dict)
 
     def with_failed(self, action: Action, now_s: float) -> Remembered:
         """Returns this with ``action`` among what failed."""
-        return replace(self, failed_s={**self.failed_s, unsized(action): now_s})
+        return replace(self, failed_s={**self.failed_s, Attempt.of(action): now_s})
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +116,10 @@ def turn(
     before: Remembered,
 ) -> Turn:
     """Returns what to do about the cluster as ``seen``. Pure: equal arguments, equal result."""
-    view, reports = smoothed(
-        replace(seen, is_balancing=before.is_balancing), before.reports, limits.smoothing_s
-    )
+    before = _forgetting(before, seen.now_s, limits)
+    known = replace(seen, is_balancing=before.is_balancing, failed=frozenset(before.failed_s))
+    view, reports = smoothed(known, before.reports, limits.smoothing_s)
     plan = policy.plan(view)
-    before = _forgetting(before, view.now_s, limits)
     begin: list[Step] = []
     held: list[tuple[Step, Held]] = []
     for step in plan.steps:
@@ -152,7 +151,7 @@ def _held(
         return Held.DRY_RUN
     if is_paused:
         return Held.PAUSED
-    if unsized(step.action) in before.failed_s:
+    if Attempt.of(step.action) in before.failed_s:
         return Held.FAILED
     if len(view.under_way) + len(begin) >= limits.concurrent:
         return Held.CONCURRENT
@@ -166,25 +165,16 @@ def _forgetting(before: Remembered, now_s: float, limits: Limits) -> Remembered:
         before,
         begun_s=tuple(at for at in before.begun_s if now_s - at < _RATE_WINDOW_S),
         failed_s={
-            action: at
-            for action, at in before.failed_s.items()
+            attempt: at
+            for attempt, at in before.failed_s.items()
             if now_s - at < limits.retry_after_s
         },
     )
 
 
-def unsized(action: Action) -> Action:
-    """Returns ``action`` without its bytes, which change from one look to the next."""
-    return action if isinstance(action, SwitchRole) else replace(action, num_bytes=0)
-
-
 def kind_of(action: Action) -> str:
     """Returns ``layers``, ``heads``, ``return`` or ``role``: a metric's label."""
-    if isinstance(action, SwitchRole):
-        return "role"
-    if isinstance(action, ReturnModule):
-        return "return"
-    return "heads" if action.module.heads else "layers"
+    return Attempt.of(action).kind
 
 
 def words(action: Action) -> str:

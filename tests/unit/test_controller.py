@@ -18,6 +18,7 @@ from banaserve.errors import UserError
 from banaserve.orchestrator.control import Limits, Mode
 from banaserve.orchestrator.model.moving import Link
 from banaserve.types import (
+    Attempt,
     ClusterView,
     InstanceFacts,
     InstanceId,
@@ -250,10 +251,12 @@ async def test_what_failed_is_not_tried_again_at_once(make, cluster, clock):
     await clock.next()
     assert first.result is not None
     assert (first.result.ending, first.result.reason) == ("refused", "no room")
-    assert controller.log.last()[-1].steps[0].held == "it failed a moment ago"
+    rejected = {one.reason for one in controller.log.last()[-1].rejected}
+    assert "it failed a moment ago" in rejected
     for _ in range(10):
         await clock.next()
-    assert len(cluster.started) == 2
+    # Heads, layers in their place, and once again when some time has passed.
+    assert [Attempt.of(step.action).kind for step in cluster.started] == ["heads", "layers"] * 2
 
 
 async def test_an_executor_that_breaks_is_a_failed_step(make, cluster, clock, monkeypatch):

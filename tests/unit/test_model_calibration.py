@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from banaserve.orchestrator.model.calibration import StepTime, StepWork, TransferTime
+from banaserve.orchestrator.model.calibration import (
+    EASED_AFTER_S,
+    StepTime,
+    StepWork,
+    TransferTime,
+    eased,
+)
 from banaserve.orchestrator.model.fit import LinearFit
 from banaserve.orchestrator.model.moving import Link
 
@@ -89,3 +95,16 @@ def test_samples_that_are_no_measurements_are_refused() -> None:
         fit.observed([1.0, 1.0, 1.0], 1.0)
     with pytest.raises(ValueError, match="zero"):
         LinearFit.of([1.0, 0.0])
+
+
+def test_what_a_slow_transfer_has_taught_fades_and_what_a_fast_one_has_stays() -> None:
+    first = Link(200e6, sync_s=1.0)
+    slow, fast = Link(1e6, sync_s=61.0, hop_s=1e-3), Link(1e9, sync_s=0.01)
+    assert eased(slow, first, 0.0).sync_s == pytest.approx(61.0)
+    half = eased(slow, first, EASED_AFTER_S)
+    assert half.sync_s == pytest.approx(31.0)
+    assert 1 / half.bytes_per_s == pytest.approx((1 / 1e6 + 1 / 200e6) / 2)
+    assert half.hop_s == 1e-3
+    assert eased(slow, first, 20 * EASED_AFTER_S).sync_s == pytest.approx(1.0, rel=1e-3)
+    kept = eased(fast, first, 20 * EASED_AFTER_S)
+    assert (kept.sync_s, kept.bytes_per_s) == pytest.approx((0.01, 1e9))

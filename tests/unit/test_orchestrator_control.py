@@ -14,12 +14,12 @@ from banaserve.orchestrator.control import (
     Remembered,
     kind_of,
     turn,
-    unsized,
     words,
 )
 from banaserve.orchestrator.migration import registry
 from banaserve.orchestrator.migration.interface import MigrationPlan
 from banaserve.types import (
+    Attempt,
     ClusterView,
     InstanceFacts,
     InstanceId,
@@ -118,6 +118,30 @@ def test_balancing_and_smoothed_reports_go_from_turn_to_turn():
     assert report.busy_fraction == pytest.approx(0.75)
 
 
+def test_a_step_that_always_fails_holds_no_other_up():
+    facts = InstanceFacts(40, 40, 629_350_400, 20480, 16, 10**11, can_switch_role=False)
+
+    def view(name: InstanceId, role: Role, used: float, now_s: float) -> InstanceView:
+        report = InstanceReport(10, 0, used, 0.5, now_s, num_kv_blocks=4000, step_fill_fraction=1.0)
+        return InstanceView(name, role, True, report, 10, 0, 1.0, facts)
+
+    def cluster(now_s: float) -> ClusterView:
+        roles = ((P0, Role.PREFILL, 0.1), (P1, Role.PREFILL, 0.2), (D0, Role.DECODE, 0.95))
+        return ClusterView(now_s, {n: view(n, role, used, now_s) for n, role, used in roles})
+
+    policy = registry.make("repaired")
+    first = turn(cluster(100.0), policy, Mode.ON, False, Limits(), Remembered())
+    (failing,) = first.begin
+    after = first.after.with_failed(failing.action, 101.0)
+    again = turn(cluster(102.0), policy, Mode.ON, False, Limits(), after)
+    (other,) = again.begin
+    assert Attempt.of(other.action) != Attempt.of(failing.action)
+    assert again.held == ()
+    # A minute later what failed is tried again.
+    later = turn(cluster(170.0), policy, Mode.ON, False, Limits(), again.after)
+    assert [Attempt.of(one.action) for one in later.begin] == [Attempt.of(failing.action)]
+
+
 def test_a_silent_instance_is_named_by_the_plan():
     facts = InstanceFacts(30, 3, 1000, 1536, 16, 10**9)
     views = {
@@ -141,7 +165,9 @@ def test_a_silent_instance_is_named_by_the_plan():
 def test_actions_in_words(action, kind, said):
     assert kind_of(action) == kind
     assert words(action).startswith(said)
-    assert words(unsized(action)) == words(action)
+    assert Attempt.of(action).kind == kind
+    same = replace(action, num_bytes=3) if not isinstance(action, SwitchRole) else action
+    assert Attempt.of(same) == Attempt.of(action)
 
 
 @pytest.mark.parametrize(

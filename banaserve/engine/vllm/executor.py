@@ -26,8 +26,8 @@ from banaserve.engine.vllm.moves.asking import (
 from banaserve.engine.vllm.moves.coordinator import Coordinator
 from banaserve.engine.vllm.moves.words import Migration, Return
 from banaserve.engine.vllm.roles import Roles
-from banaserve.errors import BanaServeError, InstanceDeadError, MigrationError
-from banaserve.orchestrator.model.calibration import TransferTime
+from banaserve.errors import BanaServeError, InstanceDeadError, MigrationError, NoAnswerError
+from banaserve.orchestrator.model.calibration import TransferTime, eased
 from banaserve.orchestrator.model.moving import Link
 from banaserve.orchestrator.viewing import Known, cluster_view
 from banaserve.types import (
@@ -69,29 +69,40 @@ class MoveExecutor:
         self._clock = clock
         self._kv_growth = kv_growth
         self._cannot: dict[InstanceId, str] = {}
+        self._asking: dict[InstanceId, asyncio.Task[None]] = {}
         self._facts: dict[tuple[InstanceId, int, bool], InstanceFacts | None] = {}
         self._active: dict[int, Step] = {}
         self._own_ids: set[str] = set()
         self._learnt: set[str] = set()
         self._transfer = TransferTime.of(_FIRST_LINK, doubt=2.0)
+        self._learnt_s = clock.now()
         self._hop_s = _FIRST_LINK.hop_s
 
     # ---- what is there
 
     async def discover(self) -> None:
-        async def ask(name: InstanceId) -> None:
-            try:
-                await self._coordinator.hosts[name].refresh()
-                self._cannot[name] = ""
-            except MigrationError as reason:
-                self._cannot[name] = str(reason)
-            except InstanceDeadError:
-                pass  # asked again when somebody begins anew; until then it cannot move
+        await asyncio.gather(*(self._ask(name) for name in self._coordinator.hosts))
 
-        await asyncio.gather(*(ask(name) for name in self._coordinator.hosts))
+    async def _ask(self, name: InstanceId) -> None:
+        """Learn whether an instance can move modules; one that does not say so is asked again."""
+        try:
+            await self._coordinator.hosts[name].refresh()
+            self._cannot[name] = ""
+        except (NoAnswerError, InstanceDeadError):
+            pass
+        except MigrationError as reason:
+            self._cannot[name] = str(reason)
+
+    def _ask_again(self) -> None:
+        self._asking = {name: task for name, task in self._asking.items() if not task.done()}
+        for name, host in self._coordinator.hosts.items():
+            is_known = name in self._cannot or name in self._asking
+            if not is_known and host.instance.is_ready:
+                self._asking[name] = asyncio.create_task(self._ask(name))
 
     def view(self) -> ClusterView:
         self._learn()
+        self._ask_again()
         instances = self._cluster.instances.values()
         known = {instance.id: self._known(instance) for instance in instances}
         return cluster_view(
@@ -199,7 +210,10 @@ class MoveExecutor:
         learnt = [i.call_s for i in self._cluster.instances.values() if i.call_s is not None]
         if learnt:
             self._hop_s = median(learnt) / 2
-        return self._transfer.link(self._hop_s)
+        return eased(self._transfer.link(self._hop_s), _FIRST_LINK, self._learnt_age_s())
+
+    def _learnt_age_s(self) -> float:
+        return self._clock.now() - self._learnt_s
 
     def _learn(self) -> None:
         """Take every migration that has come to its end as a measurement, whoever began it."""
@@ -212,6 +226,7 @@ class MoveExecutor:
             seconds = seconds_of(migration)
             if seconds > 0:
                 self._transfer = self._transfer.observed(bytes_of(migration), seconds)
+                self._learnt_s = self._clock.now()
                 error = self._transfer.error_fraction
                 metrics.STEP_ERROR.labels("migration", "").set(error)
         self._learnt &= kept

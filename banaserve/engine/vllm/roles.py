@@ -158,6 +158,9 @@ class Roles:
         except asyncio.CancelledError:
             change.state, change.reason = "aborted", "the server stops"
             raise
+        except Exception as broken:
+            logger.exception("the role switch %s of %s", change.id, change.instance)
+            change.state, change.reason = "failed", f"{type(broken).__name__}: {broken}"
         finally:
             instance.is_draining = False
 

@@ -16,6 +16,7 @@ class Reason(StrEnum):
 
     NOT_SUPPORTED = "the instance does not support it"
     OTHER_MODEL = "host and guest run different models"
+    FAILED = "it failed a moment ago"
     BUSY = "an instance takes part in as many moves as it may"
     DWELL = "an instance changed too recently"
     GUEST_SHEDS = "the guest has given away modules itself"

@@ -17,6 +17,7 @@ from one plan to the next.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from banaserve.orchestrator.measure import ScalarLoad, judge, load_of
@@ -26,7 +27,16 @@ from banaserve.orchestrator.migration.options import PublishedOptions
 from banaserve.orchestrator.migration.projection import Projected, Projection, project, take
 from banaserve.orchestrator.model.moving import migration_s
 from banaserve.orchestrator.model.utilisation import published_efficiency
-from banaserve.types import ClusterView, Influence, InstanceId, Load, Module, MoveModule, Step
+from banaserve.types import (
+    Attempt,
+    ClusterView,
+    Influence,
+    InstanceId,
+    Load,
+    Module,
+    MoveModule,
+    Step,
+)
 
 _HORIZON_S = 1.0
 """Unit of waiting work in a projection; the published load knows no waiting work."""
@@ -50,7 +60,15 @@ class Published:
                     loads[instance_id] = Load(old.compute + felt.compute, old.memory + felt.memory)
         extremes = _Extremes({name: self._scalar.of(load) for name, load in loads.items()})
         gap = extremes.gap()
-        loop = _Loop(projection, loads, extremes, self._scalar, self._options, cluster.now_s)
+        loop = _Loop(
+            projection,
+            loads,
+            extremes,
+            self._scalar,
+            self._options,
+            cluster.now_s,
+            cluster.failed,
+        )
         reason = loop.run()
         return MigrationPlan(
             tuple(loop.steps), tuple(loop.rejected), judged.left_out, gap, reason=reason
@@ -99,6 +117,7 @@ class _Loop:
     scalar: ScalarLoad
     options: PublishedOptions
     now_s: float
+    failed: Container[Attempt]
     steps: list[Step] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
 
@@ -118,7 +137,10 @@ class _Loop:
             or refusals.may_host(host)
             or refusals.may_guest(guest)
         )
-        words = f"move {'heads' if heads else 'layers'} from {host.id} to {guest.id}"
+        kind = "heads" if heads else "layers"
+        if Attempt(kind, host.id, guest.id) in self.failed:
+            refusal = Reason.FAILED
+        words = f"move {kind} from {host.id} to {guest.id}"
         if refusal is not None:
             return self._refuse(words, refusal, gap)
         module = self._module(host, heads)

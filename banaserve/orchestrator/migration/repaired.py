@@ -25,7 +25,7 @@ from banaserve.orchestrator.migration.options import RepairedOptions
 from banaserve.orchestrator.migration.projection import Projected, Projection, gap_of, project, take
 from banaserve.orchestrator.migration.seeking import Pair
 from banaserve.orchestrator.migration.weighing import Weighed
-from banaserve.types import ClusterView, InstanceId, Module, Role, Step, SwitchRole
+from banaserve.types import Attempt, ClusterView, InstanceId, Module, Role, Step, SwitchRole
 
 _RETURNS_KEPT = 8
 """Returns that are weighed again after each step of a plan; all are weighed before the first."""
@@ -134,7 +134,8 @@ class _Search:
     def _sizes(self, pair: Pair, heads: bool) -> Iterator[Weighed | Rejected]:
         """Weighs modules of growing size while a larger one can still be better."""
         most_s = float("-inf")
-        for module in seeking.modules(pair, heads, self.options, self.rejected):
+        failed = self.cluster.failed
+        for module in seeking.modules(pair, heads, self.options, self.rejected, failed):
             weighed = weighing.weigh_move(pair.host, pair.guest, module, self.options)
             yield weighed
             if isinstance(weighed, Rejected):
@@ -150,12 +151,12 @@ class _Search:
         candidates = switching.switches(
             self.projection,
             self.options.min_per_role,
-            lambda instance: self._refusal(instance) is None,
+            lambda instance, role: self._switch_refusal(instance, role) is None,
         )
         for switch in candidates:
             if is_limited:
                 yield Rejected(f"switch {switch.words}", Reason.SWITCH_LIMIT)
-            elif reason := self._refusal(switch.instance):
+            elif reason := self._switch_refusal(switch.instance, switch.new):
                 yield Rejected(f"switch {switch.words}", reason)
             else:
                 yield weighing.weigh_switch(self.projection, switch, self.options)
@@ -165,6 +166,11 @@ class _Search:
         return refusals.may_change(
             instance, self.cluster.now_s, options.dwell_s, options.max_moves_per_instance
         )
+
+    def _switch_refusal(self, instance: Projected, role: Role) -> Reason | None:
+        if Attempt("role", instance.id, role.value) in self.cluster.failed:
+            return Reason.FAILED
+        return self._refusal(instance)
 
     def _switches_left(self) -> int:
         """How many more instances may change roles, those that have just changed counted in."""
@@ -185,7 +191,7 @@ class _Search:
             guest = self.projection.get(host.away[module].guest)
             if guest is None:
                 continue
-            if reason := self._refusal(host) or self._refusal(guest):
+            if reason := self._return_refusal(host, guest):
                 words = weighing.words_of("return", module, guest.id, host.id)
                 yield Rejected(words, reason)
                 continue
@@ -195,6 +201,11 @@ class _Search:
             yield weighed
         if self.returns is None:
             self.returns = [(host, module) for _, host, module in sorted(promising)[:_RETURNS_KEPT]]
+
+    def _return_refusal(self, host: Projected, guest: Projected) -> Reason | None:
+        if Attempt("return", guest.id, host.id) in self.cluster.failed:
+            return Reason.FAILED
+        return self._refusal(host) or self._refusal(guest)
 
     def _away(self) -> list[tuple[Projected, Module]]:
         """Modules that may come home: away, and no step is about them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from banaserve.orchestrator.migration import refusals, slabs
 from banaserve.orchestrator.migration.interface import Reason, Rejected
 from banaserve.orchestrator.migration.options import RepairedOptions
 from banaserve.orchestrator.migration.projection import Projected, Projection
-from banaserve.types import Module
+from banaserve.types import Attempt, Module
 
 BREADTH = 2
 """Hosts, and guests for each of them, that are looked at for one resource."""
@@ -93,13 +93,24 @@ def _pairs(
 
 
 def modules(
-    pair: Pair, heads: bool, options: RepairedOptions, refused: list[Rejected]
+    pair: Pair,
+    heads: bool,
+    options: RepairedOptions,
+    refused: list[Rejected],
+    failed: Container[Attempt] = (),
 ) -> Iterator[Module]:
-    """Yields the layers, or the heads of all layers, that could move, smallest first."""
+    """Yields the layers, or the heads of all layers, that could move, smallest first.
+
+    Args:
+        failed: What is not to be tried again yet.
+    """
     facts = pair.host.facts
     kind = f"move {'heads' if heads else 'layers'} from {pair.host.id} to {pair.guest.id}"
     if pair.gap < (options.delta_heads if heads else options.delta_layers):
         refused.append(Rejected(kind, Reason.GAP_TOO_SMALL, pair.gap))
+        return
+    if Attempt("heads" if heads else "layers", pair.host.id, pair.guest.id) in failed:
+        refused.append(Rejected(kind, Reason.FAILED))
         return
     if reason := refusals.may_pair(pair.host, pair.guest, heads):
         refused.append(Rejected(kind, reason))

@@ -71,7 +71,7 @@ class Switch(NamedTuple):
 
 
 def switches(
-    projection: Projection, min_per_role: int, may_change: Callable[[Projected], bool]
+    projection: Projection, min_per_role: int, may_change: Callable[[Projected, Role], bool]
 ) -> list[Switch]:
     """Returns the best candidate of each direction, the one that leaves the least work behind.
 
@@ -91,7 +91,7 @@ def switches(
         able = [p for p in free if p.facts.can_switch_role]
         if not able:
             continue
-        willing = [p for p in able if may_change(p)]
+        willing = [p for p in able if may_change(p, new)]
         least = min(willing or able, key=lambda p: (p.compute_load + p.memory_load, p.id))
         fall = pressure_fall(compute[old], compute[new], least.compute_load)
         fall += pressure_fall(memory[old], memory[new], least.memory_load)

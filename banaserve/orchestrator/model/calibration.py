@@ -102,6 +102,27 @@ class StepTime:
         return self.fit.error_fraction
 
 
+EASED_AFTER_S = 120.0
+"""In which half of what a link was learnt to cost beyond the first guess is forgotten."""
+
+
+def eased(learnt: Link, first: Link, age_s: float) -> Link:
+    """Returns ``learnt``, of which what it costs more than ``first`` fades with its age.
+
+    Nothing is learnt while nothing moves: one slow transfer could forbid all others for ever.
+
+    Args:
+        age_s: Since the last measurement.
+    """
+    kept = 0.5 ** (max(0.0, age_s) / EASED_AFTER_S)
+
+    def faded(value: float, guess: float) -> float:
+        return value if value <= guess else guess + kept * (value - guess)
+
+    byte_s = faded(1 / learnt.bytes_per_s, 1 / first.bytes_per_s)
+    return Link(1 / byte_s, faded(learnt.sync_s, first.sync_s), learnt.hop_s)
+
+
 @dataclass(frozen=True, slots=True)
 class TransferTime:
     """Time of a transfer: T_sync + S / B (BanaServe Eq. 4), learnt from transfers.

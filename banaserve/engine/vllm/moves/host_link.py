@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 from typing import Any, Protocol, TypeVar
 
 from banaserve.engine.vllm import compat
-from banaserve.errors import InstanceDeadError, MigrationError
+from banaserve.errors import InstanceDeadError, MigrationError, NoAnswerError
 from banaserve.types import InstanceId, Placement, Role
 
 CALL_TIMEOUT_S = 30.0
@@ -72,7 +72,8 @@ class HostLink:
         """One worker method, named without its prefix.
 
         Raises:
-            MigrationError: The worker refuses, or does not answer in time.
+            MigrationError: The worker refuses.
+            NoAnswerError: It does not answer in time.
             InstanceDeadError: The engine has ended.
         """
         name = f"banaserve_migration_{method}"
@@ -90,7 +91,8 @@ class HostLink:
             memory: Count what backs the KV cache too, which takes milliseconds between two steps.
 
         Raises:
-            MigrationError: The instance cannot migrate, or does not answer in time.
+            MigrationError: The instance cannot migrate.
+            NoAnswerError: It does not answer in time.
             InstanceDeadError: The engine has ended.
         """
         reply = await self.call("status", memory)
@@ -134,6 +136,6 @@ class HostLink:
             call.cancel()
         if self._ended.done():
             raise self._dead()
-        raise MigrationError(
+        raise NoAnswerError(
             f"instance {self._instance.id} has not answered {what} in {timeout_s:.0f} s"
         )
