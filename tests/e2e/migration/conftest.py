@@ -24,7 +24,7 @@ def _load_rig() -> Any:
 
 
 rig_module = _load_rig()
-Rig, steps, many_controls = rig_module.Rig, rig_module.steps, rig_module.many_controls
+Rig, steps, GuestParents = rig_module.Rig, rig_module.steps, rig_module.GuestParents
 
 
 @pytest.fixture(scope="session")
@@ -58,12 +58,19 @@ def engine_arguments() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def one_rig() -> Callable[..., contextlib.AbstractContextManager[Any]]:
+def guest_parents(tmp_path_factory: pytest.TempPathFactory, _in_process: None) -> Iterator[Any]:
+    parents = GuestParents(tmp_path_factory.mktemp("guests"))
+    yield parents
+    parents.close()
+
+
+@pytest.fixture(scope="session")
+def one_rig(guest_parents: Any) -> Callable[..., contextlib.AbstractContextManager[Any]]:
     """``with one_rig(arguments) as rig``: its engine and the parent of its guests."""
 
     @contextlib.contextmanager
     def start(arguments: dict[str, Any]) -> Iterator[Any]:
-        with many_controls([arguments]) as (controls, folder):
+        with guest_parents.many_controls([arguments]) as (controls, folder):
             rig = Rig(arguments, controls[0], folder)
             try:
                 yield rig
@@ -74,11 +81,11 @@ def one_rig() -> Callable[..., contextlib.AbstractContextManager[Any]]:
 
 
 @pytest.fixture(scope="session")
-def many_rigs() -> Callable[..., Iterator[Any]]:
+def many_rigs(guest_parents: Any) -> Callable[..., Iterator[Any]]:
     """Engines one after another, with all parents of guests started at once."""
 
     def start(every: list[dict[str, Any]]) -> Iterator[Any]:
-        with many_controls(every) as (controls, folder):
+        with guest_parents.many_controls(every) as (controls, folder):
             for number, (arguments, control) in enumerate(zip(every, controls, strict=True)):
                 own = folder / str(number)
                 own.mkdir()

@@ -1,10 +1,12 @@
 """Parents of guests, in a process that has never computed anything: only such a one can be forked.
 
-Usage: python guest_parents.py JSON, with JSON = [[control fd, engine arguments], ...].
+Usage: python guest_parents.py FD. Each message on that socket is the JSON of an engine's arguments,
+with the socket that its guests' parent takes orders from.
 """
 
 import json
 import os
+import signal
 import socket
 import sys
 
@@ -17,17 +19,20 @@ def main() -> None:
     from banaserve.engine.vllm import engine_parent
 
     engine_parent.pre_import()
-    children = []
-    for fd, arguments in json.loads(sys.argv[1]):
-        config = EngineArgs(**arguments).create_engine_config()
-        control = socket.socket(fileno=fd)
-        children.append(os.fork())
-        if children[-1] == 0:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    orders = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        message, fds, _, _ = socket.recv_fds(orders, 1 << 16, 1)
+        if not message:
+            return
+        control = socket.socket(fileno=fds[0])
+        if os.fork() == 0:
+            orders.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            config = EngineArgs(**json.loads(message)).create_engine_config()
             engine_parent.run_engine_parent(config, control)
             os._exit(0)
         control.close()
-    for pid in children:
-        os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":

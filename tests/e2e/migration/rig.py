@@ -232,29 +232,45 @@ def steps(count: int) -> During:
         yield
 
 
-@contextlib.contextmanager
-def many_controls(
-    every: list[dict[str, Any]],
-) -> Iterator[tuple[list[socket.socket], Path]]:
-    """A parent of guests for each engine; a short folder, because of the sockets in it."""
-    folder = Path(tempfile.mkdtemp(prefix="bm-"))
-    pairs = [socket.socketpair() for _ in every]
-    job = [[theirs.fileno(), args] for (_, theirs), args in zip(pairs, every, strict=True)]
-    script = Path(__file__).with_name("guest_parents.py")
-    with (folder / "parents.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(script), json.dumps(job)],
-            pass_fds=[theirs.fileno() for _, theirs in pairs],
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    for _, theirs in pairs:
-        theirs.close()
-    try:
-        yield [ours for ours, _ in pairs], folder
-    finally:
-        for ours, _ in pairs:
-            ours.close()
-        process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+class GuestParents:
+    """Forks a parent of guests for each engine, from one process that has imported vLLM."""
+
+    def __init__(self, folder: Path) -> None:
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        script = Path(__file__).with_name("guest_parents.py")
+        with theirs, (folder / "parents.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(script), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    @contextlib.contextmanager
+    def many_controls(
+        self, every: list[dict[str, Any]]
+    ) -> Iterator[tuple[list[socket.socket], Path]]:
+        """A parent of guests for each engine; a short folder, because of the sockets in it."""
+        folder = Path(tempfile.mkdtemp(prefix="bm-"))
+        controls = [self._fork(arguments) for arguments in every]
+        try:
+            yield controls, folder
+        finally:
+            for control in controls:
+                control.shutdown(socket.SHUT_WR)
+                while control.recv(4096):
+                    pass  # until the parent has ended, and with it its guests
+                control.close()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _fork(self, arguments: dict[str, Any]) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            message = json.dumps(arguments).encode()
+            socket.send_fds(self._orders, [message], [theirs.fileno()])
+        return ours
+
+    def close(self) -> None:
+        self._orders.close()
+        self._process.wait()
