@@ -12,6 +12,7 @@ from banaserve.errors import UserError
 from banaserve.types import InstanceId, Role
 
 DEFAULT_SKIP_PREFILL_BELOW_TOKENS = 32
+SCHEDULERS = ("vllm", "preble")
 MINIATURE = "miniature"
 """The model that runs in the place of a modelled one."""
 _MAX_DILATION = 1000.0
@@ -68,6 +69,7 @@ class ServeConfig:
         pace: Profile of the GPU and model whose time is modelled; empty for real time.
         dilate: Wall seconds of one modelled second.
         orchestrator: Who decides what moves by itself.
+        scheduler: In which order an engine takes its waiting requests: ``SCHEDULERS``.
     """
 
     model: str = "smollm2-135m"
@@ -105,6 +107,7 @@ class ServeConfig:
     pace: str = ""
     dilate: float = 1.0
     orchestrator: OrchestratorConfig = OrchestratorConfig()
+    scheduler: str = "vllm"
     vllm_argv: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

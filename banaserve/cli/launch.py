@@ -51,6 +51,10 @@ def prepared(
     argv = _vllm_argv(config, model, store_socket, run.logs)
     args = options.parse_vllm_argv(argv)
     engine_config = options.engine_config(argv)
+    if config.scheduler == "preble":
+        from banaserve.engine.vllm.compat_scheduler import check_first_come
+
+        check_first_come(engine_config)
     on_cpu = options.is_on_cpu()
     paced.begin(config, engine_config.parallel_config.world_size, on_cpu, run.logs)
     if on_cpu:
@@ -96,6 +100,10 @@ def _vllm_argv(
         if not _gives(config.vllm_argv, *_PARALLEL, "--distributed-executor-backend"):
             argv += ["--distributed-executor-backend", "uni"]  # one process an engine, not two
     argv += options.common_options()
+    if config.scheduler == "preble":
+        if _gives(config.vllm_argv, "--scheduler-cls"):
+            raise UserError("--scheduler preble and --scheduler-cls exclude each other")
+        argv += options.preble_options()
     argv += paced.vllm_options(config, logs)
     if config.kv_store:
         argv += options.store_options(store_socket, config.kv_store_salt)

@@ -11,7 +11,14 @@ from typing import NoReturn
 
 from banaserve.cli.orchestrator_options import add_orchestrator, orchestrator_of
 from banaserve.cli.pairs import read_pair
-from banaserve.config import MINIATURE, ServeConfig, options_from_file, parse_pd, split_argv
+from banaserve.config import (
+    MINIATURE,
+    SCHEDULERS,
+    ServeConfig,
+    options_from_file,
+    parse_pd,
+    split_argv,
+)
 from banaserve.errors import UserError
 
 _DEFAULTS = ServeConfig()
@@ -97,6 +104,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         pace=known.pace,
         dilate=known.dilate,
         orchestrator=orchestrator_of(known),
+        scheduler=known.scheduler,
         vllm_argv=vllm_argv,
     )
 
@@ -132,6 +140,12 @@ def _add_instances(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=_DEFAULTS.threads_per_instance,
         help="CPU threads of each engine (0: share the cores)",
+    )
+    add(
+        "--scheduler",
+        choices=SCHEDULERS,
+        default=_DEFAULTS.scheduler,
+        help="order of waiting requests in an engine: vLLM's, or Preble's by the cached fraction",
     )
     add("--start-timeout", type=float, default=_DEFAULTS.start_timeout_s, metavar="S")
     add(

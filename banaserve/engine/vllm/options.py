@@ -103,6 +103,11 @@ def common_options() -> list[str]:
     ]
 
 
+def preble_options() -> list[str]:
+    """Options of engines that take waiting requests in Preble's order."""
+    return ["--scheduler-cls", "banaserve.engine.vllm.preble_scheduler.PrebleScheduler"]
+
+
 def set_environment() -> None:
     """Set what engines inherit from this process."""
     for name, value in ENVIRONMENT.items():
