@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Lookup
+from waiting import eventually
 
 MISSING = missing_mooncake()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -34,13 +34,6 @@ FINGERPRINT = Fingerprint(
     page_bytes=24576,
     probe="00ff",
 )
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline_s, "this never came true"
-        time.sleep(0.005)
 
 
 class Daemon:

@@ -272,9 +272,3 @@ async def done(coordinator: Coordinator, ask: Any) -> Migration:
     migration = await run(coordinator, ask)
     assert (migration.state, migration.error) == ("done", "")
     return migration
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)

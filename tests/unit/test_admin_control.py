@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import uvicorn
-
 import executor_doubles as doubles
+from admin_server import AdminServer
 from banaserve.api.admin import AdminDoor
 from banaserve.api.admin_control import Control
 from banaserve.cli.decisions import lines_of
@@ -38,6 +36,7 @@ from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size
 from banaserve.orchestrator.control import Mode
 from banaserve.types import Role
+from waiting import until
 
 KEY = "the-admin-key"
 AUTH = {"Authorization": f"Bearer {KEY}"}
@@ -86,9 +85,7 @@ class Served:
             self.world.executor, options, DecisionLog(), WallClock(), lambda: 1.7e9
         )
         self.controller.start()
-        async with asyncio.timeout(20):
-            while self.controller.status().state is not ControllerState.RUNNING:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: self.controller.status().state is ControllerState.RUNNING)
         control = Control(self.controller, self.world.executor, self.world.roles)
         return AdminDoor(users_app, self.world.cluster.coordinator, KEY, control)
 
@@ -116,9 +113,7 @@ async def test_a_server_on_one_screen(served):
         "/admin/migrations", json={"kind": "layers", "from": "d0", "to": "p0", "layers": [10, 20]}
     )
     await served.client.get("/admin/migrations/m1?wait_s=20")
-    async with asyncio.timeout(20):
-        while not served.world.instances["d0"].placements:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: bool(served.world.instances["d0"].placements))
     found = (await served.client.get("/admin/status")).json()
     by_id = {one["id"]: one for one in found["instances"]}
     assert by_id["d0"]["away"] == ["layers 10:20 at p0"]
@@ -198,34 +193,20 @@ async def test_every_path_needs_the_key(served):
 # ---- commands
 
 
-class Server:
-    """The admin API on a real port, in a thread with an event loop of its own."""
+class Server(AdminServer):
+    """The admin API of a cluster with an orchestrator."""
+
+    served: Served
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-        self._thread.start()
-        assert self._started.wait(60)
+        super().__init__(self._door)
 
-    async def _serve(self) -> None:
+    @asynccontextmanager
+    async def _door(self) -> AsyncIterator[AdminDoor]:
         self.served = Served()
-        app = await self.served.open(self._folder)
-        config = uvicorn.Config(app, port=0, log_level="error", lifespan="off")  # type: ignore[arg-type]
-        self._server = uvicorn.Server(config)
-        serving = asyncio.create_task(self._server.serve())
-        while not self._server.started:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self._started.set()
-        await serving
+        yield await self.served.open(self._folder)
         await self.served.close()
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(30)
-        assert not self._thread.is_alive()
 
 
 @pytest.fixture

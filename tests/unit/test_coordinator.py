@@ -12,7 +12,8 @@ pytest.importorskip("vllm")
 
 from banaserve.engine.vllm.moves.words import Migration, MoveHeads, MoveLayers, Return
 from banaserve.errors import MigrationError, UserError
-from migration_doubles import LAYERS, Cluster, done, until
+from migration_doubles import LAYERS, Cluster, done
+from waiting import until
 
 HEADS = MoveHeads("d0", "p0", {5: (1, 2)})
 ONE_HEAD = MoveHeads("d0", "p0", {5: (1,)})

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import uvicorn
-
 import migration_doubles as doubles
+from admin_server import AdminServer
 from banaserve.api import admin_client
 from banaserve.api.admin import AdminDoor
 from banaserve.api.admin_client import AdminClient
@@ -152,34 +151,20 @@ def test_the_only_run_is_found_and_several_are_named(tmp_path, monkeypatch):
 # ---- commands
 
 
-class Server:
-    """The admin API on a real port, in a thread with an event loop of its own."""
+class Server(AdminServer):
+    """The admin API of a cluster."""
+
+    cluster: doubles.Cluster
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.cluster: Any = None
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-        self._thread.start()
-        assert self._started.wait(30)
+        self._folder = folder
+        super().__init__(self._door)
 
-    async def _serve(self) -> None:
-        self.cluster = doubles.Cluster(self.folder)
-        app = AdminDoor(users_app, self.cluster.coordinator, KEY)  # type: ignore[arg-type]
-        config = uvicorn.Config(app, port=0, log_level="error", lifespan="off")
-        self._server = uvicorn.Server(config)
-        serving = asyncio.create_task(self._server.serve())
-        while not self._server.started:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self._started.set()
-        await serving
+    @asynccontextmanager
+    async def _door(self) -> AsyncIterator[AdminDoor]:
+        self.cluster = doubles.Cluster(self._folder)
+        yield AdminDoor(users_app, self.cluster.coordinator, KEY)
         await self.cluster.close()
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join()
 
 
 @pytest.fixture(scope="module")

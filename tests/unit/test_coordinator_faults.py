@@ -17,7 +17,8 @@ from banaserve.engine.vllm.moves.host_link import HostLink
 from banaserve.engine.vllm.moves.overseer import Overseer
 from banaserve.engine.vllm.moves.placements import placement_of
 from banaserve.engine.vllm.moves.words import Return
-from migration_doubles import LAYERS, Cluster, done, run, until
+from migration_doubles import LAYERS, Cluster, done, run
+from waiting import until
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from urllib.error import HTTPError
@@ -25,6 +24,7 @@ from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Lookup, Slot
 from banaserve.kvstore.metrics import MetricsServer, prometheus_text
 from banaserve.kvstore.stats import StoreStats
+from waiting import eventually
 
 FINGERPRINT = Fingerprint(
     model="m",
@@ -40,14 +40,6 @@ FINGERPRINT = Fingerprint(
 NUM_SLOTS = 16
 KEYS = [bytes([number]) * 32 for number in range(64)]
 DEADLINE_S = 20.0
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait until ``holds``."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline_s, "this never came true"
-        time.sleep(0.005)
 
 
 class Store:

@@ -7,8 +7,7 @@ import os
 import random
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from banaserve.kvstore.interface import Exchanged, Lookup, Slot
 from banaserve.kvstore.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.ssd.check import check_folder
+from waiting import eventually
 
 FINGERPRINT = Fingerprint(
     model="m",
@@ -55,14 +55,6 @@ def block(of: bytes) -> bytes:
     """The bytes of a key's block: different everywhere, the same each time."""
     seed = int.from_bytes(of[:8], "little")
     return np.random.default_rng(seed).integers(0, 256, SLOT_BYTES, np.uint8).tobytes()
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait until ``holds``."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline_s, "this never came true"
-        time.sleep(0.002)
 
 
 class Store:

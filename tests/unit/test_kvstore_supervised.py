@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from banaserve.kvstore.admin import fetch_stats
@@ -16,6 +14,7 @@ from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.options import StoreOptions
 from banaserve.kvstore.supervised import SupervisedStore
 from banaserve.kvstore.tiers.ssd.check import check_folder
+from waiting import eventually
 
 FINGERPRINT = Fingerprint(
     model="m",
@@ -31,18 +30,6 @@ KEYS = [bytes([number]) * 32 for number in range(4)]
 DEADLINE_S = 30.0
 
 
-async def eventually(holds: Callable[[], bool]) -> None:
-    """Return once ``holds``; fails after half a minute."""
-
-    def wait() -> None:
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not holds():
-            assert time.monotonic() < deadline_s, "this never came true"
-            time.sleep(0.005)
-
-    await asyncio.to_thread(wait)
-
-
 async def test_blocks_outlive_a_killed_daemon_and_a_stop(tmp_path: Path) -> None:
     restarted = asyncio.Event()
     options = StoreOptions(size="64KiB", ssd=tmp_path / "ssd", ssd_size="1MiB", tenant_quota=0.5)
@@ -54,10 +41,14 @@ async def test_blocks_outlive_a_killed_daemon_and_a_stop(tmp_path: Path) -> None
         slots = client.exchange(reserve=[(key, None) for key in KEYS]).reserved
         assert client.commit([slot for slot in slots if slot is not None])
         async with asyncio.timeout(DEADLINE_S):
-            await eventually(lambda: fetch_stats(store.socket_path).tiers[0].demoted == len(KEYS))
+            await asyncio.to_thread(
+                eventually, lambda: fetch_stats(store.socket_path).tiers[0].demoted == len(KEYS)
+            )
             os.kill(store.pid, signal.SIGKILL)
             await restarted.wait()
-            await eventually(lambda: client.lookup(KEYS) == [Lookup.HIT] * len(KEYS))
+            await asyncio.to_thread(
+                eventually, lambda: client.lookup(KEYS) == [Lookup.HIT] * len(KEYS)
+            )
         assert fetch_stats(store.socket_path).used_slots == 0
         client.close()
     finally:
