@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from banaserve.errors import UserError
 from banaserve.names import check_known
+from banaserve.sim.cell import Cell
 from banaserve.sim.cluster import SimCluster
 from banaserve.sim.timeline import Timeline
-from banaserve.types import InstanceId
+from banaserve.types import Step
 
 KINDS = ("kill", "kill_guest_in_move", "kill_host_in_move", "slow")
 
-_LOOK_S = 0.02
-"""How often a case looks whether a move is under way; moves take longer."""
+_INTO_MOVE_S = 0.02
+"""How far into a move that has just begun a side of it dies; half of it at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ def arrange(event: Event, cluster: SimCluster, timeline: Timeline) -> None:
     """Put ``event`` on the timeline, unless its instance is of another system."""
     everyone = {name for cell in cluster.cells for name in cell.instances}
     if event.instance is None:
-        timeline.at(event.at_s, lambda _: _kill_in_move(event, cluster, timeline))
+        timeline.at(event.at_s, _DeathInMove(event, cluster, timeline).begin)
     elif event.instance in everyone:
         timeline.at(event.at_s, lambda _: _happen(event, cluster))
 
@@ -61,12 +63,31 @@ def _happen(event: Event, cluster: SimCluster) -> None:
         cell.kill(instance.id, event.back_after_s)
 
 
-def _kill_in_move(event: Event, cluster: SimCluster, timeline: Timeline) -> None:
-    for cell in cluster.cells:
-        for step in cell.placing.under_way:
-            host, guest = step.instances
-            victim: InstanceId = host if event.kind == "kill_host_in_move" else guest
-            cell.kill(victim, event.back_after_s)
+class _DeathInMove:
+    """Waits for a move to be told of, so that waiting itself keeps no simulation going."""
+
+    def __init__(self, event: Event, cluster: SimCluster, timeline: Timeline) -> None:
+        self._event, self._cluster, self._timeline = event, cluster, timeline
+        self._is_done = False
+
+    def begin(self, _: object) -> None:
+        """Strike a move that is under way, else the next one that begins."""
+        for cell in self._cluster.cells:
+            for step in cell.placing.under_way:
+                self._strike((cell, step))
+                return
+        for cell in self._cluster.cells:
+            cell.placing.on_begin.append(partial(self._begun, cell))
+
+    def _begun(self, cell: Cell, step: Step) -> None:
+        if not self._is_done:
+            self._timeline.after(min(_INTO_MOVE_S, step.cost_s / 2), self._strike, (cell, step))
+
+    def _strike(self, found: tuple[Cell, Step]) -> None:
+        cell, step = found
+        if self._is_done or step not in cell.placing.under_way:
             return
-    if any(cell.load and not cell.is_lost for cell in cluster.cells):
-        timeline.after(_LOOK_S, lambda _: _kill_in_move(event, cluster, timeline))
+        self._is_done = True
+        host, guest = step.instances
+        victim = host if self._event.kind == "kill_host_in_move" else guest
+        cell.kill(victim, self._event.back_after_s)

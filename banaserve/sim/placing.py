@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from banaserve.costs import modules
 from banaserve.costs.profile import Profile
@@ -30,6 +30,7 @@ class Placing:
         under_way: Steps that have begun and are not committed.
         num_aborted: Steps that ended because an instance died.
         done: Steps that were committed, and when.
+        on_begin: Called with each move that begins.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Placing:
         self.under_way: list[Step] = []
         self.num_aborted = 0
         self.done: list[tuple[float, Step]] = []
+        self.on_begin: list[Callable[[Step], None]] = []
 
     def begin(self, step: Step) -> None:
         """Start ``step``: a role changes at once, modules are copied while serving goes on."""
@@ -59,6 +61,8 @@ class Placing:
             return
         self.under_way.append(step)
         self._timeline.after(step.cost_s, self._commit, step)
+        for told in self.on_begin:
+            told(step)
 
     def _commit(self, step: Step) -> None:
         """Between two steps of the host: it stands still for one synchronisation."""

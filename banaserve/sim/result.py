@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from banaserve.errors import UserError
@@ -35,7 +36,9 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     """Returns the value at ``share`` of an ascending sequence, the nearest rank; 0 of none."""
     if not ordered:
         return 0.0
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    # 0.07 * 100 is a little more than 7.
+    rank = ceil(share * len(ordered) - 1e-9)
+    return ordered[min(len(ordered), max(1, rank)) - 1]
 
 
 def summary(cluster: SimCluster, num_requests: int, limits: Limits) -> dict[str, Any]:

@@ -205,6 +205,28 @@ def test_a_death_in_the_middle_of_a_move_loses_no_request(kind: str) -> None:
         assert instance.inflight_prefill_tokens == 0
 
 
+def test_a_death_in_a_move_waits_for_a_load_that_begins_later() -> None:
+    """Nothing is under way, and nobody is there, when the waiting begins."""
+    timeline, cluster = full_decode_cluster()
+    arrange(Event(at_s=0.0, kind="kill_host_in_move", back_after_s=5.0), cluster, timeline)
+    requests = list(drawn([WAVE], 3))
+    for request in requests:
+        request.arrival_s += 30.0
+    cluster.run(requests)
+    assert cluster.cells[0].placing.num_aborted == 1
+    assert len(cluster.finished) == len(requests)
+
+
+def test_a_death_in_a_move_that_never_comes_keeps_nothing_going() -> None:
+    timeline, cluster = built(preset("banaserve", prefill=1, decode=1))
+    _, decode = cluster.find("d0")
+    timeline.at(0.0, lambda _: decode.engine.resize(10))
+    arrange(Event(at_s=0.5, kind="kill_guest_in_move"), cluster, timeline)
+    cluster.run([SimRequest(0, 1.0, 1000, 5)])
+    assert cluster.finished == []
+    assert timeline.now_s == pytest.approx(61.0, abs=2.0)
+
+
 @pytest.mark.parametrize("kind", ["static", "banaserve"])
 @pytest.mark.parametrize("instance", ["p0", "d1"])
 def test_a_dead_instance_is_routed_around(kind: str, instance: str) -> None:

@@ -18,6 +18,7 @@ from banaserve.sim.regions.replica import (
     Job,
     SimReplica,
 )
+from banaserve.sim.result import percentile
 from banaserve.sim.timeline import Timeline
 from banaserve.types import RequestId
 
@@ -127,7 +128,7 @@ class Outcome:
         """Returns a quantile of the time to first token; waiting at the end counts as it is."""
         ends = [self.duration_s if one.first_s is None else one.first_s for one in self.records]
         times = [end - one.sent_s for end, one in zip(ends, self.records, strict=True)]
-        return _quantile(times, fraction)
+        return percentile(sorted(times), fraction)
 
     @property
     def mean_e2e_s(self) -> float:
@@ -140,7 +141,7 @@ class Outcome:
         """Returns a quantile of the end-to-end time, likewise."""
         ends = [self.duration_s if one.done_s is None else one.done_s for one in self.records]
         times = [end - one.sent_s for end, one in zip(ends, self.records, strict=True)]
-        return _quantile(times, fraction)
+        return percentile(sorted(times), fraction)
 
 
 def simulate(setting: Setting, system: System, seed: int) -> Outcome:
@@ -261,8 +262,3 @@ class _Client:
             lambda: self._timeline.after(self._one_way_s, done),
         )
         self._timeline.after(self._one_way_s, self._door.take, job)
-
-
-def _quantile(values: Sequence[float], fraction: float) -> float:
-    ranked = sorted(values)
-    return ranked[min(len(ranked) - 1, int(fraction * len(ranked)))] if ranked else 0.0
