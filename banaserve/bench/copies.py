@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 
 from banaserve import _native
@@ -69,9 +68,7 @@ def main(argv: Sequence[str]) -> int:
         figures={name: result.figure(samples[name], _unit(name)) for name in names},
         notes=notes,
     )
-    Console().print(result.table(record))
-    if given.json is not None:
-        result.write(record, given.json)
+    result.deliver(record, given.json)
     return 0
 
 

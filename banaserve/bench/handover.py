@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.progress import Progress
 
 from banaserve import models
@@ -87,9 +86,7 @@ def main(argv: Sequence[str]) -> int:
     options = Options(**{name: getattr(given, name) for name in Options.__slots__})
     started_at = datetime.now(UTC)
     record = asyncio.run(_measure(options, started_at))
-    Console().print(result.table(record))
-    if given.json is not None:
-        result.write(record, given.json)
+    result.deliver(record, given.json)
     return 0
 
 

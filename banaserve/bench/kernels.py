@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from banaserve.bench import result
 from banaserve.bench.kernels_native import measure_native, native_or_reason
@@ -66,11 +65,7 @@ def main(argv: Sequence[str]) -> int:
         notes=notes,
         raw=raw,
     )
-    Console().print(result.table(record))
-    for note in notes:
-        Console().print(f"- {note}")
-    if given.json is not None:
-        result.write(record, given.json)
+    result.deliver(record, given.json)
     return 0
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import Progress
 
 from banaserve.bench import result
@@ -71,11 +70,7 @@ def main(argv: Sequence[str]) -> int:
         figures={name: result.figure(samples[name], _unit(name)) for name in names},
         notes=notes,
     )
-    Console().print(result.table(record))
-    for note in notes:
-        Console().print(f"- {note}")
-    if given.json is not None:
-        result.write(record, given.json)
+    result.deliver(record, given.json)
     return 0
 
 

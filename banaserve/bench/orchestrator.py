@@ -62,11 +62,7 @@ def main(argv: Sequence[str]) -> int:
         notes=_NOTES,
         raw={"last_simulation": raw},
     )
-    Console().print(result.table(record))
-    for note in _NOTES:
-        Console().print(f"- {note}")
-    if given.json is not None:
-        result.write(record, given.json)
+    result.deliver(record, given.json)
     return 0
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.progress import Progress
 
 from banaserve.bench import arrivals, result
@@ -71,9 +70,7 @@ def main(argv: Sequence[str]) -> int:
     given = _parse(argv)
     end_on_sigterm()
     record = asyncio.run(_measure(given, datetime.now(UTC)))
-    Console().print(result.table(record))
-    if given.json is not None:
-        result.write(record, given.json)
+    result.deliver(record, given.json)
     return 0
 
 

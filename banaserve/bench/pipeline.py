@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import Progress
 
 from banaserve import models
@@ -62,9 +61,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("--cached-blocks is above 0 and below --blocks")
     end_on_sigterm()
     record = _measure(given, datetime.now(UTC))
-    Console().print(result.table(record))
-    if given.json is not None:
-        result.write(record, given.json)
+    result.deliver(record, given.json)
     return 0
 
 

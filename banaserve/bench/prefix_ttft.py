@@ -19,7 +19,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.progress import Progress
 
 from banaserve import models
@@ -66,9 +65,7 @@ def main(argv: Sequence[str]) -> int:
     end_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="bench-", dir=given.folder) as folder:
         record = asyncio.run(_measure(given, Path(folder) / "store", datetime.now(UTC)))
-    Console().print(result.table(record))
-    if given.json is not None:
-        result.write(record, given.json)
+    result.deliver(record, given.json)
     return 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+from rich.console import Console
 from rich.table import Table
 
 from banaserve.bench.provenance import (
@@ -180,6 +181,20 @@ def table(record: Result) -> Table:
         spread = f"{spread_fraction(one.samples):.1%}"
         shown.add_row(name, *numbers, spread, str(len(one.samples)), one.unit)
     return shown
+
+
+def deliver(record: Result, path: Path | None) -> None:
+    """Prints figures and notes, and writes the record where a path is given.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
+    console = Console()
+    console.print(table(record))
+    for note in record.notes:
+        console.print(f"- {note}", markup=False)
+    if path is not None:
+        write(record, path)
 
 
 if __name__ == "__main__":

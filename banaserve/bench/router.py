@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rich.console import Console
-
 from banaserve.bench import result, router_decisions, router_proxy
 from banaserve.bench.servers import end_on_sigterm
 
@@ -59,7 +57,5 @@ def main(argv: Sequence[str]) -> int:
         notes=notes,
         raw=raw,
     )
-    Console().print(result.table(record))
-    if given.json is not None:
-        result.write(record, given.json)
+    result.deliver(record, given.json)
     return 0

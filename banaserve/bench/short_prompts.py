@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.progress import Progress
 
 from banaserve import models
@@ -48,9 +47,7 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(list(argv))
     end_on_sigterm()
     record = asyncio.run(_measure(given.runs, datetime.now(UTC)))
-    Console().print(result.table(record))
-    if given.json is not None:
-        result.write(record, given.json)
+    result.deliver(record, given.json)
     return 0
 
 

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rich.console import Console
-
 from banaserve import models
 from banaserve.bench import result, workloads
 from banaserve.bench.client import Call, OpenAiClient
@@ -36,9 +34,7 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(list(argv))
     end_on_sigterm()
     record = asyncio.run(_measure(given, datetime.now(UTC)))
-    Console().print(result.table(record))
-    if given.json is not None:
-        result.write(record, given.json)
+    result.deliver(record, given.json)
     return 0
 
 
