@@ -25,6 +25,7 @@ from banaserve.api.metrics import MetricsPage
 from banaserve.clock import WallClock
 from banaserve.config import ServeConfig
 from banaserve.controller.decisions import DecisionLog
+from banaserve.controller.dilation import dilated
 from banaserve.controller.loop import Controller, ControllerOptions
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.client import DisaggregatedClient
@@ -230,6 +231,7 @@ async def _controlling(
         limits=Limits(concurrent=chosen.concurrent, per_minute=chosen.per_minute),
     )
     log = DecisionLog(chosen.decision_log)
+    options = dilated(options, config.dilate)
     controller = Controller(executor, options, log, clock, time.time)
     controller.start()
     try:

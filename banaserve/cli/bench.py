@@ -25,6 +25,9 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = {
     "all": Benchmark("banaserve.bench.every", "What do all of them say, in one report?"),
+    "cases": Benchmark(
+        "banaserve.bench.cases", "Do the simulator's cases reach their goals on paced engines?"
+    ),
     "compare": Benchmark(
         "banaserve.bench.compare", "Which system serves the same requests better?"
     ),

@@ -23,8 +23,6 @@ from banaserve.types import (
     SwitchRole,
 )
 
-_RATE_WINDOW_S = 60.0
-
 
 class Mode(StrEnum):
     """What the controller does with the steps of a plan."""
@@ -53,19 +51,21 @@ class Limits:
         per_minute: Steps that begin within a minute.
         retry_after_s: What failed is not tried again before; policies look past it.
         smoothing_s: Over which the reports that a policy sees are smoothed.
+        minute_s: A minute of the cluster, on the clock of its views.
     """
 
     concurrent: int = 2
     per_minute: int = 6
     retry_after_s: float = 60.0
     smoothing_s: float = 5.0
+    minute_s: float = 60.0
 
     def __post_init__(self) -> None:
         for name in ("concurrent", "per_minute"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: give 1 or more")
-        if self.retry_after_s < 0 or self.smoothing_s <= 0:
-            raise UserError("retry_after_s is 0 or more and smoothing_s above 0")
+        if self.retry_after_s < 0 or min(self.smoothing_s, self.minute_s) <= 0:
+            raise UserError("retry_after_s is 0 or more, smoothing_s and minute_s above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def _held(
 def _forgetting(before: Remembered, now_s: float, limits: Limits) -> Remembered:
     return replace(
         before,
-        begun_s=tuple(at for at in before.begun_s if now_s - at < _RATE_WINDOW_S),
+        begun_s=tuple(at for at in before.begun_s if now_s - at < limits.minute_s),
         failed_s={
             attempt: at
             for attempt, at in before.failed_s.items()

@@ -147,7 +147,7 @@ class MoveExecutor:
         self._active[id(step)] = step
         try:
             if isinstance(step.action, SwitchRole):
-                outcome = await self._switch(step.action, step.timeout_s)
+                outcome = await self._switch(step.action, step)
             else:
                 outcome = await self._move(step.action, step.timeout_s)
         except BanaServeError as refused:
@@ -159,8 +159,11 @@ class MoveExecutor:
                 self._cluster.instances[name].has_changed()
         return replace(outcome, seconds=self._clock.now() - began_s)
 
-    async def _switch(self, action: SwitchRole, timeout_s: float) -> Outcome:
-        change = self._roles.begin(action.instance, action.role.value, timeout_s)
+    async def _switch(self, action: SwitchRole, step: Step) -> Outcome:
+        # What draining may cost is what the policy has weighed the switch with.
+        change = self._roles.begin(
+            action.instance, action.role.value, step.timeout_s, drain_s=step.cost_s
+        )
         self._own_ids.add(change.id)
         try:
             await self._roles.wait(change.id)

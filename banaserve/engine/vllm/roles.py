@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Mapping
+from math import inf
 from typing import Protocol
 
 from banaserve.clock import Clock
@@ -52,8 +53,14 @@ class Roles:
         self._changes: dict[str, RoleChange] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def begin(self, name: str, role_name: str, timeout_s: float) -> RoleChange:
+    def begin(
+        self, name: str, role_name: str, timeout_s: float, drain_s: float = inf
+    ) -> RoleChange:
         """Begin to drain an instance; it has the new role when nothing is left on it.
+
+        Args:
+            timeout_s: After this it keeps its role, if it is not drained.
+            drain_s: After this it has the new role, whatever is left: that runs on beside it.
 
         Raises:
             UserError: There is no such instance or role.
@@ -73,7 +80,7 @@ class Roles:
             if not self._changes[old].is_open:
                 del self._changes[old]
         instance.is_draining = True
-        task = asyncio.create_task(self._run(change, instance, role, timeout_s))
+        task = asyncio.create_task(self._run(change, instance, role, timeout_s, drain_s))
         self._tasks[change.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(change.id, None))
         return change
@@ -139,7 +146,12 @@ class Roles:
     # ---- running
 
     async def _run(
-        self, change: RoleChange, instance: RoleInstance, role: Role, timeout_s: float
+        self,
+        change: RoleChange,
+        instance: RoleInstance,
+        role: Role,
+        timeout_s: float,
+        drain_s: float,
     ) -> None:
         began_s = self._clock.now()
         try:
@@ -149,7 +161,7 @@ class Roles:
                 if ending := self._ending(change, instance, timeout_s):
                     change.state, change.reason = ending
                     break
-                if not change.num_left:
+                if not change.num_left or change.seconds >= drain_s:
                     instance.set_role(role)
                     change.state = "done"
                     logger.info("instance %s is for %s from here on", instance.id, role.value)

@@ -24,6 +24,16 @@ def names() -> list[str]:
     return sorted(_POLICIES)
 
 
+def defaults(name: str) -> dict[str, Any]:
+    """Returns the options of the policy ``name`` with their defaults.
+
+    Raises:
+        UserError: An unknown policy.
+    """
+    check_known("migration policy", name, names())
+    return {field.name: field.default for field in fields(_POLICIES[name][1])}
+
+
 def make(name: str, /, **section: Any) -> MigrationPolicy:
     """Builds the policy ``name`` from its section of the configuration.
 
