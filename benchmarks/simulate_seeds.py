@@ -1,207 +1,42 @@
 """The tables of SkyWalker, GORGO and Preble beside what the simulator gives.
 
     python benchmarks/simulate_seeds.py [--seeds 5] [--only skywalker] [--json FILE]
+    python benchmarks/simulate_seeds.py --json FILE --report FILE.md
 
-Each figure is the mean over the seeds with its 95 % interval (Student). All systems of a seed meet
-the same clients. Requests without an end when the time is over are counted ("open") and their
-waiting so far is in the latencies. Throughput is given as output tokens a second and as SkyWalker
-counts it, prompt plus twice the output. What the papers do not give (hardware times, lengths,
-distances) is assumed in ``banaserve/sim/regions``; so ratios are to be read, not values.
+All systems of a seed meet the same clients. Requests without an end when the time is over are
+counted ("open") and their waiting so far is in the latencies. Throughput is given as output tokens
+a second and as SkyWalker counts it, prompt plus twice the output. What the papers do not give
+(hardware times, lengths, distances) is assumed in ``banaserve/sim/regions``; so ratios are to be
+read, not values. A FILE that is there is gone on with: a case that it has is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from simulate_seeds_cases import PAPERS, Case
 
 from banaserve.bench import result
 from banaserve.bench.result import Figure, figure
 from banaserve.bench.statistics import mean_interval
-from banaserve.sim.regions.programs import chat, shared_prefixes, tree_of_thoughts
-from banaserve.sim.regions.replica import Accelerator
-from banaserve.sim.regions.world import Outcome, Setting, System, simulate
-
-# AWS us-east-2, eu-central-1, ap-northeast-1; SkyWalker says "up to 200 ms".
-FAR = {("us", "eu"): 100.0, ("us", "asia"): 150.0, ("eu", "asia"): 220.0}
-RR = System("round_robin", central=True)
-LL = System("least_requests", central=True)
-CH = System("consistent_hash", "as-coded", central=True)
-SGL = System("cache_aware", "sglang-0.4", central=True)
-SKYWALKER = System("skywalker", "as-coded")
-SKYWALKER_CH = System("skywalker_ch", "as-coded")
-LOAD_AWARE = System("load_aware", central=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One table: a setting, systems in it, and what the paper says about it."""
-
-    name: str
-    setting: Setting
-    systems: dict[str, System]
-    paper: str
-
-
-def _regions(
-    counts: tuple[int, int, int], clients: Sequence[tuple[int, object]], **more: object
-) -> Setting:
-    regions = ("us", "eu", "asia")
-    return Setting(
-        dict(zip(regions, counts, strict=True)),
-        {region: [one] for region, one in zip(regions, clients, strict=True)},  # type: ignore[list-item]
-        FAR,
-        **more,  # type: ignore[arg-type]
-    )
-
-
-def skywalker() -> list[Case]:
-    """Sections 5.1 and 5.2 and figure 10, with the authors' code's defaults."""
-    talk, two, four = chat(256, 60, 150), tree_of_thoughts(2), tree_of_thoughts(4)
-    single = {"round robin": RR, "least load": LL, "hash": CH, "sglang router": SGL}
-    both = {"skywalker": SKYWALKER, "skywalker-ch": SKYWALKER_CH}
-    pushes = {
-        name: System("skywalker", "as-coded", options={"push": push})
-        for name, push in (("SP-P", "pending"), ("SP-O", "outstanding"), ("blind", "blind"))
-    }
-    cases = [
-        Case(
-            "push: 4 replicas, 30 clients, trees of 2",
-            Setting({"us": 4}, {"us": [(30, two)]}),
-            pushes,
-            "SP-P over blind: throughput 1.27x, p90 TTFT 18.5x lower, hits 0.90 against 0.69; "
-            "over SP-O: throughput 1.4x, TTFT alike",
-        ),
-        Case(
-            "chat: 8 replicas, 80 clients a region",
-            _regions((3, 2, 3), [(80, talk)] * 3),
-            single | both | {"load-aware": LOAD_AWARE},
-            "skywalker over least load 1.03x; hits RR 0.11-0.17, LL 0.28-0.31, skywalker 0.37-0.47",
-        ),
-        Case(
-            "trees of 2: 12 replicas, 40/20/20 clients",
-            _regions((4, 4, 4), [(40, two), (20, two), (20, two)]),
-            single | both,
-            "hash 2 % above skywalker, 1.4x least load; hits RR and LL 0.59, skywalker 0.90",
-        ),
-        Case(
-            "mixed trees: 2 x 4-branch in US, 20 and 20 x 2-branch",
-            _regions((4, 4, 4), [(2, four), (20, two), (20, two)]),
-            single | both,
-            "hash clearly below skywalker; most/least outstanding hash 3.36, sglang 2.22",
-        ),
-    ]
-    local = System("skywalker", "as-coded", forwards=False)
-    for replicas in (2, 3, 4):
-        cases.append(
-            Case(
-                f"diurnal: {3 * replicas} replicas, 120/40/40 clients",
-                _regions((replicas,) * 3, [(120, talk), (40, talk), (40, talk)]),
-                {"region-local": local, "skywalker": SKYWALKER},
-                "skywalker 1.07-1.18x at equal replicas; 9 replicas serve what 12 region-local do",
-            )
-        )
-    return cases
-
-
-def gorgo() -> list[Case]:
-    """v1: tables 2; v2: table 3, three regions of fast replicas under long conversations."""
-    fast = Accelerator(25.0, 0.094, 0.2, 200_000, 150_000, 128, 8192)
-    v1 = Case(
-        "v1: three regions, 10 clients each",
-        _regions((1, 1, 1), [(10, chat(256, 200, 400))] * 3, accelerator=fast),
-        {
-            "least load": LL,
-            "prefix trie": System("skywalker", "as-coded", options={"push": "blind"}),
-            "gorgo as coded": System("gorgo_v1", "as-coded"),
-            "gorgo repaired": System("gorgo_v1"),
-            "gorgo-proxy": System("gorgo_v1", "proxy-as-coded", central=True),
-        },
-        "median TTFT of the proxy 2.4-2.5x lower than all others, measured at unequal load",
-    )
-    long = _regions(
-        (1, 1, 1),
-        [(28, chat(3000, 500, 100))] * 3,
-        accelerator=Accelerator(9.0, 0.063, 0.15, 300_000, 250_000, 64, 8192),
-        duration_s=180.0,
-    )
-    v2 = Case(
-        "v2: one proxy, three regions, 84 clients, long conversations",
-        long,
-        {
-            "gorgo published": System("gorgo", "published", central=True),
-            "gorgo as coded": System("gorgo", "as-coded", central=True),
-            "gorgo untuned": System("gorgo", "untuned", central=True),
-            "gorgo repaired": System("gorgo", central=True),
-            "session affinity": System("session_affinity", "as-coded", central=True),
-            "least load": System("least_load", "as-coded", central=True, staleness_s=30.0),
-            "least load, live": System("least_load", central=True),
-            "least request": LL,
-            "prefix cache": System("prefix_cache", central=True, staleness_s=30.0),
-            "prefix cache, live": System("prefix_cache", central=True),
-        },
-        "gorgo over affinity: TTFT p95 -7 to -15 %, E2E p95 -14 to -31 %; TTFT p95 worse at full "
-        "load; two of its baselines read counters that are 30 s old",
-    )
-    return [v1, v2]
-
-
-def preble() -> list[Case]:
-    """Figures 3 and 5: many requests on few long prefixes, four replicas, open loop."""
-    a6000 = Accelerator(25.0, 0.12, 0.25, 198_516, 100_000, 128, 512)
-    cases = []
-    for rate in (8, 16, 24, 32):
-        program = shared_prefixes(100, 1536, 280, 43, 1.1)
-        setting = Setting(
-            {"us": 4},
-            {"us": [(rate * 100, program)]},
-            accelerator=a6000,
-            duration_s=115.0,
-            start_within_s=100.0,
-        )
-        cases.append(
-            Case(
-                f"tool use, Zipf 1.1: {rate} requests/s on 4 replicas",
-                setting,
-                {
-                    "round robin": RR,
-                    "longest prefix": System(
-                        "cache_aware", central=True, options={"balance_abs": 10**9}
-                    ),
-                    "E2 only": System(
-                        "preble",
-                        central=True,
-                        options={"balance_threshold": 0.0, "scales_hot_prefixes": False},
-                    ),
-                    "preble published": System("preble", "published", central=True),
-                    "preble as coded": System("preble", "as-coded", central=True),
-                    "preble repaired": System("preble", central=True),
-                },
-                "round robin over preble: mean 1.5-14.5x, p99 2-10x, growing with the rate; "
-                "longest prefix alone worse in the mean",
-            )
-        )
-    return cases
-
-
-PAPERS: dict[str, Callable[[], list[Case]]] = {
-    "skywalker": skywalker,
-    "gorgo": gorgo,
-    "preble": preble,
-}
+from banaserve.errors import UserError
+from banaserve.sim.regions.world import Outcome, simulate
 
 MEASURES: dict[str, tuple[str, Callable[[Outcome], float]]] = {
     "output": ("tokens/s", lambda one: one.output_tokens_per_s),
     "weighted": ("tokens/s", lambda one: one.weighted_tokens_per_s),
+    "ttft mean": ("s", lambda one: one.mean_ttft_s),
     "ttft p50": ("s", lambda one: one.ttft_s(0.5)),
     "ttft p90": ("s", lambda one: one.ttft_s(0.9)),
     "ttft p95": ("s", lambda one: one.ttft_s(0.95)),
+    "ttft p99": ("s", lambda one: one.ttft_s(0.99)),
     "e2e mean": ("s", lambda one: one.mean_e2e_s),
+    "e2e p50": ("s", lambda one: one.e2e_s(0.5)),
     "e2e p95": ("s", lambda one: one.e2e_s(0.95)),
     "e2e p99": ("s", lambda one: one.e2e_s(0.99)),
     "hits": ("fraction", lambda one: one.hit_fraction),
@@ -213,21 +48,48 @@ MEASURES: dict[str, tuple[str, Callable[[Outcome], float]]] = {
 }
 
 
-def run(case: Case, seeds: Sequence[int], figures: dict[str, Figure]) -> Table:
-    """Simulates ``case`` and returns its table; adds to ``figures``."""
+def figure_name(case: str, system: str, measure: str) -> str:
+    """Returns the name under which a result has it."""
+    return f"{case} | {system} | {measure}"
+
+
+def run(case: Case, seeds: Sequence[int]) -> dict[str, Figure]:
+    """Simulates every system of ``case``; returns a figure for each measure, a sample a seed."""
+    figures = {}
+    for name, system in case.systems.items():
+        outcomes = [simulate(case.setting, system, seed) for seed in seeds]
+        for measure, (unit, value) in MEASURES.items():
+            samples = [value(outcome) for outcome in outcomes]
+            figures[figure_name(case.name, name, measure)] = figure(samples, unit)
+    return figures
+
+
+def table(case: Case, figures: dict[str, Figure]) -> Table:
+    """Returns means with their 95 % intervals (Student)."""
     shown = Table(title=case.name, caption=f"paper: {case.paper}", title_justify="left")
     for heading in ("system", *MEASURES):
         shown.add_column(heading, justify="left" if heading == "system" else "right")
-    for name, system in case.systems.items():
-        outcomes = [simulate(case.setting, system, seed) for seed in seeds]
-        cells = []
-        for measure, (unit, value) in MEASURES.items():
-            samples = [value(outcome) for outcome in outcomes]
-            figures[f"{case.name} | {name} | {measure}"] = figure(samples, unit)
-            low, mean, high = mean_interval(samples)
-            cells.append(f"{mean:.3g} ±{(high - low) / 2:.2g}")
-        shown.add_row(name, *cells)
+    for name in case.systems:
+        shown.add_row(
+            name, *(cell(figures[figure_name(case.name, name, one)].samples) for one in MEASURES)
+        )
     return shown
+
+
+def cell(samples: Sequence[float]) -> str:
+    """Returns a mean and half its interval."""
+    low, mean, high = mean_interval(samples)
+    return f"{mean:.3g} ±{(high - low) / 2:.2g}"
+
+
+def _begun(path: Path | None, seeds: int) -> tuple[dict[str, Figure], dict[str, object]]:
+    """Returns the figures that ``path`` has, and the commit of each case."""
+    if path is None or not path.exists():
+        return {}, {}
+    found = result.read(path)
+    if found.options.get("seeds") != seeds:
+        raise UserError(f"{path} has {found.options.get('seeds')} seeds: give another file")
+    return dict(found.figures), dict(found.raw)
 
 
 def main() -> None:
@@ -235,25 +97,34 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", choices=PAPERS)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--report", type=Path, help="write the tables")
     given = parser.parse_args()
     if given.seeds < 2:
         parser.error("one seed tells nothing of the spread: give 2 or more")
-    started_at, figures = datetime.now(UTC), dict[str, Figure]()
-    console = Console(width=200)
-    papers = [given.only] if given.only else list(PAPERS)
-    for paper in papers:
+    started_at, console = datetime.now(UTC), Console(width=200)
+    figures, commits = _begun(given.json, given.seeds)
+    for paper in [given.only] if given.only else PAPERS:
         for case in PAPERS[paper]():
-            console.print(run(case, range(given.seeds), figures))
-    if given.json is not None:
-        record = result.result(
-            "simulate_seeds",
-            seed=0,
-            options={"seeds": given.seeds, "papers": papers},
-            started_at=started_at,
-            figures=figures,
-            notes=[str(__doc__)],
-        )
-        result.write(record, given.json)
+            if case.name not in commits:
+                figures |= run(case, range(given.seeds))
+                record = result.result(
+                    "simulate_seeds",
+                    seed=0,
+                    options={"seeds": given.seeds},
+                    started_at=started_at,
+                    figures=figures,
+                    notes=[str(__doc__), "raw: the commit that each case was run with"],
+                    raw=commits,
+                )
+                commits[case.name] = record.commit
+                record.raw[case.name] = record.commit
+                if given.json is not None:
+                    result.write(record, given.json)
+            console.print(table(case, figures))
+    if given.report is not None:
+        from simulate_seeds_report import markdown
+
+        given.report.write_text(markdown(figures, given.seeds))
 
 
 if __name__ == "__main__":

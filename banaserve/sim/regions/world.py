@@ -126,22 +126,31 @@ class Outcome:
 
     def ttft_s(self, fraction: float) -> float:
         """Returns a quantile of the time to first token; waiting at the end counts as it is."""
-        ends = [self.duration_s if one.first_s is None else one.first_s for one in self.records]
-        times = [end - one.sent_s for end, one in zip(ends, self.records, strict=True)]
-        return percentile(sorted(times), fraction)
+        return percentile(sorted(self._ttft_s()), fraction)
+
+    @property
+    def mean_ttft_s(self) -> float:
+        """The mean time to first token, waiting at the end counted as it is."""
+        times = self._ttft_s()
+        return sum(times) / max(1, len(times))
 
     @property
     def mean_e2e_s(self) -> float:
-        """The mean end-to-end time, waiting at the end counted as it is."""
-        ends = [self.duration_s if one.done_s is None else one.done_s for one in self.records]
-        times = [end - one.sent_s for end, one in zip(ends, self.records, strict=True)]
+        """The mean end-to-end time, likewise."""
+        times = self._e2e_s()
         return sum(times) / max(1, len(times))
 
     def e2e_s(self, fraction: float) -> float:
         """Returns a quantile of the end-to-end time, likewise."""
+        return percentile(sorted(self._e2e_s()), fraction)
+
+    def _ttft_s(self) -> list[float]:
+        ends = [self.duration_s if one.first_s is None else one.first_s for one in self.records]
+        return [end - one.sent_s for end, one in zip(ends, self.records, strict=True)]
+
+    def _e2e_s(self) -> list[float]:
         ends = [self.duration_s if one.done_s is None else one.done_s for one in self.records]
-        times = [end - one.sent_s for end, one in zip(ends, self.records, strict=True)]
-        return percentile(sorted(times), fraction)
+        return [end - one.sent_s for end, one in zip(ends, self.records, strict=True)]
 
 
 def simulate(setting: Setting, system: System, seed: int) -> Outcome:
