@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from banaserve.errors import UserError
+from banaserve.records import read_records
 
 DATA_VARIABLE = "BANASERVE_DATA"
 
@@ -79,62 +80,6 @@ def read_texts(path: Path) -> Iterator[Text]:
             yield Text(f"{path.name}:{number}", prompt_of(record, path, templates))
         except KeyError as error:
             raise UserError(f"{path}, line {number}: {error.args[0]}") from error
-
-
-def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the objects of a file with their line numbers, from 1.
-
-    Raises:
-        UserError: The file cannot be read, or a line is not a JSON object.
-    """
-    decoder = msgspec.json.Decoder(dict[str, Any])
-    for number, line in enumerate(unpacked(path).split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = decoder.decode(line)
-        except msgspec.DecodeError as error:
-            raise UserError(f"{path}, line {number}: not a JSON object: {error}") from error
-        yield number, record
-
-
-def trace_times_s(path: Path) -> list[float]:
-    """Reads arrival times: the field ``t`` in seconds, or ``timestamp`` in milliseconds.
-
-    Raises:
-        UserError: A line has neither, or no number there.
-    """
-    times_s = []
-    for number, record in read_records(path):
-        value = record.get("t", record.get("timestamp"))
-        if not isinstance(value, int | float):
-            raise UserError(f"{path}, line {number}: no arrival time in t (s) or timestamp (ms)")
-        times_s.append(value if "t" in record else value / 1000)
-    return times_s
-
-
-def unpacked(path: Path) -> bytes:
-    """Returns the bytes of a file, decompressed where its name ends in ``.zst``.
-
-    Raises:
-        UserError: It cannot be read or decompressed.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    if path.suffix != ".zst":
-        return data
-    try:
-        import zstandard
-    except ImportError as error:
-        raise UserError(
-            f"{path} is compressed: install the package zstandard, or unpack the file"
-        ) from error
-    try:
-        return zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
-    except zstandard.ZstdError as error:
-        raise UserError(f"{path} is not a zstd file: {error}") from error
 
 
 def prompt_templates(path: Path) -> Mapping[str, str]:

@@ -12,6 +12,7 @@ from banaserve.costs import profile as profiles
 from banaserve.costs.profile import Profile
 from banaserve.errors import UserError
 from banaserve.names import check_known
+from banaserve.records import read_records
 from banaserve.sim import case as cases
 from banaserve.sim.case import Case
 from banaserve.sim.events import Event
@@ -19,7 +20,7 @@ from banaserve.sim.lengths import DATASETS, draw_measured, read_lengths
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import Limits
 from banaserve.sim.system import KINDS, System, preset
-from banaserve.sim.trace import Arrival, read_records, read_trace, requests_of
+from banaserve.sim.trace import Arrival, read_trace, requests_of
 from banaserve.sim.workload import Arrivals, Pair, arriving
 
 ARRIVALS = ("bursts", "diurnal", "poisson", "trace")

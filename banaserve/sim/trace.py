@@ -6,11 +6,11 @@ import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from banaserve.errors import UserError
+from banaserve.records import read_records, unpacked
 from banaserve.sim.request import SimRequest
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -66,28 +66,6 @@ def cut(prompt: int, output: int, max_tokens: int | None) -> tuple[int, int]:
     return min(prompt, max_tokens - output), output
 
 
-def read_records(path: Path, limit: int | None = None) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yields the objects of a file of JSON lines with their line numbers, from 1.
-
-    Raises:
-        UserError: The file cannot be read, or a line is no object; names it.
-    """
-    count = 0
-    for number, line in enumerate(_unpacked(path).split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        if limit is not None and count >= limit:
-            return
-        count += 1
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise UserError(f"{path}, line {number}: not an object")
-        yield number, record
-
-
 def length(path: Path, number: int, record: Mapping[str, Any], key: str) -> int:
     """Returns the length ``key`` of a record, a whole number above 0.
 
@@ -115,7 +93,7 @@ def _json_lines(path: Path, limit: int | None) -> list[Arrival]:
 def _time_s(path: Path, number: int, record: Mapping[str, Any]) -> float:
     value = record.get("t", record.get("timestamp"))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not isfinite(value) or value < 0:
+    if not is_number or value < 0:
         raise UserError(f"{path}, line {number}: no arrival time in t (s) or timestamp (ms)")
     return float(value if "t" in record else value / 1000)
 
@@ -133,7 +111,7 @@ def _hash_ids(path: Path, number: int, record: Mapping[str, Any]) -> tuple[int, 
 
 def _azure(path: Path, limit: int | None) -> list[Arrival]:
     try:
-        lines = _unpacked(path).decode().splitlines()
+        lines = unpacked(path).decode().splitlines()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no text: {error.reason}") from error
     table = csv.reader(lines)
@@ -165,20 +143,3 @@ def _azure_row(path: Path, number: int, record: Mapping[str, str]) -> Arrival:
     prompt, output = (length(path, number, tokens, key) for key in lengths)
     # Some of Azure's traces name the offset from UTC, others are in UTC and do not.
     return Arrival((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp(), prompt, output)
-
-
-def _unpacked(path: Path) -> bytes:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    if path.suffix != ".zst":
-        return data
-    try:
-        import zstandard
-    except ImportError as error:
-        raise UserError(f"{path} is compressed: install the package zstandard") from error
-    try:
-        return zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
-    except zstandard.ZstdError as error:
-        raise UserError(f"{path} is not a zstd file: {error}") from error

@@ -68,9 +68,10 @@ def test_what_is_too_long_is_cut(prompt: int, output: int, expected: tuple[int, 
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("t.jsonl", GOOD + "{\n", "line 2: not JSON"),
-        ("t.jsonl", GOOD + "[]\n", "line 2: not an object"),
+        ("t.jsonl", GOOD + "{\n", "line 2: not a JSON object"),
+        ("t.jsonl", GOOD + "[]\n", "line 2: not a JSON object"),
         ("t.jsonl", GOOD + '{"input_length": 1, "output_length": 1}', "line 2: no arrival time"),
+        ("t.jsonl", GOOD + '{"t": -1, "input_length": 1}', "line 2: not a JSON object"),
         ("t.jsonl", GOOD + '{"t": -1, "input_length": 1}', "line 2: no arrival time in t"),
         ("t.jsonl", GOOD + '{"t": NaN, "input_length": 1}', "line 2: no arrival time in t"),
         ("t.jsonl", GOOD + '{"t": 1, "output_length": 1}', "line 2: input_length is None"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.bench.datasets import DATA_VARIABLE, dataset_files, read_texts, trace_times_s
+from banaserve.bench.datasets import DATA_VARIABLE, dataset_files, read_texts
 from banaserve.bench.workloads import Prompt, prompts, without_middle
 from banaserve.errors import UserError
 
@@ -158,13 +158,6 @@ def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert prompts("longbench", 1, 1, 9, 0, tokenize) == expected
     file = jsonl(tmp_path / "mine.jsonl", {"text": "Mine."})
     assert prompts("file", 1, 1, 9, 0, tokenize, file) == [Prompt("Mine.", 2, "mine.jsonl:1")]
-
-
-def test_trace_times(tmp_path: Path) -> None:
-    assert trace_times_s(jsonl(tmp_path / "a.jsonl", {"t": 0.5}, {"t": 2})) == [0.5, 2]
-    assert trace_times_s(jsonl(tmp_path / "b.jsonl", {"timestamp": 1500})) == [1.5]
-    with pytest.raises(UserError, match="line 1: no arrival time"):
-        trace_times_s(jsonl(tmp_path / "c.jsonl", {"time": 1}))
 
 
 @pytest.mark.skipif(

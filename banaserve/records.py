@@ -1,0 +1,56 @@
+"""Files of JSON lines, one object a line, as they are or packed with zstd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from banaserve.errors import UserError
+
+
+def read_records(path: Path, limit: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the first ``limit`` objects of a file with their line numbers, from 1.
+
+    Raises:
+        UserError: The file cannot be read, or a line is not a JSON object; names it.
+    """
+    decoder = msgspec.json.Decoder(dict[str, Any])
+    count = 0
+    for number, line in enumerate(unpacked(path).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        if limit is not None and count >= limit:
+            return
+        count += 1
+        try:
+            record = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise UserError(f"{path}, line {number}: not a JSON object: {error}") from error
+        yield number, record
+
+
+def unpacked(path: Path) -> bytes:
+    """Returns the bytes of a file, decompressed where its name ends in ``.zst``.
+
+    Raises:
+        UserError: It cannot be read or decompressed.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    if path.suffix != ".zst":
+        return data
+    try:
+        import zstandard
+    except ImportError as error:
+        raise UserError(
+            f"{path} is compressed: install the package zstandard, or unpack the file"
+        ) from error
+    try:
+        return zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
+    except zstandard.ZstdError as error:
+        raise UserError(f"{path} is not a zstd file: {error}") from error
