@@ -14,8 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from banaserve.bench import result
 from banaserve.bench.cases_answers import num_equal, sampled
 from banaserve.bench.cases_run import Asked, Run, run_system
@@ -53,9 +51,7 @@ def main(argv: Sequence[str]) -> int:
     before = _kept(given.json)
     found = {name: _case(given, name, before.get(name)) for name in given.case}
     record = _result(given, began, {**before, **found})
-    Console().print(result.table(record))
-    if given.json is not None:
-        result.write(record, given.json)
+    result.deliver(record, given.json)
     return 0 if all(_is_good(one) for one in found.values()) else 1
 
 

@@ -111,7 +111,7 @@ async def run_system(
             told = modelled_time(server.url)
         if told is None:
             raise UserError(f"{server.url} does not say that its time is modelled")
-        decisions = _decisions(log, began_s, dilation)
+        decisions = decisions_of(log, began_s, dilation)
     num_moves = sum(step["ending"] == "done" for one in decisions for step in one["steps"])
     figures = figures_of(records, dilation, limits)
     figures["num_moves"] = float(num_moves)
@@ -162,7 +162,7 @@ def _due_s(record: RequestRecord) -> float:
     return record.sent_at_s if record.due_at_s is None else record.due_at_s
 
 
-def _decisions(log: Path, began_s: float, dilation: float) -> list[dict[str, Any]]:
+def decisions_of(log: Path, began_s: float, dilation: float) -> list[dict[str, Any]]:
     """Decisions that began steps, each as it was last written, in modelled seconds."""
     if not log.exists():
         return []

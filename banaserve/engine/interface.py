@@ -64,7 +64,7 @@ class RoleChange(msgspec.Struct):
     Attributes:
         old, role: ``prefill`` or ``decode``.
         state: draining, done, aborted, failed or timed out.
-        num_left: Requests that are still on it.
+        num_left: Requests that are still on it; when it is done, those that run on beside the role.
     """
 
     id: str
