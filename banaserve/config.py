@@ -215,14 +215,15 @@ def _check(config: ServeConfig) -> None:
         raise UserError(
             f"--devices names {len(config.devices)} sets for {config.num_instances} instances"
         )
-    if not _is_loopback(config.host) and not config.api_keys:
+    if not is_loopback(config.host) and not config.api_keys:
         raise UserError(
             f"--host {config.host} lets other machines in: set --api-key KEY (or "
             "BANASERVE_API_KEY), or stay on 127.0.0.1"
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from banaserve.balancer.endpoint import Endpoint, parse_endpoint
+from banaserve.config import is_loopback
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
 from banaserve.names import check_known
@@ -249,8 +250,3 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 def replica_id(one: ReplicaSettings) -> str:
     """Returns the id of a replica: its own, or host and port."""
     return one.id or parse_endpoint(one.url).authority
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
-    return host in ("localhost", "::1") or host.startswith("127.")

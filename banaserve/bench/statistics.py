@@ -1,8 +1,8 @@
-"""The few statistics that a benchmark reports. Pure; every random draw is seeded."""
+"""The few statistics that a benchmark reports. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -60,26 +60,6 @@ def mean_interval(samples: Sequence[float]) -> Interval:
     mean = float(values.mean())
     half = _T_95[freedom] * float(values.std(ddof=1)) / len(values) ** 0.5
     return Interval(mean - half, mean, mean + half)
-
-
-def bootstrap_interval(
-    samples: Sequence[float],
-    statistic: Callable[[Sequence[float]], float],
-    seed: int,
-    num_resamples: int = 2000,
-) -> Interval:
-    """Returns ``statistic`` with its 95% percentile-bootstrap interval.
-
-    For statistics of many samples, such as a p99 over requests; a handful of runs is too few for
-    it (use ``mean_interval``).
-    """
-    values = _checked(samples)
-    draws = np.random.default_rng(seed)
-    found = [
-        statistic(draws.choice(values, size=len(values)).tolist()) for _ in range(num_resamples)
-    ]
-    low, high = np.percentile(found, [2.5, 97.5])
-    return Interval(float(low), statistic(samples), float(high))
 
 
 def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from banaserve.bench.statistics import (
-    bootstrap_interval,
     mean_interval,
     median,
     paired_ratios,
@@ -64,18 +63,6 @@ def test_mean_interval_between_tabulated_values_is_not_too_narrow() -> None:
 def test_one_run_has_no_interval() -> None:
     with pytest.raises(ValueError, match="two samples"):
         mean_interval([1.0])
-
-
-def test_bootstrap_interval_is_seeded_and_near_the_normal_one() -> None:
-    samples = [float(n % 10) for n in range(200)]
-
-    def mean(values: object) -> float:
-        return sum(values) / len(values)  # type: ignore
-
-    low, estimate, high = bootstrap_interval(samples, mean, seed=3)
-    assert (low, estimate, high) == bootstrap_interval(samples, mean, seed=3)
-    assert estimate == 4.5
-    assert (high - low) / 2 == pytest.approx(1.96 * 2.8723 / 200**0.5, rel=0.1)
 
 
 def test_paired_ratios() -> None:

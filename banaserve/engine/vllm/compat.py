@@ -81,8 +81,6 @@ __all__ = [
     "vllm_envs",
 ]
 
-TESTED_VLLM = ("0.32",)
-
 
 def cpu_model_runner() -> type[Any]:
     """The class whose ``_sample`` runs before draws for unfinished prompts are discarded."""

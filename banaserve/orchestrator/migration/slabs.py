@@ -23,11 +23,6 @@ def num_slabs(facts: InstanceFacts, module: Module) -> int:
     return module.num_layers * (len(module.heads) or facts.num_kv_heads)
 
 
-def away_slabs(facts: InstanceFacts, away: Iterable[Module]) -> int:
-    """Slabs of modules that do not overlap."""
-    return sum(num_slabs(facts, module) for module in away)
-
-
 class Home(NamedTuple):
     """What is left at home of an instance: the part of ``blocks`` that placements decide."""
 
