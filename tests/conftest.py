@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # Several test processes and their engines share the cores: threads of each would wait for each
@@ -20,3 +23,10 @@ settings.load_profile("banaserve")
 # the folder of tests itself, below which `triton` would be found where the real one is missing.
 for _name in ("contract", "e2e", "property", "triton", "unit"):
     sys.path.append(str(Path(__file__).parent / _name))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """What is entered here, or called back, ends with the test."""
+    with ExitStack() as stack:
+        yield stack

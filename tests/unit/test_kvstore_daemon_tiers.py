@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -101,12 +101,6 @@ class Store:
     def written(self) -> None:
         """Wait until everything is on the disk."""
         eventually(lambda: self.tier().backlog_blocks == 0 and self.tier().stats.in_flight == 0)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture

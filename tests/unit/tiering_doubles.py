@@ -1,0 +1,239 @@
+"""A tier that ends its work when told, and the store's service over such tiers in virtual time."""
+
+from __future__ import annotations
+
+import os
+import selectors
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import numpy as np
+
+from banaserve.kvstore import wire
+from banaserve.kvstore.attached_tier import AttachedTier
+from banaserve.kvstore.board import Board, BoardView
+from banaserve.kvstore.fingerprint import PAGE_BYTES, Fingerprint
+from banaserve.kvstore.interface import Lookup, Slot
+from banaserve.kvstore.pool import Pool
+from banaserve.kvstore.service import StoreService
+from banaserve.kvstore.stats import TierReport
+from banaserve.kvstore.tiering import Tiering
+from banaserve.kvstore.tiers.interface import (
+    BlockBytes,
+    BlockName,
+    Completion,
+    Outcome,
+    TierStats,
+)
+from banaserve.kvstore.watcher import PoolWatcher
+
+NUM_SLOTS = 8
+KEYS = [bytes([number + 1]) * 32 for number in range(32)]
+FINGERPRINT = Fingerprint(
+    model="m",
+    dtype="float32",
+    block_size_tokens=16,
+    num_layers=2,
+    num_kv_heads=2,
+    head_size=8,
+    layout="LBHNC",
+    page_bytes=2048,
+)
+NAMESPACE = FINGERPRINT.namespace()
+HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
+
+
+class ScriptedTier:
+    """A tier in a dictionary that takes up to ``depth`` copies and ends them when told to."""
+
+    def __init__(self, name: str, depth: int = 100) -> None:
+        self.name = name
+        self.depth = depth
+        self.blocks: dict[bytes, bytes] = {}
+        self.parents: dict[bytes, bytes | None] = {}
+        self.asking: set[bytes] = set()
+        self.loads: dict[int, tuple[bytes, BlockBytes]] = {}
+        self.stores: dict[int, tuple[BlockName, BlockBytes]] = {}
+        self.order: list[str] = []
+        self.ended: list[Completion] = []
+        self.raises: Exception | None = None
+        self.takes_stores = True
+        self.problem = ""
+        self.closed = False
+        self.last_ticket = 0
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
+        self.maybe_raise()
+        return [
+            HIT if key in self.blocks else PENDING if key in self.asking else MISS for key in keys
+        ]
+
+    def submit_store(self, block: BlockName, source: BlockBytes) -> int | None:
+        self.maybe_raise()
+        if block.key in self.blocks or self.is_full() or not self.takes_stores:
+            return None
+        self.last_ticket += 1
+        self.stores[self.last_ticket] = (block, source)
+        self.order.append("store")
+        return self.last_ticket
+
+    def submit_load(self, key: bytes, target: BlockBytes) -> int | None:
+        self.maybe_raise()
+        if len(self.blocks.get(key, b"")) != target.size or self.is_full():
+            return None
+        self.last_ticket += 1
+        self.loads[self.last_ticket] = (key, target)
+        self.order.append("load")
+        return self.last_ticket
+
+    def is_full(self) -> bool:
+        return len(self.loads) + len(self.stores) >= self.depth
+
+    def maybe_raise(self) -> None:
+        if self.raises is not None:
+            raise self.raises
+
+    def end(self, outcome: Outcome = Outcome.DONE, *, only: str = "") -> None:
+        """Carry out what is under way; of a load that fails half is written."""
+        loads = {} if only == "store" else self.loads
+        for ticket, (key, target) in list(loads.items()):
+            data = np.frombuffer(self.blocks[key], np.uint8)
+            part = target.size if outcome is Outcome.DONE else target.size // 2
+            target[:part] = data[:part]
+            del self.loads[ticket]
+            self.ended.append(Completion(ticket, outcome, target.size, 0.0))
+            if outcome in (Outcome.MISSING, Outcome.CORRUPT):
+                del self.blocks[key]
+        stores = {} if only == "load" else self.stores
+        for ticket, (block, source) in list(stores.items()):
+            if outcome is Outcome.DONE:
+                self.blocks[block.key] = source.tobytes()
+                self.parents[block.key] = block.parent
+            del self.stores[ticket]
+            self.ended.append(Completion(ticket, outcome, source.size, 0.0))
+        os.eventfd_write(self.fd, 1)
+
+    def poll(self) -> list[Completion]:
+        self.maybe_raise()
+        os.eventfd_read(self.fd)
+        ended, self.ended = self.ended, []
+        return ended
+
+    def evict(self, key: bytes) -> bool:
+        return self.blocks.pop(key, None) is not None
+
+    def clear(self) -> int:
+        number = len(self.blocks)
+        self.blocks.clear()
+        return number
+
+    def stats(self) -> TierStats:
+        return TierStats(
+            name=self.name,
+            num_blocks=len(self.blocks),
+            available=not self.problem,
+            problem=self.problem,
+        )
+
+    def check(self) -> None:
+        assert not self.closed
+
+    def close(self) -> None:
+        self.closed = True
+        self.loads.clear()
+        self.stores.clear()
+
+
+class Store:
+    """A service over scripted tiers, in virtual time."""
+
+    def __init__(
+        self, stack: ExitStack, *tiers: ScriptedTier, quota: float = 1.0, verifies: bool = False
+    ) -> None:
+        self.now_s = 100.0
+        self.pool = Pool(NUM_SLOTS * PAGE_BYTES)
+        self.board = Board(self.pool.num_bytes)
+        self.selector = selectors.DefaultSelector()
+        attached = [AttachedTier(tier.name, tier) for tier in tiers]
+        self.tiering = Tiering(attached, self.selector, lambda: self.now_s)
+        watcher = PoolWatcher(self.board, self.tiering, poisons=True, verifies=verifies)
+        self.service = StoreService(self.pool, self.tiering, watcher, quota)
+        for close in (self.selector.close, self.board.close, self.pool.close):
+            stack.callback(close)
+        stack.callback(self.tiering.close, 5.0)
+        hello = wire.Hello(1, wire.PROTOCOL_VERSION, "here", FINGERPRINT)
+        welcome = self.service.greet(1, hello)
+        assert isinstance(welcome, wire.Welcome)
+        self.generation = welcome.generation
+        self.view = BoardView(self.board.fd, self.pool.num_bytes, self.generation)
+
+    def turn(self, timeout_s: float = 0.0) -> None:
+        """What the daemon's loop does once."""
+        for key, events in self.selector.select(timeout_s):
+            key.data(events)
+        self.tiering.pump()
+        self.service._index.check()
+
+    def exchange(
+        self,
+        acquire: Sequence[bytes] = (),
+        reserve: Sequence[tuple[bytes, bytes | None]] = (),
+        tenant: bytes = b"",
+        compute_block_s: float = 0.0,
+    ) -> wire.Granted:
+        request = wire.Exchange(2, list(acquire), list(reserve), tenant, compute_block_s)
+        granted = self.service.answer(1, request)
+        assert isinstance(granted, wire.Granted)
+        self.turn()
+        return granted
+
+    def write(self, *keys: bytes, tenant: bytes = b"") -> None:
+        """Store a chain of blocks whose bytes are the first byte of their key."""
+        parents = [None, *keys[:-1]]
+        reserved = self.exchange((), list(zip(keys, parents, strict=True)), tenant).reserved
+        serials = []
+        for key, pair in zip(keys, reserved, strict=True):
+            assert pair is not None
+            self.memory(pair)[:] = key[0]
+            serials.append(pair[1])
+        commit = wire.Commit(3, self.generation, serials, 0)
+        assert self.service.answer(1, commit) == wire.Committed(3, True)
+        self.turn()
+
+    def forget(self) -> None:
+        """Empty memory, and memory only."""
+        self.service._index.clear()
+
+    def memory(self, pair: tuple[int, int]) -> BlockBytes:
+        return self.pool.part(pair[0] * PAGE_BYTES, PAGE_BYTES)
+
+    def release(self, granted: wire.Granted) -> None:
+        assert granted.lease_id is not None
+        self.service.answer(1, wire.Release(self.generation, granted.lease_id))
+        self.turn()
+
+    def arrivals(self, granted: wire.Granted) -> list[Lookup]:
+        return self.view.states([Slot(i, self.generation, s) for i, s in granted.slots])
+
+    def lookup(self, *keys: bytes) -> list[Lookup]:
+        looked = self.service.answer(1, wire.LookupKeys(4, list(keys)))
+        assert isinstance(looked, wire.Looked)
+        return [Lookup(state) for state in looked.states]
+
+    def report(self, number: int = 0) -> TierReport:
+        return self.service.stats().tiers[number]
+
+
+def filled(stack: ExitStack, *keys: bytes, depth: int = 100) -> tuple[Store, ScriptedTier]:
+    """A store whose blocks are in the tier and no longer in memory."""
+    tier = ScriptedTier("disk", depth)
+    store = Store(stack, tier)
+    for first in range(0, len(keys), 4):
+        store.write(*keys[first : first + 4])
+        while tier.stores:
+            tier.end()
+            store.turn()
+        store.forget()
+    assert set(tier.blocks) == {NAMESPACE + key for key in keys}
+    return store, tier
