@@ -31,6 +31,7 @@ from banaserve.balancer.settings import BalancerSettings
 from banaserve.balancer.state_file import StateFile
 from banaserve.balancer.target import Target
 from banaserve.balancer.tracing import observers
+from banaserve.balancer.waking import Waker
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
 from banaserve.orchestrator.replicas import registry
@@ -88,6 +89,7 @@ class Balancer:
             self._state = StateFile(Path(policy.state_file), policy.name, self.fleet.policy)
             self._state.restore(log)
         self.line, self.metrics = Line(), Metrics()
+        self.wake = Waker(self.line, self.fleet).wake
         self.roster = Roster(self.fleet, log, self.wake)
         self.targets = self.roster.targets
         self.is_leaving = False
@@ -97,7 +99,6 @@ class Balancer:
         self._clients: set[Client] = set()
         self._under_way: dict[Exchange, None] = {}
         self._num_requests = 0
-        self._wakes = False
         self._idle: asyncio.Event | None = None
         self.metrics.targets = self.targets.values
         self.metrics.line_length = lambda: len(self.line)
@@ -234,19 +235,6 @@ class Balancer:
             self.wake()
         if self._idle is not None and not self._under_way:
             self._idle.set()
-
-    def wake(self) -> None:
-        """Look through the line soon; once, however often this is called."""
-        if self.line and not self._wakes:
-            self._wakes = True
-            asyncio.get_running_loop().call_soon(self._wake)
-
-    def _wake(self) -> None:
-        self._wakes = False
-        # The one that is asked about does not count.
-        self.fleet.queue_length = max(0, len(self.line) - 1)
-        self.line.wake()
-        self.fleet.queue_length = len(self.line)
 
     # Time and ends.
 

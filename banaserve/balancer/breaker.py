@@ -23,14 +23,18 @@ class Breaker:
     )  # fmt: skip
 
     def __init__(self, failures: int, pause_s: float, longest_pause_s: float) -> None:
-        self._limit = failures
         self._failures = 0
-        self._pause_s = self._shortest_pause_s = pause_s
-        self._longest_pause_s = longest_pause_s
-        self._trial = False
-        self.is_open = False
+        self._trial = self.is_open = False
+        self.take_settings(failures, pause_s, longest_pause_s)
         self.num_opened = 0
         self.retry_at_s = 0.0
+
+    def take_settings(self, failures: int, pause_s: float, longest_pause_s: float) -> None:
+        """Let these hold; a circuit that is open stays so until its time."""
+        self._limit = failures
+        self._shortest_pause_s, self._longest_pause_s = pause_s, longest_pause_s
+        if not self.is_open:
+            self._pause_s = pause_s
 
     def allows(self, now_s: float) -> bool:
         """Returns whether a request may be sent; after the pause one at a time."""

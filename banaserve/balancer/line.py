@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable
 from typing import Protocol
+
+REFUSALS_AT_A_TIME = 64
+"""Decisions in vain before the event loop has its turn: a few milliseconds."""
 
 
 class Waiting(Protocol):
@@ -37,6 +40,7 @@ class Line:
 
     def __init__(self) -> None:
         self._lanes: OrderedDict[Hashable, OrderedDict[Waiting, None]] = OrderedDict()
+        self._to_ask: deque[Hashable] = deque()
         self._length = 0
 
     def __len__(self) -> int:
@@ -64,14 +68,30 @@ class Line:
         if not lane:
             del self._lanes[one.kind]
 
-    def wake(self) -> None:
-        """Place whoever can be placed; called whenever something may have become free."""
-        for kind in list(self._lanes):
-            while (lane := self._lanes.get(kind)) is not None:
-                first = next(iter(lane))
-                if not first.is_over and not first.place():
-                    break
+    def wake(self) -> bool:
+        """Place whoever can be placed; called whenever something may have become free.
+
+        Lanes take turns, a request each. Returns whether lanes are left to ask: who waits in vain
+        costs a decision, and clients can make as many lanes as there are places in the line.
+        """
+        self._to_ask = deque(self._lanes)
+        return self.go_on()
+
+    def go_on(self) -> bool:
+        """Ask further lanes of the last ``wake``; returns whether more are left."""
+        num_refused = 0
+        while self._to_ask and num_refused < REFUSALS_AT_A_TIME:
+            kind = self._to_ask.popleft()
+            if (lane := self._lanes.get(kind)) is None:
+                continue
+            self._lanes.move_to_end(kind)
+            first = next(iter(lane))
+            if first.is_over or first.place():
                 self.leave(first)
+                self._to_ask.append(kind)
+            else:
+                num_refused += 1
+        return bool(self._to_ask)
 
     def sweep(self, now_s: float) -> None:
         """Send away who has waited too long."""

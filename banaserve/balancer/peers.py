@@ -10,7 +10,13 @@ from typing import Annotated
 import msgspec
 
 from banaserve.balancer.fetch import fetch
-from banaserve.balancer.settings import HealthSettings, PeerSettings, ReplicaSettings
+from banaserve.balancer.rounds import over_and_over
+from banaserve.balancer.settings import (
+    BalancerSettings,
+    HealthSettings,
+    PeerSettings,
+    ReplicaSettings,
+)
 from banaserve.balancer.target import Target
 from banaserve.errors import UserError
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
@@ -90,11 +96,21 @@ class PeerProber:
         self.distance_ms = settings.distance_ms
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._look_often())
+        what = f"looking at {self._target.name}"
+        step = over_and_over(self.look, self._health.report_interval_s, self._log, what)
+        self._task = asyncio.get_running_loop().create_task(step)
 
     def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
+
+    def take_settings(self, settings: BalancerSettings) -> None:
+        """Let the limits of ``settings`` hold from here on."""
+        self._target.take_settings("", 0, settings)
+        is_same, self._health = self._health == settings.health, settings.health
+        if self._task is not None and not is_same:
+            self.stop()
+            self.start()
 
     def is_dead(self, now_s: float) -> bool:
         """Whether it has been silent for long, and not only because nobody here has asked."""
@@ -166,9 +182,3 @@ class PeerProber:
             ),
         )
         self._on_report()
-
-    async def _look_often(self) -> None:
-        while True:
-            began_s = monotonic()
-            await self.look()
-            await asyncio.sleep(max(0.0, self._health.report_interval_s - monotonic() + began_s))

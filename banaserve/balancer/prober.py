@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from time import monotonic
 
 from banaserve.balancer.fetch import fetch
+from banaserve.balancer.rounds import over_and_over
 from banaserve.balancer.settings import HealthSettings
 from banaserve.balancer.target import Target
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
@@ -48,7 +49,11 @@ def read_report(page: bytes, at_s: float) -> Report | None:
 
 
 class Prober:
-    """Looks at one replica as long as it runs."""
+    """Looks at one replica as long as it runs.
+
+    Attributes:
+        health: How often and how long.
+    """
 
     def __init__(
         self,
@@ -57,18 +62,23 @@ class Prober:
         health: HealthSettings,
         on_change: Callable[[Target], None],
         on_report: Callable[[], None],
+        log: Callable[[str], None],
         reads_reports: bool,
     ) -> None:
-        self._target, self._fleet, self._health = target, fleet, health
-        self._on_change, self._on_report = on_change, on_report
+        self._target, self._fleet, self.health = target, fleet, health
+        self._on_change, self._on_report, self._log = on_change, on_report, log
         self._reads_reports = reads_reports
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._tasks.append(loop.create_task(self._look_often()))
+        health, name = self.health, self._target.name
+        self._repeat(self.look, health.interval_s, f"looking at {name}")
         if self._reads_reports:
-            self._tasks.append(loop.create_task(self._read_often()))
+            self._repeat(self._read, health.report_interval_s, f"reading the load of {name}")
+
+    def _repeat(self, step: Callable[[], Awaitable[None]], interval_s: float, what: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._tasks.append(loop.create_task(over_and_over(step, interval_s, self._log, what)))
 
     def stop(self) -> None:
         for task in self._tasks:
@@ -76,7 +86,7 @@ class Prober:
 
     async def look(self) -> None:
         """Look at the replica's health once."""
-        target, health = self._target, self._health
+        target, health = self._target, self.health
         try:
             answer = await fetch(target.pool, "GET", health.path, target.fields, health.timeout_s)
             is_well = answer.status == 200
@@ -89,25 +99,16 @@ class Prober:
         if target.looked(is_well, health.failures, now_s):
             self._on_change(target)
 
-    async def _look_often(self) -> None:
-        while True:
-            await asyncio.sleep(self._health.interval_s)
-            await self.look()
-
-    async def _read_often(self) -> None:
-        target, health = self._target, self._health
-        while True:
-            started_s = monotonic()
-            if target.is_healthy:
-                try:
-                    answer = await fetch(
-                        target.pool, "GET", "/metrics", target.fields, health.timeout_s
-                    )
-                    report = read_report(answer.body, started_s) if answer.status == 200 else None
-                except OSError:
-                    report = None
-                if report is not None:
-                    self._fleet.reported(target.view.id, report)
-                    self._on_report()
-            took_s = monotonic() - started_s
-            await asyncio.sleep(max(0.0, health.report_interval_s - took_s))
+    async def _read(self) -> None:
+        target, health = self._target, self.health
+        if not target.is_healthy:
+            return
+        asked_s = monotonic()
+        try:
+            answer = await fetch(target.pool, "GET", "/metrics", target.fields, health.timeout_s)
+        except OSError:
+            return
+        report = read_report(answer.body, asked_s) if answer.status == 200 else None
+        if report is not None:
+            self._fleet.reported(target.view.id, report)
+            self._on_report()

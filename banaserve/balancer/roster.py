@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from time import monotonic
 
-from banaserve.balancer.endpoint import parse_endpoint
+from banaserve.balancer.endpoint import Endpoint, parse_endpoint
 from banaserve.balancer.peers import PeerProber, PeerState, ReplicaState, is_free
 from banaserve.balancer.prober import Prober
 from banaserve.balancer.settings import (
@@ -45,6 +45,11 @@ READS_REPORTS = frozenset(
 PEER_PREFIX = "region:"
 
 
+def place_of(one: ReplicaSettings) -> tuple[str, Endpoint]:
+    """Returns what a replica is known by: its id and where it listens."""
+    return replica_id(one), parse_endpoint(one.url)
+
+
 class Roster:
     """Who may be sent requests, and who looks at them.
 
@@ -65,25 +70,32 @@ class Roster:
         self._is_started = False
 
     def take_settings(self, settings: BalancerSettings) -> None:
-        """Bring the targets in line with ``settings``; what stays the same is not touched."""
-        before, self._settings = self._settings, settings
-        same = (settings.health, settings.replica_key, settings.limits) == (
-            before.health,
-            before.replica_key,
-            before.limits,
-        )
-        kept = set(settings.replicas) & set(self._own) if same else set()
+        """Bring the targets in line with ``settings``.
+
+        A replica that stays where it is keeps its counts, its connections and what is known of its
+        cache.
+        """
+        self._settings = settings
+        stays = {place_of(one) for one in settings.replicas} & {place_of(one) for one in self._own}
         for one in self._own:
-            if one not in kept:
+            if place_of(one) not in stays:
                 self._remove(replica_id(one))
         for one in settings.replicas:
-            self._disown(replica_id(one))
-            if one not in kept:
+            if place_of(one) in stays:
+                self._adjust(one)
+            else:
+                self._disown(replica_id(one))
                 self._add(one, settings.region)
         self._own = settings.replicas
+        for name, ids in self.adopted.items():
+            for one in self._peers[name].replicas():
+                if replica_id(one) in ids:
+                    self._adjust(one)
         for peer in settings.peers:
             if peer.region not in self._peers:
                 self._add_peer(peer)
+            else:
+                self._peers[peer.region].take_settings(settings)
 
     async def start(self) -> None:
         """Look at every replica once, then go on looking."""
@@ -167,24 +179,34 @@ class Roster:
 
     def _add(self, one: ReplicaSettings, region: str) -> None:
         settings = self._settings
-        view = ReplicaView(
-            ReplicaId(replica_id(one)), region, frozenset(one.models), one.max_prompt_tokens
-        )
+        view = ReplicaView(ReplicaId(replica_id(one)), region)
         self._fleet.add(view)
-        target = self.targets[view.id] = Target(
-            view,
-            parse_endpoint(one.url),
+        self.targets[view.id] = Target(view, parse_endpoint(one.url), settings)
+        self._adjust(one)
+
+    def _adjust(self, one: ReplicaSettings) -> None:
+        """Let what is told of a replica hold from here on."""
+        settings = self._settings
+        target = self.targets[replica_id(one)]
+        target.view.models = frozenset(one.models)
+        target.view.max_prompt_tokens = one.max_prompt_tokens
+        target.take_settings(
             one.key or settings.replica_key,
             one.max_outstanding or settings.limits.max_outstanding,
-            settings.health,
-            settings.limits.connect_timeout_s,
+            settings,
         )
-        self._probers[view.id] = prober = Prober(
+        before = self._probers.get(target.view.id)
+        if before is not None and before.health == settings.health:
+            return
+        if before is not None:
+            before.stop()
+        self._probers[target.view.id] = prober = Prober(
             target,
             self._fleet,
             settings.health,
             self._changed,
             self._on_change,
+            self._log,
             reads_reports=settings.policy.name in READS_REPORTS or bool(settings.peers),
         )
         if self._is_started:
@@ -194,11 +216,8 @@ class Roster:
         settings = self._settings
         view = PeerView(ReplicaId(PEER_PREFIX + peer.region), peer.region)
         view.round_trip_ms = peer.distance_ms
-        target = Target(
-            view, parse_endpoint(peer.url), "", 0, settings.health,
-            settings.limits.connect_timeout_s,
-        )  # fmt: skip
-        target.fields += b"X-Banaserve-Peer: %b\r\n" % settings.peer_key.encode()
+        own_fields = b"X-Banaserve-Peer: %b\r\n" % settings.peer_key.encode()
+        target = Target(view, parse_endpoint(peer.url), settings, own_fields)
         may_forward = settings.forward_to is None or peer.region in settings.forward_to
         if may_forward and getattr(self._fleet.policy, "uses_peers", False):
             self._fleet.add(view)

@@ -6,7 +6,7 @@ from collections import Counter
 
 from banaserve.balancer.breaker import Breaker
 from banaserve.balancer.endpoint import Endpoint
-from banaserve.balancer.settings import HealthSettings
+from banaserve.balancer.settings import BalancerSettings
 from banaserve.balancer.upstream import Pool
 from banaserve.orchestrator.replicas.interface import PeerView, ReplicaView
 
@@ -27,30 +27,39 @@ class Target:
         self,
         view: ReplicaView,
         endpoint: Endpoint,
-        key: str,
-        max_outstanding: int,
-        health: HealthSettings,
-        connect_timeout_s: float,
+        settings: BalancerSettings,
+        own_fields: bytes = b"",
     ) -> None:
         self.view = view
         self.is_peer = isinstance(view, PeerView)
         self.endpoint = endpoint
         self.name = f"{'peer' if self.is_peer else 'replica'} {endpoint.url}"
-        self.pool = Pool(endpoint, connect_timeout_s)
+        health = settings.health
+        self.pool = Pool(endpoint, settings.limits.connect_timeout_s)
         self.breaker = Breaker(
             health.breaker_failures, health.breaker_pause_s, health.breaker_longest_pause_s
         )
-        self.fields = b"Host: %b\r\n" % endpoint.authority.encode()
-        self.has_key = bool(key)
-        if key:
-            self.fields += b"Authorization: Bearer %b\r\n" % key.encode()
+        self._own_fields = own_fields
+        self.take_settings("", 0, settings)
         self.is_healthy = True
         self.was_refused = False
         self.num_failed_looks = 0
         self.num_answers: Counter[int] = Counter()
         self.num_broken = 0
         self.num_retried = 0
+
+    def take_settings(self, key: str, max_outstanding: int, settings: BalancerSettings) -> None:
+        """Let these hold from here on; requests under way go on as they are."""
+        self.fields = b"Host: %b\r\n" % self.endpoint.authority.encode() + self._own_fields
+        self.has_key = bool(key)
+        if key:
+            self.fields += b"Authorization: Bearer %b\r\n" % key.encode()
         self._max_outstanding = max_outstanding
+        self.pool.connect_timeout_s = settings.limits.connect_timeout_s
+        health = settings.health
+        self.breaker.take_settings(
+            health.breaker_failures, health.breaker_pause_s, health.breaker_longest_pause_s
+        )
 
     @property
     def is_full(self) -> bool:

@@ -194,7 +194,7 @@ class Pool:
 
     def __init__(self, endpoint: Endpoint, connect_timeout_s: float) -> None:
         self.endpoint = endpoint
-        self._connect_timeout_s = connect_timeout_s
+        self.connect_timeout_s = connect_timeout_s
         self._tls = ssl.create_default_context() if endpoint.is_tls else None
         self._idle: list[Upstream] = []
         self._all: set[Upstream] = set()
@@ -215,7 +215,7 @@ class Pool:
             OSError: Refused, unreachable, or not within the time limit.
         """
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(self._connect_timeout_s):
+        async with asyncio.timeout(self.connect_timeout_s):
             _, made = await loop.create_connection(
                 lambda: Upstream(self), self.endpoint.host, self.endpoint.port, ssl=self._tls
             )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from banaserve.balancer.breaker import Breaker
-from banaserve.balancer.line import Line
+from banaserve.balancer.line import REFUSALS_AT_A_TIME, Line
 
 
 class One:
@@ -49,6 +51,61 @@ def test_nobody_overtakes_within_a_lane_and_lanes_do_not_hold_each_other_up(plac
     assert len(line) == 1
     assert line.is_ahead_of("b")
     assert not line.is_ahead_of("a")
+
+
+def test_lanes_take_turns(places):
+    line = Line()
+
+    class Few(One):
+        def place(self):
+            self.kind, own = "shared", self.kind
+            try:
+                return super().place()
+            finally:
+                self.kind = own
+
+    for name in ("a1", "a2", "a3", "b1", "c1"):
+        line.join(Few(name, name[0], places))
+    for number, expected in enumerate((["a1"], ["a1", "b1"], ["a1", "b1", "c1"])):
+        places["shared"] = 1
+        line.wake()
+        assert places["went"] == expected, number
+    places["shared"] = 2
+    line.wake()
+    assert places["went"][3:] == ["a2", "a3"]
+
+
+def test_a_line_of_very_many_lanes_is_asked_a_part_at_a_time_and_all_of_it(places):
+    line, asked = Line(), []
+
+    class Refused(One):
+        def place(self):
+            asked.append(self.name)
+            return super().place()
+
+    for number in range(1000):
+        line.join(Refused(str(number), number, places))
+    places[999] = 1
+    is_more, parts = line.wake(), []
+    while is_more:
+        parts.append(len(asked))
+        is_more = line.go_on()
+    assert max(later - before for before, later in pairwise([0, *parts])) <= REFUSALS_AT_A_TIME
+    assert sorted(asked, key=int) == [str(number) for number in range(1000)]
+    assert places["went"] == ["999"]
+
+
+def test_what_becomes_free_in_the_middle_is_offered_to_all_again(places):
+    line = Line()
+    fill(line, places, [f"{letter}1" for letter in "abc"])
+    for number in range(200):
+        line.join(One(str(number), number, places))
+    assert line.wake()
+    places["a"] = 1
+    while line.wake():
+        if places["went"]:
+            break
+    assert places["went"] == ["a1"]
 
 
 def test_who_has_waited_before_stands_in_front(places):
