@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,6 +48,10 @@ def test_greedy_without_a_look_back_takes_prefills_token(params: SamplingParams)
         (greedy(frequency_penalty=0.1), "frequency_penalty"),
         (greedy(repetition_penalty=1.1), "repetition_penalty"),
         (greedy(logprobs=1), "logprobs"),
+        (greedy(logprobs=0), "logprobs"),
+        (greedy(logprob_token_ids=[7]), "logprob_token_ids"),
+        (greedy(thinking_token_budget=0), "thinking_token_budget"),
+        (greedy(prompt_logprob_token_ids=np.ones((2, 2), int)), "prompt_logprob_token_ids"),
         (greedy(prompt_logprobs=1), "prompt_logprobs"),
         (greedy(bad_words=["no"]), "bad_words"),
         (greedy(structured_outputs=StructuredOutputsParams(regex="a+")), "structured_outputs"),

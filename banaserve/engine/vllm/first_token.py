@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
+from typing import Any
+
 from vllm.sampling_params import SamplingParams
 
 # What these say does not depend on where the boundary between the two legs lies: they concern
@@ -47,7 +50,13 @@ def obstacle(params: SamplingParams) -> str | None:
     if params.temperature != 0.0:
         return "sampling"
     for name in _CHECKED:
-        given, default = getattr(params, name), getattr(_GREEDY, name)
-        if (given or None) != (default or None):
+        given, default = _said(getattr(params, name)), _said(getattr(_GREEDY, name))
+        if given is not default and (given is None or default is None or given != default):
             return name.lstrip("_")
     return None
+
+
+def _said(value: Any) -> Any:
+    """``value``, or None where it says nothing. 0 says something: logprobs=0 asks for logprobs."""
+    is_empty = isinstance(value, Sized) and len(value) == 0
+    return None if value is False or is_empty else value
