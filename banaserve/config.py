@@ -22,6 +22,22 @@ Options = tuple[tuple[str, str | int | float], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Budget:
+    """What an engine may do in one step; 0 is what the engine itself says.
+
+    Attributes:
+        num_tokens: That it computes.
+        num_requests: That run at once.
+    """
+
+    num_tokens: int = 0
+    num_requests: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.num_tokens or self.num_requests)
+
+
+@dataclass(frozen=True, slots=True)
 class OrchestratorConfig:
     """How instances are balanced.
 
@@ -69,6 +85,8 @@ class ServeConfig:
         pace: Profile of the GPU and model whose time is modelled; empty for real time.
         dilate: Wall seconds of one modelled second.
         orchestrator: Who decides what moves by itself.
+        prefill_budget: Of an instance while it is for prefill.
+        decode_budget: Of one while it is for decode.
         scheduler: In which order an engine takes its waiting requests: ``SCHEDULERS``.
     """
 
@@ -107,6 +125,8 @@ class ServeConfig:
     pace: str = ""
     dilate: float = 1.0
     orchestrator: OrchestratorConfig = OrchestratorConfig()
+    prefill_budget: Budget = Budget()
+    decode_budget: Budget = Budget()
     scheduler: str = "vllm"
     vllm_argv: tuple[str, ...] = ()
 
@@ -178,6 +198,10 @@ def _check(config: ServeConfig) -> None:
         "--threads-per-instance": config.threads_per_instance,
         "--skip-prefill-below-tokens": config.skip_prefill_below_tokens,
         "--restart-grace": config.restart_grace_s,
+        "--prefill-max-num-batched-tokens": config.prefill_budget.num_tokens,
+        "--prefill-max-num-seqs": config.prefill_budget.num_requests,
+        "--decode-max-num-batched-tokens": config.decode_budget.num_tokens,
+        "--decode-max-num-seqs": config.decode_budget.num_requests,
     }
     for option, value in not_negative.items():
         if not value >= 0:

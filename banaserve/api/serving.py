@@ -28,6 +28,7 @@ from banaserve.controller.decisions import DecisionLog
 from banaserve.controller.dilation import dilated
 from banaserve.controller.loop import Controller, ControllerOptions
 from banaserve.engine.vllm import metrics
+from banaserve.engine.vllm.budgets import Budgets
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.executor import MoveExecutor
@@ -149,6 +150,7 @@ async def _store(parts: Parts, say: Say) -> AsyncIterator[SupervisedStore]:
 
 def _cluster(parts: Parts) -> Cluster:
     config, clock = parts.config, WallClock()
+    budgets = Budgets.of(config, parts.engine_config)
     prometheus = SharedPrometheus(parts.engine_config, [i for i, _ in config.instances()])
     instances = [
         Instance(
@@ -160,6 +162,7 @@ def _cluster(parts: Parts) -> Cluster:
             parts.run.logs,
             parts.run.sockets,
             clock,
+            budgets,
         )
         for instance_id, role in config.instances()
     ]

@@ -43,6 +43,7 @@ def prepared(
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.cache_root() / "torchinductor"))
     from banaserve.api.serving import Parts
     from banaserve.engine.vllm import options
+    from banaserve.engine.vllm.budgets import Budgets
     from banaserve.engine.vllm.engine_parent import fork_engine_parent, pre_import
     from banaserve.engine.vllm.launcher import ForkLauncher, Launcher, SpawnLauncher
 
@@ -56,6 +57,7 @@ def prepared(
 
         check_first_come(engine_config)
     on_cpu = options.is_on_cpu()
+    Budgets.of(config, engine_config)  # what cannot be stops here
     paced.begin(config, engine_config.parallel_config.world_size, on_cpu, run.logs)
     if on_cpu:
         _check_memory(config, model, engine_config.cache_config.kv_cache_memory_bytes or 0)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from banaserve.cli.budget_options import add_budgets, budget_of
 from banaserve.cli.orchestrator_options import add_orchestrator, orchestrator_of
 from banaserve.cli.pairs import read_pair
 from banaserve.config import (
@@ -20,6 +21,7 @@ from banaserve.config import (
     split_argv,
 )
 from banaserve.errors import UserError
+from banaserve.types import Role
 
 _DEFAULTS = ServeConfig()
 
@@ -104,6 +106,8 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         pace=known.pace,
         dilate=known.dilate,
         orchestrator=orchestrator_of(known),
+        prefill_budget=budget_of(known, Role.PREFILL),
+        decode_budget=budget_of(known, Role.DECODE),
         scheduler=known.scheduler,
         vllm_argv=vllm_argv,
     )
@@ -125,6 +129,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_migration(parser)
     _add_pacing(parser)
     add_orchestrator(parser)
+    add_budgets(parser)
     return parser
 
 

@@ -44,6 +44,8 @@ POLICY = {
 OPTIONS = (
     *("--pd", "2:1", "--dtype", "float32", "--max-model-len", "1024", "--migration-poison"),
     *("--kv-store-size", "512MiB", "--kv-cache-memory-bytes", str(KV_BYTES)),
+    *("--prefill-max-num-batched-tokens", "1024", "--prefill-max-num-seqs", "16"),
+    *("--decode-max-num-batched-tokens", "512", "--decode-max-num-seqs", "64"),
     *("--orchestrator", "on", "--orchestrator-interval", "0.5"),
     *(w for key, value in POLICY.items() for w in ("--orchestrator-option", f"{key}={value}")),
 )

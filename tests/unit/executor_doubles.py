@@ -37,10 +37,14 @@ class Instance(doubles.Instance):
         self.is_draining = False
         self.inflight_requests = 0
         self.num_changes = 0
+        self.budget = self.role
         self.call_s: float | None = None
 
     def set_role(self, role: Role) -> None:
         self.role = role
+
+    async def take_budget(self, role: Role) -> None:
+        self.budget = role
 
     def has_changed(self) -> None:
         self.num_changes += 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +14,16 @@ import pytest
 pytest.importorskip("vllm")
 
 
+import executor_doubles as doubles
 from banaserve.engine.interface import Ending
+from banaserve.engine.vllm import executor as executors
 from banaserve.engine.vllm.facts import instance_facts
 from banaserve.engine.vllm.migration.modules import HeadSet, LayerRange
 from banaserve.engine.vllm.moves.asking import ask_of, modules_of
 from banaserve.engine.vllm.moves.words import MoveHeads, MoveLayers, Return
-from banaserve.errors import MigrationError, UserError
+from banaserve.errors import MigrationError, NoAnswerError, UserError
+from banaserve.orchestrator.migration.options import RepairedOptions
+from banaserve.orchestrator.model.calibration import EASED_AFTER_S
 from banaserve.types import (
     InstanceId,
     Module,
@@ -31,14 +33,6 @@ from banaserve.types import (
     Step,
     SwitchRole,
 )
-
-_path = Path(__file__).parent / "executor_doubles.py"
-_spec = importlib.util.spec_from_file_location("executor_doubles", _path)
-assert _spec is not None
-assert _spec.loader is not None
-doubles: Any = importlib.util.module_from_spec(_spec)
-sys.modules["executor_doubles"] = doubles
-_spec.loader.exec_module(doubles)
 
 World = doubles.World
 CONFIG = doubles.CONFIG
@@ -240,6 +234,16 @@ async def test_a_switch_that_takes_too_long_leaves_the_role(world):
     assert (p1.role, p1.is_draining, p1.num_changes) == (Role.PREFILL, False, 0)
 
 
+async def test_a_switch_drains_as_long_as_it_may_cost(world):
+    p1 = world.instances[P1]
+    p1.inflight_requests = 3
+    switch = replace(step(SwitchRole(P1, Role.PREFILL, Role.DECODE)), cost_s=0.05)
+    assert (await world.executor.carry_out(switch)).ending is Ending.DONE
+    assert (p1.role, p1.is_draining, p1.inflight_requests) == (Role.DECODE, False, 3)
+    (change,) = world.roles.recent()
+    assert (change.state, change.num_left) == ("done", 3)
+
+
 async def test_a_switch_by_hand_and_its_abort(world):
     world.instances[P1].inflight_requests = 1
     change = world.roles.begin("p1", "decode", 60)
@@ -281,3 +285,87 @@ async def test_switches_that_cannot_be(world):
     world.instances[P1].role = Role.COLOCATED
     with pytest.raises(MigrationError, match="does both"):
         world.roles.begin("p1", "decode", 1.0)
+
+
+async def test_whatever_goes_wrong_in_a_switch_ends_it(world, monkeypatch):
+    def broken(role: Role) -> None:
+        raise RuntimeError("no such role here")
+
+    monkeypatch.setattr(world.instances[P1], "set_role", broken)
+    outcome = await world.executor.carry_out(step(SwitchRole(P1, Role.PREFILL, Role.DECODE)))
+    assert (outcome.ending, outcome.reason) == (Ending.FAILED, "RuntimeError: no such role here")
+    assert world.executor.view().under_way == ()
+    assert (world.instances[P1].role, world.instances[P1].is_draining) == (Role.PREFILL, False)
+
+
+async def test_the_engine_takes_the_budget_of_its_role(world, monkeypatch):
+    p1 = world.instances[P1]
+    switch = step(SwitchRole(P1, Role.PREFILL, Role.DECODE))
+    assert (await world.executor.carry_out(switch)).ending is Ending.DONE
+    assert (p1.role, p1.budget) == (Role.DECODE, Role.DECODE)
+    back = step(SwitchRole(P1, Role.DECODE, Role.PREFILL))
+    given = []
+
+    async def late(role: Role) -> None:
+        given.append(role)
+        if role is Role.PREFILL:
+            raise NoAnswerError("the engine has not taken its budget in 30 s")
+
+    monkeypatch.setattr(p1, "take_budget", late)
+    outcome = await world.executor.carry_out(back)
+    assert (outcome.ending, outcome.reason.partition(": ")[0]) == (Ending.FAILED, "NoAnswerError")
+    # The one that answered too late must not go on with the budget of a role that it has not.
+    assert (p1.role, given) == (Role.DECODE, [Role.PREFILL, Role.DECODE])
+
+
+async def test_a_switch_that_is_given_up_while_the_engine_answers_changes_nothing(world):
+    p1, answers = world.instances[P1], asyncio.Event()
+    asked = p1.take_budget
+
+    async def slow(role: Role) -> None:
+        await answers.wait()
+        await asked(role)
+
+    p1.take_budget = slow
+    change = world.roles.begin("p1", "decode", 60)
+    await until(lambda: change.num_left == 0 and p1.is_draining)
+    world.roles.abort(change.id)
+    answers.set()
+    assert (await world.roles.wait(change.id)).state == "aborted"
+    assert (p1.role, p1.budget, p1.is_draining) == (Role.PREFILL, Role.PREFILL, False)
+
+
+# ---- what is asked again, and what is forgotten
+
+
+async def test_a_host_that_did_not_answer_in_time_is_asked_again(tmp_path, monkeypatch):
+    fresh = World(tmp_path / "fresh")
+    executor, host = fresh.executor, fresh.cluster.coordinator.hosts[D0]
+    answers = [NoAnswerError("instance d0 has not answered status in 30 s")]
+    ask = host.refresh
+
+    async def refresh(memory: bool = False) -> dict[str, Any]:
+        if answers:
+            raise answers.pop()
+        return await ask(memory)
+
+    monkeypatch.setattr(host, "refresh", refresh)
+    await executor.discover()
+    facts = executor.view().instances[D0].facts
+    assert facts is not None
+    assert not facts.can_move_layers
+    await until(lambda: executor.view().instances[D0].facts.can_move_layers)
+    # One that says that it cannot is taken at its word.
+    assert not executor.view().instances[InstanceId("x0")].facts.can_move_layers
+
+
+async def test_one_slow_move_does_not_forbid_all_others(world, monkeypatch):
+    monkeypatch.setattr(executors, "seconds_of", lambda _: 40.0)
+    assert (await world.executor.carry_out(step(LAYERS))).ending is Ending.DONE
+    budget_s = RepairedOptions().migration_budget_s
+    world.executor.view()
+    assert world.executor.link().sync_s > budget_s
+    now_s = world.executor._clock.now()
+    clock = SimpleNamespace(now=lambda: now_s + 20 * EASED_AFTER_S)
+    monkeypatch.setattr(world.executor, "_clock", clock)
+    assert world.executor.link().sync_s < budget_s / 2

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from vllm.config import VllmConfig
 
-from banaserve.engine.vllm import compat, cpu_seeds, options
+from banaserve.engine.vllm import compat, compat_budgets, cpu_seeds, options
 from banaserve.engine.vllm.migration import guest_process
 from banaserve.engine.vllm.migration import install as migration
 from banaserve.engine.vllm.migration.guest_address import GuestAddress
@@ -40,6 +40,7 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
     """Serve as an engine core until told to end; returns or raises when it has."""
     os.environ[INSTANCE_VARIABLE] = f"{instance_id}.{os.getpid()}"
     _keep_files_in(Path(handshake_address.removeprefix("ipc://")).parent)
+    compat_budgets.install()
     if options.is_on_cpu():
         cpu_seeds.install(compat.cpu_model_runner())
         migration.install(config, compat.cpu_model_runner())

@@ -22,6 +22,8 @@ from vllm.usage.usage_lib import UsageContext
 from banaserve import processes
 from banaserve.clock import Clock
 from banaserve.engine.vllm import compat, metrics
+from banaserve.engine.vllm.budgets import Budgets
+from banaserve.engine.vllm.flight import Flight
 from banaserve.engine.vllm.launcher import Launcher
 from banaserve.engine.vllm.reports import ReportBoard, SharedPrometheus
 from banaserve.errors import InstanceDeadError
@@ -61,6 +63,7 @@ class Instance:
         run_dir: Path,
         socket_dir: Path,
         clock: Clock,
+        budgets: Budgets,
     ) -> None:
         self.id = instance_id
         self.role = role
@@ -75,6 +78,7 @@ class Instance:
         self._prometheus = prometheus
         self._socket_dir = socket_dir
         self._clock = clock
+        self._budgets = budgets
         self._board = self._new_board()
         self.inflight_requests = 0
         # A look-up of labels costs as much as passing on a token.
@@ -109,6 +113,7 @@ class Instance:
             context.term()
         self.llm = await asyncio.to_thread(self._connect, addresses)
         compat.start_output_handler(self.llm)
+        await self.take_budget(self.role)
         self._board.answered(idle=True)
         self.state = State.READY
         metrics.UP.labels(self.id, self.role.value).set(1)
@@ -231,7 +236,7 @@ class Instance:
         )
 
     def _new_board(self) -> ReportBoard:
-        full_step = self._config.scheduler_config.max_num_batched_tokens
+        full_step = self._budgets.of_role(self.role).num_tokens
         return ReportBoard(self.id, self._clock, full_step)
 
     def set_guests(self, num_bytes: int, busy_fraction: float) -> None:
@@ -245,6 +250,16 @@ class Instance:
             calls = sum(p.module.num_layers if p.module.heads else 1 for p in placements)
             self._board.meter.remote_calls = calls
         self._placements, self._epoch = placements, epoch
+
+    async def take_budget(self, role: Role) -> None:
+        """Let the engine work with the budget of ``role`` from its next step on.
+
+        Raises:
+            NoAnswerError: It does not answer; it may work with that budget or the old one.
+        """
+        if self.llm is not None:
+            budget = await self._budgets.give(self.llm, role)
+            self._board.meter.set_full_step(budget.num_tokens)
 
     def set_role(self, role: Role) -> None:
         """Let the router send it other legs from here on."""
@@ -281,21 +296,3 @@ class Instance:
     @property
     def is_alone(self) -> bool:
         return self.inflight_requests == 1
-
-
-class Flight:
-    """One leg's share in its instance's live counts."""
-
-    def __init__(self, instance: Instance, prefill_tokens: int) -> None:
-        self._instance = instance
-        self._prefill_tokens = prefill_tokens
-        instance.add_inflight(1, prefill_tokens)
-
-    def prefilled(self) -> None:
-        """The prompt has been computed. May be said again with each output."""
-        if self._prefill_tokens:
-            self._instance.add_inflight(0, -self._prefill_tokens)
-            self._prefill_tokens = 0
-
-    def end(self) -> None:
-        self._instance.add_inflight(-1, 0)

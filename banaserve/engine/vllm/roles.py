@@ -35,6 +35,8 @@ class RoleInstance(Protocol):
 
     def set_role(self, role: Role) -> None: ...
 
+    async def take_budget(self, role: Role) -> None: ...
+
 
 class Roles:
     """Drains instances and gives them the other role.
@@ -162,9 +164,7 @@ class Roles:
                     change.state, change.reason = ending
                     break
                 if not change.num_left or change.seconds >= drain_s:
-                    instance.set_role(role)
-                    change.state = "done"
-                    logger.info("instance %s is for %s from here on", instance.id, role.value)
+                    await self._adopt(change, instance, role)
                     break
                 await self._clock.sleep(_POLL_S)
         except asyncio.CancelledError:
@@ -175,6 +175,21 @@ class Roles:
             change.state, change.reason = "failed", f"{type(broken).__name__}: {broken}"
         finally:
             instance.is_draining = False
+
+    async def _adopt(self, change: RoleChange, instance: RoleInstance, role: Role) -> None:
+        """Budget first: the engine is asked, and the router does what it likes."""
+        try:
+            await instance.take_budget(role)
+            change.num_left = instance.inflight_requests
+            if ending := self._ending(change, instance, inf):
+                change.state, change.reason = ending
+                return
+            instance.set_role(role)
+            change.state = "done"
+            logger.info("instance %s is for %s from here on", instance.id, role.value)
+        finally:
+            if instance.role is not role and instance.is_ready:
+                await instance.take_budget(instance.role)
 
     def _ending(
         self, change: RoleChange, instance: RoleInstance, timeout_s: float

@@ -36,10 +36,14 @@ class StepMeter:
         self.model = _FIRST
         self.remote_calls = 0
         self._num_remote_samples = 0
-        self._full = StepWork(full_step_tokens, full_step_tokens**2) if full_step_tokens else None
+        self.set_full_step(full_step_tokens)
         self._work = StepWork()
         self._since_s = now_s
         self._owed_s = 0.0
+
+    def set_full_step(self, tokens: int) -> None:
+        """``tokens`` are the most that one step may compute from here on; 0 is not known."""
+        self._full = StepWork(tokens, tokens**2) if tokens else None
 
     @property
     def fill_fraction(self) -> float:
