@@ -22,6 +22,7 @@ KeyOption = Annotated[
     str | None,
     typer.Option("--admin-key", help="The server's, where it was given one.", metavar="KEY"),
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def admin_client(run_dir: Path | None, url: str | None, key: str | None) -> AdminClient:

@@ -11,8 +11,13 @@ from typing import Annotated
 import msgspec
 import typer
 
-from banaserve.cli.admin_options import KeyOption, RunDirOption, UrlOption, admin_client
-from banaserve.cli.migrate import JsonOption
+from banaserve.cli.admin_options import (
+    JsonOption,
+    KeyOption,
+    RunDirOption,
+    UrlOption,
+    admin_client,
+)
 from banaserve.controller.words import Decision, Felt, Result, Wanted
 from banaserve.kvstore.sizes import format_size
 

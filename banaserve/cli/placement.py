@@ -9,9 +9,14 @@ from typing import Any
 import msgspec
 import typer
 
-from banaserve.cli.admin_options import KeyOption, RunDirOption, UrlOption, admin_client
+from banaserve.cli.admin_options import (
+    JsonOption,
+    KeyOption,
+    RunDirOption,
+    UrlOption,
+    admin_client,
+)
 from banaserve.cli.console import print_rows
-from banaserve.cli.migrate import JsonOption
 from banaserve.engine.vllm.moves.words import InstancePlacement, Placement
 from banaserve.kvstore.sizes import format_size
 

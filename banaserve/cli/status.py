@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from banaserve.cli.admin_options import KeyOption, RunDirOption, UrlOption, admin_client
+from banaserve.cli.admin_options import (
+    JsonOption,
+    KeyOption,
+    RunDirOption,
+    UrlOption,
+    admin_client,
+)
 from banaserve.cli.console import make_table, print_rows
-from banaserve.cli.migrate import JsonOption
 from banaserve.controller.words import ControllerStatus, InstanceStatus, MoveLine, Status
 from banaserve.kvstore.sizes import format_size
 
