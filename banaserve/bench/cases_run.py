@@ -30,7 +30,10 @@ from banaserve.sim.system import System
 _TOKEN_IDS = range(500, 40_000)
 _WARM_UP = 4
 _TIMEOUT_S = 3600.0
-_OPTIONS = ("--kv-store-size", "512MiB", "--max-concurrent-requests", "8192")
+_OPTIONS = (
+    *("--kv-store-size", "512MiB", "--max-concurrent-requests", "8192"),
+    *("--request-timeout", f"{_TIMEOUT_S:g}"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ def options_of(system: System, profile: str, dilation: float, log: Path) -> list
     options += ["--orchestrator-per-minute", str(limits.per_minute), "--decision-log", str(log)]
     for key, value in system.migration_options.items():
         options += ["--orchestrator-option", f"{key}={value}"]
-    return [*options, *_OPTIONS, "--request-timeout", f"{_TIMEOUT_S:g}"]
+    return [*options, *_OPTIONS]
 
 
 async def run_system(
