@@ -22,10 +22,11 @@ from banaserve.engine.vllm.connector_worker import WorkerSide
 from banaserve.engine.vllm.copies import make_copier
 from banaserve.engine.vllm.trace import Moment
 from banaserve.engine.vllm.transfer_plan import BlockCopy, StepDone, StepPlan
-from banaserve.errors import UserError
+from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Slot
+from waiting import eventually
 
 LAYERS, BLOCKS, PAGE_BYTES = 3, 6, 4096
 FINGERPRINT = Fingerprint(
@@ -62,10 +63,11 @@ class Engine:
         saves: list[BlockCopy] | None = None,
         compute: Callable[[str, torch.Tensor], None] = lambda name, cache: None,
         num_layers: int = LAYERS,
+        settled: int = 0,
     ) -> StepDone:
         """Run a step; ``seen`` keeps what each layer's attention would read."""
         self._steps += 1
-        plan = StepPlan(self._steps, loads or [], early_loads or [], saves or [])
+        plan = StepPlan(self._steps, loads or [], early_loads or [], saves or [], settled=settled)
         worker = self.worker
         worker.begin_step(plan)
         worker.start_loads(plan)
@@ -100,9 +102,7 @@ def numbered() -> dict[str, torch.Tensor]:
     return caches
 
 
-@pytest.fixture(scope="module")
-def socket_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = tmp_path_factory.mktemp("store") / "store.sock"
+def start_store(path: Path) -> subprocess.Popen[bytes]:
     readable, writable = os.pipe()
     command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--socket", str(path)]
     command += ["--size", str(64 * FINGERPRINT.slot_bytes), "--poison-free-slots"]
@@ -111,9 +111,53 @@ def socket_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.close(writable)
     with os.fdopen(readable) as pipe:
         assert pipe.read() == "ready\n"
+    return process
+
+
+@pytest.fixture(scope="module")
+def socket_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("store") / "store.sock"
+    process = start_store(path)
     yield path
     process.terminate()
     assert process.wait(20) == 0
+
+
+class TwoLives:
+    """A store that was killed and started again, and clients: one that knows its first life only,
+    one that has followed."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path = path
+        self._process = start_store(path)
+        self._stack = stack
+        stack.callback(self._end)
+
+    def client(self, name: str) -> StoreClient:
+        client = StoreClient(self.path, FINGERPRINT, client_name=name)
+        client.connect()
+        self._stack.callback(client.close)
+        return client
+
+    def engine(self, client: StoreClient, fill: float) -> Engine:
+        made = Engine(client, ConnectorOptions(str(self.path)), fill)
+        self._stack.callback(made.worker.close)
+        return made
+
+    def start_again(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._process = start_store(self.path)
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture
+def lives(tmp_path: Path) -> Iterator[TwoLives]:
+    with ExitStack() as stack:
+        yield TwoLives(tmp_path / "store.sock", stack)
 
 
 @pytest.fixture
@@ -200,6 +244,80 @@ def test_slots_of_a_store_that_is_gone_are_reported_and_nothing_is_published(
     assert one.worker.take_failed_blocks() == {3}
     assert one.worker.take_failed_blocks() == set()
     assert one.acquire(range(1)) == []
+
+
+def test_slots_of_two_lives_of_the_store_are_never_mixed_up(lives: TwoLives) -> None:
+    reader = lives.engine(lives.client("reader"), -1.0)
+    first = lives.engine(lives.client("first"), 0.0)
+    first.step(saves=first.reserve(range(2)), compute=number_blocks)
+    early = first.acquire(range(2))
+    lives.start_again()
+    second = lives.engine(lives.client("second"), 0.0)
+    second.step(saves=second.reserve(range(2, 6)), compute=number_blocks)
+    late = second.acquire(range(2, 6))
+    reader.step(early_loads=early, loads=late)
+    failed = reader.worker.take_failed_blocks()
+    for name, expected in numbered().items():
+        for block in set(range(6)) - failed:
+            assert torch.equal(reader.seen[name][block], expected[block])
+    assert not failed & set(range(2, 6)), "the present life's blocks can be read"
+
+
+def test_only_what_was_saved_to_the_present_life_of_the_store_is_committed(lives: TwoLives) -> None:
+    writer = lives.engine(lives.client("writer"), 0.0)
+    gone = writer.reserve(range(2))
+    lives.start_again()
+    other = lives.engine(lives.client("other"), 0.0)
+    saves = [*gone, *other.reserve(range(2, 4))]
+    writer.step(saves=saves, compute=number_blocks)
+    reader = lives.engine(lives.client("reader"), -1.0)
+    assert reader.acquire(range(2)) == []
+    reader.step(loads=reader.acquire(range(2, 4)))
+    for name, expected in numbered().items():
+        assert torch.equal(reader.seen[name][2:4], expected[2:4])
+    assert len(reader.acquire(range(2, 4))) == 2
+
+
+def test_a_block_of_which_a_layer_could_not_be_saved_is_not_committed(lives: TwoLives) -> None:
+    writer = lives.engine(lives.client("writer"), 0.0)
+    lives.start_again()
+    other = lives.engine(lives.client("other"), 0.0)
+    saves = other.reserve(range(1))
+    hidden = lives.path.with_name("hidden")
+    lives.path.rename(hidden)
+
+    def is_reachable() -> bool:
+        try:
+            writer.client.view(saves[0].slot.generation)
+        except StoreUnavailableError:
+            return False
+        return True
+
+    def appear_before_the_last_layer(name: str, cache: torch.Tensor) -> None:
+        number_blocks(name, cache)
+        if name == NAMES[-1]:
+            # The saves so far have met a store that is not there.
+            for save in writer.worker._step.saves:
+                assert save.result(10) is None
+            hidden.rename(lives.path)
+            eventually(is_reachable)
+
+    writer.step(saves=saves, compute=appear_before_the_last_layer)
+    assert other.acquire(range(1)) == []
+    assert len(other.reserve(range(1))) == 1, "the slot has come back"
+
+
+def test_a_step_planned_before_a_failed_fetch_was_known_publishes_nothing(
+    engine: Callable[..., Engine],
+) -> None:
+    one = engine(0.0)
+    saves = [one.reserve(range(i, i + 1)) for i in range(3)]
+    gone = BlockCopy(3, Slot(0, saves[0][0].slot.generation + 1, 1))
+    one.step(loads=[gone], saves=saves[0])
+    assert one.worker.take_failed_blocks() == {3}
+    one.step(saves=saves[1], settled=0)
+    one.step(saves=saves[2], settled=1)
+    assert [len(one.acquire(range(i, i + 1))) for i in range(3)] == [0, 0, 1]
 
 
 def test_a_copier_that_is_held_back_keeps_to_its_speed(engine: Callable[..., Engine]) -> None:

@@ -38,6 +38,7 @@ class SchedulerSide:
         self._loads: list[tuple[Tracked, list[int], int]] = []
         self._leases_by_step: dict[int, list[Lease]] = {}
         self._step = 0
+        self._last_done = 0
         self.stats = Counters()
         self._gate = EngineGate(gate, block_size, self.stats)
         self._matcher = Matcher(client, tails, block_size, self._gate, clock, self.stats)
@@ -68,7 +69,7 @@ class SchedulerSide:
         """The copies of this step."""
         self._step += 1
         self._count(output)
-        plan = StepPlan(step=self._step)
+        plan = StepPlan(step=self._step, settled=self._last_done)
         self._plan_loads(plan)
         self._claim_decoded(output)
         self._plan_saves(plan, output)
@@ -138,6 +139,7 @@ class SchedulerSide:
     def step_done(self, done: StepDone) -> None:
         """All copies up to this step have ended: their leases go back."""
         self._gate.done(done)
+        self._last_done = max(self._last_done, done.step)
         for step in [planned for planned in self._leases_by_step if planned <= done.step]:
             for lease in self._leases_by_step.pop(step):
                 self._client.release(lease)

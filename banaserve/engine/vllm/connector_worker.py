@@ -15,9 +15,8 @@ from banaserve.engine.vllm.connector_options import ConnectorOptions
 from banaserve.engine.vllm.copies import BlockCopier, Copy, ThrottledCopier, make_copier
 from banaserve.engine.vllm.trace import Moment, Tracer
 from banaserve.engine.vllm.transfer_plan import BlockCopy, Counters, StepDone, StepPlan
-from banaserve.errors import StoreUnavailableError
+from banaserve.engine.vllm.visible import Visible
 from banaserve.kvstore.client import StoreClient
-from banaserve.kvstore.pool import PoolView
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +29,7 @@ class _Step:
         early: Fetches that the forward pass begins behind.
         loads: A fetch for each layer, in the order of the layers; empty where nothing is fetched.
         saves: A save for each layer so far.
+        target: Where this step's saves go, once the first of them has begun.
         deferred: Layers whose save waits for the end of the forward pass.
         waited_s: How long the engine's thread has waited for fetches.
     """
@@ -38,6 +38,7 @@ class _Step:
     early: list[Copy] = field(default_factory=list)
     loads: list[Future[Copy]] = field(default_factory=list)
     saves: list[Future[Copy | None]] = field(default_factory=list)
+    target: Visible | None = None
     deferred: list[int] = field(default_factory=list)
     waited_s: float = 0.0
     fetched_blocks: int = 0
@@ -63,9 +64,9 @@ class WorkerSide:
         self._copier: BlockCopier | None = None
         self._layer_index: dict[str, int] = {}
         self._page_bytes = 0
-        self._view: PoolView | None = None
         self._step = _Step(0.0)
         self._failed_blocks: set[int] = set()
+        self._last_failed_step = 0
         self._is_abandoned = False
         self.stats = Counters()
         self.trace = Tracer(options.trace)
@@ -114,16 +115,17 @@ class WorkerSide:
         assert self._copier is not None
         began_s = time.perf_counter()
         after = self._copier.mark()
-        early, rest = self._readable(plan.early_loads), self._readable(plan.loads)
-        if early:
+        early = self._readable(plan, plan.early_loads)
+        rest = self._readable(plan, plan.loads)
+        if early.copies:
             layers = self._layer_index.values()
             self._step.early = [self._load(layer, early, after) for layer in layers]
-        if rest:
+        if rest.copies:
             self._step.loads = [
                 self._loader.submit(self._load, layer, rest, after)
                 for layer in self._layer_index.values()
             ]
-        self._step.fetched_blocks = len(early) + len(rest)
+        self._step.fetched_blocks = len(early.copies) + len(rest.copies)
         self.stats.add(loaded_blocks=self._step.fetched_blocks)
         self._join_first()
         self._waited(time.perf_counter() - began_s)
@@ -157,7 +159,8 @@ class WorkerSide:
     def _submit_save(self, layer: int, plan: StepPlan) -> None:
         assert self._copier is not None
         after = self._copier.mark()
-        self._step.saves.append(self._saver.submit(self._save, layer, plan.saves, after))
+        save = self._saver.submit(self._save, self._step, layer, plan.saves, after)
+        self._step.saves.append(save)
 
     def end_step(self, plan: StepPlan) -> None:
         """Wait for the copies; what was saved is readable by every instance on return."""
@@ -226,42 +229,37 @@ class WorkerSide:
     def _finish(copies: Sequence[Copy]) -> float:
         return sum(copy.finish() for copy in copies)
 
-    def _readable(self, copies: Sequence[BlockCopy]) -> Sequence[BlockCopy]:
+    def _readable(self, plan: StepPlan, copies: Sequence[BlockCopy]) -> Visible:
         """The copies whose slots this worker can see; the others are reported as failed."""
-        if not copies:
-            return copies
-        view = self._current_view(copies[0].slot.generation)
-        readable = [c for c in copies if view is not None and c.slot.generation == view.generation]
-        lost = {c.block_id for c in copies} - {c.block_id for c in readable}
+        visible = Visible.of(copies, self._client)
+        lost = {c.block_id for c in copies} - {c.block_id for c in visible.copies}
         if lost:
             logger.warning("%d KV blocks went away with the store: computed again", len(lost))
             self._failed_blocks |= lost
+            self._last_failed_step = plan.step
             self.stats.add(lost_blocks=len(lost))
-        return readable
+        return visible
 
-    def _current_view(self, generation: int) -> PoolView | None:
-        if self._view is None or self._view.generation != generation:
-            try:
-                self._view = self._client.view(generation)
-            except StoreUnavailableError:
-                return None
-        return self._view
-
-    def _load(self, layer: int, copies: Sequence[BlockCopy], after: object) -> Copy:
+    def _load(self, layer: int, source: Visible, after: object) -> Copy:
         assert self._copier is not None
-        assert self._view is not None
+        assert source.view is not None
+        copies = source.copies
         blocks, slots = [c.block_id for c in copies], [c.slot.index for c in copies]
         self.trace.stamp(layer, Moment.LOAD)
-        copy = self._copier.load(layer, self._view, blocks, slots, after)
+        copy = self._copier.load(layer, source.view, blocks, slots, after)
         self.trace.stamp(layer, Moment.LOADED)
         self.stats.add(loaded_bytes=len(copies) * self._page_bytes)
         return copy
 
-    def _save(self, layer: int, copies: Sequence[BlockCopy], after: object) -> Copy | None:
+    def _save(
+        self, step: _Step, layer: int, copies: Sequence[BlockCopy], after: object
+    ) -> Copy | None:
         assert self._copier is not None
-        view = self._current_view(copies[0].slot.generation)
-        same = [c for c in copies if view is not None and c.slot.generation == view.generation]
-        if view is None or not same:
+        # Once a step: a slot that was visible for some layers only must not be committed.
+        if step.target is None:
+            step.target = Visible.of(copies, self._client)
+        view, same = step.target.view, step.target.copies
+        if view is None:
             return None
         blocks, slots = [c.block_id for c in same], [c.slot.index for c in same]
         self.trace.stamp(layer, Moment.SAVE)
@@ -277,10 +275,13 @@ class WorkerSide:
         if not plan.saves:
             return
         self.stats.add(save_seconds=save_s)
-        slots = [copy.slot for copy in plan.saves]
+        target = self._step.target
         # Blocks computed after a failed fetch hold garbage until vLLM has run the step again.
-        if is_abandoned or len(copies) < len(self._layer_index) or self._failed_blocks:
-            self._client.abandon(slots, self._part)
-            return
-        if self._client.commit(slots, part=self._part):
-            self.stats.add(saved_blocks=len(slots))
+        is_garbage = is_abandoned or plan.settled < self._last_failed_step
+        if is_garbage or target is None or len(copies) < len(self._layer_index):
+            target = Visible()
+        saved = [copy.slot for copy in target.copies]
+        given_up = {copy.slot for copy in plan.saves}.difference(saved)
+        self._client.abandon(list(given_up), self._part)
+        if saved and self._client.commit(saved, part=self._part):
+            self.stats.add(saved_blocks=len(saved))

@@ -35,6 +35,7 @@ class StepPlan(KVConnectorMetadata):
             fetched before the forward pass, or the fetch would overwrite the new tokens.
         saves: Copied out layer by layer, each after its layer's attention.
         work: What the step computes; None where it computes nothing.
+        settled: What failed in steps up to this one was known when this step was planned.
     """
 
     step: int = 0
@@ -42,6 +43,7 @@ class StepPlan(KVConnectorMetadata):
     early_loads: list[BlockCopy] = field(default_factory=list)
     saves: list[BlockCopy] = field(default_factory=list)
     work: StepWork | None = None
+    settled: int = 0
 
 
 @dataclass
