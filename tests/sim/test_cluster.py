@@ -111,7 +111,8 @@ def test_cells_share_the_load() -> None:
     cluster.run(drawn([BUSY], 1))
     counts = [len(cell.finished) for cell in cluster.cells]
     assert sum(counts) == one["num_requests"]
-    assert max(counts) < 1.5 * min(counts)
+    # Each gets a quarter, give or take what is not yet known to have ended.
+    assert max(counts) - min(counts) < 0.25 * sum(counts) / 4
     with pytest.raises(UserError, match="lack a role"):
         built(preset("static", prefill=3, decode=1, cell_size=2))
 
@@ -224,7 +225,7 @@ def test_a_death_in_a_move_that_never_comes_keeps_nothing_going() -> None:
     arrange(Event(at_s=0.5, kind="kill_guest_in_move"), cluster, timeline)
     cluster.run([SimRequest(0, 1.0, 1000, 5)])
     assert cluster.finished == []
-    assert timeline.now_s == pytest.approx(61.0, abs=2.0)
+    assert timeline.now_s == 60.0
 
 
 @pytest.mark.parametrize("kind", ["static", "banaserve"])
@@ -290,7 +291,7 @@ def test_a_cluster_in_which_nothing_can_happen_is_given_up() -> None:
     timeline.at(0.0, lambda _: decode.engine.resize(10))
     cluster.run([SimRequest(0, 1.0, 1000, 5)])
     assert cluster.finished == []
-    assert timeline.now_s == pytest.approx(61.0, abs=2.0)
+    assert timeline.now_s == 60.0
 
 
 @pytest.mark.parametrize("kind", ["colocated", "banaserve"])

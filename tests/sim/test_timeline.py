@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -48,10 +47,8 @@ def test_a_coroutine_sleeps_for_hours_in_no_time() -> None:
             times.append(clock.now())
         return times
 
-    began = time.monotonic()
     times = run_virtual(timeline, controller())
     assert times == [3600.0 * (n + 1) for n in range(1000)]
-    assert time.monotonic() - began < 1000 * 3600
 
 
 def test_coroutines_and_events_share_one_order_of_time() -> None:

@@ -225,10 +225,11 @@ def test_the_coded_tuner_ends_when_its_schedule_runs_out_whatever_it_found():
     coded = CodedTuner(Random(1))
     drive(coded, 1, 128, lambda *_: (100.0, 100.0))
     assert coded.num_evaluations == 1
+    first = coded.best_score
     for _ in range(19 * 32):
         coded.sample(0, 500.0, 500.0)
     # All worse than the first: the step shrinks at every evaluation from the eighth on.
-    assert coded.best_score == pytest.approx(-100, rel=0.8)
+    assert coded.best_score == first > -500
     for _ in range(20 * 32):
         coded.sample(0, 500.0, 500.0)
     assert coded.is_over
