@@ -84,6 +84,9 @@ class InstanceReport:
         weight_bytes: Weights of the layers that it holds at present.
         guest_bytes: What guests on it hold for others: weights and KV.
         step_tokens: Tokens of one step, smoothed; 0 where they are not measured.
+        gpu_busy_fraction: Share of time with any kernel running on its GPUs, in [0, 1], by NVML;
+            None where there is none.
+        gpu_memory_fraction: Of their memory in use, by whomever.
     """
 
     num_running: int
@@ -97,6 +100,8 @@ class InstanceReport:
     weight_bytes: int = 0
     guest_bytes: int = 0
     step_tokens: float = 0.0
+    gpu_busy_fraction: float | None = None
+    gpu_memory_fraction: float | None = None
 
 
 @dataclass(frozen=True, slots=True, order=True)

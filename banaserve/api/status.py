@@ -95,6 +95,8 @@ def _instance(
         away=[f"{module_words(p.module)} at {p.guest}" for p in one.placements],
         guests=guests,
         left_out=left_out,
+        gpu_busy_fraction=report.gpu_busy_fraction if report else None,
+        gpu_memory_fraction=report.gpu_memory_fraction if report else None,
     )
 
 

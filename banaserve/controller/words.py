@@ -166,6 +166,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
         away: What runs elsewhere, in words with the place.
         guests: Whose modules run beside it, in words.
         left_out: Why no decision counts on it; empty where they do.
+        gpu_busy_fraction, gpu_memory_fraction: By NVML; None where its GPUs are not read.
     """
 
     id: str
@@ -187,6 +188,8 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     away: list[str] = []
     guests: list[str] = []
     left_out: str = ""
+    gpu_busy_fraction: float | None = None
+    gpu_memory_fraction: float | None = None
 
 
 class MoveLine(msgspec.Struct, frozen=True):

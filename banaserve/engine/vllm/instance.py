@@ -24,6 +24,7 @@ from banaserve.clock import Clock
 from banaserve.engine.vllm import compat, metrics
 from banaserve.engine.vllm.budgets import Budgets
 from banaserve.engine.vllm.flight import Flight
+from banaserve.engine.vllm.gpu_usage import GpuMeter
 from banaserve.engine.vllm.launcher import Launcher
 from banaserve.engine.vllm.reports import ReportBoard, SharedPrometheus
 from banaserve.errors import InstanceDeadError
@@ -79,6 +80,7 @@ class Instance:
         self._socket_dir = socket_dir
         self._clock = clock
         self._budgets = budgets
+        self._gpu = GpuMeter.open(launcher.devices_of(instance_id), clock)
         self._board = self._new_board()
         self.inflight_requests = 0
         # A look-up of labels costs as much as passing on a token.
@@ -237,7 +239,7 @@ class Instance:
 
     def _new_board(self) -> ReportBoard:
         full_step = self._budgets.of_role(self.role).num_tokens
-        return ReportBoard(self.id, self._clock, full_step)
+        return ReportBoard(self.id, self._clock, full_step, self._gpu)
 
     def set_guests(self, num_bytes: int, busy_fraction: float) -> None:
         """What guests beside this instance take of its memory and time."""

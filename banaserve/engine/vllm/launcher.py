@@ -31,6 +31,10 @@ class Launcher(Protocol):
         """Start a guest that answers at ``address`` and return its process id."""
         ...
 
+    def devices_of(self, instance_id: str) -> str:
+        """The instance's CUDA_VISIBLE_DEVICES; empty on CPU."""
+        ...
+
     def close(self) -> None:
         """End every engine core and guest that is still there."""
         ...
@@ -68,6 +72,9 @@ class ForkLauncher:
                     return answer.pid
         raise InstanceDeadError("the engine parent has ended: restart banaserve")
 
+    def devices_of(self, instance_id: str) -> str:
+        return ""
+
     def close(self) -> None:
         self._control.close()
         os.waitpid(self._parent_pid, 0)
@@ -85,6 +92,9 @@ class SpawnLauncher:
         self._vllm_argv = vllm_argv
         self._devices = devices
         self._processes: list[subprocess.Popen[bytes]] = []
+
+    def devices_of(self, instance_id: str) -> str:
+        return self._devices.get(instance_id, "")
 
     async def start(self, instance_id: str, handshake_address: str, log_path: Path) -> int:
         launch = Launch(instance_id, self._vllm_argv, handshake_address, str(log_path))

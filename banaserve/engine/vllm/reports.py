@@ -10,6 +10,7 @@ from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, Schedule
 
 from banaserve.clock import Clock
 from banaserve.engine.vllm import compat, metrics
+from banaserve.engine.vllm.gpu_usage import GpuMeter
 from banaserve.engine.vllm.step_meter import StepMeter
 from banaserve.types import InstanceId, InstanceReport
 
@@ -19,13 +20,21 @@ class ReportBoard:
 
     Args:
         full_step_tokens: The most tokens that one of its steps may compute.
+        gpu: Reads its GPUs; None where they cannot be read.
     """
 
-    def __init__(self, instance_id: InstanceId, clock: Clock, full_step_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        clock: Clock,
+        full_step_tokens: int = 0,
+        gpu: GpuMeter | None = None,
+    ) -> None:
         self._id = instance_id
         self._clock = clock
         self.meter = StepMeter(full_step_tokens, clock.now())
         self.last: InstanceReport | None = None
+        self._gpu = gpu
         self._step_error = metrics.STEP_ERROR.labels("step", self._id)
 
     def record(self, stats: SchedulerStats) -> None:
@@ -51,6 +60,7 @@ class ReportBoard:
 
     def _report(self, num_running: int, num_waiting: int, kv_used: float) -> InstanceReport:
         meter = self.meter
+        usage = self._gpu.read() if self._gpu is not None else None
         return InstanceReport(
             num_running=num_running,
             num_waiting=num_waiting,
@@ -60,6 +70,8 @@ class ReportBoard:
             step_fill_fraction=meter.fill_fraction,
             step_s=meter.step_s,
             step_tokens=meter.step_tokens,
+            gpu_busy_fraction=usage.busy_fraction if usage else None,
+            gpu_memory_fraction=usage.memory_fraction if usage else None,
         )
 
 
