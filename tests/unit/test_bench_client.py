@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-aiohttp = pytest.importorskip("aiohttp")
-from aiohttp import web  # noqa: E402
-from aiohttp.test_utils import TestServer  # noqa: E402
+pytest.importorskip("aiohttp")
 
-from banaserve.bench.client import Call, OpenAiClient, _Answer  # noqa: E402
-from banaserve.bench.loops import closed_loop, open_loop  # noqa: E402
-from banaserve.bench.record import RequestRecord  # noqa: E402
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from banaserve.bench.client import Call, OpenAiClient, _Answer
+from banaserve.bench.loops import closed_loop, open_loop
+from banaserve.bench.record import RequestRecord
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CALL = Call("r0", "Once upon", max_tokens=3)

@@ -8,8 +8,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-pytest.importorskip("httptools")
-
 from banaserve.bench.http_stream import Exchange, HttpStreams
 from banaserve.errors import UserError
 

@@ -15,15 +15,15 @@ from typing import Any
 import msgspec
 import pytest
 
-pytest.importorskip("httptools")
-aiohttp = pytest.importorskip("aiohttp")
-from aiohttp import web  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+pytest.importorskip("aiohttp")
 
-from banaserve.bench import result  # noqa: E402
-from banaserve.bench.serving import main  # noqa: E402
-from banaserve.bench.serving_cell import Sent, read_cell  # noqa: E402
-from banaserve.errors import UserError  # noqa: E402
+from aiohttp import web
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from banaserve.bench import result
+from banaserve.bench.serving import main
+from banaserve.bench.serving_cell import Sent, read_cell
+from banaserve.errors import UserError
 
 KEY = "secret"
 
