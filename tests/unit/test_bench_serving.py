@@ -29,7 +29,11 @@ KEY = "secret"
 
 
 class CannedServer:
-    """Answers each request with the tokens it asks for; can be told to fail or to hang."""
+    """Answers each request with the tokens it asks for; can be told to fail or to hang.
+
+    Attributes:
+        on_hang: Called with the first request that hangs.
+    """
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -83,7 +87,8 @@ class CannedServer:
         response = web.StreamResponse()
         await response.prepare(request)
         if len(self.bodies) > self.hangs_from:
-            self.on_hang()
+            if len(self.bodies) == self.hangs_from + 1:
+                self.on_hang()
             await self._released.wait()
             return response
         for _ in range(body["max_tokens"]):
