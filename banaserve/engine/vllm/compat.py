@@ -63,6 +63,7 @@ __all__ = [
     "block_hasher",
     "build_app",
     "cpu_model_runner",
+    "forget",
     "generate_block_hash_extra_keys",
     "get_hash_fn_by_name",
     "get_request_block_hasher",
@@ -93,6 +94,7 @@ def mark_dead(llm: AsyncLLM) -> None:
     """Make every request on this engine fail now with ``EngineDeadError``, and every later one."""
     llm.engine_core.resources.engine_dead = True
     llm.output_processor.propagate_error(EngineDeadError())
+    llm.output_processor.request_states.clear()  # an output that comes late must change no state
 
 
 def start_output_handler(llm: AsyncLLM) -> None:
@@ -132,6 +134,19 @@ def adopt(llm: AsyncLLM, state: Any) -> None:
     processor = llm.output_processor
     processor.request_states[state.request_id] = state
     processor.external_req_ids[state.external_req_id].append(state.request_id)
+
+
+def forget(llm: AsyncLLM, request_id: str) -> None:
+    """Take a request from an engine that has died, and leave its state as it is.
+
+    An abort would make a last output: text held back for stop strings would count as sent.
+    """
+    processor = llm.output_processor
+    if (state := processor.request_states.pop(request_id, None)) is not None:
+        ids = processor.external_req_ids[state.external_req_id]
+        ids.remove(request_id)
+        if not ids:
+            del processor.external_req_ids[state.external_req_id]
 
 
 def put_first_token(

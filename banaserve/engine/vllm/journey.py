@@ -16,6 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from banaserve.engine.vllm import compat, metrics
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.instance import Instance
+from banaserve.engine.vllm.outputs import Outputs
 from banaserve.engine.vllm.requests import decode_leg, prefill_leg
 from banaserve.errors import DeadlineExceededError, InstanceDeadError
 from banaserve.types import Route
@@ -68,7 +69,7 @@ async def prefill(job: Job, instance: Instance) -> None:
     llm = _client(instance)
     keeps_token = job.obstacle is None
     leg = prefill_leg(job.request, keeps_token)
-    queue = compat.RequestOutputCollector(RequestOutputKind.FINAL_ONLY, leg.request_id)
+    queue = Outputs(RequestOutputKind.FINAL_ONLY, leg.request_id)
     loop = asyncio.get_running_loop()
     with instance.holding(job.uncached_tokens), _expiring(queue, job.deadline):
         alone, started_s = instance.is_alone, loop.time()
@@ -95,9 +96,7 @@ async def decode(job: Job, instance: Instance) -> AsyncGenerator[RequestOutput, 
                 yield output
         return
     llm = _client(instance)
-    queue = compat.RequestOutputCollector(
-        job.request.sampling_params.output_kind, job.request.request_id
-    )
+    queue = Outputs(job.request.sampling_params.output_kind, job.request.request_id)
     waiting = 0 if job.prefilled else job.uncached_tokens
     with instance.holding(waiting) as flight, _expiring(queue, job.deadline):
         try:
@@ -111,12 +110,15 @@ async def decode(job: Job, instance: Instance) -> AsyncGenerator[RequestOutput, 
                 assert isinstance(output, RequestOutput)
                 finished = output.finished
                 yield output
+        except _DEAD:
+            compat.forget(llm, job.request.request_id)
+            raise
         except BaseException:
             await _abort(llm, job.request.request_id)
             raise
 
 
-def _begin(job: Job, llm: compat.AsyncLLM, queue: compat.RequestOutputCollector) -> bool:
+def _begin(job: Job, llm: compat.AsyncLLM, queue: Outputs) -> bool:
     """Set up the front-end state on this engine's client; False if the request is over."""
     if job.tokens_so_far:
         job.state.queue = queue
@@ -156,24 +158,25 @@ async def _whole(job: Job, instance: Instance) -> AsyncGenerator[RequestOutput, 
     """vLLM's own path, which fans out n > 1."""
     llm = _client(instance)
     waiting = 0 if job.prefilled else job.uncached_tokens
-    loop = asyncio.get_running_loop()
     with instance.holding(waiting) as flight:
         stream = llm.generate(
             job.prompt,
             job.request.sampling_params,
-            job.request.request_id,
+            job.request.external_req_id,
             **job.generate_options,
         )
-        try:
-            async with asyncio.timeout_at(job.deadline):
-                async for output in stream:
-                    flight.prefilled()
-                    yield output
-        except TimeoutError:
-            assert loop.time() >= job.deadline
-            raise DeadlineExceededError from None
-        finally:
-            await stream.aclose()
+        async with contextlib.aclosing(stream):
+            while (output := await _next(stream, job.deadline)) is not None:
+                flight.prefilled()
+                yield output
+
+
+async def _next(
+    stream: AsyncGenerator[RequestOutput, None], deadline: float
+) -> RequestOutput | None:
+    """The deadline is never around a yield: each output may be asked for by another task."""
+    async with asyncio.timeout_at(deadline):
+        return await anext(stream, None)
 
 
 def _client(instance: Instance) -> compat.AsyncLLM:
@@ -183,7 +186,7 @@ def _client(instance: Instance) -> compat.AsyncLLM:
 
 
 @contextlib.contextmanager
-def _expiring(queue: compat.RequestOutputCollector, deadline: float) -> Iterator[None]:
+def _expiring(queue: Outputs, deadline: float) -> Iterator[None]:
     """Wake a reader of ``queue`` with an error when the time budget is spent."""
     timer = asyncio.get_running_loop().call_at(deadline, queue.put, DeadlineExceededError())
     try:

@@ -1,0 +1,187 @@
+"""A request's way through engines that die, over vLLM's own front-end state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+from vllm.exceptions import GracefulHTTPError
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.stats import IterationStats
+
+from banaserve.engine.vllm import compat
+from banaserve.engine.vllm.journey import Job, travel
+from banaserve.types import InstanceId, Route
+
+WORDS = [f"{chr(97 + i)}{chr(97 + i)} " for i in range(20)]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token=WORDS[0]))
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+class Engine:
+    """The client of an engine that answers with the tokens that follow the last one."""
+
+    def __init__(self, name: str) -> None:
+        self.id = InstanceId(name)
+        self.llm: Any = self
+        self.output_processor = OutputProcessor(tokenizer(), log_stats=True)
+        self.engine_core = self
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.log_requests, self.logger_manager = False, None
+        self.is_alone = False
+        self.legs: list[compat.EngineCoreRequest] = []
+        self.aborted: list[str] = []
+        self.generated: list[str] = []
+
+    async def add_request_async(self, request: compat.EngineCoreRequest) -> None:
+        self.legs.append(request)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+    async def abort(self, request_id: str, internal: bool = False) -> None:
+        await compat.AsyncLLM.abort(self, request_id, internal)  # type: ignore[arg-type]
+
+    def holding(self, _: int) -> Any:
+        return _Flight()
+
+    async def generate(
+        self, prompt: Any, params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[Any, None]:
+        self.generated.append(request_id)
+        yield SimpleNamespace(outputs=[SimpleNamespace(text="")], finished=False)
+        await asyncio.Event().wait()
+
+    def compute(self, num_tokens: int) -> None:
+        """The next tokens of its last leg, one step each."""
+        leg = self.legs[-1]
+        tokens, params = leg.prompt_token_ids, leg.sampling_params
+        assert tokens is not None
+        assert params is not None
+        assert params.max_tokens is not None
+        for _ in range(num_tokens):
+            tokens = leg.prompt_token_ids = [*tokens, (tokens[-1] + 1) % len(WORDS)]
+            params.max_tokens -= 1
+            finish = None if params.max_tokens else compat.FinishReason.LENGTH
+            output = compat.EngineCoreOutput(leg.request_id, tokens[-1:], finish_reason=finish)
+            self.output_processor.process_outputs([output], 0.0, IterationStats())
+
+
+class _Flight:
+    def __enter__(self) -> _Flight:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def prefilled(self) -> None:
+        pass
+
+
+class Engines:
+    """Sends each leg to the next engine."""
+
+    def __init__(self, *engines: Engine) -> None:
+        self._left = list(engines)
+        self._engines = {engine.id: engine for engine in engines}
+
+    async def route(self, *_: object) -> Route:
+        return Route(None, self._left.pop(0).id, "")  # type: ignore[arg-type]
+
+    def instance(self, name: InstanceId) -> Engine:
+        return self._engines[name]
+
+    def has_left_decode(self, _: InstanceId) -> bool:
+        return False
+
+
+def job(params: SamplingParams, **more: Any) -> Job:
+    request = compat.EngineCoreRequest(
+        request_id="r-1",
+        prompt_token_ids=[0],
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        external_req_id="r",
+    )
+    deadline = asyncio.get_running_loop().time() + 60.0
+    return Job(request, None, None, more.pop("obstacle", None), deadline, **more)
+
+
+def streamed(**options: Any) -> SamplingParams:
+    kind = RequestOutputKind.DELTA
+    return SamplingParams(temperature=0.0, max_tokens=10, output_kind=kind, **options)
+
+
+class Reader:
+    """A client that reads one output at a time, each in a task of its own."""
+
+    def __init__(self, job: Job, *engines: Engine) -> None:
+        self._stream = travel(job, Engines(*engines))  # type: ignore[arg-type]
+        self._next = asyncio.create_task(self._read())
+        self.text, self.finished = "", False
+
+    async def _read(self) -> RequestOutput | None:
+        return await anext(self._stream, None)
+
+    async def reaches(self, engine: Engine) -> None:
+        """Read until the request's leg is at ``engine``."""
+        while not engine.legs:
+            if self._next.done():
+                await self.read()
+            await asyncio.sleep(0)
+
+    async def read(self) -> None:
+        output = await asyncio.wait_for(self._next, 30.0)
+        assert output is not None
+        self.text += output.outputs[0].text
+        self.finished = output.finished
+        self._next = asyncio.create_task(self._read())
+
+
+@pytest.mark.parametrize("options", [{}, {"stop": ["never seen"]}, {"stream_interval": 3}])
+async def test_a_stream_that_goes_on_elsewhere_lacks_nothing(options: dict[str, Any]) -> None:
+    first, second = Engine("d0"), Engine("d1")
+    reader = Reader(job(streamed(**options)), first, second)
+    await reader.reaches(first)
+    first.compute(1)
+    await reader.read()
+    first.compute(4)
+    compat.mark_dead(first)  # type: ignore[arg-type]
+    first.compute(1)  # what comes late is nobody's
+    await reader.reaches(second)
+    second.compute(5)
+    while not reader.finished:
+        await reader.read()
+    assert reader.text == "".join(WORDS[1:11])
+    assert second.legs[0].prompt_token_ids == list(range(11))
+
+
+async def test_several_sequences_have_a_deadline_whoever_reads_them() -> None:
+    engine = Engine("d0")
+    several = job(SamplingParams(n=2, temperature=1.0), obstacle="sampling")
+    several.deadline = asyncio.get_running_loop().time() + 0.2
+    reader = Reader(several, engine)
+    await reader.read()
+    with pytest.raises(GracefulHTTPError, match="--request-timeout"):
+        await reader.read()
+    assert engine.generated == ["r"]
