@@ -85,6 +85,11 @@ class Plan(NamedTuple):
     epoch: int
     writes: bool
 
+    @property
+    def total_bytes(self) -> int:
+        """Of all runs."""
+        return self.num_bytes * int(self.local_offsets.size)
+
     def slices(self, slice_bytes: int = SLICE_BYTES) -> Iterator[Plan]:
         """At least one part, of at most ``slice_bytes``: between two of them a transfer stops."""
         if not self.num_bytes or not self.local_offsets.size:

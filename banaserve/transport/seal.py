@@ -87,9 +87,15 @@ def _code(fresh: hmac.HMAC, parts: Iterable[memoryview | bytes | bytearray]) -> 
 
 def _read(stream: ByteStream, num_bytes: int, deadline: float) -> bytes:
     answer = bytearray(num_bytes)
+    left = memoryview(answer)
     try:
-        stream.wait_readable(deadline)
-        stream.read_into(memoryview(answer), deadline)
+        # Not in one call, which goes on past the deadline as long as bytes keep coming: here they
+        # come from anybody.
+        while left:
+            stream.wait_readable(deadline)
+            taken = min(len(left), stream.num_buffered())
+            stream.read_into(left[:taken], deadline)
+            left = left[taken:]
     except PeerGoneError as error:
         raise PeerGoneError(f"the handshake was broken off: {error}") from None
     return bytes(answer)

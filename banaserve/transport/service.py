@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,8 @@ from banaserve.transport.errors import RefusedError
 MAX_PEERS = 64
 GREETING_S = 5.0
 _BACKLOG = 64
+_PAUSE_S = 0.05
+"""After a failed accept: where file descriptors have run out, the next one would fail at once."""
 MAX_SOCKET_PATH_BYTES = 107
 
 
@@ -59,6 +62,7 @@ class Service:
             except OSError:
                 if self._closed:
                     return
+                time.sleep(_PAUSE_S)
                 continue
             with self._lock:
                 if self._closed or len(self._peers) >= MAX_PEERS:

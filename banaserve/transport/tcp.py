@@ -18,7 +18,7 @@ from banaserve.transport.errors import (
     TransportError,
 )
 from banaserve.transport.interface import RegionDescriptor
-from banaserve.transport.local_region import LocalRegion
+from banaserve.transport.local_region import LocalRegion, reserve
 from banaserve.transport.memory import SLICE_BYTES, Memory, Plan
 from banaserve.transport.plans import check_offsets
 from banaserve.transport.remote import PlannedRegion
@@ -31,6 +31,9 @@ from banaserve.transport.tickets import PlanTicket
 NAME = "tcp"
 # Slices under way at once: the peer checks one while the next is sent.
 _WINDOW = 3
+# While the peer sends what one READ asks for, it takes in no further request: those that are ahead
+# must fit into the kernel's buffers, or both sides would wait for each other.
+_MAX_RUNS_AHEAD = 2048
 # Deadlines are the business of whoever waits for a ticket; the connection itself has none.
 _FOREVER_S = 1e6
 _NO_ID = bytes(16)
@@ -72,7 +75,7 @@ class _Responder:
         self._stream = stream
         self._seal = seal
         self._region = region
-        self._bytes = np.empty(SLICE_BYTES, np.uint8)
+        self._bytes = reserve(SLICE_BYTES).view()
 
     def run(self) -> None:
         seq = 1
@@ -126,7 +129,7 @@ class TcpRemote(PlannedRegion):
         self._seal = seal
         self._seq = 1
         self._broken = False
-        self._staging = np.empty(SLICE_BYTES, np.uint8)
+        self._staging = reserve(SLICE_BYTES).view()
         super().__init__(descriptor)
 
     def close(self) -> None:
@@ -146,7 +149,7 @@ class TcpRemote(PlannedRegion):
             for part in ticket.plan.slices():
                 try:
                     ticket.check()
-                    if len(under_way) == _WINDOW:
+                    if len(under_way) == _window(part):
                         self._take_answer(*under_way.popleft())
                 except PeerGoneError:
                     raise
@@ -203,3 +206,7 @@ class TcpRemote(PlannedRegion):
             if bulk.checksum(data) != answer.checksum:
                 raise PeerGoneError("bytes were damaged on their way from the peer")
             scatter(part.local, part.local_offsets, Memory.of(data), part.num_bytes)
+
+
+def _window(part: Plan) -> int:
+    return _WINDOW if part.writes or part.remote_offsets.size <= _MAX_RUNS_AHEAD else 1

@@ -15,6 +15,8 @@ from banaserve.transport.errors import (
 from banaserve.transport.memory import Plan
 
 CANCEL_WAIT_S = 1.0
+MAX_HELP_BYTES = 64 * 2**20
+"""A larger transfer is left to the thread: who waits for it has a deadline."""
 
 
 class PlanTicket:
@@ -82,9 +84,9 @@ class CopyThread:
             raises a TransportError where it fails.
         break_off: Makes a ``carry_out`` that waits for the peer return with PeerGoneError. Called
             from any thread, when a cancelled transfer has not stopped by itself.
-        waiters_help: Whoever waits for the ticket whose turn it is carries it out: that spares two
-            changes of threads, each of which waits for a core and the GIL. Only where
-            ``carry_out`` never waits for the peer.
+        waiters_help: Whoever waits for the ticket whose turn it is carries it out, where it is
+            small: that spares two changes of threads, each of which waits for a core and the GIL.
+            Only where ``carry_out`` never waits for the peer.
     """
 
     def __init__(
@@ -111,7 +113,8 @@ class CopyThread:
         Raises:
             PeerGoneError: The thread was closed.
         """
-        ticket = PlanTicket(plan, self._interrupt, self._help if self._waiters_help else None)
+        helps = self._waiters_help and plan.total_bytes <= MAX_HELP_BYTES
+        ticket = PlanTicket(plan, self._interrupt, self._help if helps else None)
         with self._changed:
             if self._closed:
                 raise PeerGoneError("the region is closed")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
 
 from banaserve.errors import ProtocolError, UserError
 from banaserve.transport import bulk_frames as bulk
-from banaserve.transport import registry
+from banaserve.transport import registry, seal, service
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
@@ -25,6 +28,7 @@ from banaserve.transport.options import TransportOptions
 from banaserve.transport.seal import Seal
 from banaserve.transport.shared_file import SharedFile
 from banaserve.transport.stream import SocketStream
+from waiting import eventually
 
 OPTIONS = TransportOptions(folder="unused", secret=bytes(16))
 NONE = np.empty(0, np.int64)
@@ -160,3 +164,62 @@ def test_a_request_that_is_not_the_peers_next_one_is_refused(sent, key, reason):
         bulk.read_request(theirs, Seal(keys[1], keys[0]), 2, 1e9)
     ours.close()
     theirs.close()
+
+
+@pytest.mark.parametrize("run_bytes", [64, 4096])
+def test_reads_of_many_small_runs_end_where_the_kernel_buffers_little(tmp_path, run_bytes):
+    options = TransportOptions(folder=str(tmp_path), secret=bytes(16))
+    owner, peer = (registry.create("tcp", options) for _ in range(2))
+    offered = owner.offer(4 * SLICE_BYTES, 1)
+    offered.memory.view()[:] = np.arange(4 * SLICE_BYTES, dtype=np.int64) % 251
+    opened = peer.open(offered.descriptor, 20.0)
+    for sock in (opened._stream._sock, *owner._service._peers):
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, buffer, 32 * 1024)
+    local = np.zeros(4 * SLICE_BYTES, np.uint8)
+    offsets = np.arange(0, local.size, run_bytes)
+    opened.submit_read(Memory.of(local), offsets, offsets, run_bytes, 1).wait(20.0)
+    assert np.array_equal(local, offered.memory.view())
+    peer.close()
+    owner.close()
+
+
+def test_a_stranger_that_sends_a_byte_at_a_time_is_not_listened_to_past_the_deadline():
+    ours, theirs = socket.socketpair()
+    done = threading.Event()
+
+    def dribble():
+        while not done.wait(0.02):
+            theirs.send(b"x")
+
+    sender = threading.Thread(target=dribble)
+    sender.start()
+    stream = SocketStream(ours)
+    with pytest.raises(TransferTimeoutError):
+        seal.welcome(stream, OPTIONS.secret, time.monotonic() + 0.1)
+    done.set()
+    sender.join()
+    stream.close()
+    theirs.close()
+
+
+def test_a_listener_without_file_descriptors_left_is_not_asked_again_at_once():
+    class Exhausted:
+        def __init__(self):
+            self.asked_s = []
+
+        def accept(self):
+            self.asked_s.append(time.monotonic())
+            raise OSError(errno.EMFILE, "too many open files")
+
+        def shutdown(self, how):
+            pass
+
+        def close(self):
+            pass
+
+    listener = Exhausted()
+    served = service.Service("exhausted", listener, lambda sock: None)
+    eventually(lambda: len(listener.asked_s) >= 3)
+    served.close()
+    assert all(later - earlier > 0.01 for earlier, later in itertools.pairwise(listener.asked_s))

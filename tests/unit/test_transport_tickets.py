@@ -8,9 +8,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from banaserve.transport.errors import PeerGoneError, TransferCancelledError
+from banaserve.transport.errors import (
+    PeerGoneError,
+    TransferCancelledError,
+    TransferTimeoutError,
+)
 from banaserve.transport.memory import Memory, Plan
-from banaserve.transport.tickets import CopyThread, PlanTicket
+from banaserve.transport.tickets import MAX_HELP_BYTES, CopyThread, PlanTicket
 
 WAIT_S = 20.0
 NOTHING = np.empty(0, np.int64)
@@ -72,6 +76,20 @@ def test_a_transfer_that_somebody_helps_with_can_be_cancelled_and_closed() -> No
     copies.thread.close()
     with pytest.raises(PeerGoneError):
         copies.thread.submit(plan(2))
+
+
+def test_a_large_transfer_does_not_keep_who_waits_for_it_past_the_deadline() -> None:
+    copies = Copies(True)
+    offsets = np.zeros(2, np.int64)
+    large = Plan(Memory(0, 0), offsets, offsets, MAX_HELP_BYTES // 2 + 1, 0, True)
+    with copies.thread._changed:  # so that the thread cannot take it first
+        ticket = copies.thread.submit(large)
+        with pytest.raises(TransferTimeoutError):
+            ticket.wait(0.01)
+    copies.go_on.set()
+    ticket.wait(WAIT_S)
+    assert copies.done == [(0, "copies")]
+    copies.thread.close()
 
 
 def test_a_helper_that_is_interrupted_leaves_nobody_waiting() -> None:
