@@ -185,6 +185,12 @@ def options_from_file(path: Path) -> list[str]:
 
 
 def _check(config: ServeConfig) -> None:
+    _check_numbers(config)
+    _check_parts(config)
+    _check_door(config)
+
+
+def _check_numbers(config: ServeConfig) -> None:
     positive = {
         "--max-concurrent-requests": config.max_concurrent_requests,
         "--request-timeout": config.request_timeout_s,
@@ -210,6 +216,14 @@ def _check(config: ServeConfig) -> None:
         raise UserError("--migration-kv-growth is at least 1 and --migration-stall above 0")
     if not 0 < config.dilate <= _MAX_DILATION:
         raise UserError(f"--dilate {config.dilate:g}: above 0 and at most {_MAX_DILATION:g}")
+    if not 0.0 < config.kv_store_tenant_quota <= 1.0:
+        raise UserError(
+            f"--kv-store-tenant-quota {config.kv_store_tenant_quota:g}: a share of the memory, "
+            "more than 0 and at most 1"
+        )
+
+
+def _check_parts(config: ServeConfig) -> None:
     if config.dilate != 1 and not config.pace:
         raise UserError("--dilate stretches modelled time: give --pace PROFILE too")
     orchestrator = config.orchestrator
@@ -220,25 +234,23 @@ def _check(config: ServeConfig) -> None:
             f"--orchestrator {orchestrator.mode} needs the store, with which steps are measured: "
             "leave out --no-kv-store, or give --orchestrator off"
         )
+    if config.engine_start not in ("auto", "fork", "spawn"):
+        raise UserError(f"--engine-start {config.engine_start}: one of auto, fork, spawn")
+    if not config.kv_store and not config.colocated:
+        raise UserError("--no-kv-store needs --colocated N: the store is how KV is handed over")
+    if config.devices and len(config.devices) != config.num_instances:
+        raise UserError(
+            f"--devices names {len(config.devices)} sets for {config.num_instances} instances"
+        )
+
+
+def _check_door(config: ServeConfig) -> None:
     if config.admin_key and config.admin_key in config.api_keys:
         raise UserError("--admin-key is one of the --api-keys: give it a key of its own")
     if not all(config.api_keys):
         raise UserError("--api-key is empty: give a key, or leave the option out")
     if not 0 < config.port < 65536:
         raise UserError(f"--port {config.port}: must be between 1 and 65535")
-    if config.engine_start not in ("auto", "fork", "spawn"):
-        raise UserError(f"--engine-start {config.engine_start}: one of auto, fork, spawn")
-    if not config.kv_store and not config.colocated:
-        raise UserError("--no-kv-store needs --colocated N: the store is how KV is handed over")
-    if not 0.0 < config.kv_store_tenant_quota <= 1.0:
-        raise UserError(
-            f"--kv-store-tenant-quota {config.kv_store_tenant_quota:g}: a share of the memory, "
-            "more than 0 and at most 1"
-        )
-    if config.devices and len(config.devices) != config.num_instances:
-        raise UserError(
-            f"--devices names {len(config.devices)} sets for {config.num_instances} instances"
-        )
     if not is_loopback(config.host) and not config.api_keys:
         raise UserError(
             f"--host {config.host} lets other machines in: set --api-key KEY (or "

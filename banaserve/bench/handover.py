@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -199,6 +199,16 @@ def _counts(server: Server) -> dict[str, float]:
     }
 
 
+_NOTES = (
+    "cpu_ratio and ttft_ratio compare the same prompts on both servers, run by run",
+    "both servers run at once; the idle one waits. One OMP thread an engine",
+    "alone: one request at a time, so nothing but the hand-over differs; together: requests "
+    "overlap, and an engine that does not wait for others' prompts runs more and smaller decode "
+    "steps",
+    "float32, greedy; equal_answers_fraction compares the tokens of both servers",
+)
+
+
 def _result(
     options: Options,
     started_at: datetime,
@@ -209,24 +219,16 @@ def _result(
     pairs = [(a, b) for p, q in runs for a, b in zip(p.token_ids, q.token_ids, strict=True)]
     equal = sum(a == b for a, b in pairs) / len(pairs)
     cached = counts["decode_cached"] / (counts["decode_cached"] + counts["decode_computed"])
+
+    def ratios(of: Callable[[Run], float]) -> list[float]:
+        return paired_ratios([of(run) for run in apart], [of(run) for run in plain])
+
     figures = {
-        "cpu_ratio": (paired_ratios([r.cpu_s for r in apart], [r.cpu_s for r in plain]), "ratio"),
-        "cpu_ratio_alone": (
-            paired_ratios([r.cpu_alone_s for r in apart], [r.cpu_alone_s for r in plain]),
-            "ratio",
-        ),
-        "cpu_ratio_together": (
-            paired_ratios([r.cpu_together_s for r in apart], [r.cpu_together_s for r in plain]),
-            "ratio",
-        ),
-        "steps_ratio_together": (
-            paired_ratios([r.steps_together for r in apart], [r.steps_together for r in plain]),
-            "ratio",
-        ),
-        "ttft_ratio": (
-            paired_ratios([r.ttft_s for r in apart], [r.ttft_s for r in plain]),
-            "ratio",
-        ),
+        "cpu_ratio": (ratios(lambda run: run.cpu_s), "ratio"),
+        "cpu_ratio_alone": (ratios(lambda run: run.cpu_alone_s), "ratio"),
+        "cpu_ratio_together": (ratios(lambda run: run.cpu_together_s), "ratio"),
+        "steps_ratio_together": (ratios(lambda run: run.steps_together), "ratio"),
+        "ttft_ratio": (ratios(lambda run: run.ttft_s), "ratio"),
         "cpu_per_request": ([r.cpu_s for r in apart], "s"),
         "cpu_per_request_vllm": ([r.cpu_s for r in plain], "s"),
         "ttft": ([r.ttft_s for r in apart], "s"),
@@ -241,16 +243,9 @@ def _result(
     return result.result(
         "handover",
         seed=options.seed,
-        options={**{n: str(getattr(options, n)) for n in Options.__slots__}},
+        options={name: str(getattr(options, name)) for name in Options.__slots__},
         started_at=started_at,
         figures={name: result.figure(*values) for name, values in figures.items()},
-        notes=[
-            "cpu_ratio and ttft_ratio compare the same prompts on both servers, run by run",
-            "both servers run at once; the idle one waits. One OMP thread an engine",
-            "alone: one request at a time, so nothing but the hand-over differs; together: "
-            "requests overlap, and an engine that does not wait for others' prompts runs more "
-            "and smaller decode steps",
-            "float32, greedy; equal_answers_fraction compares the tokens of both servers",
-        ],
+        notes=_NOTES,
         raw={"counts": counts},
     )

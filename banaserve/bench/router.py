@@ -13,37 +13,16 @@ from banaserve.bench.servers import end_on_sigterm
 
 def main(argv: Sequence[str]) -> int:
     """Run it and write the result; the exit code."""
-    parser = argparse.ArgumentParser(prog="banaserve bench router", description=__doc__)
-    add = parser.add_argument
-    add("--json", type=Path)
-    add("--runs", type=int, default=5)
-    add("--requests", type=int, default=4000)
-    add("--streams", type=int, default=256)
-    add("--rate", type=float, default=200.0, help="requests/s where latency is compared")
-    add("--policy", default="cache_aware", help="of banaserve route")
-    add("--peers", type=Path, metavar="FOLDER", help="install the other routers there and compare")
-    add("--insertions", type=int, default=10_000_000, help="into the bounded prefix tree")
-    add("--only", choices=("decisions", "proxy"), help="one part of the two")
-    add("--seed", type=int, default=0)
-    given = parser.parse_args(list(argv))
+    given = _parse(argv)
     end_on_sigterm()
     started_at = datetime.now(UTC)
-    options = router_proxy.ProxyOptions(
-        given.runs,
-        given.requests,
-        given.streams,
-        given.rate,
-        given.policy,
-        given.peers,
-        given.seed,
-    )
     figures: dict[str, result.Figure] = {}
     notes: list[str] = []
     raw: dict[str, object] = {}
     if given.only != "proxy":
         figures, notes, raw = router_decisions.figures(given.runs, given.seed, given.insertions)
     if given.only != "decisions":
-        proxy_figures, proxy_notes = router_proxy.figures(options)
+        proxy_figures, proxy_notes = router_proxy.figures(_proxy_options(given))
         figures, notes = {**figures, **proxy_figures}, [*notes, *proxy_notes]
     asked = {
         key: value for key, value in vars(given).items() if key not in ("json", "seed", "peers")
@@ -59,3 +38,31 @@ def main(argv: Sequence[str]) -> int:
     )
     result.deliver(record, given.json)
     return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="banaserve bench router", description=__doc__)
+    add = parser.add_argument
+    add("--json", type=Path)
+    add("--runs", type=int, default=5)
+    add("--requests", type=int, default=4000)
+    add("--streams", type=int, default=256)
+    add("--rate", type=float, default=200.0, help="requests/s where latency is compared")
+    add("--policy", default="cache_aware", help="of banaserve route")
+    add("--peers", type=Path, metavar="FOLDER", help="install the other routers there and compare")
+    add("--insertions", type=int, default=10_000_000, help="into the bounded prefix tree")
+    add("--only", choices=("decisions", "proxy"), help="one part of the two")
+    add("--seed", type=int, default=0)
+    return parser.parse_args(list(argv))
+
+
+def _proxy_options(given: argparse.Namespace) -> router_proxy.ProxyOptions:
+    return router_proxy.ProxyOptions(
+        given.runs,
+        given.requests,
+        given.streams,
+        given.rate,
+        given.policy,
+        given.peers,
+        given.seed,
+    )
