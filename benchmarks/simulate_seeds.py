@@ -96,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", choices=PAPERS)
+    parser.add_argument("--cases", type=int, help="run so many that the file lacks, then end")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--report", type=Path, help="write the tables")
     given = parser.parse_args()
@@ -103,9 +104,13 @@ def main() -> None:
         parser.error("one seed tells nothing of the spread: give 2 or more")
     started_at, console = datetime.now(UTC), Console(width=200)
     figures, commits = _begun(given.json, given.seeds)
+    left = given.cases
     for paper in [given.only] if given.only else PAPERS:
         for case in PAPERS[paper]():
             if case.name not in commits:
+                if left == 0:
+                    return
+                left = left and left - 1
                 figures |= run(case, range(given.seeds))
                 record = result.result(
                     "simulate_seeds",
