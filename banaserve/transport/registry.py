@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from banaserve.errors import UserError
+from banaserve.names import check_known
 from banaserve.transport.interface import Transport
 from banaserve.transport.options import TransportOptions
 
@@ -34,10 +35,8 @@ def create(name: str, options: TransportOptions) -> Transport:
     Raises:
         UserError: There is none of this name, or what it needs is not installed.
     """
-    factory = _factories.get(name)
-    if factory is None:
-        raise UserError(f"unknown transport {name!r}: choose one of {', '.join(names())}")
-    return factory(options)
+    check_known("transport", name, _factories)
+    return _factories[name](options)
 
 
 def _shm(options: TransportOptions) -> Transport:
