@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import migration_clusters as known
+from banaserve.orchestrator.migration import weighing
 from banaserve.orchestrator.migration.interface import MigrationPlan, Reason
 from banaserve.orchestrator.migration.registry import make, names
 from banaserve.types import Attempt, Module, MoveModule, ReturnModule, Role, SwitchRole
@@ -295,3 +297,19 @@ def test_what_failed_a_moment_ago_is_looked_past(policy: str, least: int) -> Non
         assert Reason.FAILED in reasons(plan)
         tried += 1
     assert tried >= least
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_moves_that_are_not_weighed_would_not_have_been_taken(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws = random.Random(seed)
+    size = draws.choice((9, 16, 24))
+    views = [instance(f"{'pd'[n % 2]}{n}", draws.random(), draws.random()) for n in range(size)]
+    view = cluster(*views)
+    bounded = make("repaired").plan(view)
+    monkeypatch.setattr(weighing, "most_net_s", lambda host, options: float("inf"))
+    whole = make("repaired").plan(view)
+    assert (bounded.steps, bounded.gap, bounded.reason) == (whole.steps, whole.gap, whole.reason)
+    assert whole.steps
+    assert len(bounded.rejected) <= len(whole.rejected)

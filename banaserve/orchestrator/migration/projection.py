@@ -112,13 +112,18 @@ class Projected:
 
     def feel(self, influence: Influence, horizon_s: float) -> None:
         """Add what a step is predicted to change."""
-        self.model_blocks = None
-        self.compute = max(0.0, self.compute + influence.compute)
-        self.waiting = max(0.0, self.waiting + influence.waiting_s / horizon_s)
-        self.wanted_blocks = max(0.0, self.wanted_blocks + influence.memory * self.kv_blocks)
-        self.kv_blocks = max(1, self.kv_blocks + influence.kv_blocks)
-        self.guest_bytes = max(0, self.guest_bytes + influence.guest_bytes)
-        self.step_s = max(0.0, self.step_s + influence.step_s)
+        # No max(): a role switch is felt by all instances, which is most of a plan's time.
+        compute = self.compute + influence.compute
+        self.compute = compute if compute > 0 else 0.0
+        waiting = self.waiting + influence.waiting_s / horizon_s
+        self.waiting = waiting if waiting > 0 else 0.0
+        wanted = self.wanted_blocks + influence.memory * self.kv_blocks
+        self.wanted_blocks = wanted if wanted > 0 else 0.0
+        if influence.kv_blocks or influence.guest_bytes or influence.step_s:
+            self.model_blocks = None
+            self.kv_blocks = max(1, self.kv_blocks + influence.kv_blocks)
+            self.guest_bytes = max(0, self.guest_bytes + influence.guest_bytes)
+            self.step_s = max(0.0, self.step_s + influence.step_s)
 
 
 Projection = dict[InstanceId, Projected]

@@ -73,6 +73,7 @@ class _Search:
     steps: list[Step] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     returns: list[tuple[InstanceId, Module]] | None = None
+    leading_s: float = float("-inf")
 
     def run(self) -> str:
         """Takes steps until none is worth it; returns why there are no more."""
@@ -88,7 +89,7 @@ class _Search:
     def _best(self) -> Weighed | None:
         """The candidate that brings most after its cost; the first by name among equals."""
         weighed = []
-        left_s = self._left_s()
+        left_s, self.leading_s = self._left_s(), float("-inf")
         for candidate in self._candidates():
             if isinstance(candidate, Rejected):
                 self.rejected.append(candidate)
@@ -97,6 +98,7 @@ class _Search:
                 self.rejected.append(too_long)
             else:
                 weighed.append(candidate)
+                self.leading_s = max(self.leading_s, candidate.net_s)
         if not weighed:
             return None
         best = min(weighed, key=lambda candidate: (-candidate.net_s, candidate.words))
@@ -113,18 +115,27 @@ class _Search:
         return self.options.migration_budget_s - spent_s
 
     def _candidates(self) -> Iterator[Weighed | Rejected]:
+        # Moves last: they are many, and those that cannot lead any more are not weighed.
         if self.is_active:
-            yield from self._moves()
             yield from self._switches()
         yield from self._returns()
+        if self.is_active:
+            yield from self._moves()
 
     def _moves(self) -> Iterator[Weighed | Rejected]:
         """For each resource, from the fullest host that can give anything worth it."""
-        for seek in (seeking.memory_pairs, seeking.compute_pairs):
+        seeks = [seeking.memory_pairs]
+        if self.options.overlap_fraction > 0 or not self.steps:
+            seeks.append(seeking.compute_pairs)  # else it only says why there is none: once a plan
+        for seek in seeks:
             helped: InstanceId | None = None
             for pair in seek(self.projection, self.cluster.now_s, self.options, self.rejected):
                 if helped not in (None, pair.host.id):
                     break
+                if weighing.most_net_s(pair.host, self.options) < self.leading_s:
+                    words = f"move modules from {pair.host.id} to {pair.guest.id}"
+                    yield Rejected(words, Reason.WORSE)
+                    continue
                 for heads in (False, True):
                     for weighed in self._sizes(pair, heads):
                         yield weighed
@@ -168,7 +179,8 @@ class _Search:
         )
 
     def _switch_refusal(self, instance: Projected, role: Role) -> Reason | None:
-        if Attempt("role", instance.id, role.value) in self.cluster.failed:
+        failed = self.cluster.failed
+        if failed and Attempt("role", instance.id, role.value) in failed:
             return Reason.FAILED
         return self._refusal(instance)
 

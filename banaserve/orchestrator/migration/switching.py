@@ -81,8 +81,14 @@ def switches(
         role: [p for p in projection.values() if p.role is role]
         for role in (Role.PREFILL, Role.DECODE)
     }
-    compute = {role: PowerSums.of(p.compute_load for p in by_role[role]) for role in by_role}
-    memory = {role: PowerSums.of(p.memory_load for p in by_role[role]) for role in by_role}
+    # Written out: properties of thousands of instances take most of the time otherwise.
+    compute = {
+        role: PowerSums.of([p.compute + p.waiting for p in by_role[role]]) for role in by_role
+    }
+    memory = {
+        role: PowerSums.of([p.wanted_blocks / p.kv_blocks for p in by_role[role]])
+        for role in by_role
+    }
     found = []
     for old, new in _SWITCHES:
         if len(by_role[old]) <= min_per_role or not by_role[new]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import NamedTuple
 
 from banaserve.orchestrator.migration import effects, slabs, switching
@@ -97,6 +98,18 @@ def weigh_move(
         return Rejected(words, Reason.NO_BLOCK_FREED)
     action = MoveModule(host.id, guest.id, module, effect.moved_bytes)
     return _weigh_module(words, action, host, guest, effect, options)
+
+
+def most_net_s(host: Projected, options: RepairedOptions) -> float:
+    """Returns what no module of ``host`` can bring more than, after its cost.
+
+    A move relieves its host alone: at most of all that its memory is pressed by, where host and
+    guest take turns. Where they overlap nothing is said, since the fullest in memory need not be
+    the one that can be relieved most.
+    """
+    if options.overlap_fraction > 0:
+        return inf
+    return pressure(host.memory_load) * options.horizon_s - options.rho * options.link_sync_s
 
 
 def weigh_return(
