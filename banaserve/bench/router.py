@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+
+from msgspec import structs
 
 from banaserve.bench import result, router_decisions, router_proxy
 from banaserve.bench.servers import end_on_sigterm
@@ -36,8 +39,44 @@ def main(argv: Sequence[str]) -> int:
         notes=notes,
         raw=raw,
     )
+    if given.only and given.json is not None and given.json.exists():
+        record = joined(result.read(given.json), record)
     result.deliver(record, given.json)
     return 0
+
+
+def joined(before: result.Result, now: result.Result) -> result.Result:
+    """Returns ``now``, one part, with what ``before`` has of the other.
+
+    ``raw`` says of each part when, with which code and how it was measured; what stands in the
+    record itself holds of the part that was measured last.
+    """
+    parts = dict(before.raw.get("parts") or {_part(before.figures): _provenance(before)})
+    part = _part(now.figures)
+    parts[part] = _provenance(now)
+    others = [notes for name, one in parts.items() if name != part for notes in one["notes"]]
+    kept = {name: one for name, one in before.figures.items() if _part([name]) != part}
+    return structs.replace(
+        now,
+        figures={**now.figures, **kept},
+        notes=[*now.notes, *others],
+        raw={**before.raw, **now.raw, "parts": parts},
+    )
+
+
+def _part(names: Iterable[str]) -> str:
+    is_pure = all(name.startswith(("decisions_per_s", "tree_")) for name in names)
+    return "decisions" if is_pure else "proxy"
+
+
+def _provenance(record: result.Result) -> dict[str, Any]:
+    return {
+        "commit": record.commit,
+        "dirty": record.dirty,
+        "started_at": record.started_at.isoformat(),
+        "options": record.options,
+        "notes": record.notes,
+    }
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -51,7 +90,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--policy", default="cache_aware", help="of banaserve route")
     add("--peers", type=Path, metavar="FOLDER", help="install the other routers there and compare")
     add("--insertions", type=int, default=10_000_000, help="into the bounded prefix tree")
-    add("--only", choices=("decisions", "proxy"), help="one part of the two")
+    add(
+        "--only",
+        choices=("decisions", "proxy"),
+        help="one part of the two; what the file of --json has of the other stays",
+    )
     add("--seed", type=int, default=0)
     return parser.parse_args(list(argv))
 

@@ -163,8 +163,9 @@ def figures(
     runs: int, seed: int, num_insertions: int = 10_000_000
 ) -> tuple[dict[str, Figure], list[str], dict[str, object]]:
     """Returns the figures, notes and raw samples of the whole part."""
-    rates = decisions(POLICIES, REPLICAS, PROMPT_TOKENS, runs, seed, seconds=0.2)
+    # First: what the decisions leave behind would be taken again, and the tree seem smaller.
     memory, raw = tree_memory(num_insertions, seed)
+    rates = decisions(POLICIES, REPLICAS, PROMPT_TOKENS, runs, seed, seconds=0.2)
     notes = [
         f"decisions: choice, counters and record, and the end of a request, in CPU time of one "
         f"process; decisions_per_s is {POLICY} over {HEADLINE[0]} replicas and prompts of "
