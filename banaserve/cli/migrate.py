@@ -1,4 +1,4 @@
-"""``banaserve migrate``: move layers and heads between the instances of a running server."""
+"""``banaserve migrate``: move layers, heads and older blocks between running instances."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ import typer
 from banaserve.api.admin_client import AdminClient
 from banaserve.cli.admin_options import KeyOption, RunDirOption, UrlOption, admin_client
 from banaserve.cli.console import print_error
-from banaserve.engine.vllm.moves.words import Ask, Migration, MoveHeads, MoveLayers, Return
+from banaserve.engine.vllm.moves.words import (
+    Ask,
+    Migration,
+    MoveContext,
+    MoveHeads,
+    MoveLayers,
+    Return,
+)
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size
 
 app = typer.Typer(
     name="migrate",
-    help="Move layers and heads between the instances of a running server.",
+    help="Move layers, heads and older KV blocks between the instances of a running server.",
     add_completion=False,
     no_args_is_help=True,
 )
@@ -57,6 +64,21 @@ def heads(
 ) -> None:
     """Move KV heads of some layers, with their query heads: KV cache only."""
     ask = MoveHeads(source, target, _heads(layer, chosen))
+    _migrate(admin_client(run_dir, url, admin_key), ask, as_json)
+
+
+@app.command()
+def context(
+    source: FromOption,
+    target: ToOption,
+    span: Annotated[str, typer.Option("--layers", help="START:END, END not included.")],
+    run_dir: RunDirOption = None,
+    url: UrlOption = None,
+    admin_key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Move the KV blocks of some layers that are full by now; newer ones stay."""
+    ask = MoveContext(source, target, _span(span))
     _migrate(admin_client(run_dir, url, admin_key), ask, as_json)
 
 

@@ -91,6 +91,8 @@ def _at_home(instance: InstancePlacement) -> str:
 def _words(modules: dict[str, Any]) -> str:
     if modules["type"] == "layers":
         return f"layers {modules['start']}:{modules['end']}"
+    if modules["type"] == "context":
+        return f"older blocks of layers {modules['start']}:{modules['end']}"
     return "heads " + " ".join(
         f"{layer}/{','.join(map(str, heads))}" for layer, heads in modules["heads"]
     )

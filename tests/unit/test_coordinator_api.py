@@ -191,10 +191,16 @@ def test_migrate_and_placement(banaserve, capsys):
     heads = ("migrate", "heads", "--from", "d0", "--to", "p0", "--layer", "5:7", "--heads", "1,2")
     assert banaserve(*heads) == 0
     capsys.readouterr()
+    older = ("migrate", "context", "--from", "d0", "--to", "p0", "--layers", "22:24")
+    assert banaserve(*older) == 0
+    said = capsys.readouterr().out
+    assert "older blocks of layers 22:24 run beside p0 after" in said
+    assert "frees bytes, but no block of the pool" in said
     assert banaserve("placement") == 0
     shown = capsys.readouterr().out
     assert "layers 0:10 20:30" in shown
     assert "heads 5/1,2 6/1,2" in shown
+    assert "older blocks of layers 22:24" in shown
     assert "x0        decode  MLA cannot be moved" in shown
     assert banaserve("placement", "--json") == 0
     assert json.loads(capsys.readouterr().out)["migrations"][0]["state"] == "done"
@@ -210,6 +216,7 @@ def test_migrate_and_placement(banaserve, capsys):
         (("layers", "--from", "d0", "--to", "p0", "--layers", "x"), "START:END"),
         (("heads", "--from", "d0", "--to", "p0", "--layer", "5", "--heads", "a"), "commas"),
         (("heads", "--from", "d0", "--to", "p0", "--layer", "6:5", "--heads", "1"), "no layer"),
+        (("context", "--from", "d0", "--to", "p0", "--layers", "9:9"), "within 0:30"),
         (("return", "--from", "p1"), "nothing is away"),
         (("return", "--from", "d0", "--heads", "1"), "go together"),
         (("layers", "--from", "d0"), "see `banaserve migrate --help`"),

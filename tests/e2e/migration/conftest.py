@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -118,6 +121,22 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tiny-llama")
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Socket of a store of half a GiB."""
+    path = tmp_path_factory.mktemp("store") / "s"
+    readable, writable = os.pipe()
+    command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--socket", str(path)]
+    command += ["--size", str(512 << 20), "--ready-fd", str(writable), "--die-with-parent"]
+    process = subprocess.Popen(command, pass_fds=[writable])
+    os.close(writable)
+    with os.fdopen(readable) as pipe:
+        assert pipe.read() == "ready\n"
+    yield path
+    process.kill()
+    process.wait()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,21 +18,6 @@ NUM_TOKENS = 24
 LAYERS = {"type": "layers", "start": 10, "end": 20}
 HEADS = {"type": "heads", "heads": [[3, [1]], [5, [0, 2]], [21, [0, 1, 2]]]}
 DEADLINE_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = tmp_path_factory.mktemp("store") / "s"
-    readable, writable = os.pipe()
-    command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--socket", str(path)]
-    command += ["--size", str(512 << 20), "--ready-fd", str(writable), "--die-with-parent"]
-    process = subprocess.Popen(command, pass_fds=[writable])
-    os.close(writable)
-    with os.fdopen(readable) as pipe:
-        assert pipe.read() == "ready\n"
-    yield path
-    process.kill()
-    process.wait()
 
 
 @pytest.fixture(scope="module")

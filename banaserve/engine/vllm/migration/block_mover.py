@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -74,13 +75,23 @@ class BlockMover:
         for first in range(0, len(blocks), per_time):
             if stop():
                 break
-            part = blocks[first : first + per_time]
-            tickets = remote.copy_units(
-                part, local, starts, self._host.page_bytes, to_guest=to_guest
-            )
-            wait_all(tickets, len(part) * each_bytes)
-            num_bytes += len(part) * each_bytes
+            with self._still_there(blocks[first : first + per_time]) as part:
+                if not part:
+                    continue
+                tickets = remote.copy_units(
+                    part, local, starts, self._host.page_bytes, to_guest=to_guest
+                )
+                wait_all(tickets, len(part) * each_bytes)
+                num_bytes += len(part) * each_bytes
         return num_bytes
+
+    def _still_there(
+        self, blocks: Sequence[int]
+    ) -> contextlib.AbstractContextManager[Sequence[int]]:
+        """Blocks that the source has: an older block that is written meanwhile is at home."""
+        if self._source is None or self._unit.away is None:
+            return contextlib.nullcontext(blocks)
+        return self._unit.away.holding(blocks)
 
     def _host_memory(self) -> tuple[Memory, dict[str, int]]:
         """One memory over the unit's slabs, and where each begins in it.
@@ -98,6 +109,8 @@ class BlockMover:
         assert self._source is not None
         assert self._target is not None
         num_bytes = 0
+        with self._still_there(blocks) as found:
+            blocks = found  # what comes home meanwhile may be copied: nobody reads it
         per_time = max(1, _BOUNCE_BYTES // self._host.page_bytes)
         if self._bounce is None:
             self._bounce = reserve(per_time * self._host.page_bytes)

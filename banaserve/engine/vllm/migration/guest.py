@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 from banaserve.engine.vllm import compat_migration as compat
 from banaserve.engine.vllm.migration import messages
 from banaserve.engine.vllm.migration.giving_way import run_giving_way
-from banaserve.engine.vllm.migration.guest_units import HeadsUnit, LayersUnit
+from banaserve.engine.vllm.migration.guest_units import ContextUnit, HeadsUnit, LayersUnit
 from banaserve.engine.vllm.migration.parcel import Parcel, from_wire
 from banaserve.errors import MigrationError, ProtocolError
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 REPLY_TIMEOUT_S = 10.0
 _IDLE_S = 60.0
 
+Unit = LayersUnit | HeadsUnit | ContextUnit
 Answer = tuple[messages.Reply, Parcel]
 
 
@@ -50,7 +51,7 @@ class Guest:
         self._transport = transport
         self._token = token
         self._host: str | None = None
-        self._units: dict[str, LayersUnit | HeadsUnit] = {}
+        self._units: dict[str, Unit] = {}
         self._step: tuple[int, HeadsUnit.Step] | None = None
         self._busy_s = 0.0
         self._num_runs = 0
@@ -89,7 +90,9 @@ class Guest:
                 return self._run_layers(request, message)
             case messages.RunHeads():
                 return self._run_heads(request, message)
-            case messages.BuildLayers() | messages.BuildHeads():
+            case messages.RunContext():
+                return self._run_context(request, message)
+            case messages.BuildLayers() | messages.BuildHeads() | messages.BuildContext():
                 return self._build(request, message.epoch), Parcel()
             case messages.Activate():
                 self._unit(request.unit_id).activate(request.epoch)
@@ -107,9 +110,7 @@ class Guest:
         self._host = hello.host
         return messages.Ready(os.getpid()), Parcel()
 
-    def _build(
-        self, request: messages.BuildLayers | messages.BuildHeads, epoch: int
-    ) -> messages.Built:
+    def _build(self, request: messages.Build, epoch: int) -> messages.Built:
         if request.unit_id in self._units:
             raise MigrationError(f"{request.unit_id} is here already")
         if isinstance(request, messages.BuildLayers) and self._serves():
@@ -118,13 +119,13 @@ class Guest:
             )
         began_s = time.perf_counter()
         compat.adopt_kv_layout(self._config, request.kv.layout, request.kv.block_size_tokens)
-        kind: Any = LayersUnit if isinstance(request, messages.BuildLayers) else HeadsUnit
+        kind = _KINDS[type(request)]
 
-        def make() -> LayersUnit | HeadsUnit:
-            made: LayersUnit | HeadsUnit = kind(self._config, self._transport, request, epoch)
+        def make() -> Unit:
+            made: Unit = kind(self._config, self._transport, request, epoch)
             return made
 
-        # A guest that serves has its host wait for what it builds: heads, in milliseconds.
+        # A guest that serves has its host wait for what it builds: no weights, in milliseconds.
         unit = make() if self._serves() else run_giving_way(make)
         self._units[request.unit_id] = unit
         seconds = time.perf_counter() - began_s
@@ -162,7 +163,18 @@ class Guest:
         self._count(began_s)
         return messages.Outputs(False, (0,)), parcel
 
-    def _unit(self, unit_id: str, epoch: int | None = None) -> LayersUnit | HeadsUnit:
+    def _run_context(self, request: messages.RunContext, message: Message) -> Answer:
+        began_s = time.perf_counter()
+        unit = self._unit(request.unit_id, request.epoch)
+        if not isinstance(unit, ContextUnit):
+            raise ProtocolError(f"{request.unit_id} are no older blocks")
+        part = unit.run(request.name, request.step_id, request.step, message.tensors)
+        parcel = Parcel()
+        indices = parcel.put(part.output), parcel.put(part.lse)
+        self._count(began_s)
+        return messages.Outputs(True, indices), parcel
+
+    def _unit(self, unit_id: str, epoch: int | None = None) -> Unit:
         unit = self._units.get(unit_id)
         if unit is None:
             raise MigrationError(f"{unit_id} is not here (any more)")
@@ -186,6 +198,13 @@ class Guest:
             unit.close()
         self._channel.close()
         self._transport.close()
+
+
+_KINDS: dict[type[messages.Build], Any] = {
+    messages.BuildLayers: LayersUnit,
+    messages.BuildHeads: HeadsUnit,
+    messages.BuildContext: ContextUnit,
+}
 
 
 def _own_config(config: VllmConfig) -> VllmConfig:

@@ -12,11 +12,13 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from banaserve import linux
 from banaserve.engine.vllm.migration.head_attention import HeadAttention
-from banaserve.engine.vllm.migration.messages import BuildHeads, BuildLayers
-from banaserve.engine.vllm.migration.parcel import dtype_named, restore
+from banaserve.engine.vllm.migration.messages import Build, BuildContext, BuildHeads, BuildLayers
+from banaserve.engine.vllm.migration.older_blocks import OlderBlocks
+from banaserve.engine.vllm.migration.parcel import dtype_named, from_wire, restore
 from banaserve.engine.vllm.migration.stage import Stage
 from banaserve.engine.vllm.migration.step_fields import common_from
 from banaserve.errors import MigrationError
+from banaserve.kernels.interface import Part
 from banaserve.transport.interface import OfferedRegion, RegionDescriptor, Tensor, Transport
 from banaserve.transport.memory import PAGE_BYTES
 
@@ -41,7 +43,7 @@ class _Unit:
     def _offer(
         self,
         transport: Transport,
-        request: BuildLayers | BuildHeads,
+        request: Build,
         heads: Mapping[str, int],
         epoch: int,
     ) -> dict[str, torch.Tensor]:
@@ -171,4 +173,37 @@ class HeadsUnit(_Unit):
         for attention in self._attentions.values():
             attention.close()
         self._attentions.clear()
+        super().close()
+
+
+class ContextUnit(_Unit):
+    """Older blocks of some layers: KV that is read and never written by a step."""
+
+    def __init__(
+        self, config: VllmConfig, transport: Transport, request: BuildContext, epoch: int
+    ) -> None:
+        super().__init__()
+        heads = {part.name: part.num_kv_heads for part in request.slices}
+        kv_caches = self._offer(transport, request, heads, epoch)
+        first = HeadAttention(config, request.slices[0], request.unit_id, torch.device("cpu"))
+        first.bind(kv_caches[request.slices[0].name])
+        scales = {part.name: part.scale for part in request.slices}
+        self._older: OlderBlocks | None = OlderBlocks(first.pages(), kv_caches, scales)
+        first.close()
+
+    def run(
+        self,
+        name: str,
+        step_id: int,
+        step: Mapping[str, Any] | None,
+        tensors: Sequence[Tensor],
+    ) -> Part:
+        """Attention of one layer over older blocks; ``step`` as in ``RunContext``."""
+        assert self._older is not None
+        if step is not None:
+            self._older.describe(step_id, restore(step, tensors))
+        return self._older.run(name, step_id, from_wire(tensors[0]))
+
+    def close(self) -> None:
+        self._older = None
         super().close()

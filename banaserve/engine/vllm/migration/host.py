@@ -12,7 +12,6 @@ from banaserve.engine.vllm.migration.host_kv import HostKv, blocks_gained
 from banaserve.engine.vllm.migration.lost_steps import LostSteps
 from banaserve.engine.vllm.migration.messages import GetUsage, Usage
 from banaserve.engine.vllm.migration.modules import (
-    HeadSet,
     ModelShape,
     Modules,
     check_free,
@@ -86,11 +85,9 @@ class MigrationHost:
         away = {u.unit_id: u.modules for u in self.placement}
         moving = {m.unit.unit_id: m.unit.modules for m in self.moves if m.is_open}
         check_free(modules, away | moving)
-        if isinstance(modules, HeadSet):
-            for layer in modules.layers:
-                name = self._names[layer]
-                checks.check_heads(self._attentions[name], name)
-        return self._begin(move_id, Unit(move_id, modules, self._names), self._link(guest_id))
+        checks.check_modules(modules, self._attentions, self._names)
+        unit = self._builder.unit(move_id, modules, self._names)
+        return self._begin(move_id, unit, self._link(guest_id))
 
     def prepare_again(self, move_id: str, unit_id: str, guest_id: str | None) -> Move:
         """Begin to move a unit that is away on to another guest, or home.
@@ -141,6 +138,8 @@ class MigrationHost:
             self._failed(move, str(failed))
             raise MigrationError(f"move {move_id}: {failed}") from failed
         self.epoch += 1
+        if move.unit.away is not None and move.source is None:
+            move.unit.away.leave(self.watch.written.full())
         activated_s = time.perf_counter()
         self.placement.put(move.unit, move.new_residence)
         move.enter(Phase.COMMITTED)
@@ -178,7 +177,7 @@ class MigrationHost:
             if move.source is not None:
                 move.source.leave()
                 return
-            freed = [self.kv.free(name, move.unit.heads(name)) for name in move.unit.names]
+            freed = self._builder.free(move.unit)
             move.facts["predicted_bytes"] = sum(f.predicted_bytes for f in freed)
             move.facts["freed_bytes"] = sum(f.freed_bytes for f in freed)
 

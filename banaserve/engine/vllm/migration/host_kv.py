@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from banaserve.engine.vllm.migration.gpu_slab import GpuSlab
@@ -81,15 +83,18 @@ class HostKv:
             Run(first * self.head_bytes, count * self.head_bytes) for first, count in spans(heads)
         ]
 
-    def free(self, name: str, heads: Sequence[int] | None) -> Freed:
-        """Give the memory of a layer, or of some of its heads, back to the system."""
+    def free(
+        self, name: str, heads: Sequence[int] | None, blocks: Sequence[int] | None = None
+    ) -> Freed:
+        """Give the memory of a layer, or of some of its heads or blocks, back to the system."""
         slab = self._slabs[name]
         ranges = [
             (block * self.page_bytes + run.in_page, run.num_bytes)
-            for block in range(self.max_blocks)
+            for block in (range(self.max_blocks) if blocks is None else blocks)
             for run in self.runs(heads)
         ]
-        predicted = self.num_blocks * sum(run.num_bytes for run in self.runs(heads))
+        num_blocks = self.num_blocks if blocks is None else len(blocks)
+        predicted = num_blocks * sum(run.num_bytes for run in self.runs(heads))
         return Freed(predicted, slab.give_back(ranges))
 
     def poison(self, name: str, heads: Sequence[int] | None, blocks: Iterable[int]) -> None:
@@ -102,6 +107,10 @@ class HostKv:
         """Take the poison out again: attention multiplies what no token has written by zero."""
         for head in range(self.num_heads) if heads is None else heads:
             self.tensors[name][: self.num_blocks, head] = 0
+
+    def heal_blocks(self, name: str, blocks: npt.NDArray[np.int64]) -> None:
+        """The same for single blocks of a layer."""
+        self.tensors[name][torch.from_numpy(blocks)] = 0
 
     def populate(self, name: str, num_blocks: int) -> None:
         """Back the first blocks of a layer with memory before it comes home."""

@@ -23,6 +23,7 @@ def status_of(host: MigrationHost, memory: bool) -> dict[str, Any]:
                 "modules": write_modules(unit.modules),
                 "guest": unit.residence.link.guest_id,
                 "epoch": unit.residence.epoch,
+                "num_older_blocks": len(unit.away) if unit.away is not None else None,
             }
             for unit in host.placement
             if unit.residence is not None

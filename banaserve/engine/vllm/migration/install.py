@@ -114,6 +114,7 @@ def _join_store(runner: Any) -> None:
             host.kv,
             host.watch.written,
             host.placement.where_is,
+            host.placement.older_blocks,
             0,
             lambda lost: connector.abandon_step(),
         )

@@ -78,6 +78,19 @@ class BuildHeads(msgspec.Struct, frozen=True, tag=True):
     num_backed_blocks: int
 
 
+class BuildContext(msgspec.Struct, frozen=True, tag=True):
+    """Make room for older blocks of some layers, whose slices are all KV heads.
+
+    Attributes:
+        num_backed_blocks: As for layers; copies back what they need, so as a rule none.
+    """
+
+    unit_id: str
+    slices: tuple[AttentionSlice, ...]
+    kv: KvShape
+    num_backed_blocks: int = 0
+
+
 class Activate(msgspec.Struct, frozen=True, tag=True):
     """From here on the unit runs, for messages of this epoch only, and takes no copies of old."""
 
@@ -121,11 +134,30 @@ class RunHeads(msgspec.Struct, frozen=True, tag=True):
     step: dict[str, Any] | None
 
 
+class RunContext(msgspec.Struct, frozen=True, tag=True):
+    """One layer's step over older blocks; the first tensor is the query of those that ask.
+
+    Answered with output and log-sum-exp, float32.
+
+    Attributes:
+        step_id: Names the step; ``step`` is None where the unit has been told of it.
+        step: ``blocks``, and the fields of ``kernels.interface.Batch`` that matter without a mask.
+    """
+
+    unit_id: str
+    epoch: int
+    step_id: int
+    name: str
+    step: dict[str, Any] | None
+
+
 class GetUsage(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Request = Hello | BuildLayers | BuildHeads | Activate | Release | RunLayers | RunHeads | GetUsage
+Build = BuildLayers | BuildHeads | BuildContext
+Run = RunLayers | RunHeads | RunContext
+Request = Hello | Build | Activate | Release | Run | GetUsage
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

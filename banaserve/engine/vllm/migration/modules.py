@@ -1,4 +1,4 @@
-"""What can move: a range of layers, or KV heads of some layers. Which of them is where."""
+"""What can move: a range of layers, KV heads of some layers, or their context. What is where."""
 
 from __future__ import annotations
 
@@ -38,7 +38,21 @@ class HeadSet(msgspec.Struct, frozen=True, tag="heads"):
         return f"heads {' '.join(parts)}"
 
 
-Modules = LayerRange | HeadSet
+class Context(msgspec.Struct, frozen=True, tag="context"):
+    """Older KV blocks of layers ``start`` to ``end - 1``: those that are full when they move."""
+
+    start: int
+    end: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.start, self.end)
+
+    def __str__(self) -> str:
+        return f"older blocks of layers {self.start}:{self.end}"
+
+
+Modules = LayerRange | HeadSet | Context
 
 
 class ModelShape(msgspec.Struct, frozen=True):
@@ -62,6 +76,12 @@ def check_shape(modules: Modules, shape: ModelShape) -> None:
             )
         if modules.end - modules.start == shape.num_layers:
             raise MigrationError("every layer would leave: keep at least one on the host")
+        return
+    if isinstance(modules, Context):
+        if not 0 <= modules.start < modules.end <= shape.num_layers:
+            raise MigrationError(
+                f"{modules}: name a range START:END of layers within 0:{shape.num_layers}"
+            )
         return
     if not modules.heads:
         raise MigrationError("no heads are named")
@@ -123,7 +143,7 @@ def read_modules(given: dict[str, Any]) -> Modules:
     if given.get("type") == "heads":
         pairs = msgspec.convert(given.get("heads"), list[tuple[int, tuple[int, ...]]])
         return HeadSet({layer: tuple(sorted(heads)) for layer, heads in pairs})
-    return msgspec.convert(given, LayerRange)
+    return msgspec.convert(given, LayerRange | Context)
 
 
 def write_modules(modules: Modules) -> dict[str, Any]:
@@ -131,4 +151,5 @@ def write_modules(modules: Modules) -> dict[str, Any]:
     if isinstance(modules, HeadSet):
         heads = [[layer, list(modules.heads[layer])] for layer in modules.layers]
         return {"type": "heads", "heads": heads}
-    return {"type": "layers", "start": modules.start, "end": modules.end}
+    kind = "layers" if isinstance(modules, LayerRange) else "context"
+    return {"type": kind, "start": modules.start, "end": modules.end}

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 import banaserve._native as _native
 from banaserve.engine.vllm.copies import BlockCopier, Copy, EndedCopy
+from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
 from banaserve.engine.vllm.migration.host_kv import HostKv, Run
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv, wait_all
 from banaserve.engine.vllm.migration.written_blocks import WrittenBlocks
@@ -21,6 +22,8 @@ from banaserve.transport.memory import Memory
 
 WhereIs = Callable[[str], Sequence[tuple[Run, RemoteKv | None]]]
 """The runs of an attention's page, each with the guest that holds it; None: the host."""
+OlderBlocks = Callable[[str], tuple[AwayBlocks, RemoteKv] | None]
+"""Which blocks of an attention are in a guest, where the others are not."""
 
 
 class MovedCopier:
@@ -39,6 +42,7 @@ class MovedCopier:
         host: HostKv,
         written: WrittenBlocks,
         where_is: WhereIs,
+        older_blocks: OlderBlocks,
         part: int,
         on_lost: Callable[[GuestLostError], None],
     ) -> None:
@@ -47,6 +51,7 @@ class MovedCopier:
         self._host = host
         self._written = written
         self._where_is = where_is
+        self._older_blocks = older_blocks
         self._part = part
         self._on_lost = on_lost
         self.is_synchronous = inner.is_synchronous
@@ -58,7 +63,7 @@ class MovedCopier:
         self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
     ) -> Copy:
         # A fetched block is written as much as a computed one: a move has to copy it again.
-        self._written.mark(blocks)
+        self._written.mark_loaded(blocks)
         parts = self._where_is(self._names[layer])
         if all(kv is None for _, kv in parts):
             return self._inner.load(layer, view, blocks, slots, after)
@@ -68,9 +73,32 @@ class MovedCopier:
         self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
     ) -> Copy:
         parts = self._where_is(self._names[layer])
+        older = self._older_blocks(self._names[layer])
+        if older is not None and (away := older[0].among(np.asarray(blocks, np.int64))).any():
+            return self._save_both(layer, view, blocks, slots, away, older[1])
         if all(kv is None for _, kv in parts):
             return self._inner.save(layer, view, blocks, slots, after)
         return self._copy(layer, view, blocks, slots, parts, saves=True)
+
+    def _save_both(
+        self,
+        layer: int,
+        view: PoolView,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        away: npt.NDArray[np.bool_],
+        guest: RemoteKv,
+    ) -> EndedCopy:
+        """Blocks of a layer of which some are in a guest; none of them is written meanwhile."""
+        seconds = 0.0
+        page = Run(0, self._host.page_bytes)
+        for held_by, chosen in ((guest, away), (None, ~away)):
+            mine = np.asarray(blocks, np.int64)[chosen].tolist()
+            theirs = np.asarray(slots, np.int64)[chosen].tolist()
+            if mine:
+                parts = [(page, held_by)]
+                seconds += self._copy(layer, view, mine, theirs, parts, saves=True).seconds
+        return EndedCopy(seconds)
 
     def _copy(
         self,

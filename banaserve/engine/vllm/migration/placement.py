@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
+from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
+from banaserve.engine.vllm.migration.context_attention import ContextAttention, RemoteContext
 from banaserve.engine.vllm.migration.guest_link import GuestLink
 from banaserve.engine.vllm.migration.host_kv import HostKv, Run
 from banaserve.engine.vllm.migration.layer_proxy import RemoteRange
@@ -47,6 +49,7 @@ class Placement:
         self._units: dict[str, Unit] = {}
         self._ranges: dict[str, RemoteRange] = {}
         self._splits: dict[str, SplitAttention] = {}
+        self._contexts: dict[str, ContextAttention] = {}
         self._runs: dict[str, list[tuple[Run, RemoteKv | None]]] = {}
 
     def __iter__(self) -> Iterator[Unit]:
@@ -65,6 +68,8 @@ class Placement:
             self._units[unit.unit_id] = unit
         if isinstance(unit.modules, LayerRange):
             self._put_layers(unit, unit.modules, residence)
+        elif unit.away is not None:
+            self._put_context(unit, unit.away, residence)
         else:
             for name in unit.names:
                 self._arrange_heads(name)
@@ -88,6 +93,21 @@ class Placement:
         self._ranges[unit.unit_id] = span
         span.swap_out()
 
+    def _put_context(self, unit: Unit, away: AwayBlocks, residence: Residence | None) -> None:
+        self._watch.written.unfollow(away)
+        remote: RemoteContext | None = None
+        if residence is None:
+            away.leave(())
+        else:
+            self._watch.written.follow(away)
+            remote = residence.context_of(away, self._watch)
+        for name in unit.names:
+            if name not in self._contexts:
+                self._contexts[name] = ContextAttention(
+                    self._attentions[name], name, self._watch, self._on_lost
+                )
+            self._contexts[name].arrange(remote)
+
     def _arrange_heads(self, name: str) -> None:
         remote: dict[Sequence[int], RemoteHeads] = {}
         for unit in self:
@@ -103,20 +123,30 @@ class Placement:
     # ---- where a block lies
 
     def where_is(self, name: str) -> Sequence[tuple[Run, RemoteKv | None]]:
-        """The runs of an attention's page, each with the guest's KV; None: here."""
+        """The runs of an attention's page, each with the guest's KV; None: here.
+
+        What ``older_blocks`` says of single blocks comes before it.
+        """
         return self._runs.get(name) or [(Run(0, self._host.page_bytes), None)]
 
     def _find_runs(self, name: str) -> list[tuple[Run, RemoteKv | None]]:
         found: list[tuple[Run, RemoteKv | None]] = []
         away: set[int] = set()
         for unit in self:
-            if name not in unit.names or unit.residence is None:
+            if name not in unit.names or unit.residence is None or unit.away is not None:
                 continue
             heads = unit.heads(name)
             found += [(run, unit.residence.kv) for run in self._host.runs(heads)]
             away.update(range(self._host.num_heads) if heads is None else heads)
         here = [head for head in range(self._host.num_heads) if head not in away]
         return found + [(run, None) for run in self._host.runs(here)]
+
+    def older_blocks(self, name: str) -> tuple[AwayBlocks, RemoteKv] | None:
+        """Which blocks of an attention are in a guest, and where; None: of all alike."""
+        for unit in self:
+            if unit.away is not None and unit.residence is not None and name in unit.names:
+                return unit.away, unit.residence.kv
+        return None
 
     def away_pages(self) -> float:
         """Whole layers' KV that lies elsewhere."""

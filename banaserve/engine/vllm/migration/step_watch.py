@@ -32,7 +32,7 @@ class StepWatch:
         self._listen(builder)
 
     def _listen(self, builder: Any) -> None:
-        build = builder.build
+        build = self._build = builder.build
 
         def build_and_watch(
             common_prefix_len: int, common: CommonAttentionMetadata, *args: Any, **kwargs: Any
@@ -51,7 +51,8 @@ class StepWatch:
         slots = common.slot_mapping[: common.num_actual_tokens].cpu().numpy()
         # Padding is negative, and stays so.
         blocks = slots // self._block_size
-        self.written.mark(blocks[blocks >= 0])
+        is_last = slots % self._block_size == self._block_size - 1
+        self.written.mark(blocks[blocks >= 0], blocks[is_last & (blocks >= 0)])
 
     @property
     def num_tokens(self) -> int:
@@ -63,6 +64,18 @@ class StepWatch:
             assert self.common is not None
             self._fields = fields_of(self.common, self._block_size)
         return self._fields
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self._block_size
+
+    def metadata_of(self, part: CommonAttentionMetadata | None) -> Any:
+        """What the layers' own builder makes of a part of the batch, once a step."""
+        if id(part) not in self._local:
+            # The part is kept too, so that no other one of the step gets its id.
+            self._local[id(part)] = self._build(0, part), part
+        return self._local[id(part)][0]
 
     def metadata(self, builder: Any) -> Any:
         """What ``builder`` makes of the batch, once a step."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from banaserve.engine.vllm.migration import messages
+from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
 from banaserve.engine.vllm.migration.block_mover import BlockMover
 from banaserve.engine.vllm.migration.guest_link import GuestLink
-from banaserve.engine.vllm.migration.host_kv import HostKv
-from banaserve.engine.vllm.migration.modules import LayerRange
+from banaserve.engine.vllm.migration.host_kv import Freed, HostKv
+from banaserve.engine.vllm.migration.modules import Context, LayerRange, Modules
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv
 from banaserve.engine.vllm.migration.units import Residence, Unit
 from banaserve.engine.vllm.migration.written_blocks import WrittenBlocks
@@ -61,7 +65,11 @@ class UnitBuilder:
             )
         else:
             slices = tuple(self._slice(unit, name) for name in unit.names)
-            request = messages.BuildHeads(unit.unit_id, slices, self._kv_shape, self._kv.num_blocks)
+            request = (
+                messages.BuildContext(unit.unit_id, slices, self._kv_shape)
+                if unit.away is not None
+                else messages.BuildHeads(unit.unit_id, slices, self._kv_shape, self._kv.num_blocks)
+            )
         built = link.ask(request, messages.Built, BUILD_TIMEOUT_S, may_wait=True)
         return self._open(unit, link, built, written)
 
@@ -88,13 +96,14 @@ class UnitBuilder:
     def _slice(self, unit: Unit, name: str) -> messages.AttentionSlice:
         layer = self._attentions[name]
         impl = getattr(layer.impl, "inner", layer.impl)
-        heads = unit.heads(name) or ()
+        heads = unit.heads(name)
+        num_kv_heads = layer.num_kv_heads if heads is None else len(heads)
         group = layer.num_heads // layer.num_kv_heads
         window = impl.sliding_window
         return messages.AttentionSlice(
             name=name,
-            num_heads=len(heads) * group,
-            num_kv_heads=len(heads),
+            num_heads=num_kv_heads * group,
+            num_kv_heads=num_kv_heads,
             head_size=layer.head_size,
             scale=impl.scale,
             sliding_window=None if window is None or window < 0 else window,
@@ -111,7 +120,8 @@ class UnitBuilder:
         """Back a unit's KV at home with memory again, and let it be finite."""
         for name in unit.names:
             self._kv.populate(name, self._kv.num_blocks)
-        if self._poisons:
+        # Of older blocks whole pages come home, and beside them lie new ones.
+        if self._poisons and unit.away is None:
             self.heal(unit)
 
     def heal(self, unit: Unit) -> None:
@@ -121,5 +131,29 @@ class UnitBuilder:
 
     def poison(self, unit: Unit) -> None:
         """Overwrite a unit's KV at home with NaN, where that is asked for."""
+        blocks = range(self._kv.num_blocks) if unit.away is None else unit.away.ids()
         for name in unit.names if self._poisons else ():
-            self._kv.poison(name, unit.heads(name), range(self._kv.num_blocks))
+            self._kv.poison(name, unit.heads(name), blocks)
+
+    def free(self, unit: Unit) -> list[Freed]:
+        """Give the memory of a unit's KV at home back to the system."""
+        return [self._free(unit, name) for name in unit.names]
+
+    def _free(self, unit: Unit, name: str) -> Freed:
+        if unit.away is None:
+            return self._kv.free(name, unit.heads(name))
+        with unit.away.holding(unit.away.ids()) as blocks:
+            return self._kv.free(name, None, blocks)
+
+    def unit(self, unit_id: str, modules: Modules, names: Mapping[int, str]) -> Unit:
+        """Modules that are at home, as a unit; older blocks that are overwritten lose poison."""
+        if not isinstance(modules, Context):
+            return Unit(unit_id, modules, names)
+        chosen = [names[layer] for layer in modules.layers]
+
+        def heal(blocks: npt.NDArray[np.int64]) -> None:
+            for name in chosen:
+                self._kv.heal_blocks(name, blocks)
+
+        away = AwayBlocks(self._kv.max_blocks, heal if self._poisons else None)
+        return Unit(unit_id, modules, names, away)

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 
 from banaserve.engine.vllm.migration import messages
+from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
+from banaserve.engine.vllm.migration.context_plan import ContextPlan, split_context
 from banaserve.engine.vllm.migration.guest_link import GuestLink
-from banaserve.engine.vllm.migration.modules import HeadSet, LayerRange, Modules
+from banaserve.engine.vllm.migration.modules import Context, HeadSet, LayerRange, Modules
 from banaserve.engine.vllm.migration.parcel import Parcel
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv
 from banaserve.engine.vllm.migration.step_watch import StepWatch
 from banaserve.errors import GuestLostError, MigrationError
+from banaserve.kernels.interface import Part
 
 
 class Residence:
@@ -76,6 +79,10 @@ class Residence:
         """The unit's heads of one layer, as split attention wants them."""
         return HeadsHere(self, name, watch)
 
+    def context_of(self, away: AwayBlocks, watch: StepWatch) -> ContextThere:
+        """The unit's older blocks, as attention over a split sequence wants them."""
+        return ContextThere(self, away, watch)
+
 
 class HeadsHere:
     """Some heads of one layer in one guest."""
@@ -113,25 +120,91 @@ class HeadsHere:
         return self.link.check_shape(outputs[0] if outputs else None, query)
 
 
+class ContextThere:
+    """Older blocks of some layers in one guest, step by step."""
+
+    def __init__(self, residence: Residence, away: AwayBlocks, watch: StepWatch) -> None:
+        self._residence = residence
+        self._away = away
+        self._watch = watch
+        self._planned_step = self._described_step = 0
+        self._plan: ContextPlan | None = None
+
+    @property
+    def link(self) -> GuestLink:
+        return self._residence.link
+
+    def plan(self) -> ContextPlan | None:
+        """How the step under way is divided: once for all layers."""
+        watch = self._watch
+        if self._planned_step != watch.step_id:
+            assert watch.common is not None
+            self._plan = split_context(watch.common, watch.block_size, self._away)
+            self._planned_step = watch.step_id
+        return self._plan
+
+    def post(self, name: str, query: torch.Tensor) -> None:
+        """Send queries ``[num_tokens, num_heads, head_size]`` of one layer."""
+        residence, step_id = self._residence, self._watch.step_id
+        assert self._plan is not None
+        parcel = Parcel()
+        parcel.put(query)
+        step: dict[str, Any] | None = None
+        if self._described_step != step_id:
+            blocks, batch = self._plan.remote
+            fields = {
+                "blocks": blocks,
+                "block_table": batch.block_table,
+                "query_start": batch.query_start,
+                "num_tokens": batch.range_end,
+            }
+            step = parcel.put_all(fields)
+        self._described_step = step_id
+        request = messages.RunContext(
+            residence.unit_id, residence.working_epoch, step_id, name, step
+        )
+        self.link.post(request, parcel)
+
+    def collect(self, query: torch.Tensor) -> Part:
+        """Attention over the guest's blocks, float32."""
+        outputs = self.link.collect(self._watch.num_tokens)
+        if len(outputs) != 2:
+            raise self.link.give_up("a step over older blocks was answered without log-sum-exp")
+        output, lse = outputs
+        wanted = query.float()
+        return Part(
+            self.link.check_shape(output, wanted), self.link.check_shape(lse, wanted[..., 0])
+        )
+
+
 class Unit:
-    """A range of layers, or a set of heads, with one place at a time.
+    """A range of layers, a set of heads or older blocks, with one place at a time.
 
     Attributes:
         unit_id: Named by the coordinator through the move that took it away first.
         modules: What it is.
         names: Of its attentions, in layer order.
         residence: Where it runs; None at home.
+        away: Of older blocks: which of them are in the guest.
     """
 
-    def __init__(self, unit_id: str, modules: Modules, names: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        unit_id: str,
+        modules: Modules,
+        names: Mapping[int, str],
+        away: AwayBlocks | None = None,
+    ) -> None:
+        assert (away is not None) is isinstance(modules, Context)
         self.unit_id = unit_id
+        self.away = away
         self.modules = modules
         self.names = [names[layer] for layer in modules.layers]
         self.residence: Residence | None = None
 
     def heads(self, name: str) -> tuple[int, ...] | None:
         """Which KV heads of an attention belong to it, ascending; None: all, with the layer."""
-        if isinstance(self.modules, LayerRange):
+        if not isinstance(self.modules, HeadSet):
             return None
         layer = self.modules.layers[self.names.index(name)]
         return tuple(sorted(self.modules.heads[layer]))
@@ -141,7 +214,9 @@ class Unit:
         return isinstance(self.modules, LayerRange)
 
     def num_pages(self, num_kv_heads: int) -> float:
-        """How many whole layers' KV it amounts to."""
+        """How many whole layers' KV it amounts to; older blocks are not whole."""
+        if self.away is not None:
+            return 0.0
         if isinstance(self.modules, HeadSet):
             heads = itertools.chain.from_iterable(self.modules.heads.values())
             return sum(1 for _ in heads) / num_kv_heads

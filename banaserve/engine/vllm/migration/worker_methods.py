@@ -12,7 +12,8 @@ one line that says why nothing was done.
         Ends the connection, and so the guest. Refused while a unit runs there or moves there.
     banaserve_migration_prepare(move_id, modules, guest_id)
         modules: ``{"type": "layers", "start": 10, "end": 20}`` or
-        ``{"type": "heads", "heads": [[5, [1, 2]], [12, [0]]]}``, all of them at home. The unit is
+        ``{"type": "heads", "heads": [[5, [1, 2]], [12, [0]]]}`` or
+        ``{"type": "context", "start": 5, "end": 10}``, all of them at home. The unit is
         called ``move_id`` from here on. A guest that serves cannot load layers: start another.
     banaserve_migration_move_on(move_id, unit_id, guest_id)
         Begins to move a unit that is away to another guest; ``guest_id`` None: back home. Home: if
@@ -30,7 +31,8 @@ one line that says why nothing was done.
         Any time before commit.
     banaserve_migration_status(memory)
         ``can_migrate`` (empty or the reason why not), ``epoch``, ``guests``, ``moves``, ``units``
-        (away: ``unit_id``, ``modules``, ``guest``, ``epoch``), ``guests_lost``, ``steps_lost``,
+        (away: ``unit_id``, ``modules``, ``guest``, ``epoch``, ``num_older_blocks`` of a context),
+        ``guests_lost``, ``steps_lost``,
         ``kv``: ``num_blocks`` of the start, ``max_blocks``, ``blocks_gained`` (by how much the
         pool may be larger than at the start), ``page_bytes``, ``num_layers``, ``resident_bytes``,
         ``written_blocks``. Notices dead guests. ``resident_bytes`` is counted only with

@@ -1,4 +1,4 @@
-"""Which KV blocks have been written, and which of them since a copy was taken."""
+"""Which KV blocks have been written, which are full, and which were since a copy was taken."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+
+from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
 
 BlockIds = Sequence[int] | npt.NDArray[np.int64]
 _Marks = npt.NDArray[np.bool_]
@@ -28,29 +30,59 @@ class WrittenBlocks:
     def __init__(self, num_blocks: int) -> None:
         self._lock = threading.Lock()
         self._all: _Marks = np.zeros(num_blocks, np.bool_)
+        self._full: _Marks = np.zeros(num_blocks, np.bool_)
         self._in_step: list[BlockIds] = []
+        self._filled_in_step: list[BlockIds] = []
+        self._loaded: list[BlockIds] = []
         self._watches: list[Watch] = []
+        self._away: list[AwayBlocks] = []
 
-    def mark(self, blocks: BlockIds) -> None:
-        """Blocks that the step under way writes to; repeated ids do no harm."""
+    def mark(self, blocks: BlockIds, filled: BlockIds = ()) -> None:
+        """Blocks that the step under way writes to; repeated ids do no harm.
+
+        Args:
+            filled: Those of them whose last slot is written.
+        """
         with self._lock:
             self._in_step.append(blocks)
+            self._filled_in_step.append(filled)
+            self._come_home(blocks)
+
+    def mark_loaded(self, blocks: BlockIds) -> None:
+        """Blocks that are fetched as a whole; one that is not gets tokens in the same step."""
+        with self._lock:
+            self._loaded.append(blocks)
+            self._come_home(blocks)
+
+    def _come_home(self, blocks: BlockIds) -> None:
+        for away in self._away:
+            away.come_home(blocks)
 
     def step_ended(self) -> None:
         """All writes marked so far are done."""
         with self._lock:
-            for blocks in self._in_step:
-                if len(blocks):
-                    self._all[blocks] = True
-                    for watch in self._watches:
-                        watch.pending[blocks] = True
-            self._in_step.clear()
+            for marked, is_full in (
+                (self._loaded, True),
+                (self._in_step, False),
+                (self._filled_in_step, True),
+            ):
+                for blocks in marked:
+                    self._count(blocks, is_full)
+                marked.clear()
+
+    def _count(self, blocks: BlockIds, is_full: bool) -> None:
+        if len(blocks):
+            self._all[blocks] = True
+            self._full[blocks] = is_full
+            for watch in self._watches:
+                watch.pending[blocks] = True
 
     def forget(self) -> None:
         """No block holds anything that is worth copying any more."""
         with self._lock:
-            self._all[:] = False
-            self._in_step.clear()
+            self._all[:] = self._full[:] = False
+            for marked in (self._loaded, self._in_step, self._filled_in_step):
+                marked.clear()
             for watch in self._watches:
                 watch.pending[:] = False
 
@@ -88,11 +120,27 @@ class WrittenBlocks:
         """All that have been written, those of the step under way included; ascending."""
         with self._lock:
             found = self._all.copy()
-            for blocks in self._in_step:
+            for blocks in (*self._loaded, *self._in_step):
                 if len(blocks):
                     found[blocks] = True
         written: list[int] = np.flatnonzero(found).tolist()
         return written
+
+    def full(self) -> list[int]:
+        """Blocks whose last slot has been written since their first; no token is added to them."""
+        with self._lock:
+            full: list[int] = np.flatnonzero(self._full).tolist()
+        return full
+
+    def follow(self, away: AwayBlocks) -> None:
+        """Bring blocks of ``away`` home as they are written, before they are."""
+        with self._lock:
+            self._away.append(away)
+
+    def unfollow(self, away: AwayBlocks) -> None:
+        with self._lock:
+            if away in self._away:
+                self._away.remove(away)
 
     def __len__(self) -> int:
         return len(self.ids())

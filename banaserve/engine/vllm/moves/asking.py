@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from banaserve.engine.vllm.migration.modules import HeadSet, Modules, overlap
+from banaserve.engine.vllm.migration.modules import Context, HeadSet, Modules, overlap
 from banaserve.engine.vllm.moves.coordinator import Coordinator
 from banaserve.engine.vllm.moves.words import Ask, Heads, Migration, MoveHeads, MoveLayers, Return
 from banaserve.types import InstanceId, Module, MoveModule, ReturnModule, Step
@@ -23,7 +23,12 @@ def ask_of(action: MoveModule | ReturnModule) -> Ask:
 
 
 def modules_of(modules: Modules) -> list[Module]:
-    """Returns ``modules`` as policies know them: neighbouring layers with equal heads together."""
+    """Returns ``modules`` as policies know them: neighbouring layers with equal heads together.
+
+    Of older blocks they know nothing: nobody but a person moves them.
+    """
+    if isinstance(modules, Context):
+        return []
     if not isinstance(modules, HeadSet):
         return [Module(modules.start, modules.end)]
     found: list[Module] = []

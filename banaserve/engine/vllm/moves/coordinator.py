@@ -8,7 +8,7 @@ import itertools
 import logging
 from collections.abc import Mapping, Sequence
 
-from banaserve.engine.vllm.migration.modules import HeadSet, LayerRange, Modules
+from banaserve.engine.vllm.migration.modules import Context, HeadSet, LayerRange, Modules
 from banaserve.engine.vllm.moves import metrics
 from banaserve.engine.vllm.moves.course import AbortedError, Course
 from banaserve.engine.vllm.moves.guests import Guests
@@ -22,7 +22,7 @@ from banaserve.engine.vllm.moves.sizes import (
     kv_bytes,
     weight_bytes,
 )
-from banaserve.engine.vllm.moves.words import Ask, Migration, MoveStatus, Return
+from banaserve.engine.vllm.moves.words import Ask, Migration, MoveContext, MoveStatus, Return
 from banaserve.errors import BanaServeError, MigrationError
 from banaserve.names import check_known
 from banaserve.types import InstanceId
@@ -247,6 +247,8 @@ def _wanted(ask: Ask) -> Modules | None:
     layers, heads = getattr(ask, "layers", None), getattr(ask, "heads", None)
     if layers is not None and heads is not None:
         raise MigrationError("name layers or heads, not both")
+    if isinstance(ask, MoveContext):
+        return Context(*ask.layers)
     if layers is not None:
         return LayerRange(*layers)
     if heads is not None:
@@ -255,6 +257,8 @@ def _wanted(ask: Ask) -> Modules | None:
 
 
 def _kind(modules: Modules) -> str:
+    if isinstance(modules, Context):
+        return "context"
     return "layers" if isinstance(modules, LayerRange) else "heads"
 
 

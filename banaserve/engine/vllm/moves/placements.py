@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from banaserve.engine.vllm.migration.modules import write_modules
+from banaserve.engine.vllm.migration.modules import Modules, write_modules
 from banaserve.engine.vllm.moves.coordinator import Coordinator
 from banaserve.engine.vllm.moves.hosted import Hosted
 from banaserve.engine.vllm.moves.sizes import kv_bytes, weight_bytes
@@ -64,6 +64,12 @@ async def _of(coordinator: Coordinator, hosted: Hosted) -> InstancePlacement:
 def _units(coordinator: Coordinator, hosted: Hosted) -> list[UnitPlace]:
     assert hosted.status is not None
     facts, kv = coordinator.facts, hosted.kv
+
+    def bytes_of(modules: Modules, num_older_blocks: int | None) -> int:
+        if num_older_blocks is not None:
+            return num_older_blocks * len(modules.layers) * kv.page_bytes
+        return weight_bytes(modules, facts) + kv_bytes(modules, facts, kv)
+
     by_id = {unit["unit_id"]: unit for unit in hosted.status["units"]}
     return [
         UnitPlace(
@@ -72,7 +78,7 @@ def _units(coordinator: Coordinator, hosted: Hosted) -> list[UnitPlace]:
             unit.at,
             by_id[unit.unit_id]["guest"],
             by_id[unit.unit_id]["epoch"],
-            weight_bytes(unit.modules, facts) + kv_bytes(unit.modules, facts, kv),
+            bytes_of(unit.modules, by_id[unit.unit_id].get("num_older_blocks")),
         )
         for unit in hosted.units(coordinator.guests)
     ]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from banaserve.engine.vllm.migration.modules import (
+    Context,
     HeadSet,
     LayerRange,
     ModelShape,
@@ -112,7 +113,9 @@ def plan_return(
 
 
 def num_pages(modules: Modules, num_kv_heads: int) -> float:
-    """How many whole layers' KV modules amount to."""
+    """How many whole layers' KV modules take out of the pool; older blocks come and go."""
+    if isinstance(modules, Context):
+        return 0.0
     if isinstance(modules, LayerRange):
         return float(len(modules.layers))
     return sum(len(heads) for heads in modules.heads.values()) / num_kv_heads
@@ -146,9 +149,9 @@ def _covers(wanted: Modules, held: Modules) -> bool:
 
 def _cells(modules: Modules) -> set[tuple[int, int]]:
     """Layers, or heads of layers, one by one: comparable among modules of one kind."""
-    if isinstance(modules, LayerRange):
-        return {(layer, 0) for layer in modules.layers}
-    return {(layer, head) for layer, heads in modules.heads.items() for head in heads}
+    if isinstance(modules, HeadSet):
+        return {(layer, head) for layer, heads in modules.heads.items() for head in heads}
+    return {(layer, 0) for layer in modules.layers}
 
 
 def _modules(cells: set[tuple[int, int]], like: Modules) -> list[Modules]:
@@ -160,14 +163,10 @@ def _modules(cells: set[tuple[int, int]], like: Modules) -> list[Modules]:
         for layer, head in sorted(cells):
             heads[layer] = (*heads.get(layer, ()), head)
         return [HeadSet(heads)]
-    ranges: list[Modules] = []
-    first = last = None
+    ranges: list[tuple[int, int]] = []
     for layer, _ in sorted(cells):
-        if last is None or layer != last + 1:
-            if first is not None and last is not None:
-                ranges.append(LayerRange(first, last + 1))
-            first = layer
-        last = layer
-    assert first is not None
-    assert last is not None
-    return [*ranges, LayerRange(first, last + 1)]
+        if ranges and ranges[-1][1] == layer:
+            ranges[-1] = (ranges[-1][0], layer + 1)
+        else:
+            ranges.append((layer, layer + 1))
+    return [type(like)(start, end) for start, end in ranges]

@@ -13,7 +13,7 @@ import msgspec
 import psutil
 from vllm.config import VllmConfig
 
-from banaserve.engine.vllm.migration.modules import LayerRange, ModelShape, Modules
+from banaserve.engine.vllm.migration.modules import Context, LayerRange, ModelShape, Modules
 from banaserve.engine.vllm.moves.planner import num_pages
 from banaserve.errors import MigrationError
 from banaserve.kvstore.sizes import format_size
@@ -68,7 +68,9 @@ def weight_bytes(modules: Modules, facts: ModelFacts) -> int:
 
 
 def kv_bytes(modules: Modules, facts: ModelFacts, kv: KvFacts) -> int:
-    """KV of the pool that the host started with."""
+    """KV of the pool that the host started with; of older blocks the most that they can be."""
+    if isinstance(modules, Context):
+        return len(modules.layers) * kv.page_bytes * kv.num_blocks
     return round(num_pages(modules, facts.num_kv_heads) * kv.page_bytes) * kv.num_blocks
 
 

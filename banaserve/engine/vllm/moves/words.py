@@ -44,6 +44,24 @@ class MoveHeads(
     heads: Heads
 
 
+class MoveContext(
+    msgspec.Struct,
+    frozen=True,
+    tag="context",
+    tag_field="kind",
+    rename={"source": "from", "target": "to"},
+    forbid_unknown_fields=True,
+):
+    """Attend over the older KV blocks of layers ``layers[0]`` to ``layers[1] - 1`` elsewhere.
+
+    Older are blocks that are full when they move; those that fill later stay on ``source``.
+    """
+
+    source: str
+    target: str
+    layers: tuple[int, int]
+
+
 class Return(
     msgspec.Struct,
     frozen=True,
@@ -52,14 +70,14 @@ class Return(
     rename={"source": "from"},
     forbid_unknown_fields=True,
 ):
-    """Take home what ``source`` has away: these layers, these heads, or everything."""
+    """Take home what ``source`` has away: all of these layers, these heads, or everything."""
 
     source: str
     layers: tuple[int, int] | None = None
     heads: Heads | None = None
 
 
-Ask = MoveLayers | MoveHeads | Return
+Ask = MoveLayers | MoveHeads | MoveContext | Return
 
 OPEN_STATES = ("waiting", "running")
 
@@ -120,7 +138,7 @@ class UnitPlace(msgspec.Struct, frozen=True):
         modules: As ``modules.write_modules`` writes them.
         at: The instance beside which it runs.
         epoch: Of the host, when it was put to work there.
-        num_bytes: Weights and KV of the pool's size at the start.
+        num_bytes: Weights and KV of the pool's size at the start; of older blocks what is there.
     """
 
     unit_id: str

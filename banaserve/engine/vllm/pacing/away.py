@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from banaserve.costs import modules as costs
 from banaserve.costs.profile import Profile
-from banaserve.engine.vllm.migration.modules import HeadSet, Modules
+from banaserve.engine.vllm.migration.modules import Context, HeadSet, Modules
 from banaserve.engine.vllm.migration.modules import ModelShape as OwnShape
 from banaserve.types import Module
 
@@ -20,7 +20,11 @@ def modelled(profile: Profile, own: OwnShape, modules: Modules) -> list[Module]:
 
     Args:
         own: Of the model that really runs.
+
+    Older blocks count as nothing: what they take depends on who is served.
     """
+    if isinstance(modules, Context):
+        return []
     layers, heads = profile.shape.num_layers, profile.shape.num_kv_heads
 
     def layer(index: int) -> int:
