@@ -64,11 +64,16 @@ class Engine:
         self, prompt: Any, params: SamplingParams, request_id: str
     ) -> AsyncGenerator[Any, None]:
         self.generated.append(request_id)
-        yield SimpleNamespace(outputs=[SimpleNamespace(text="")], finished=False)
+        text = SimpleNamespace(text="")
+        yield SimpleNamespace(outputs=[text], finished=False, num_cached_tokens=0)
         await asyncio.Event().wait()
 
-    def compute(self, num_tokens: int) -> None:
-        """The next tokens of its last leg, one step each."""
+    async def _add_request(self, request: Any, *more: Any) -> None:
+        self.output_processor.add_request(request, *more)
+        await self.add_request_async(request)
+
+    def compute(self, num_tokens: int, num_cached: int = 0) -> None:
+        """The next tokens of its last leg, one step each; ``num_cached`` of its prompt it had."""
         leg = self.legs[-1]
         tokens, params = leg.prompt_token_ids, leg.sampling_params
         assert tokens is not None
@@ -79,6 +84,7 @@ class Engine:
             params.max_tokens -= 1
             finish = None if params.max_tokens else compat.FinishReason.LENGTH
             output = compat.EngineCoreOutput(leg.request_id, tokens[-1:], finish_reason=finish)
+            output.prefill_stats = compat.PrefillStats(num_cached_tokens=num_cached)
             self.output_processor.process_outputs([output], 0.0, IterationStats())
 
 
@@ -94,14 +100,16 @@ class _Flight:
 
 
 class Engines:
-    """Sends each leg to the next engine."""
+    """Sends each request to the next engine; two legs where ``prefill`` is given."""
 
-    def __init__(self, *engines: Engine) -> None:
+    def __init__(self, *engines: Engine, prefill: Engine | None = None) -> None:
         self._left = list(engines)
-        self._engines = {engine.id: engine for engine in engines}
+        self._prefill = prefill.id if prefill else None
+        known = [*engines, prefill] if prefill else engines
+        self._engines = {engine.id: engine for engine in known}
 
     async def route(self, *_: object) -> Route:
-        return Route(None, self._left.pop(0).id, "")  # type: ignore[arg-type]
+        return Route(self._prefill, self._left.pop(0).id, "")
 
     def instance(self, name: InstanceId) -> Engine:
         return self._engines[name]
@@ -135,8 +143,8 @@ def streamed(**options: Any) -> SamplingParams:
 class Reader:
     """A client that reads one output at a time, each in a task of its own."""
 
-    def __init__(self, job: Job, *engines: Engine) -> None:
-        self._stream = travel(job, Engines(*engines))  # type: ignore[arg-type]
+    def __init__(self, job: Job, engines: Engines) -> None:
+        self._stream = travel(job, engines)  # type: ignore[arg-type]
         self._next = asyncio.create_task(self._read())
         self.text, self.finished = "", False
 
@@ -154,6 +162,7 @@ class Reader:
         output = await asyncio.wait_for(self._next, 30.0)
         assert output is not None
         self.text += output.outputs[0].text
+        self.num_cached_tokens = output.num_cached_tokens
         self.finished = output.finished
         self._next = asyncio.create_task(self._read())
 
@@ -161,7 +170,7 @@ class Reader:
 @pytest.mark.parametrize("options", [{}, {"stop": ["never seen"]}, {"stream_interval": 3}])
 async def test_a_stream_that_goes_on_elsewhere_lacks_nothing(options: dict[str, Any]) -> None:
     first, second = Engine("d0"), Engine("d1")
-    reader = Reader(job(streamed(**options)), first, second)
+    reader = Reader(job(streamed(**options)), Engines(first, second))
     await reader.reaches(first)
     first.compute(1)
     await reader.read()
@@ -176,11 +185,25 @@ async def test_a_stream_that_goes_on_elsewhere_lacks_nothing(options: dict[str, 
     assert second.legs[0].prompt_token_ids == list(range(11))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+async def test_cached_tokens_are_those_of_the_prefill_leg(temperature: float) -> None:
+    prefill, decode = Engine("p0"), Engine("d0")
+    params = streamed() if temperature == 0 else SamplingParams(temperature=0.5, max_tokens=10)
+    why = None if temperature == 0 else "sampling"
+    reader = Reader(job(params, obstacle=why), Engines(decode, prefill=prefill))
+    await reader.reaches(prefill)
+    prefill.compute(1, num_cached=7)
+    await reader.reaches(decode)
+    decode.compute(1, num_cached=9)
+    await reader.read()
+    assert reader.num_cached_tokens == 7
+
+
 async def test_several_sequences_have_a_deadline_whoever_reads_them() -> None:
     engine = Engine("d0")
     several = job(SamplingParams(n=2, temperature=1.0), obstacle="sampling")
     several.deadline = asyncio.get_running_loop().time() + 0.2
-    reader = Reader(several, engine)
+    reader = Reader(several, Engines(engine))
     await reader.read()
     with pytest.raises(GracefulHTTPError, match="--request-timeout"):
         await reader.read()

@@ -15,7 +15,7 @@ from banaserve.engine.vllm.cluster import RestartPolicy
 from banaserve.engine.vllm.cpu_seeds import RewindableGenerator
 from banaserve.engine.vllm.first_token import obstacle
 from banaserve.engine.vllm.handover import Handover
-from banaserve.engine.vllm.requests import decode_leg, prefill_leg
+from banaserve.engine.vllm.requests import decode_leg, end_with_context, prefill_leg
 
 
 def greedy(**options: object) -> SamplingParams:
@@ -75,6 +75,13 @@ def request(params: SamplingParams, num_tokens: int = 10) -> compat.EngineCoreRe
         data_parallel_rank=None,
         external_req_id="r",
     )
+
+
+@pytest.mark.parametrize(("max_model_len", "max_tokens"), [(11, 1), (20, 10), (100, 32)])
+def test_no_leg_is_as_long_as_the_context(max_model_len: int, max_tokens: int) -> None:
+    given = request(greedy(min_tokens=20))
+    end_with_context(given, max_model_len)
+    assert params_of(given).max_tokens == max_tokens
 
 
 def params_of(leg: compat.EngineCoreRequest) -> SamplingParams:

@@ -25,6 +25,7 @@ from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.first_token import obstacle
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.journey import Job, travel
+from banaserve.engine.vllm.requests import end_with_context
 
 tenant: ContextVar[str | None] = ContextVar("tenant", default=None)
 """Whose request the current task serves; set by the front door where there are several keys."""
@@ -64,11 +65,10 @@ class DisaggregatedClient(EngineClient):
         cache.block_size = engines[0].cache_config.block_size
         (self._supported_tasks, *_) = await self._all("get_supported_tasks")
 
-    def _any(self) -> Instance:
-        serving = self._cluster.serving()
-        if not serving:
-            raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
-        return serving[-1]
+    def _serving(self) -> list[Instance]:
+        if serving := self._cluster.serving():
+            return serving
+        raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
 
     # ---- generating
 
@@ -106,6 +106,7 @@ class DisaggregatedClient(EngineClient):
         request.reasoning_ended = reasoning_ended
         request.reasoning_parser_kwargs = parser_kwargs
         self.input_processor.assign_request_id(request)
+        end_with_context(request, self.model_config.max_model_len)
         self._salt(request, prompt)
         if prompt_text is None:
             prompt_text, _, _ = extract_prompt_components(self.model_config, prompt)
@@ -113,20 +114,23 @@ class DisaggregatedClient(EngineClient):
             request=request,
             prompt=prompt,
             prompt_text=prompt_text,
-            obstacle=_obstacle(request),
+            obstacle=self._obstacle(request),
             deadline=asyncio.get_running_loop().time() + self._request_timeout_s,
             generate_options=options,
             uncached_tokens=await self._uncached_tokens(request),
             one_leg_because=_one_leg_because(request),
         )
 
+    def _obstacle(self, request: compat.EngineCoreRequest) -> str | None:
+        assert request.sampling_params is not None
+        if self.model_config.logits_processors:
+            return "logits_processors"  # they may count what they take for the output
+        return _one_leg_because(request) or obstacle(request.sampling_params)
+
     def _salt(self, request: compat.EngineCoreRequest, prompt: Any) -> None:
         """Keep the caches of different API keys apart."""
-        name = tenant.get()
-        if name is None:
-            return
-        request.cache_salt = f"{name}:{request.cache_salt or ''}"
-        if isinstance(prompt, dict):
+        request.cache_salt = _own(request.cache_salt)
+        if request.cache_salt is not None and isinstance(prompt, dict):
             prompt["cache_salt"] = request.cache_salt
 
     async def _uncached_tokens(self, request: compat.EngineCoreRequest) -> int:
@@ -139,7 +143,7 @@ class DisaggregatedClient(EngineClient):
         self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
         """A session whose prompt arrives in pieces stays on one instance."""
-        instance = self._any()
+        instance = self._serving()[-1]
         assert instance.llm is not None
         with instance.holding(0):
             async for output in instance.llm.generate(prompt, params, request_id, **options):
@@ -149,8 +153,10 @@ class DisaggregatedClient(EngineClient):
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Pooling models have no decode: one instance computes."""
-        instance = min(self._cluster.serving(), key=lambda i: i.view().inflight_requests)
+        instance = min(self._serving(), key=lambda i: i.view().inflight_requests)
         assert instance.llm is not None
+        if isinstance(prompt, dict) and (salt := _own(prompt.get("cache_salt"))) is not None:
+            prompt["cache_salt"] = salt
         with instance.holding(0):
             async for output in instance.llm.encode(prompt, pooling_params, request_id, **options):
                 yield output
@@ -266,9 +272,10 @@ class DisaggregatedClient(EngineClient):
         """Nothing to clean up: leases end with their request."""
 
 
-def _obstacle(request: compat.EngineCoreRequest) -> str | None:
-    assert request.sampling_params is not None
-    return _one_leg_because(request) or obstacle(request.sampling_params)
+def _own(cache_salt: str | None) -> str | None:
+    """The current tenant's ``cache_salt``."""
+    name = tenant.get()
+    return cache_salt if name is None else f"{name}:{cache_salt or ''}"
 
 
 def _one_leg_because(request: compat.EngineCoreRequest) -> str | None:

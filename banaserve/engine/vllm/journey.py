@@ -38,6 +38,7 @@ class Job:
         state: vLLM's front-end state (detokenizer, logprobs) once output has begun.
         one_leg_because: Why this request cannot be split into legs, None where it can.
         prefilled: The prompt's KV has been left in the store.
+        num_cached_tokens: So many of its tokens the prefill leg had not to compute.
         first: The prefill leg's token and why it stopped there, until it has been sent.
         num_sent: Outputs that have gone to the client.
     """
@@ -52,6 +53,7 @@ class Job:
     one_leg_because: str | None = None
     state: Any = None
     prefilled: bool = False
+    num_cached_tokens: int = 0
     first: RequestOutput | None = None
     num_sent: int = 0
 
@@ -83,7 +85,7 @@ async def prefill(job: Job, instance: Instance) -> None:
             instance.learn_prefill_speed(job.uncached_tokens, loop.time() - started_s)
     if output.outputs[0].finish_reason not in ("length", "stop"):
         raise InstanceDeadError(f"prefill on {instance.id} ended early")
-    job.prefilled = True
+    job.prefilled, job.num_cached_tokens = True, output.num_cached_tokens or 0
     if keeps_token:
         job.first = output
 
@@ -126,6 +128,8 @@ def _begin(job: Job, llm: compat.AsyncLLM, queue: Outputs) -> bool:
         metrics.RESUMED.inc()
         return True
     job.state = compat.register(llm, job.request, job.prompt_text, queue)
+    if job.prefilled:  # what the client is told: to the decode leg all of the prompt is cached
+        job.state.remote_prefill_cached_tokens = job.num_cached_tokens
     if job.first is None:
         metrics.FIRST_TOKENS.labels("decode").inc()
         return True
@@ -142,11 +146,11 @@ def _put_first_token(job: Job, llm: compat.AsyncLLM) -> bool:
         finish = compat.FinishReason.STOP
     elif params.max_tokens == 1:
         finish = compat.FinishReason.LENGTH
-    num_prompt, num_cached = len(job.request.prompt_token_ids or ()), job.first.num_cached_tokens
+    num_prompt, num_cached = len(job.request.prompt_token_ids or ()), job.num_cached_tokens
     stats = compat.PrefillStats(
         num_prompt_tokens=num_prompt,
-        num_cached_tokens=num_cached or 0,
-        num_computed_tokens=num_prompt - (num_cached or 0),
+        num_cached_tokens=num_cached,
+        num_computed_tokens=num_prompt - num_cached,
     )
     token_id = output.token_ids[-1]
     return compat.put_first_token(

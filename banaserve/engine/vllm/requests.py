@@ -11,6 +11,17 @@ from banaserve.engine.vllm import compat
 from banaserve.engine.vllm.handover import Handover
 
 
+def end_with_context(request: compat.EngineCoreRequest, max_model_len: int) -> None:
+    """Lower ``max_tokens`` to what the context has room for; the output is the same.
+
+    An engine ends a request there by itself, but the first leg cannot end the second: vLLM's
+    engine dies of a prompt that is as long as the context.
+    """
+    params, prompt = request.sampling_params, request.prompt_token_ids
+    if params is not None and params.max_tokens is not None and prompt is not None:
+        params.max_tokens = min(params.max_tokens, max(1, max_model_len - len(prompt)))
+
+
 def prefill_leg(request: compat.EngineCoreRequest, keeps_token: bool) -> compat.EngineCoreRequest:
     """The request with one output token, its prompt's KV to be left in the store.
 

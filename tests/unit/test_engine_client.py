@@ -1,0 +1,111 @@
+"""What the client of the engines makes of a request before it is sent anywhere."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.exceptions import GracefulHTTPError
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+
+from banaserve.engine.vllm import compat
+from banaserve.engine.vllm.client import DisaggregatedClient, tenant
+
+MAX_MODEL_LEN = 16
+
+
+class InputProcessor:
+    """Takes token ids as they are."""
+
+    def process_inputs(
+        self, request_id: str, prompt: Any, params: SamplingParams, **_: Any
+    ) -> compat.EngineCoreRequest:
+        return compat.EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt["prompt_token_ids"],
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=prompt.get("cache_salt"),
+            data_parallel_rank=None,
+        )
+
+    def assign_request_id(self, request: compat.EngineCoreRequest) -> None:
+        request.external_req_id = request.request_id
+
+
+def client(serving: list[Any] | None = None, **model: Any) -> Any:
+    made: Any = DisaggregatedClient.__new__(DisaggregatedClient)
+    made.input_processor = InputProcessor()
+    made.model_config = SimpleNamespace(
+        max_model_len=MAX_MODEL_LEN, **{"logits_processors": None} | model
+    )
+    made._cluster = SimpleNamespace(serving=lambda: serving or [])
+    made._supported_tasks = ("generate",)
+    made._request_timeout_s, made._lookup_above_tokens = 60.0, MAX_MODEL_LEN
+    return made
+
+
+def prompt(num_tokens: int, **more: str) -> dict[str, Any]:
+    return {"type": "token", "prompt_token_ids": list(range(num_tokens)), **more}
+
+
+async def prepared(of: Any, num_tokens: int, **options: Any) -> Any:
+    params = SamplingParams(temperature=0.0, max_tokens=100, **options)
+    return await of._prepare(prompt(num_tokens), params, "r", {"prompt_text": ""})
+
+
+async def test_the_output_ends_with_the_context() -> None:
+    job = await prepared(client(), MAX_MODEL_LEN - 1)
+    assert (job.request.sampling_params.max_tokens, job.obstacle) == (1, None)
+
+
+async def test_a_logits_processor_of_the_users_sees_the_whole_output() -> None:
+    job = await prepared(client(logits_processors=["some.Processor"]), 4)
+    assert (job.obstacle, job.one_leg_because) == ("logits_processors", None)
+
+
+async def test_pooling_where_nobody_serves_is_refused_in_plain_words() -> None:
+    with pytest.raises(GracefulHTTPError, match="no instance serves"):
+        await anext(client().encode(prompt(3), PoolingParams(), "r"))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "salt"), [(None, "s", "s"), ("t", "s", "t:s"), ("t", "", "t:")]
+)
+async def test_tenants_share_no_cache_of_pooling_models(
+    name: str | None, given: str, salt: str
+) -> None:
+    seen: list[Any] = []
+
+    async def encode(prompt: Any, *_: Any) -> Any:
+        seen.append(prompt)
+        yield "output"
+
+    instance = SimpleNamespace(
+        llm=SimpleNamespace(encode=encode),
+        view=lambda: SimpleNamespace(inflight_requests=0),
+        holding=lambda _: _Nothing(),
+    )
+    token = tenant.set(name)
+    try:
+        asked = prompt(3, cache_salt=given)
+        outputs = [o async for o in client([instance]).encode(asked, PoolingParams(), "r")]
+    finally:
+        tenant.reset(token)
+    assert (outputs, seen[0]["cache_salt"]) == (["output"], salt)
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
