@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from banaserve.engine.vllm.environment import ENVIRONMENT
 from banaserve.errors import UserError
 
 _METRIC = re.compile(r"^([^\s{#]+)(?:\{(.*)\})?\s+(\S+)$")
@@ -140,7 +141,7 @@ def end_on_sigterm() -> None:
 @contextlib.contextmanager
 def _started(command: Sequence[str], name: str) -> Iterator[Server]:
     port = free_port()
-    environment = {"OMP_NUM_THREADS": "1", **_ONE_PROCESS, **os.environ}
+    environment = {"OMP_NUM_THREADS": "1", **ENVIRONMENT, **os.environ}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         log_path = Path(folder) / f"{name}.log"
         with log_path.open("wb") as log:
@@ -163,14 +164,6 @@ def _started(command: Sequence[str], name: str) -> Iterator[Server]:
 def end_with_parent() -> None:
     """In the child: be told to end when the benchmark or the test is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-_ONE_PROCESS = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-}
 
 
 def free_port() -> int:

@@ -45,9 +45,10 @@ def prepared(
     from banaserve.engine.vllm import options
     from banaserve.engine.vllm.budgets import Budgets
     from banaserve.engine.vllm.engine_parent import fork_engine_parent, pre_import
+    from banaserve.engine.vllm.environment import set_environment
     from banaserve.engine.vllm.launcher import ForkLauncher, Launcher, SpawnLauncher
 
-    options.set_environment()
+    set_environment()
     store_socket = str(run.sockets / "kv")
     argv = _vllm_argv(config, model, store_socket, run.logs)
     args = options.parse_vllm_argv(argv)

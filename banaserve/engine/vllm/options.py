@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import io
 import json
-import os
 from argparse import Namespace
 from typing import NoReturn
 
@@ -16,14 +15,6 @@ from vllm.usage.usage_lib import UsageContext
 
 from banaserve.engine.vllm import compat
 from banaserve.errors import UserError
-
-ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-}
-"""Defaults that engines need when several share a machine; the user's own settings win."""
 
 
 class _Parser(compat.FlexibleArgumentParser):
@@ -106,12 +97,6 @@ def common_options() -> list[str]:
 def preble_options() -> list[str]:
     """Options of engines that take waiting requests in Preble's order."""
     return ["--scheduler-cls", "banaserve.engine.vllm.preble_scheduler.PrebleScheduler"]
-
-
-def set_environment() -> None:
-    """Set what engines inherit from this process."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
 
 
 def is_on_cpu() -> bool:

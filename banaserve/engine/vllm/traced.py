@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any, TextIO
 
-from banaserve.engine.vllm import options
+from banaserve.engine.vllm.environment import set_environment
 
 _MAX_TOKENS = 4096
 
@@ -22,7 +22,7 @@ def main() -> int:
     """Answer line by line until stdin ends."""
     model, socket = sys.argv[1:]
     replies = _take_stdout()
-    options.set_environment()
+    set_environment()
     from vllm import LLM, SamplingParams
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 

@@ -1,0 +1,19 @@
+"""What vLLM reads from the environment; imports nothing of vLLM's."""
+
+from __future__ import annotations
+
+import os
+
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+"""Defaults that engines need when several share a machine; the user's own settings win."""
+
+
+def set_environment() -> None:
+    """Set what engines inherit from this process."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
