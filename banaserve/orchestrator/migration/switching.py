@@ -98,11 +98,15 @@ def switches(
         if not able:
             continue
         willing = [p for p in able if may_change(p, new)]
-        least = min(willing or able, key=lambda p: (p.compute_load + p.memory_load, p.id))
+        least = min(willing or able, key=_both_loads)
         fall = pressure_fall(compute[old], compute[new], least.compute_load)
         fall += pressure_fall(memory[old], memory[new], least.memory_load)
         found.append(Switch(least, old, new, fall))
     return found
+
+
+def _both_loads(p: Projected) -> tuple[float, str]:
+    return (p.compute + p.waiting) + p.wanted_blocks / p.kv_blocks, p.id
 
 
 def influence(
@@ -132,5 +136,5 @@ def _part(source: Projected, factor: float, horizon_s: float) -> Influence:
     return Influence(
         compute=source.compute * factor,
         waiting_s=source.waiting * factor * horizon_s,
-        memory=source.memory_load * factor,
+        memory=source.wanted_blocks / source.kv_blocks * factor,
     )
