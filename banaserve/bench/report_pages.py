@@ -14,7 +14,7 @@ from banaserve.bench.compare_timeline import Timeline
 from banaserve.bench.plot import Plot, Series, style, svg
 from banaserve.bench.result import Figure, Result
 from banaserve.bench.serving_summary import Summary
-from banaserve.bench.statistics import mean_interval
+from banaserve.bench.statistics import interval_text
 from banaserve.errors import UserError
 
 _LATENCIES = {
@@ -97,15 +97,6 @@ def _systems(record: Result) -> dict[str, list[Summary]]:
     except msgspec.ValidationError as error:
         raise UserError(f"a result of {record.name} has cells that are none: {error}") from error
     return {name: cells for name, cells in found.items() if cells}
-
-
-def interval_text(samples: Sequence[float], factor: float = 1.0) -> str:
-    """Returns a mean and the half of its 95% interval; of one sample only that."""
-    values = [value * factor for value in samples]
-    if len(values) < 2:
-        return f"{values[0]:.4g}"
-    low, mean, high = mean_interval(values)
-    return f"{mean:.4g} ± {(high - low) / 2:.2g}"
 
 
 def figure_table(figures: Mapping[str, Figure]) -> Table:

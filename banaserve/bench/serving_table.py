@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from banaserve.bench.serving_summary import LATENCIES, Summary
-from banaserve.bench.statistics import mean_interval
+from banaserve.bench.statistics import interval_text
 
 _ROWS = (
     ("requests/s", "requests_per_s", 1.0),
@@ -49,9 +49,4 @@ def table(summaries: Sequence[Summary]) -> Table:
 
 
 def _mean(values: Sequence[float]) -> str:
-    if not values:
-        return "-"
-    if len(values) == 1:
-        return f"{values[0]:.4g}"
-    low, mean, high = mean_interval(values)
-    return f"{mean:.4g} ±{(high - low) / 2:.2g}"
+    return interval_text(values) if values else "-"

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 # Of rich; the words are printed as they are where output is not a terminal.
 Style = str
+Say = Callable[[str], None]
 
 
 def print_error(message: str) -> None:
     """Print ``message`` as one line on standard error."""
     prefix = "\033[31mbanaserve:\033[0m" if sys.stderr.isatty() else "banaserve:"
     print(prefix, " ".join(message.split()), file=sys.stderr, flush=True)
+
+
+def timed(terminal: TextIO) -> Say:
+    """Returns what prints a line with the seconds since this call."""
+    started_s = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - started_s:5.1f} s] {text}", file=terminal, flush=True)
+
+    return say
 
 
 def print_rows(rows: Sequence[Sequence[str]], styles: Mapping[str, Style]) -> None:

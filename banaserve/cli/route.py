@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -18,7 +18,7 @@ from banaserve.balancer.settings import (
     PolicySettings,
     ReplicaSettings,
 )
-from banaserve.cli.console import print_error
+from banaserve.cli.console import print_error, timed
 from banaserve.cli.listening import listening
 from banaserve.cli.pairs import read_pair
 from banaserve.errors import UserError
@@ -45,11 +45,7 @@ def route_command(argv: Sequence[str]) -> int:
         raise UserError("route: no replica: give --replica URL, once for each, or --config FILE")
     from banaserve.balancer import server
 
-    started_s = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - started_s:5.1f} s] {text}", flush=True)
-
+    say = timed(sys.stdout)
     balancers: list[Balancer] = []
 
     def make() -> Balancer:

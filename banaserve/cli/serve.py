@@ -8,13 +8,13 @@ import logging
 import os
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from banaserve import models
 from banaserve.cli import paced
+from banaserve.cli.console import Say, timed
 from banaserve.cli.leaving import Leaving
 from banaserve.cli.listening import listening
 from banaserve.cli.orchestrator_options import check_orchestrator
@@ -26,8 +26,6 @@ from banaserve.kvstore.sizes import format_size, parse_size
 from banaserve.linux import available_memory_bytes
 from banaserve.orchestrator.routing import registry
 from banaserve.run_dir import RunDir, open_run_dir
-
-Say = Callable[[str], None]
 
 
 def serve_command(argv: list[str]) -> int:
@@ -45,7 +43,7 @@ def serve_command(argv: list[str]) -> int:
         _quiet(run) as terminal,
         leaving.insisting(),
     ):
-        say = _progress(terminal)
+        say = timed(terminal)
         model = paced.resolve(config, say)
         _serve(config, model, sock, run, say, terminal)
     return 0
@@ -114,15 +112,6 @@ def _hush() -> None:
     """Native libraries that vLLM loads report their own leaks when the process exits."""
     sys.stderr.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
-def _progress(terminal: TextIO) -> Say:
-    started_s = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - started_s:5.1f} s] {text}", file=terminal, flush=True)
-
-    return say
 
 
 def _banner(
