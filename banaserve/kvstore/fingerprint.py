@@ -31,6 +31,8 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         num_parts: Tensor-parallel ranks that each write their part of a block.
         salt: Keeps tenants apart: other salt, other blocks.
         probe: Hex of vLLM's hash of a known token list, which shows that block hashes agree.
+        weights: Digest of what decides the values that the model computes: a model's name alone
+            says little of a folder whose files were replaced.
 
     Raises:
         ValueError: A field is out of range.
@@ -50,6 +52,7 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_parts: int = 1
     salt: str = ""
     probe: str = ""
+    weights: str = ""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -16,7 +16,7 @@ from banaserve.errors import ProtocolError
 from banaserve.kvstore.fingerprint import MAX_PARTS, Fingerprint
 from banaserve.kvstore.stats import StoreStats
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 16 * 2**20
 MAX_KEYS = 65536
 MIN_KEY_BYTES = 16

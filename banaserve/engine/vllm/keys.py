@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
 from banaserve.engine.vllm import compat
+from banaserve.engine.vllm.weights import describe_weights
 from banaserve.errors import UserError
 from banaserve.kvstore.fingerprint import Fingerprint
 
@@ -18,15 +19,18 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
     """All that two instances must agree on before they read each other's blocks.
 
     Raises:
-        UserError: The model's KV cache is not one group of plain attention layers.
+        UserError: The model's KV cache is not one group of plain attention layers, or its parts
+            are not those of tensor parallel ranks.
     """
     spec = _plain_attention_spec(kv_cache_config)
     model, parallel = config.model_config, config.parallel_config
+    check_parallel(parallel)
     return Fingerprint(
         model=str(model.model),
         revision=str(model.revision or ""),
         dtype=str(model.dtype),
-        kv_cache_dtype=str(spec.dtype),
+        # The tensor's type alone does not tell one kind of FP8 from another.
+        kv_cache_dtype=f"{config.cache_config.cache_dtype}, {spec.dtype}",
         block_size_tokens=spec.block_size,
         num_layers=len(kv_cache_config.kv_cache_groups[0].layer_names),
         num_kv_heads=spec.num_kv_heads * parallel.tensor_parallel_size,
@@ -37,7 +41,24 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
         num_parts=parallel.tensor_parallel_size,
         salt=str(config.kv_transfer_config.get_from_extra_config("salt", "")),
         probe=_probe(config, spec.block_size),
+        weights=describe_weights(model, str(config.load_config.load_format)),
     )
+
+
+def check_parallel(parallel: ParallelConfig) -> None:
+    """Return if each worker has its own heads of every layer and of every token of a block.
+
+    Raises:
+        UserError: The workers share a model in another way.
+    """
+    stages = parallel.pipeline_parallel_size
+    contexts = parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size
+    if stages * contexts > 1:
+        raise UserError(
+            "the KV cache store shares blocks of tensor parallel engines, not of pipeline or "
+            "context parallel ones: use --tensor-parallel-size, or serve without the store: "
+            "--colocated N --no-kv-store"
+        )
 
 
 def _plain_attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
@@ -46,12 +67,12 @@ def _plain_attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
     if len(groups) != 1 or not isinstance(spec, FullAttentionSpec):
         raise UserError(
             "this model mixes kinds of attention, which the KV cache store does not share yet; "
-            "serve it without disaggregation: --colocated N"
+            "serve it without the store: --colocated N --no-kv-store"
         )
     if isinstance(spec, MLAAttentionSpec):
         raise UserError(
             "this model uses MLA, which the KV cache store does not share yet; "
-            "serve it without disaggregation: --colocated N"
+            "serve it without the store: --colocated N --no-kv-store"
         )
     return spec
 

@@ -1,0 +1,80 @@
+"""What tells two models apart that go by one name: replaced files, a quantization, an override."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+_WHOLE_BYTES = 2**20
+_NUM_WINDOWS = 64
+_WINDOW_BYTES = 4096
+_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+
+
+def describe_weights(model_config: Any, load_format: str) -> str:
+    """32 hex digits that differ where weights, or what is made of them, differ.
+
+    Of a model's large files only the length and 64 pages, evenly spread, are looked at:
+    training changes nearly every page, and reading all of them would take as long as loading.
+
+    Args:
+        model_config: vLLM's.
+        load_format: vLLM's; only whether weights are real counts.
+
+    Raises:
+        OSError: A file of the model cannot be read.
+    """
+    overrides = model_config.hf_overrides
+    if callable(overrides):
+        overrides = f"{overrides.__module__}.{overrides.__qualname__}"
+    said = {
+        "quantization": model_config.quantization,
+        "overrides": overrides,
+        "dummy": load_format == "dummy",
+    }
+    digest = xxhash.xxh3_128(msgspec.json.encode(said, order="sorted", enc_hook=str))
+    model = _local(str(model_config.model), model_config.revision)
+    for path in _files(model):
+        digest.update(path.name.encode() + b"\0")
+        _add_file(digest, path)
+    return digest.hexdigest()
+
+
+def _local(model: str, revision: str | None) -> Path:
+    """Where a model's files lie: itself, or the hub's snapshot that its configuration came from."""
+    # Not every name is one of the hub's: a URL of a bucket, for instance.
+    with suppress(HFValidationError):
+        if not Path(model).exists():
+            cached = try_to_load_from_cache(model, "config.json", revision=revision)
+            if isinstance(cached, str):
+                return Path(cached).parent
+    return Path(model)
+
+
+def _files(model: Path) -> Iterator[Path]:
+    if model.is_file():
+        yield model
+    elif model.is_dir():
+        for path in sorted(model.iterdir()):
+            if (path.name == "config.json" or path.suffix in _SUFFIXES) and path.is_file():
+                yield path
+
+
+def _add_file(digest: xxhash.xxh3_128, path: Path) -> None:
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(size.to_bytes(8, "little"))
+        if size <= _WHOLE_BYTES:
+            digest.update(file.read())
+            return
+        for number in range(_NUM_WINDOWS):
+            offset = (size - _WINDOW_BYTES) * number // (_NUM_WINDOWS - 1)
+            digest.update(os.pread(file.fileno(), _WINDOW_BYTES, offset))

@@ -1,0 +1,99 @@
+"""When two engines compute the same values, and may read each other's KV blocks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config import ParallelConfig
+
+from banaserve.engine.vllm.keys import check_parallel
+from banaserve.engine.vllm.weights import describe_weights
+from banaserve.errors import UserError
+
+LARGE = 3 * 2**20
+
+
+def described(model: Path | str, load_format: str = "auto", **given: Any) -> str:
+    config = {"model": str(model), "revision": None, "quantization": None, "hf_overrides": {}}
+    return describe_weights(SimpleNamespace(**{**config, **given}), load_format)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"rope_theta": 1e4}')
+    (model / "model-1.safetensors").write_bytes(os.urandom(LARGE))
+    (model / "model-2.safetensors").write_bytes(os.urandom(1000))
+    (model / "README.md").write_text("words")
+    return model
+
+
+def test_a_copy_of_a_model_is_the_same(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
+    (copy / "README.md").write_text("other words")
+    assert described(copy) == described(folder) == described(folder, "safetensors")
+    assert len(described(folder)) == 32
+
+
+def train(model: Path) -> None:
+    (model / "model-1.safetensors").write_bytes(os.urandom(LARGE))
+
+
+def train_the_rest(model: Path) -> None:
+    (model / "model-2.safetensors").write_bytes(os.urandom(1000))
+
+
+def stretch(model: Path) -> None:
+    (model / "config.json").write_text('{"rope_theta": 1e5}')
+
+
+def rename(model: Path) -> None:
+    (model / "model-2.safetensors").rename(model / "model-3.safetensors")
+
+
+@pytest.mark.parametrize("change", [train, train_the_rest, stretch, rename])
+def test_a_model_whose_files_were_replaced_is_another(
+    folder: Path, change: Callable[[Path], None]
+) -> None:
+    before = described(folder)
+    change(folder)
+    assert described(folder) != before
+
+
+def test_options_that_change_what_is_computed_make_another_model(folder: Path) -> None:
+    kinds = [
+        described(folder),
+        described(folder, "dummy"),
+        described(folder, quantization="fp8"),
+        described(folder, hf_overrides={"rope_scaling": {"factor": 2.0}}),
+        described(folder, hf_overrides=stretch),
+    ]
+    assert len(set(kinds)) == len(kinds)
+    assert kinds[4] == described(folder, hf_overrides=stretch)
+
+
+def test_a_single_file_is_a_model_and_so_is_a_name_that_only_the_hub_knows(folder: Path) -> None:
+    one, other = (described(folder / f"model-{i}.safetensors") for i in (1, 2))
+    assert one != other
+    for name in ("nobody/nothing", "s3://bucket/a/model"):
+        assert described(name) == described(name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}],
+)
+def test_workers_that_do_not_share_a_model_by_heads_get_no_store(options: dict[str, int]) -> None:
+    with pytest.raises(UserError, match="--no-kv-store"):
+        check_parallel(SimpleNamespace(**{**vars(ParallelConfig()), **options}))
+    check_parallel(SimpleNamespace(**vars(ParallelConfig())))
