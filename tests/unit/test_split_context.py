@@ -354,8 +354,8 @@ class Ends:
 
     def attend(self, query: torch.Tensor) -> torch.Tensor:
         output = torch.full_like(query, float("nan"))
-        nothing = torch.empty(0)
-        arguments = self.layer, query, nothing, nothing, self.layer.kv_cache, self.common
+        new = torch.full((len(query), NUM_KV_HEADS, HEAD_SIZE), float("nan"))
+        arguments = self.layer, query, new, new, self.layer.kv_cache, self.common
         return self.layer.impl.forward(*arguments, output=output)
 
     def close(self) -> None:

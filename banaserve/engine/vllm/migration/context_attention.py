@@ -82,31 +82,18 @@ class ContextAttention:
         asking = query[plan.rows]
         posted = self._ask(remote, lambda: remote.post(self._name, asking))
         if plan.others is not None:
-            self._attend_others(plan, layer, query, key, value, kv_cache, output)
+            rows = plan.other_rows
+            mine = query[rows], key[rows], value[rows], kv_cache
+            own = torch.empty_like(mine[0])
+            metadata = self._watch.metadata_of(plan.others)
+            self.inner.forward(layer, *mine, metadata, output=own)
+            output[rows] = own
         scale = self.inner.scale
         parts = [attend(self._pages, asking, kv_cache, plan.local, scale, causal=True)]
         if posted:
             self._ask(remote, lambda: parts.append(remote.collect(asking)))
         output[plan.rows] = KERNELS.merge(parts).output.to(output.dtype)
         return output
-
-    def _attend_others(
-        self,
-        plan: ContextPlan,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
-        """Sequences that are wholly here."""
-        rows = plan.other_rows
-        mine = query[rows]
-        own = torch.empty_like(mine)
-        metadata = self._watch.metadata_of(plan.others)
-        self.inner.forward(layer, mine, key, value, kv_cache, metadata, output=own)
-        output[rows] = own
 
     def _ask(self, remote: RemoteContext, question: Callable[[], None]) -> bool:
         """Whether the guest has taken it; where it is lost, the step's output is dropped."""

@@ -70,11 +70,15 @@ class StepWatch:
         """Tokens in a block."""
         return self._block_size
 
-    def metadata_of(self, part: CommonAttentionMetadata | None) -> Any:
-        """What the layers' own builder makes of a part of the batch, once a step."""
+    def rebuild(self, part: CommonAttentionMetadata) -> Any:
+        """What the layers' own builder makes of a part of the batch."""
+        return self._build(0, part)
+
+    def metadata_of(self, part: CommonAttentionMetadata) -> Any:
+        """The same, once a step."""
         if id(part) not in self._local:
             # The part is kept too, so that no other one of the step gets its id.
-            self._local[id(part)] = self._build(0, part), part
+            self._local[id(part)] = self.rebuild(part), part
         return self._local[id(part)][0]
 
     def metadata(self, builder: Any) -> Any:
