@@ -15,6 +15,9 @@ DEFAULT_SKIP_PREFILL_BELOW_TOKENS = 32
 SCHEDULERS = ("vllm", "preble")
 MINIATURE = "miniature"
 """The model that runs in the place of a modelled one."""
+MOST_STEP_PARTS = 64
+"""Beyond that a part of the largest steps is smaller than it pays to send."""
+
 _MAX_DILATION = 1000.0
 
 
@@ -81,6 +84,8 @@ class ServeConfig:
         migration: Whether layers and heads can move between instances while they serve.
         migration_kv_growth: How many times the KV blocks of the start an instance may once have.
         migration_stall_s: How long a guest may be silent beyond what its work should take.
+        migration_overlap: Parts that a step is cut into at most, so that an instance and the guests
+            of its layers compute at once; 1: it waits for them.
         migration_poison: Overwrite KV that has moved away with NaN: for tests.
         pace: Profile of the GPU and model whose time is modelled; empty for real time.
         dilate: Wall seconds of one modelled second.
@@ -121,6 +126,7 @@ class ServeConfig:
     migration: bool = True
     migration_kv_growth: float = 2.0
     migration_stall_s: float = 1.0
+    migration_overlap: int = 1
     migration_poison: bool = False
     pace: str = ""
     dilate: float = 1.0
@@ -214,6 +220,11 @@ def _check_numbers(config: ServeConfig) -> None:
             raise UserError(f"{option} {value}: must not be negative")
     if not (config.migration_kv_growth >= 1 and config.migration_stall_s > 0):
         raise UserError("--migration-kv-growth is at least 1 and --migration-stall above 0")
+    if not 1 <= config.migration_overlap <= MOST_STEP_PARTS:
+        raise UserError(
+            f"--migration-overlap {config.migration_overlap}: 1 (an instance waits for its guests) "
+            f"to {MOST_STEP_PARTS} parts of a step"
+        )
     if not 0 < config.dilate <= _MAX_DILATION:
         raise UserError(f"--dilate {config.dilate:g}: above 0 and at most {_MAX_DILATION:g}")
     if not 0.0 < config.kv_store_tenant_quota <= 1.0:

@@ -118,6 +118,7 @@ def _vllm_argv(
             settings.MigrationSettings(
                 kv_growth=config.migration_kv_growth,
                 stall_s=config.migration_stall_s,
+                overlap=config.migration_overlap,
                 poison=config.migration_poison,
             ),
             options.parse_vllm_argv(argv).additional_config,

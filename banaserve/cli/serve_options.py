@@ -102,6 +102,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         migration=known.migration == "on",
         migration_kv_growth=known.migration_kv_growth,
         migration_stall_s=known.migration_stall,
+        migration_overlap=known.migration_overlap,
         migration_poison=known.migration_poison,
         pace=known.pace,
         dilate=known.dilate,
@@ -252,6 +253,14 @@ def _add_migration(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.migration_stall_s,
         metavar="S",
         help="a guest that is silent for so much longer than its work takes is given up",
+    )
+    add(
+        "--migration-overlap",
+        type=int,
+        default=_DEFAULTS.migration_overlap,
+        metavar="PARTS",
+        help="cut steps into at most so many parts, so that an instance and the guests of its "
+        "layers compute at once; 1: it waits for them",
     )
     add("--migration-poison", action="store_true", help="fill what moved away with NaN: for tests")
 

@@ -340,6 +340,8 @@ def test_serve_options(monkeypatch):
         (["--admin-key", "same", "--api-key", "same"], "a key of its own"),
         (["--migration-kv-growth", "0.5"], "at least 1"),
         (["--migration-stall", "0"], "above 0"),
+        (["--migration-overlap", "0"], "--migration-overlap 0"),
+        (["--migration-overlap", "65"], "to 64 parts"),
         (["--migration", "maybe"], "invalid choice"),
     ]:
         with pytest.raises(UserError, match=words):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from banaserve.engine.vllm.migration.settings import (
     KEY,
     MigrationSettings,
     migration_options,
+    settings_of,
 )
 from banaserve.errors import UserError
 
 SETTINGS = MigrationSettings(kv_growth=3.0)
-OURS = {"kv_growth": 3.0, "stall_s": 1.0, "poison": False}
+OURS = {"kv_growth": 3.0, "stall_s": 1.0, "overlap": 1, "poison": False}
 
 
 def parsed(argv: list[str]) -> dict[str, Any]:
@@ -47,3 +49,10 @@ def test_what_cannot_stand_beside_it_is_refused(key: str) -> None:
     with pytest.raises(UserError, match="additional-config has") as refused:
         migration_options(SETTINGS, {key: 1})
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("wrong", [{"overlap": 0}, {"overlap": 65}, {"kv_growth": 0.5}])
+def test_what_is_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
+    config: Any = SimpleNamespace(additional_config={KEY: wrong})
+    with pytest.raises(UserError, match="overlap is 1 to 64" if "overlap" in wrong else "at least"):
+        settings_of(config)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import numpy as np
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.utils import (
     initialize_model,
     process_weights_after_loading,
 )
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
 __all__ = [
     "add_utility",
@@ -29,6 +32,7 @@ __all__ = [
     "release_blocks",
     "restart_requests",
     "shrink_pool",
+    "split_batch",
     "start_alone",
 ]
 
@@ -91,6 +95,29 @@ def adopt_kv_layout(config: VllmConfig, layout: str, block_size: int) -> None:
 
     config.cache_config.block_size = block_size
     record_kv_cache_layout(config.cache_config, layout)
+
+
+# ---- a step in parts
+
+
+def split_batch(
+    common: CommonAttentionMetadata, sizes: Sequence[int]
+) -> list[CommonAttentionMetadata]:
+    """A batch cut between its tokens; a request that is cut goes on in the next part.
+
+    Args:
+        sizes: Tokens of each part; together those of the batch.
+    """
+    starts = common.query_start_loc_cpu.numpy()
+    slices = []
+    begin = 0
+    for size in sizes:
+        end = begin + size
+        first = int(np.searchsorted(starts, begin, side="right")) - 1
+        behind = int(np.searchsorted(starts, end, side="left"))
+        slices.append(UBatchSlice(slice(first, behind), slice(begin, end)))
+        begin = end
+    return split_attn_metadata(slices, common)
 
 
 # ---- the scheduler's pool of KV blocks

@@ -41,7 +41,12 @@ class StoreConnector(KVConnectorBase_V1):
     """Thin: each hook goes to the scheduler's or the worker's side.
 
     Its options are those of ``ConnectorOptions``, in ``kv_connector_extra_config``.
+
+    Attributes:
+        holds_saves: Layers go by without being saved: the tokens that run are not the step's last.
     """
+
+    holds_saves = False
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -145,7 +150,7 @@ class StoreConnector(KVConnectorBase_V1):
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         assert self._worker is not None
-        if self.has_connector_metadata():
+        if self.has_connector_metadata() and not self.holds_saves:
             self._worker.save_layer(layer_name, self._plan())
 
     def wait_for_save(self) -> None:

@@ -174,17 +174,22 @@ class Rig:
         prompts: list[list[int]],
         num_tokens: int,
         during: During | None = None,
+        salt: str | None = None,
         **sampling: Any,
     ) -> Answers:
-        """Tokens and logprobs of all prompts; one step of ``during`` after each engine step."""
+        """Tokens and logprobs of all prompts; one step of ``during`` after each engine step.
+
+        Prompts of different ``salt`` share no blocks.
+        """
         from vllm import SamplingParams
 
         self._num_runs += 1
         chosen = {"temperature": 0.0, **sampling}
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, logprobs=0, **chosen)
+        salted = {} if salt is None else {"cache_salt": salt}
         for number, prompt in enumerate(prompts):
             self.engine.add_request(
-                f"r{self._num_runs}-{number}", {"prompt_token_ids": prompt}, params
+                f"r{self._num_runs}-{number}", {"prompt_token_ids": prompt, **salted}, params
             )
         answers: Answers = {}
         self.requests_at_once = 0

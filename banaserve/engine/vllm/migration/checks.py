@@ -49,6 +49,21 @@ def _why_not(config: VllmConfig) -> str | None:
     return None
 
 
+def why_no_parts(config: VllmConfig) -> str:
+    """Why steps of this engine cannot be cut between their tokens; empty where they can."""
+    model = config.model_config
+    if model.is_encoder_decoder:
+        return "an encoder's tokens look at later ones"
+    if model.is_mm_prefix_lm:
+        return "tokens of an image look at later ones"
+    if model.uses_mrope:
+        return "its positions have several rows for each token"
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector != "StoreConnector":
+        return f"{transfer.kv_connector} would save a layer before all of its tokens are there"
+    return ""
+
+
 def check_groups(groups: Iterable[Any]) -> None:
     """Refuse models that mix kinds of attention.
 

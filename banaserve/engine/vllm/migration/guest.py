@@ -18,6 +18,7 @@ from vllm.config import VllmConfig
 from banaserve.engine.vllm import compat_migration as compat
 from banaserve.engine.vllm.migration import messages
 from banaserve.engine.vllm.migration.giving_way import run_giving_way
+from banaserve.engine.vllm.migration.guest_post import GuestPost
 from banaserve.engine.vllm.migration.guest_units import ContextUnit, HeadsUnit, LayersUnit
 from banaserve.engine.vllm.migration.parcel import Parcel, from_wire
 from banaserve.errors import MigrationError, ProtocolError
@@ -26,7 +27,6 @@ from banaserve.transport.interface import Channel, Message, Transport
 
 logger = logging.getLogger(__name__)
 
-REPLY_TIMEOUT_S = 10.0
 _IDLE_S = 60.0
 
 Unit = LayersUnit | HeadsUnit | ContextUnit
@@ -48,6 +48,7 @@ class Guest:
     ) -> None:
         self._config = _own_config(config)
         self._channel = channel
+        self._post = GuestPost(channel)
         self._transport = transport
         self._token = token
         self._host: str | None = None
@@ -61,7 +62,7 @@ class Guest:
         with contextlib.suppress(PeerGoneError):
             while True:
                 try:
-                    self._answer(self._channel.receive(_IDLE_S))
+                    self._answer(self._post.receive(_IDLE_S))
                 except TransferTimeoutError:
                     continue
         self._close()
@@ -75,10 +76,7 @@ class Guest:
             logger.error("%s", traceback.format_exc())
             reply, parcel = messages.Refused(f"{type(broken).__name__}: {broken}"), Parcel()
         answer = Message(messages.encode(reply), tuple(parcel.tensors), message.epoch)
-        if message.token:
-            self._channel.reply(message, answer, REPLY_TIMEOUT_S)
-        else:
-            self._channel.send(answer, REPLY_TIMEOUT_S)
+        self._post.answer(message, answer)
 
     def _obey(self, request: messages.Request, message: Message) -> Answer:
         if isinstance(request, messages.Hello):
@@ -141,12 +139,13 @@ class Guest:
         unit = self._unit(request.unit_id, request.epoch)
         if not isinstance(unit, LayersUnit):
             raise ProtocolError(f"{request.unit_id} are no layers")
+        self._post.expect(request.num_follow)
         returned = unit.run(request.step, request.arguments, message.tensors)
         values = returned if isinstance(returned, tuple) else (returned,)
         parcel = Parcel()
         indices = tuple(None if value is None else parcel.put(value) for value in values)
-        self._count(began_s)
-        return messages.Outputs(isinstance(returned, tuple), indices), parcel
+        seconds = self._count(began_s)
+        return messages.Outputs(isinstance(returned, tuple), indices, seconds), parcel
 
     def _run_heads(self, request: messages.RunHeads, message: Message) -> Answer:
         began_s = time.perf_counter()
@@ -182,9 +181,11 @@ class Guest:
             raise MigrationError(f"{unit_id} is at epoch {unit.epoch}, not {epoch}")
         return unit
 
-    def _count(self, began_s: float) -> None:
-        self._busy_s += time.perf_counter() - began_s
+    def _count(self, began_s: float) -> float:
+        seconds = time.perf_counter() - began_s
+        self._busy_s += seconds
         self._num_runs += 1
+        return seconds
 
     def _usage(self) -> messages.Usage:
         memory = psutil.Process().memory_full_info()
@@ -196,6 +197,7 @@ class Guest:
     def _close(self) -> None:
         for unit in self._units.values():
             unit.close()
+        self._post.close()
         self._channel.close()
         self._transport.close()
 

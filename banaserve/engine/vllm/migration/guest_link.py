@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -39,6 +41,7 @@ class GuestLink:
         lost: Why the guest is given up; None while it is not.
         round_trips: Steps that it has answered.
         described_step: Whose metadata it has last been sent with heads.
+        run_s: What it took to compute the layers that it has answered with last.
     """
 
     def __init__(
@@ -54,6 +57,9 @@ class GuestLink:
         self.lost: str | None = None
         self.round_trips = 0
         self.described_step = 0
+        self.run_s = 0.0
+        self._posted_s: deque[float] = deque()
+        self._answered_s = 0.0
         self._channel = channel
         self._epoch = epoch
         self._stall_s = stall_s
@@ -134,7 +140,10 @@ class GuestLink:
         return self.collect(num_tokens)
 
     def post(self, request: messages.Request, parcel: Parcel) -> None:
-        """Send one step's work without waiting; ``collect`` must follow on the same thread.
+        """Send a step's work without waiting; ``collect`` must follow on the same thread.
+
+        More may be posted before, if the guest has been told how much follows: answers come in
+        the order of what was posted.
 
         Raises:
             GuestLostError: It is gone or does not read.
@@ -143,6 +152,7 @@ class GuestLink:
         try:
             self._refuse_lost()
             self._send(request, parcel, self._stall_s)
+            self._posted_s.append(self._sent_s)
         except TransportError as error:
             self._lock.release()
             raise self.give_up(str(error)) from error
@@ -151,20 +161,40 @@ class GuestLink:
             raise
 
     def collect(self, num_tokens: int) -> list[torch.Tensor | None]:
-        """The answer to what was posted.
+        """The answer to what was posted first.
 
         Raises:
             GuestLostError: It is gone, stalls, or cannot do it.
         """
+        began_s = max(self._posted_s.popleft(), self._answered_s)
         try:
             answer = self._await_answer(self._deadline_s(num_tokens))
-            self._learn(time.perf_counter() - self._sent_s, num_tokens)
+            self._answered_s = time.perf_counter()
+            self._learn(self._answered_s - began_s, num_tokens)
             reply, tensors = self._read(answer)
         except (TransportError, ProtocolError) as error:
             raise self.give_up(str(error)) from error
         finally:
             self._lock.release()
         return self._outputs(reply, tensors)
+
+    def has_answer(self) -> bool:
+        """Whether the answer to what was posted has begun to arrive, or the guest is gone."""
+        if self._channel.has_pending():
+            return True
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLIN | select.POLLHUP)
+        return bool(poll.poll(0))
+
+    def drop(self, num_tokens: int) -> None:
+        """Wait for the answers to all that was posted, and throw them away.
+
+        Args:
+            num_tokens: Of the largest part.
+        """
+        while self._posted_s:
+            with contextlib.suppress(GuestLostError):
+                self.collect(num_tokens)
 
     def give_up(self, reason: str) -> GuestLostError:
         """Close the connection, and return what to raise.
@@ -192,11 +222,15 @@ class GuestLink:
     ) -> Message:
         """The next message, as long as the guest works or the deadline has not passed.
 
+        Time counts from now: what was posted before may have been answered long ago, or the
+        guest may have waited for what came before it.
+
         Args:
             still_s: How long a guest may stand still that is seen to, if longer than ``stall_s``.
             at_most_s: How long it may take even if it works.
         """
-        until_s = self._sent_s + deadline_s
+        asked_s = time.perf_counter()
+        until_s = asked_s + deadline_s
         still_s = max(still_s, self._stall_s)
         while True:
             try:
@@ -204,10 +238,10 @@ class GuestLink:
             except TransferTimeoutError:
                 now_s = time.perf_counter()
                 worked_s = self._pulse.last_worked_s(now_s)
-                is_still = now_s - max(worked_s, self._sent_s) >= still_s
+                is_still = now_s - max(worked_s, asked_s) >= still_s
                 if is_still and (self._pulse.is_known or now_s >= until_s):
                     raise
-                if now_s - self._sent_s >= at_most_s:
+                if now_s - asked_s >= at_most_s:
                     raise
 
     @staticmethod
@@ -225,6 +259,7 @@ class GuestLink:
         if any(index is not None and not 0 <= index < len(tensors) for index in reply.values):
             raise self.give_up("a step's answer names a tensor that did not come")
         self.round_trips += 1
+        self.run_s = reply.seconds
         return [None if index is None else tensors[index] for index in reply.values]
 
     def check_shape(self, tensor: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:

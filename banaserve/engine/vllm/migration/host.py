@@ -68,7 +68,13 @@ class MigrationHost:
         self._shape = ModelShape(len(self._names), host_kv.num_heads)
         self.lost_steps = LostSteps(runner)
         self.placement = Placement(
-            self._config, layers, self._attentions, host_kv, self.watch, self.guest_lost
+            self._config,
+            layers,
+            self._attentions,
+            host_kv,
+            self.watch,
+            self.guest_lost,
+            settings.overlap,
         )
 
     # ---- a move, step by step

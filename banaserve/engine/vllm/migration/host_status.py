@@ -30,6 +30,7 @@ def status_of(host: MigrationHost, memory: bool) -> dict[str, Any]:
         ],
         "guests_lost": host.num_guests_lost,
         "steps_lost": host.lost_steps.num_lost,
+        "overlap": host.placement.overlap.status(),
         "kv": {
             "num_blocks": kv.num_blocks,
             "max_blocks": kv.max_blocks,

@@ -11,10 +11,9 @@ from torch import nn
 from vllm.forward_context import get_forward_context
 
 from banaserve.engine.vllm.migration import store_hooks
+from banaserve.engine.vllm.migration.layer_chain import by_name
+from banaserve.engine.vllm.migration.units import LayersHere
 from banaserve.errors import GuestLostError
-
-RunRange = Callable[[Mapping[str, Any]], Sequence[torch.Tensor | None]]
-"""Takes the first layer's arguments by name; returns what the last layer returns, as a tuple."""
 
 
 class RemoteRange:
@@ -23,8 +22,12 @@ class RemoteRange:
     Args:
         layers: The model's list.
         names: Of the range's attentions: the store's hooks are called for them.
-        run: One round trip to the guest.
+        where: The layers in a guest.
         on_lost: Called once when the guest is lost in the middle of a step.
+
+    Attributes:
+        where: Where the layers are.
+        signature: Of the first layer.
     """
 
     def __init__(
@@ -33,28 +36,31 @@ class RemoteRange:
         start: int,
         end: int,
         names: Sequence[str],
-        run: RunRange,
+        where: LayersHere,
         on_lost: Callable[[GuestLostError], None],
     ) -> None:
         self._layers = layers
         self._span = range(start, end)
         self._names = names
         self._own = [layers[i] for i in self._span]
-        self._signature = inspect.signature(self._own[0].forward)
-        self._returns_residual = "residual" in self._signature.parameters
+        self.signature = inspect.signature(self._own[0].forward)
+        self._returns_residual = "residual" in self.signature.parameters
         self._on_lost = on_lost
-        self.run = run
+        self.where = where
 
-    def redirect(self, run: RunRange, on_lost: Callable[[GuestLostError], None]) -> None:
+    def __len__(self) -> int:
+        return len(self._span)
+
+    def redirect(self, where: LayersHere, on_lost: Callable[[GuestLostError], None]) -> None:
         """Let another guest do the work."""
-        self.run, self._on_lost = run, on_lost
+        self.where, self._on_lost = where, on_lost
 
     def swap_out(self) -> None:
         """Put proxies in place of the layers; between two steps only."""
-        head = _Head(self)
-        self._layers[self._span.start] = head
+        first = RangeProxy(self)
+        self._layers[self._span.start] = first
         for index in self._span[1:]:
-            self._layers[index] = _Follower(head)
+            self._layers[index] = _Follower(first)
 
     def swap_in(self) -> None:
         """Put the layers back; a step that runs ends with what the proxies return."""
@@ -63,35 +69,47 @@ class RemoteRange:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The range's part of one step; zeros where the guest is lost or there is no batch."""
-        arguments = self._by_name(args, kwargs)
+        arguments = by_name(self.signature, args, kwargs)
         metadata = get_forward_context().attn_metadata
         if metadata is None:
-            return self._zeros(arguments)
+            return self.zeros(arguments)
         try:
-            store_hooks.wait_for_loads(self._names)
-            returned = self.run(arguments)
+            self.wait_for_loads()
+            returned = self.returned(self.where.run(arguments))
         except GuestLostError as lost:
-            self._on_lost(lost)
-            return self._zeros(arguments)
+            self.lost(lost)
+            return self.zeros(arguments)
+        self.save(metadata)
+        return returned
+
+    # ---- what a step in parts does one by one
+
+    def wait_for_loads(self) -> None:
+        """Return when the blocks that the range reads have been fetched."""
+        store_hooks.wait_for_loads(self._names)
+
+    def save(self, metadata: Any) -> None:
+        """Say that the range's blocks of this step may be saved."""
         store_hooks.save_layers(self._names, metadata)
-        return tuple(returned) if self._returns_residual else returned[0]
 
-    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        arguments: dict[str, Any] = {}
-        for name, value in self._signature.bind(*args, **kwargs).arguments.items():
-            if self._signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-                arguments |= value
-            else:
-                arguments[name] = value
-        return arguments
+    def returned(self, values: Sequence[torch.Tensor | None]) -> Any:
+        """A guest's values as the last layer returns them."""
+        return tuple(values) if self._returns_residual else values[0]
 
-    def _zeros(self, arguments: Mapping[str, Any]) -> Any:
+    def lost(self, error: GuestLostError) -> None:
+        """Say that the guest is lost."""
+        self._on_lost(error)
+
+    def zeros(self, arguments: Mapping[str, Any]) -> Any:
+        """What a step goes on with whose output will be dropped."""
         zeros = torch.zeros_like(arguments["hidden_states"])
         return (zeros, zeros.clone()) if self._returns_residual else zeros
 
 
-class _Head(nn.Module):
+class RangeProxy(nn.Module):
     """At the place of the first layer: runs them all."""
+
+    span: RemoteRange
 
     def __init__(self, span: RemoteRange) -> None:
         super().__init__()
@@ -106,9 +124,9 @@ class _Head(nn.Module):
 class _Follower(nn.Module):
     """At the place of another layer of the range: passes on what the first has returned."""
 
-    def __init__(self, head: _Head) -> None:
+    def __init__(self, first: RangeProxy) -> None:
         super().__init__()
-        object.__setattr__(self, "head", head)
+        object.__setattr__(self, "first", first)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.head.returned
+        return self.first.returned

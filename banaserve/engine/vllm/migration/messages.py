@@ -111,12 +111,14 @@ class RunLayers(msgspec.Struct, frozen=True, tag=True):
         step: Attention metadata by field: a plain value, or a list that begins with the index of
             a tensor.
         arguments: Of the first layer by parameter name, likewise.
+        num_follow: Messages that the host sends next without waiting for this one's answer.
     """
 
     unit_id: str
     epoch: int
     step: dict[str, Any]
     arguments: dict[str, Any]
+    num_follow: int = 0
 
 
 class RunHeads(msgspec.Struct, frozen=True, tag=True):
@@ -186,10 +188,15 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """What was returned: one tensor, or a tuple of them, by index; None stays None."""
+    """What was returned: one tensor, or a tuple of them, by index; None stays None.
+
+    Attributes:
+        seconds: That computing it took.
+    """
 
     is_tuple: bool
     values: tuple[int | None, ...]
+    seconds: float = 0.0
 
 
 class Usage(msgspec.Struct, frozen=True, tag=True):

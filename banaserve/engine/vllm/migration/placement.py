@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from vllm.config import VllmConfig
 
+from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
 from banaserve.engine.vllm.migration.context_attention import ContextAttention, RemoteContext
 from banaserve.engine.vllm.migration.guest_link import GuestLink
 from banaserve.engine.vllm.migration.host_kv import HostKv, Run
 from banaserve.engine.vllm.migration.layer_proxy import RemoteRange
-from banaserve.engine.vllm.migration.modules import LayerRange
+from banaserve.engine.vllm.migration.modules import HeadSet, LayerRange
+from banaserve.engine.vllm.migration.overlap import Overlap
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv
 from banaserve.engine.vllm.migration.split_attention import RemoteHeads, SplitAttention
 from banaserve.engine.vllm.migration.step_watch import StepWatch
@@ -29,6 +30,10 @@ class Placement:
         layers: The model's list.
         attentions: By name, in layer order.
         on_lost: Called with the guest that is lost in the middle of a step.
+        most_parts: That a step is cut into; 1: guests are waited for.
+
+    Attributes:
+        overlap: Cuts steps, as things lie.
     """
 
     def __init__(
@@ -39,7 +44,9 @@ class Placement:
         host: HostKv,
         watch: StepWatch,
         on_lost: Callable[[GuestLink, GuestLostError], None],
+        most_parts: int,
     ) -> None:
+        self.overlap = Overlap(layers, watch, checks.why_no_parts(config), most_parts)
         self._config = config
         self._layers = layers
         self._attentions = attentions
@@ -61,6 +68,7 @@ class Placement:
 
     def put(self, unit: Unit, residence: Residence | None) -> None:
         """Let a unit run in ``residence``, or at home."""
+        self.overlap.step_aside()
         unit.residence = residence
         if residence is None:
             self._units.pop(unit.unit_id, None)
@@ -74,22 +82,43 @@ class Placement:
             for name in unit.names:
                 self._arrange_heads(name)
         self._runs = {name: self._find_runs(name) for name in self._attentions}
+        self.overlap.step_in(self._why_wait())
+
+    def set_overlap(self, most_parts: int) -> None:
+        """Cut steps into at most so many parts from here on; between two steps only.
+
+        Raises:
+            MigrationError: Out of range, or steps of this engine cannot be cut.
+        """
+        self.overlap.allow(most_parts)
+        self.overlap.step_aside()
+        self.overlap.step_in(self._why_wait())
+
+    def _why_wait(self) -> str:
+        """Why steps in parts cannot be right as things lie; empty where they can."""
+        guests: dict[GuestLink, bool] = {}
+        for unit in self:
+            assert unit.residence is not None
+            link = unit.residence.link
+            if not isinstance(unit.modules, LayerRange | HeadSet):
+                return "older blocks of some layers are elsewhere"
+            if guests.setdefault(link, unit.is_layers) != unit.is_layers:
+                return f"guest {link.guest_id} has layers and heads, whose answers would mix"
+        return ""
 
     def _put_layers(self, unit: Unit, modules: LayerRange, residence: Residence | None) -> None:
         if residence is None:
             self._ranges.pop(unit.unit_id).swap_in()
             return
 
-        def run(arguments: Mapping[str, Any]) -> Sequence[torch.Tensor | None]:
-            return residence.run_layers(self._watch, arguments)
-
         def lost(error: GuestLostError) -> None:
             self._on_lost(residence.link, error)
 
+        where = residence.layers(self._watch)
         if unit.unit_id in self._ranges:
-            self._ranges[unit.unit_id].redirect(run, lost)
+            self._ranges[unit.unit_id].redirect(where, lost)
             return
-        span = RemoteRange(self._layers, modules.start, modules.end, unit.names, run, lost)
+        span = RemoteRange(self._layers, modules.start, modules.end, unit.names, where, lost)
         self._ranges[unit.unit_id] = span
         span.swap_out()
 

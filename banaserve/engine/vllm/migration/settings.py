@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from vllm.config import VllmConfig
 
+from banaserve.config import MOST_STEP_PARTS
 from banaserve.errors import UserError
 
 KEY = "banaserve_migration"
@@ -21,11 +22,14 @@ class MigrationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         kv_growth: How many times the blocks of the start the pool may have one day: address
             space that is reserved, not memory.
         stall_s: How long a guest may neither answer nor use its processor.
+        overlap: Parts that a step is cut into at most, so that host and guests compute at once; 1:
+            guests are waited for.
         poison: Overwrite KV that has moved away with NaN: for tests.
     """
 
     kv_growth: float = 2.0
     stall_s: float = 1.0
+    overlap: int = 1
     poison: bool = False
 
 
@@ -45,6 +49,8 @@ def settings_of(config: VllmConfig) -> MigrationSettings | None:
         raise UserError(f"{KEY}: {wrong}") from wrong
     if settings.kv_growth < 1 or settings.stall_s <= 0:
         raise UserError(f"{KEY}: kv_growth is at least 1 and stall_s above 0")
+    if not 1 <= settings.overlap <= MOST_STEP_PARTS:
+        raise UserError(f"{KEY}: overlap is 1 to {MOST_STEP_PARTS} parts")
     return settings
 
 

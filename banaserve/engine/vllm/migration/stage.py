@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from banaserve.engine.vllm import compat_migration as compat
 from banaserve.engine.vllm.migration.giving_way import run_giving_way
+from banaserve.engine.vllm.migration.layer_chain import LayerChain
 from banaserve.errors import MigrationError
 
 
@@ -41,8 +41,7 @@ class Stage:
         layers = [m for m in _submodule(model, path) if not isinstance(m, PPMissingLayer)]
         if len(layers) != end - start:
             raise MigrationError(f"{path} does not hold layers {start}:{end} of this model")
-        self._layers = layers
-        self._parameters = [frozenset(inspect.signature(m.forward).parameters) for m in layers]
+        self._chain = LayerChain(layers)
         self.attentions = {
             name: context[name] for name in self._names if hasattr(context[name], "kv_cache")
         }
@@ -92,21 +91,14 @@ class Stage:
                 slot_mapping=dict.fromkeys(self.attentions, common.slot_mapping),
             ),
         ):
-            return self._chain(dict(arguments))
-
-    def _chain(self, arguments: dict[str, Any]) -> Any:
-        returned: Any = None
-        for layer, names in zip(self._layers, self._parameters, strict=True):
-            returned = layer(**{k: v for k, v in arguments.items() if k in names})
-            arguments |= _as_arguments(returned)
-        return returned
+            return self._chain.run(arguments)
 
     def close(self) -> None:
         """Let go of weights and KV."""
         context = self._config.compilation_config.static_forward_context
         for name in self._names:
             context.pop(name, None)
-        self._layers, self.attentions, self._builder = [], {}, None
+        self._chain, self.attentions, self._builder = LayerChain([]), {}, None
 
 
 def _submodule(model: nn.Module, path: str) -> Sequence[nn.Module]:
@@ -117,13 +109,6 @@ def _submodule(model: nn.Module, path: str) -> Sequence[nn.Module]:
     if not isinstance(found, nn.ModuleList):
         raise MigrationError(f"{path} of this model is no list of layers")
     return list(found)
-
-
-def _as_arguments(returned: Any) -> dict[str, Any]:
-    """What a decoder layer returns, as the next one takes it: all families agree on the names."""
-    if isinstance(returned, tuple):
-        return dict(zip(("hidden_states", "residual"), returned, strict=False))
-    return {"hidden_states": returned}
 
 
 @contextlib.contextmanager

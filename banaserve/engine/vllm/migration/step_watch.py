@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -18,8 +20,8 @@ class StepWatch:
 
     Attributes:
         written: Blocks marked from each step's slot mapping.
-        step_id: Counts the steps.
-        common: The batch of the step under way; None before the first.
+        step_id: Counts the steps, and the parts of steps.
+        common: The batch of the step under way, or of a part of it; None before the first.
     """
 
     def __init__(self, builder: Any, block_size_tokens: int, num_blocks: int) -> None:
@@ -45,14 +47,28 @@ class StepWatch:
     def _begin(self, common: CommonAttentionMetadata) -> None:
         self.written.step_ended()
         self.common = common
-        self.step_id += 1
-        self._fields = None
-        self._local.clear()
+        self._describe_anew()
         slots = common.slot_mapping[: common.num_actual_tokens].cpu().numpy()
         # Padding is negative, and stays so.
         blocks = slots // self._block_size
         is_last = slots % self._block_size == self._block_size - 1
         self.written.mark(blocks[blocks >= 0], blocks[is_last & (blocks >= 0)])
+
+    def _describe_anew(self) -> None:
+        self.step_id += 1
+        self._fields = None
+        self._local.clear()
+
+    @contextlib.contextmanager
+    def part(self, common: CommonAttentionMetadata) -> Iterator[None]:
+        """While it lasts, guests hear only of this part of the step under way."""
+        whole, self.common = self.common, common
+        self._describe_anew()
+        try:
+            yield
+        finally:
+            self.common = whole
+            self._describe_anew()
 
     @property
     def num_tokens(self) -> int:

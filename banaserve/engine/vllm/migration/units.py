@@ -53,27 +53,14 @@ class Residence:
         except MigrationError as refused:
             self.link.give_up(str(refused))
 
-    def run_layers(
-        self, watch: StepWatch, arguments: Mapping[str, Any]
-    ) -> Sequence[torch.Tensor | None]:
-        """One step of a range of layers."""
-        parcel = Parcel()
-        request = messages.RunLayers(
-            self.unit_id,
-            self.working_epoch,
-            parcel.put_all(watch.fields()),
-            parcel.put_all(arguments),
-        )
-        returned = self.link.run(request, parcel, watch.num_tokens)
-        for number, tensor in enumerate(returned or [None]):
-            if tensor is not None or not number:
-                self.link.check_shape(tensor, arguments["hidden_states"])
-        return returned
-
     @property
     def working_epoch(self) -> int:
         assert self.epoch is not None
         return self.epoch
+
+    def layers(self, watch: StepWatch) -> LayersHere:
+        """The unit's layers, as their proxies want them."""
+        return LayersHere(self, watch)
 
     def heads_of(self, name: str, watch: StepWatch) -> HeadsHere:
         """The unit's heads of one layer, as split attention wants them."""
@@ -82,6 +69,68 @@ class Residence:
     def context_of(self, away: AwayBlocks, watch: StepWatch) -> ContextThere:
         """The unit's older blocks, as attention over a split sequence wants them."""
         return ContextThere(self, away, watch)
+
+
+class LayersHere:
+    """A range of layers in one guest."""
+
+    def __init__(self, residence: Residence, watch: StepWatch) -> None:
+        self._residence = residence
+        self._watch = watch
+
+    @property
+    def link(self) -> GuestLink:
+        return self._residence.link
+
+    def run(self, arguments: Mapping[str, Any]) -> Sequence[torch.Tensor | None]:
+        """One step there and back: the first layer's arguments by name, the last one's values.
+
+        Raises:
+            GuestLostError: The guest is lost.
+        """
+        request, parcel = self._message(arguments, 0)
+        returned = self.link.run(request, parcel, self._watch.num_tokens)
+        return self._checked(returned, arguments["hidden_states"])
+
+    def post(self, arguments: Mapping[str, Any], num_follow: int) -> None:
+        """Send a part of a step without waiting.
+
+        Args:
+            num_follow: Parts that are posted before anything else is asked of this guest.
+
+        Raises:
+            GuestLostError: The guest is lost.
+        """
+        self.link.post(*self._message(arguments, num_follow))
+
+    def collect(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        """What the layers return for the part that was posted first, with ``hidden_states``.
+
+        Raises:
+            GuestLostError: The guest is lost.
+        """
+        return self._checked(self.link.collect(hidden_states.shape[0]), hidden_states)
+
+    def _message(
+        self, arguments: Mapping[str, Any], num_follow: int
+    ) -> tuple[messages.RunLayers, Parcel]:
+        parcel = Parcel()
+        request = messages.RunLayers(
+            self._residence.unit_id,
+            self._residence.working_epoch,
+            parcel.put_all(self._watch.fields()),
+            parcel.put_all(arguments),
+            num_follow,
+        )
+        return request, parcel
+
+    def _checked(
+        self, returned: Sequence[torch.Tensor | None], hidden_states: torch.Tensor
+    ) -> Sequence[torch.Tensor | None]:
+        for number, tensor in enumerate(returned or [None]):
+            if tensor is not None or not number:
+                self.link.check_shape(tensor, hidden_states)
+        return returned
 
 
 class HeadsHere:

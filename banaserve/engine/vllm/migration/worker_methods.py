@@ -35,8 +35,14 @@ one line that says why nothing was done.
         ``guests_lost``, ``steps_lost``,
         ``kv``: ``num_blocks`` of the start, ``max_blocks``, ``blocks_gained`` (by how much the
         pool may be larger than at the start), ``page_bytes``, ``num_layers``, ``resident_bytes``,
-        ``written_blocks``. Notices dead guests. ``resident_bytes`` is counted only with
+        ``written_blocks``. ``overlap``: ``most_parts``, ``why_not`` (steps are not cut; empty
+        where they may be), ``steps_cut``, ``steps_waited``, ``parts``, ``prediction_error``.
+        Notices dead guests. ``resident_bytes`` is counted only with
         ``memory``, for that takes milliseconds; else it is None.
+    banaserve_migration_overlap(most_parts)
+        From the next step on, steps are cut into at most so many parts where ranges of layers are
+        away, so that host and guests compute at once; 1: guests are waited for. Refused out of
+        range, and with the reason where steps of this engine cannot be cut.
     banaserve_migration_usage(guest_id)
         What a guest takes of its target: fields of ``Usage``. Waits for the guest's answer, which
         comes between two of its steps; refused while it loads layers.
@@ -133,6 +139,12 @@ class MigrationMethods:
     @_answered
     def banaserve_migration_abort(self, move_id: str) -> Reply:
         return self._migration().abort(move_id).status()
+
+    @_answered
+    def banaserve_migration_overlap(self, most_parts: int) -> Reply:
+        placement = self._migration().placement
+        placement.set_overlap(most_parts)
+        return placement.overlap.status()
 
     @_answered
     def banaserve_migration_usage(self, guest_id: str) -> Reply:

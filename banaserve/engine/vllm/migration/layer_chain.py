@@ -1,0 +1,54 @@
+"""Decoder layers that are called one after the other, as a model's own loop does."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+
+class LayerChain:
+    """Calls each layer with those arguments that it has, by name."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = list(layers)
+        self._names = [frozenset(inspect.signature(m.forward).parameters) for m in layers]
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def run(self, arguments: Mapping[str, Any]) -> Any:
+        """What the last layer returns.
+
+        Args:
+            arguments: Of the first layer, by parameter name; those of the others are the same
+                but for what the layer before has returned.
+        """
+        given = dict(arguments)
+        returned: Any = None
+        for layer, names in zip(self._layers, self._names, strict=True):
+            returned = layer(**{k: v for k, v in given.items() if k in names})
+            given |= as_arguments(returned)
+        return returned
+
+
+def as_arguments(returned: Any) -> dict[str, Any]:
+    """What a decoder layer returns, as the next one takes it: all families agree on the names."""
+    if isinstance(returned, tuple):
+        return dict(zip(("hidden_states", "residual"), returned, strict=False))
+    return {"hidden_states": returned}
+
+
+def by_name(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call by parameter name; what ``**kwargs`` takes is among them."""
+    arguments: dict[str, Any] = {}
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= value
+        else:
+            arguments[name] = value
+    return arguments

@@ -1,0 +1,193 @@
+"""Steps of a model with ranges in guests, run in parts so that host and guests compute at once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from torch import nn
+from vllm.forward_context import get_forward_context
+
+from banaserve.config import MOST_STEP_PARTS
+from banaserve.engine.vllm.migration.layer_chain import LayerChain, by_name
+from banaserve.engine.vllm.migration.layer_order import LayerOrder, signature_of
+from banaserve.engine.vllm.migration.layer_proxy import RemoteRange
+from banaserve.engine.vllm.migration.part_plan import (
+    HERE,
+    PartPlan,
+    StageTimes,
+    part_sizes,
+    plan_parts,
+)
+from banaserve.engine.vllm.migration.pipeline import Pipeline, Segment, segments_of
+from banaserve.engine.vllm.migration.step_parts import cut, join, why_uncut, work_of
+from banaserve.engine.vllm.migration.step_watch import StepWatch
+from banaserve.errors import MigrationError
+
+logger = logging.getLogger(__name__)
+
+_SMOOTHING = 0.1
+
+
+class Overlap:
+    """Stands before each layer of the model while a range is away and steps may be cut.
+
+    The first layer that is called runs the whole step in parts; the others pass its result on.
+    That is right for models that do nothing between their layers, which a step in one part has to
+    show before any is cut.
+
+    Args:
+        layers: The model's list.
+        why_not: Why steps of this engine cannot be cut; empty where they can.
+
+    Attributes:
+        most_parts: That a step is cut into; 1: guests are waited for.
+    """
+
+    def __init__(
+        self, layers: nn.ModuleList, watch: StepWatch, why_not: str, most_parts: int
+    ) -> None:
+        self.most_parts = most_parts
+        self._why_never = why_not
+        self._why_here = self._told = ""
+        self._layers = layers
+        self._watch = watch
+        self._times = StageTimes()
+        self._segments: list[Segment] = []
+        self._order = LayerOrder(len(layers))
+        self._result: Any = None
+        self._num_cut = self._num_waited = self._num_parts = 0
+        self._error_fraction = 0.0
+
+    # ---- between two steps, and when a guest is lost in one
+
+    def allow(self, most_parts: int) -> None:
+        """Cut steps into at most so many parts.
+
+        Raises:
+            MigrationError: Out of range, or steps of this engine cannot be cut.
+        """
+        if not 1 <= most_parts <= MOST_STEP_PARTS:
+            raise MigrationError(f"a step has 1 to {MOST_STEP_PARTS} parts, not {most_parts}")
+        why_never = self._why_never or self._order.why_not
+        if most_parts > 1 and why_never:
+            raise MigrationError(f"steps cannot be cut, guests are waited for: {why_never}")
+        self.most_parts = most_parts
+
+    def step_aside(self) -> None:
+        """Leave nothing but the model's layers and their proxies in its list."""
+        for index, module in enumerate(self._layers):
+            if isinstance(module, _Before):
+                self._layers[index] = module.layer
+        self._segments = []
+
+    def step_in(self, why_not: str) -> None:
+        """Run the steps from here on, where a range is away.
+
+        Args:
+            why_not: Why guests have to be waited for as things lie; empty where they need not.
+        """
+        self._why_here = why_not
+        self._tell()
+        if self.most_parts == 1 or self.why_not:
+            return
+        segments = segments_of(list(self._layers))
+        guests = [s.where.link.guest_id for s in segments if isinstance(s, RemoteRange)]
+        self._times.keep(guests)
+        if not guests:
+            return
+        self._segments = segments
+        for index, module in enumerate(self._layers):
+            self._layers[index] = _Before(self, index, module)
+
+    def _tell(self) -> None:
+        why_not = self.why_not if self.most_parts > 1 else ""
+        if why_not and why_not != self._told:
+            logger.warning("steps are not cut, guests are waited for: %s", why_not)
+        self._told = why_not
+
+    @property
+    def why_not(self) -> str:
+        """Why steps are not cut; empty where they may be."""
+        return self._why_never or self._order.why_not or self._why_here
+
+    def status(self) -> dict[str, Any]:
+        """Plain values for the coordinator."""
+        return {
+            "most_parts": self.most_parts,
+            "why_not": self.why_not,
+            "steps_cut": self._num_cut,
+            "steps_waited": self._num_waited,
+            "parts": self._num_parts,
+            "prediction_error": self._error_fraction,
+        }
+
+    # ---- in a step
+
+    def call(
+        self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The model calls a layer of its list."""
+        if index == 0:
+            self._result = self._run(layer, args, kwargs)
+        if self._result is not None:
+            return self._result
+        self._order.called(index, layer, args, kwargs)
+        returned = layer(*args, **kwargs)
+        self._order.returned(index, returned)
+        if index == len(self._layers) - 1:
+            self._tell()
+        return returned
+
+    def _run(self, first: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The whole step; None where the model is to call its layers one by one."""
+        context, common = get_forward_context(), self._watch.common
+        if context.attn_metadata is None or common is None:
+            return None
+        arguments = by_name(signature_of(first), args, kwargs)
+        if not self._order.is_known or self.why_not or why_uncut(arguments, common, context):
+            self._num_waited += 1
+            return None
+        plan = plan_parts(self._times, self._stages(), work_of(common), self.most_parts)
+        parts = cut(
+            arguments, self._watch, context, part_sizes(common.num_actual_tokens, plan.num_parts)
+        )
+        began_s = time.perf_counter()
+        spans = [s for s in self._segments if isinstance(s, RemoteRange)]
+        if not Pipeline(self._segments, self._watch, self._times).run(parts):
+            return spans[0].zeros(arguments)
+        self._count(plan, time.perf_counter() - began_s)
+        return join(parts)
+
+    def _stages(self) -> list[tuple[str, int]]:
+        """Host and guests, each with the number of layers that it runs."""
+        layers = {HERE: 0}
+        for segment in self._segments:
+            name = HERE if isinstance(segment, LayerChain) else segment.where.link.guest_id
+            layers[name] = layers.get(name, 0) + len(segment)
+        return list(layers.items())
+
+    def _count(self, plan: PartPlan, seconds: float) -> None:
+        self._num_parts += plan.num_parts
+        if plan.num_parts == 1:
+            self._num_waited += 1
+        else:
+            self._num_cut += 1
+        error = abs(plan.predicted_s - seconds) / seconds
+        self._error_fraction += _SMOOTHING * (error - self._error_fraction)
+
+
+class _Before(nn.Module):
+    """At the place of a layer, or of its proxy."""
+
+    layer: nn.Module
+
+    def __init__(self, overlap: Overlap, index: int, layer: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "overlap", overlap)
+        object.__setattr__(self, "layer", layer)
+        self.index = index
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.overlap.call(self.index, self.layer, args, kwargs)

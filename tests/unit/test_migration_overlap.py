@@ -1,0 +1,226 @@
+"""How a step is cut, and when that is refused."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from banaserve.engine.vllm import compat_migration as compat
+from banaserve.engine.vllm.migration import checks, part_plan
+from banaserve.engine.vllm.migration.guest_post import GuestPost
+from banaserve.engine.vllm.migration.layer_order import LayerOrder
+from banaserve.engine.vllm.migration.part_plan import PartWork, StageTimes, part_sizes, plan_parts
+from banaserve.engine.vllm.migration.step_parts import why_uncut, work_of
+from banaserve.errors import MigrationError
+from banaserve.transport.connect import over_unix
+from banaserve.transport.errors import PeerGoneError
+from banaserve.transport.interface import Message, Tensor
+
+HALVES = [(part_plan.HERE, 15), ("g", 15)]
+
+
+def learnt(fixed_s: float, token_s: float, stages: tuple[str, ...] = (part_plan.HERE, "g")) -> Any:
+    """Times of layers that take so much each, as steps of many sizes have shown."""
+    times = StageTimes()
+    for tokens in [1, 8, 32, 64, 128, 512, 2048] * 6:
+        work = PartWork(tokens, tokens * tokens / 2)
+        for stage in stages:
+            times.observe(stage, 15, work, 15 * (fixed_s + token_s * tokens))
+    return times
+
+
+def test_a_large_step_is_cut_and_half_the_layers_nearly_halve_it() -> None:
+    plan = plan_parts(learnt(1e-4, 4e-5), HALVES, PartWork(2048, 2048**2 / 2), 64)
+    assert 8 <= plan.num_parts <= 64
+    assert 1.6 < plan.waiting_s / plan.predicted_s < 2.0
+
+
+def test_what_is_bound_by_reading_weights_is_not_cut() -> None:
+    plan = plan_parts(learnt(2e-3, 1e-5), HALVES, PartWork(32, 32 * 100), 64)
+    assert plan.num_parts == 1
+    assert plan.predicted_s == plan.waiting_s
+
+
+@pytest.mark.parametrize(("most", "tokens"), [(1, 4096), (64, 31), (64, 1)])
+def test_no_more_parts_than_are_allowed_or_filled(most: int, tokens: int) -> None:
+    assert plan_parts(learnt(1e-9, 1e-4), HALVES, PartWork(tokens, tokens), most).num_parts == 1
+
+
+def test_a_slow_guest_gains_less() -> None:
+    times = learnt(1e-4, 4e-5, (part_plan.HERE,))
+    for tokens in [1, 32, 512, 2048] * 8:
+        times.observe("g", 15, PartWork(tokens, tokens**2 / 2), 15 * (3e-4 + 12e-5 * tokens))
+    plan = plan_parts(times, HALVES, PartWork(2048, 2048**2 / 2), 64)
+    assert 1.0 < plan.waiting_s / plan.predicted_s < 4 / 3
+    times.keep([])
+    assert plan_parts(times, HALVES, PartWork(2048, 2048**2 / 2), 64).waiting_s < plan.waiting_s
+
+
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 100, 2048])
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
+def test_sizes_hold_all_tokens(num_tokens: int, num_parts: int) -> None:
+    sizes = part_sizes(num_tokens, num_parts)
+    assert sum(sizes) == num_tokens
+    assert 1 <= len(sizes) <= num_parts
+    assert min(sizes) > 0
+
+
+def batch(queries: list[int], contexts: list[int]) -> CommonAttentionMetadata:
+    """Requests with so many tokens to compute behind so many others."""
+    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
+    lengths = torch.tensor([q + c for q, c in zip(queries, contexts, strict=True)])
+    num_tokens = sum(queries)
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts.clone(),
+        seq_lens=lengths,
+        num_reqs=len(queries),
+        num_actual_tokens=num_tokens,
+        max_query_len=max(queries),
+        max_seq_len=int(lengths.max()),
+        block_table_tensor=torch.arange(len(queries))[:, None],
+        slot_mapping=torch.arange(num_tokens),
+        seq_lens_cpu_upper_bound=lengths.clone(),
+    )
+
+
+@pytest.mark.parametrize("sizes", [[30], [1, 29], [7, 7, 7, 7, 2], [1] * 30, [12, 18], [2, 10, 18]])
+def test_parts_see_what_the_whole_sees(sizes: list[int]) -> None:
+    whole = batch([1, 1, 10, 18], [100, 3, 0, 40])
+    owner = torch.repeat_interleave(torch.arange(4), torch.tensor([1, 1, 10, 18]))
+
+    def seen(common: CommonAttentionMetadata) -> list[tuple[int, int, int]]:
+        """For each token its request, its slot and how many tokens it looks at."""
+        found = []
+        starts = common.query_start_loc_cpu.tolist()
+        for row, (begin, end) in enumerate(itertools.pairwise(starts)):
+            for token in range(begin, end):
+                length = int(common.seq_lens[row]) - (end - 1 - token)
+                request = int(common.block_table_tensor[row, 0])
+                found.append((request, int(common.slot_mapping[token]), length))
+        return found
+
+    parts = compat.split_batch(whole, sizes)
+    assert [p.num_actual_tokens for p in parts] == sizes
+    together = [token for part in parts for token in seen(part)]
+    assert together == seen(whole)
+    assert [request for request, _, _ in together] == owner.tolist()
+    assert sum(work_of(p).pairs for p in parts) == pytest.approx(work_of(whole).pairs)
+    assert work_of(whole).pairs == sum(length for _, _, length in seen(whole))
+
+
+def test_a_step_that_is_no_rows_of_tokens_is_not_cut() -> None:
+    common = batch([4], [0])
+    context: Any = SimpleNamespace(attn_metadata={}, slot_mapping={})
+    rows = {"positions": torch.zeros(4), "hidden_states": torch.zeros(4, 2), "residual": None}
+    assert why_uncut(rows, common, context) == ""
+    assert "positions" in why_uncut({**rows, "positions": torch.zeros(3, 4)}, common, context)
+    assert "later" in why_uncut(rows, common.replace(causal=False), context)
+    several: Any = SimpleNamespace(attn_metadata=[{}], slot_mapping={})
+    assert "cut it already" in why_uncut(rows, common, several)
+
+
+class Layer(nn.Module):
+    def forward(self, positions: Any, hidden_states: Any, residual: Any = None) -> Any:
+        return hidden_states, residual
+
+
+def order(calls: list[tuple[int, tuple[Any, ...], Any]]) -> LayerOrder:
+    found, layer = LayerOrder(3), Layer()
+    for index, args, returned in calls:
+        found.called(index, layer, args, {})
+        found.returned(index, returned)
+    return found
+
+
+def test_a_model_that_passes_on_what_it_gets() -> None:
+    p, a, b, c, d = (object() for _ in range(5))
+    chain = order([(0, (p, a, None), (b, c)), (1, (p, b, c), (d, a)), (2, (p, d, a), (a, b))])
+    assert chain.is_known
+    assert chain.why_not == ""
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        ((1, ("p", "other", "c"), ("d", "e")), "gets hidden_states from elsewhere"),
+        ((1, ("q", "b", "c"), ("d", "e")), "gets positions from elsewhere"),
+        ((2, ("p", "b", "c"), ("d", "e")), "out of turn"),
+        ((1, ("p", "b", "c", "more"), ("d", "e")), "other arguments"),
+    ],
+)
+def test_a_model_that_does_something_between_its_layers(second: Any, why: str) -> None:
+    found = order([(0, ("p", "a", None), ("b", "c")), second])
+    assert found.is_known
+    assert why in found.why_not
+
+
+@pytest.mark.parametrize(
+    ("facts", "connector", "why"),
+    [
+        ({}, None, ""),
+        ({}, "StoreConnector", ""),
+        ({}, "NixlConnector", "NixlConnector"),
+        ({"is_encoder_decoder": True}, None, "encoder"),
+        ({"is_mm_prefix_lm": True}, None, "image"),
+        ({"uses_mrope": True}, None, "positions"),
+    ],
+)
+def test_engines_whose_steps_cannot_be_cut(facts: Any, connector: str | None, why: str) -> None:
+    plain = {"is_encoder_decoder": False, "is_mm_prefix_lm": False, "uses_mrope": False}
+    transfer = connector and SimpleNamespace(kv_connector=connector)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(**{**plain, **facts}), kv_transfer_config=transfer
+    )
+    found = checks.why_no_parts(config)
+    assert why in found
+    assert bool(found) == bool(why)
+
+
+def test_what_cannot_be_cut_stays_as_it_is() -> None:
+    from banaserve.engine.vllm.migration.overlap import Overlap
+
+    overlap = Overlap(nn.ModuleList([Layer()]), None, "it is odd", 1)  # type: ignore[arg-type]
+    with pytest.raises(MigrationError, match="it is odd"):
+        overlap.allow(4)
+    overlap.allow(1)
+    assert overlap.status()["why_not"] == "it is odd"
+
+
+def large(number: int) -> Message:
+    """More than a socket holds."""
+    data = torch.full((4 << 20,), number % 256, dtype=torch.uint8).numpy()
+    return Message(str(number).encode(), (Tensor("uint8", (4 << 20,), data),))
+
+
+def test_parts_larger_than_a_socket_pass_each_other() -> None:
+    ours, theirs = socket.socketpair()
+    host, channel = over_unix(ours), over_unix(theirs)
+    post = GuestPost(channel)
+
+    def guest() -> None:
+        try:
+            while True:
+                message = post.receive(3600.0)
+                post.expect(int(message.body) if int(message.body) < 10 else 0)
+                post.answer(message, message)
+        except PeerGoneError:
+            post.close()
+            channel.close()
+
+    thread = threading.Thread(target=guest)
+    thread.start()
+    for sent in ([3, 2, 1, 0], [0], [2, 1, 0]):
+        for number in sent:
+            host.send(large(number), 60.0)
+        assert [int(host.receive(60.0).body) for _ in sent] == sent
+    host.close()
+    thread.join()
