@@ -25,8 +25,8 @@ from banaserve.balancer.line import Line
 from banaserve.balancer.message import Message, RefusedError
 from banaserve.balancer.metrics import Metrics
 from banaserve.balancer.own_paths import own_answer
-from banaserve.balancer.peers import STATE_PATH
-from banaserve.balancer.roster import BLIND, Roster
+from banaserve.balancer.peers import PEER_PATHS
+from banaserve.balancer.roster import BLIND, Roster, prefixes_of
 from banaserve.balancer.settings import BalancerSettings
 from banaserve.balancer.state_file import StateFile
 from banaserve.balancer.target import Target
@@ -88,9 +88,10 @@ class Balancer:
         if policy.state_file:
             self._state = StateFile(Path(policy.state_file), policy.name, self.fleet.policy)
             self._state.restore(log)
+        self.prefixes = prefixes_of(self.fleet.policy, settings)
         self.line, self.metrics = Line(), Metrics()
         self.wake = Waker(self.line, self.fleet).wake
-        self.roster = Roster(self.fleet, log, self.wake)
+        self.roster = Roster(self.fleet, log, self.wake, self.prefixes)
         self.targets = self.roster.targets
         self.is_leaving = False
         self._buffered_bytes = 0
@@ -150,7 +151,7 @@ class Balancer:
         if PEER_FIELD in message.seen:
             # Another balancer has checked the client's key.
             check_peer(self._peer_keys, message)
-            if message.path == STATE_PATH:
+            if message.path in PEER_PATHS:
                 return
         else:
             check_key(self._keys, message)
@@ -168,7 +169,7 @@ class Balancer:
         self.metrics.refused(error.status)
 
     def take(self, client: Client, message: Message) -> Exchange | None:
-        if message.path in OPEN_PATHS or message.path == STATE_PATH:
+        if message.path in OPEN_PATHS or message.path in PEER_PATHS:
             client.write(own_answer(self, message, closes=not client.can_go_on))
             client.done(message)
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import Annotated
 
@@ -21,8 +21,13 @@ from banaserve.balancer.target import Target
 from banaserve.errors import UserError
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
 from banaserve.orchestrator.replicas.interface import ReplicaView
+from banaserve.orchestrator.replicas.peer_prefixes import PeerPrefixes
 
 STATE_PATH = b"/_banaserve/state"
+PREFIXES_PATH = b"/_banaserve/prefixes"
+PEER_PATHS = frozenset((STATE_PATH, PREFIXES_PATH))
+"""Answered by the balancer itself, to peers alone."""
+
 PROTOCOL = 1
 DEAD_AFTER_S = 2.0
 """Twenty looks without an answer: longer than a pause of the garbage collector or the network."""
@@ -86,29 +91,37 @@ class PeerProber:
         on_change: Callable[[Target], None],
         on_report: Callable[[], None],
         log: Callable[[str], None],
+        prefixes: PeerPrefixes | None = None,
     ) -> None:
+        """``prefixes``: takes in what the peer tells of its replicas' caches; None: not asked."""
         self._settings, self._target, self._fleet, self._health = settings, target, fleet, health
         self._on_change, self._on_report, self._log = on_change, on_report, log
-        self._task: asyncio.Task[None] | None = None
+        self._prefixes = prefixes
+        self._tasks: list[asyncio.Task[None]] = []
         self._heard_at_s = monotonic()
         self._complaint = ""
         self.state = PeerState(region=settings.region)
         self.distance_ms = settings.distance_ms
 
     def start(self) -> None:
-        what = f"looking at {self._target.name}"
-        step = over_and_over(self.look, self._health.report_interval_s, self._log, what)
-        self._task = asyncio.get_running_loop().create_task(step)
+        name, health = self._target.name, self._health
+        self._repeat(self.look, health.report_interval_s, f"looking at {name}")
+        if self._prefixes is not None:
+            self._repeat(self.read_prefixes, health.snapshot_interval_s, f"prefixes of {name}")
+
+    def _repeat(self, step: Callable[[], Awaitable[None]], interval_s: float, what: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._tasks.append(loop.create_task(over_and_over(step, interval_s, self._log, what)))
 
     def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        while self._tasks:
+            self._tasks.pop().cancel()
 
     def take_settings(self, settings: BalancerSettings) -> None:
         """Let the limits of ``settings`` hold from here on."""
         self._target.take_settings("", 0, settings)
         is_same, self._health = self._health == settings.health, settings.health
-        if self._task is not None and not is_same:
+        if self._tasks and not is_same:
             self.stop()
             self.start()
 
@@ -144,6 +157,24 @@ class PeerProber:
             self._take(state, asked_s, answer.took_ms)
         if target.looked(state is not None, self._health.failures, now_s):
             self._on_change(target)
+
+    async def read_prefixes(self) -> None:
+        """Ask the peer once which prefixes its replicas were sent.
+
+        Raises:
+            ProtocolError: What it says is no snapshot.
+        """
+        target, prefixes = self._target, self._prefixes
+        if prefixes is None or not target.is_healthy:
+            return
+        try:
+            answer = await fetch(
+                target.pool, "GET", PREFIXES_PATH.decode(), target.fields, self._health.timeout_s
+            )
+        except OSError:
+            return
+        if answer.status == 200:
+            prefixes.take(target.view.id, answer.body)
 
     def _read(self, status: int, body: bytes) -> PeerState | None:
         """Returns its state, or None where it is none; a new complaint is one line in the log."""

@@ -21,10 +21,13 @@ from banaserve.orchestrator.replicas.fleet import Fleet
 from banaserve.orchestrator.replicas.interface import (
     PeerView,
     ReplicaId,
+    ReplicaPolicy,
     ReplicaView,
     Request,
 )
+from banaserve.orchestrator.replicas.peer_prefixes import PeerPrefixes
 from banaserve.orchestrator.replicas.policy import may_serve
+from banaserve.orchestrator.replicas.skywalker import SkyWalker
 
 BLIND = frozenset(("round_robin", "random", "least_requests", "power_of_two"))
 """Policies that look at no request: bodies are not parsed for them."""
@@ -45,6 +48,16 @@ READS_REPORTS = frozenset(
 PEER_PREFIX = "region:"
 
 
+def prefixes_of(policy: ReplicaPolicy, settings: BalancerSettings) -> PeerPrefixes | None:
+    """Returns what the policy shares with peers, and lets it read that; None where it does not."""
+    if not (settings.peers and isinstance(policy, SkyWalker) and policy.reads_snapshots):
+        return None
+    if not policy.options.peer_snapshots:
+        return None
+    policy.peer_prefixes = PeerPrefixes(settings.peer_key)
+    return policy.peer_prefixes
+
+
 def place_of(one: ReplicaSettings) -> tuple[str, Endpoint]:
     """Returns what a replica is known by: its id and where it listens."""
     return replica_id(one), parse_endpoint(one.url)
@@ -58,11 +71,16 @@ class Roster:
     """
 
     def __init__(
-        self, fleet: Fleet, log: Callable[[str], None], on_change: Callable[[], None]
+        self,
+        fleet: Fleet,
+        log: Callable[[str], None],
+        on_change: Callable[[], None],
+        prefixes: PeerPrefixes | None = None,
     ) -> None:
         self.targets: dict[str, Target] = {}
         self.adopted: dict[str, list[str]] = {}
         self._fleet, self._log, self._on_change = fleet, log, on_change
+        self._prefixes = prefixes
         self._probers: dict[str, Prober] = {}
         self._peers: dict[str, PeerProber] = {}
         self._own: tuple[ReplicaSettings, ...] = ()
@@ -223,7 +241,14 @@ class Roster:
             self._fleet.add(view)
             self.targets[view.id] = target
         self._peers[peer.region] = PeerProber(
-            peer, target, self._fleet, settings.health, self._changed, self._on_change, self._log
+            peer,
+            target,
+            self._fleet,
+            settings.health,
+            self._changed,
+            self._on_change,
+            self._log,
+            self._prefixes,
         )
 
     def _disown(self, target_id: str) -> None:

@@ -135,6 +135,7 @@ class HealthSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     Attributes:
         interval_s: Between two looks at a replica's ``path``.
         report_interval_s: Between two looks at its metrics, for policies that read them.
+        snapshot_interval_s: Between two looks at which prefixes a peer's replicas were sent.
         failures: Failed looks in a row until it is taken out; one good look brings it back.
         breaker_failures: Failed requests in a row until its circuit opens.
     """
@@ -143,6 +144,7 @@ class HealthSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     interval_s: float = 1.0
     timeout_s: float = 2.0
     report_interval_s: float = 0.1
+    snapshot_interval_s: float = 10.0
     failures: int = 2
     breaker_failures: int = 3
     breaker_pause_s: float = 1.0

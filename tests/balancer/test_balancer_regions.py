@@ -25,7 +25,9 @@ ROUND_TRIP_MS = {("us", "asia"): 145.4, ("us", "eu"): 99.1, ("asia", "eu"): 222.
 profiles/latency.csv of skyplane-project/skyplane (Apache-2.0)."""
 
 KEY = "between-us"
-HEALTH = HealthSettings(interval_s=0.05, report_interval_s=0.02, breaker_pause_s=0.05)
+HEALTH = HealthSettings(
+    interval_s=0.05, report_interval_s=0.02, snapshot_interval_s=0.05, breaker_pause_s=0.05
+)
 IDLE = b"vllm:num_requests_waiting 0\n"
 BUSY = b"vllm:num_requests_waiting 3\n"
 
@@ -223,6 +225,50 @@ async def test_a_peer_that_makes_no_sense_is_named_once_and_gets_nothing(house, 
     assert not balancer.targets["region:us"].view.is_available
     assert sum(complaint in line for line in house.log) == 1
     assert (await house.ask()).status == 200
+
+
+async def test_a_busy_region_pushes_to_where_the_prefix_is(house):
+    world = await World(house, ("eu", "us", "asia")).start()
+    prompt = b'{"prompt": "%b"}' % (b"what asia was asked before " * 40)
+    assert (await world.ask("asia", body=prompt)).status == 200
+    known = world.balancers["eu"].prefixes
+    await house.until(lambda: known._theirs.target_bytes("region:asia") > 0)
+    await world.make_busy("eu")
+    for _ in range(4):
+        assert (await world.ask("eu", body=prompt)).status == 200
+    assert len(world.replicas["asia"][0].asked) == 5
+
+
+async def test_prefixes_are_told_to_peers_alone(house):
+    world = await World(house, ("eu", "us"), api_keys=("k",)).start()
+    for fields, status in (
+        ("Authorization: Bearer k", 404),
+        ("X-Banaserve-Peer: wrong", 401),
+        (f"X-Banaserve-Peer: {KEY}", 200),
+    ):
+        caller = await house.caller(world.ports["eu"])
+        asked = f"GET /_banaserve/prefixes HTTP/1.1\r\nHost: b\r\n{fields}\r\n\r\n"
+        await caller.send(asked.encode())
+        assert (await caller.reply()).status == status
+
+
+async def test_a_snapshot_that_makes_no_sense_is_named_once_and_the_peer_goes_on(house):
+    async def behave(asked):
+        page = b"garbage" if "prefixes" in asked.line else b'{"region": "us", "num_available": 1}'
+        await asked.answer(200, page)
+
+    odd, well = await house.replica(behave), await house.replica()
+    balancer = await house.balance(
+        well,
+        region="eu",
+        policy=PolicySettings(name="skywalker"),
+        peers=(PeerSettings(region="us", url=odd.url),),
+        peer_key=KEY,
+        health=HEALTH,
+    )
+    await house.until(lambda: sum("prefixes" in one.line for one in odd.asked) > 3)
+    assert sum("prefixes of peer" in line for line in house.log) == 1
+    assert balancer.targets["region:us"].view.is_available
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Snapshots of a prefix tree, for peers and for a balancer that takes over: bytes, and back.
+"""Snapshots of a prefix tree, for peers: bytes, and back.
 
 Layout, little-endian: magic, unit bytes (u8), names (u16 count; u16 length and UTF-8 each), entries
 (u32 count), each entry its depth (u32), label (u32 length and bytes) and stamps (u16 count; u16
@@ -18,7 +18,10 @@ from banaserve.orchestrator.replicas.prefix_tree import PrefixTree, TreeEntry
 MAGIC = b"bnpt1"
 MAX_NAMES = 4096
 MAX_NAME_BYTES = 256
-MAX_LOADED_BYTES = 1 << 28
+MAX_ENTRIES = 1 << 14
+MAX_STAMPS = 1 << 16
+MAX_DEPTH = 256
+MAX_LOADED_BYTES = 1 << 22
 """Of all prompts that a snapshot stands for, written out: a small one may stand for very many."""
 
 
@@ -57,14 +60,20 @@ def decode(data: bytes, unit_bytes: int) -> list[TreeEntry]:
         raise ProtocolError(f"a prefix snapshot with {num_names} targets")
     names = [_name(reader) for _ in range(num_names)]
     [num_entries] = reader.numbers("<I")
+    if num_entries > MAX_ENTRIES:
+        raise ProtocolError(f"a prefix snapshot with {num_entries} entries")
+    stamps_left = MAX_STAMPS
     entries: list[TreeEntry] = []
     for _ in range(num_entries):
         depth, length = reader.numbers("<II")
-        limit = entries[-1].depth + 1 if entries else 0
+        limit = min(MAX_DEPTH, entries[-1].depth + 1) if entries else 0
         if depth > limit or not length or length % unit_bytes:
             raise ProtocolError("a prefix snapshot whose entries make no tree")
         label = reader.take(length)
         [num_stamps] = reader.numbers("<H")
+        stamps_left -= num_stamps
+        if stamps_left < 0:
+            raise ProtocolError(f"a prefix snapshot with more than {MAX_STAMPS} stamps")
         held = [reader.numbers("<HQ") for _ in range(num_stamps)]
         if any(place >= num_names for place, _ in held):
             raise ProtocolError("a prefix snapshot with an unknown target")
@@ -135,6 +144,8 @@ def _newest(entries: Sequence[TreeEntry], max_bytes: int) -> list[TreeEntry]:
     left = max_bytes
     kept: set[int] = set()
     for place in sorted(range(len(entries)), key=lambda place: (-newest[place], place)):
+        if len(kept) == MAX_ENTRIES:
+            break
         left -= 10 + len(entries[place].label) + 10 * len(entries[place].stamps)
         if left < 0:
             break

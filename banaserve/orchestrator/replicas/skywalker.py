@@ -13,11 +13,14 @@ from typing import Any, ClassVar
 from banaserve.orchestrator.replicas.interface import (
     Decision,
     FleetView,
+    Flight,
     PeerView,
     Reason,
+    ReplicaId,
     ReplicaView,
     Request,
 )
+from banaserve.orchestrator.replicas.peer_prefixes import PeerPrefixes
 from banaserve.orchestrator.replicas.policy import check_choice, check_range
 from banaserve.orchestrator.replicas.prefix_tree import FIFO
 from banaserve.orchestrator.replicas.registry import register
@@ -43,6 +46,8 @@ class SkyWalkerOptions(TreeOptions):
         compares_queues: Nor does one whose queue is longer than this balancer's own.
         prefix_threshold: A hit on more than this share of the prompt decides; else the fewest
             outstanding requests do.
+        peer_snapshots: Peers tell each other what their replicas were sent (``PeerPrefixes``). The
+            paper's balancer knows of a peer only what it has forwarded there itself.
         virtual_nodes: Points of each target on the ring of ``skywalker_ch``.
     """
 
@@ -53,6 +58,7 @@ class SkyWalkerOptions(TreeOptions):
     tau: int = 10
     compares_queues: bool = True
     prefix_threshold: float = 0.5
+    peer_snapshots: bool = True
     virtual_nodes: int = 64
 
     def __post_init__(self) -> None:
@@ -74,18 +80,43 @@ class SkyWalkerOptions(TreeOptions):
 PRESETS = {
     "repaired": SkyWalkerOptions(),
     "published": SkyWalkerOptions(
-        stale_after_s=1e9, compares_queues=False, eviction=FIFO, trims=False
+        stale_after_s=1e9,
+        compares_queues=False,
+        eviction=FIFO,
+        trims=False,
+        peer_snapshots=False,
     ),
-    "as-coded": SkyWalkerOptions(stale_after_s=1e9, trims=False, virtual_nodes=1),
+    "as-coded": SkyWalkerOptions(
+        stale_after_s=1e9, trims=False, peer_snapshots=False, virtual_nodes=1
+    ),
 }
 
 
 @register("skywalker")
 class SkyWalker(TreePolicy):
-    """The prefix variant; peers are targets in the same tree, from what was forwarded to them."""
+    """The prefix variant; peers are targets in the same tree, from what was forwarded to them.
+
+    Attributes:
+        peer_prefixes: What peers tell beyond that; None where nobody tells.
+    """
 
     PRESETS: ClassVar[Mapping[str, Any]] = PRESETS
     uses_peers: ClassVar[bool] = True
+    reads_snapshots: ClassVar[bool] = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.peer_prefixes: PeerPrefixes | None = None
+
+    def on_sent(self, flight: Flight) -> None:
+        super().on_sent(flight)
+        if self.peer_prefixes is not None and flight.decision.reason is not Reason.FORWARDED:
+            self.peer_prefixes.sent(flight.request, flight.target)
+
+    def on_replica_gone(self, target: ReplicaId) -> None:
+        super().on_replica_gone(target)
+        if self.peer_prefixes is not None:
+            self.peer_prefixes.forget(target)
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
@@ -106,6 +137,9 @@ class SkyWalker(TreePolicy):
     def among(self, request: Request, free: Sequence[ReplicaView], fleet: FleetView) -> Decision:
         """Returns the choice in one layer; ``free`` has at least one."""
         hits = self.hits(request)
+        if self.peer_prefixes is not None and isinstance(free[0], PeerView):
+            told = self.peer_prefixes.hits(request)
+            hits = {one: max(hits.get(one, 0), told.get(one, 0)) for one in hits.keys() | told}
         longest = self.longest_hit(free, hits)
         if longest is not None and longest[1] > self.options.prefix_threshold * request.num_tokens:
             return Decision(longest[0].id, Reason.PREFIX, longest[1])
@@ -145,6 +179,8 @@ class SkyWalker(TreePolicy):
 @register("skywalker_ch")
 class SkyWalkerCH(SkyWalker):
     """The variant with a hash ring in each layer; unavailable targets are skipped."""
+
+    reads_snapshots: ClassVar[bool] = False
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

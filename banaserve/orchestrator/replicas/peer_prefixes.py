@@ -1,0 +1,109 @@
+"""SkyWalker's snapshot tries: what balancers of other regions know of each other's prefixes.
+
+A balancer tells its peers, now and then, which prefixes its replicas were sent lately, and keeps
+one bounded tree of what they tell. Prompts stay where they are: what travels are hashes of whole
+blocks, each chained to the one before it and keyed with the balancers' secret. Requests that may
+not be served everywhere are not told of at all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from hashlib import blake2b
+
+from banaserve.errors import ProtocolError
+from banaserve.orchestrator.replicas import prefix_snapshot
+from banaserve.orchestrator.replicas.interface import ReplicaId, Request
+from banaserve.orchestrator.replicas.prefix_tree import make_tree
+
+BLOCK_BYTES = 256
+"""Of a prompt, in one unit of a snapshot."""
+
+UNIT_BYTES = 8
+MAX_PROMPT_BYTES = 32 << 10
+"""What is told of one prompt: its start; hashing it takes a tenth of a millisecond."""
+
+MAX_TREE_BYTES = 256 << 10
+"""Of what is told, and of what one peer tells: a thousand prompts, and a stall of 10 ms for each
+telling.
+"""
+
+MAX_SNAPSHOT_BYTES = MAX_TREE_BYTES
+_MAX_PEERS = 64
+_MAX_NEWS_BYTES = 1 << 20
+
+
+def units_of(prompt: bytes, key: bytes) -> bytes:
+    """Returns one unit for each whole block of ``prompt``, as much of it as is told.
+
+    Equal units at a place mean equal prompts up to there.
+    """
+    units = []
+    unit = b""
+    end = min(len(prompt), MAX_PROMPT_BYTES)
+    for start in range(0, end - BLOCK_BYTES + 1, BLOCK_BYTES):
+        block = unit + prompt[start : start + BLOCK_BYTES]
+        unit = blake2b(block, digest_size=UNIT_BYTES, key=key).digest()
+        units.append(unit)
+    return b"".join(units)
+
+
+class PeerPrefixes:
+    """What one balancer tells its peers, and what it has been told. Bounded in memory."""
+
+    def __init__(self, secret: str) -> None:
+        """``secret``: what the balancers share."""
+        self._key = blake2b(secret.encode(), digest_size=32).digest()
+        self._told = make_tree(UNIT_BYTES, MAX_TREE_BYTES, MAX_TREE_BYTES)
+        self._theirs = make_tree(UNIT_BYTES, MAX_TREE_BYTES, _MAX_PEERS * MAX_TREE_BYTES)
+        self._news: deque[tuple[bytes, ReplicaId]] = deque()
+        self._news_bytes = 0
+
+    def sent(self, request: Request, replica: ReplicaId) -> None:
+        """A request has been sent to a replica of this region."""
+        if request.allowed_regions is not None or len(request.prompt) < BLOCK_BYTES:
+            return
+        start = request.prompt[:MAX_PROMPT_BYTES]
+        self._news.append((start, replica))
+        self._news_bytes += len(start)
+        while self._news_bytes > _MAX_NEWS_BYTES:
+            self._news_bytes -= len(self._news.popleft()[0])
+
+    def forget(self, target: ReplicaId) -> None:
+        """A replica or a peer has left, or has lost what it had."""
+        self._told.forget(target)
+        self._theirs.forget(target)
+        kept = [one for one in self._news if one[1] != target]
+        self._news = deque(kept)
+        self._news_bytes = sum(len(start) for start, _ in kept)
+
+    def snapshot(self) -> bytes:
+        """Returns what there is to tell, ``MAX_SNAPSHOT_BYTES`` at most."""
+        while self._news:
+            start, replica = self._news.popleft()
+            self._told.add(units_of(start, self._key), replica)
+        self._news_bytes = 0
+        return prefix_snapshot.encode(self._told.dump(), UNIT_BYTES, MAX_SNAPSHOT_BYTES)
+
+    def take(self, peer: ReplicaId, data: bytes) -> int:
+        """Takes in what ``peer`` tells, in the place of what it told before.
+
+        Returns:
+            How many prefixes that were.
+
+        Raises:
+            ProtocolError: It is no snapshot, or too large; what was told before stays.
+        """
+        if len(data) > 2 * MAX_SNAPSHOT_BYTES:
+            raise ProtocolError(f"a prefix snapshot of {len(data)} bytes")
+        entries = prefix_snapshot.decode(data, UNIT_BYTES)
+        self._theirs.forget(peer)
+        return prefix_snapshot.load(self._theirs, entries, lambda _: peer)
+
+    def hits(self, request: Request) -> dict[ReplicaId, int]:
+        """Returns how many of the prompt's tokens each peer's replicas were sent before."""
+        if not self._theirs.num_nodes or not request.prompt:
+            return {}
+        matched = self._theirs.match(units_of(request.prompt, self._key))
+        tokens_a_unit = request.num_tokens * BLOCK_BYTES / len(request.prompt)
+        return {peer: int(units * tokens_a_unit) for peer, units in matched.items()}
