@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,6 +21,7 @@ from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Lookup
+from store_process import start_store
 
 FINGERPRINT = Fingerprint(
     model="m",
@@ -107,14 +106,8 @@ class LiveStore:
 def store() -> Iterator[LiveStore]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store.sock"
-        readable, writable = os.pipe()
-        command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--socket", str(path)]
-        command += ["--size", "256KiB", "--ready-fd", str(writable), "--die-with-parent"]
-        command += ["--ssd", f"{folder}/ssd", "--ssd-size", "1MiB", "--tenant-quota", "0.5"]
-        process = subprocess.Popen(command, pass_fds=[writable], stderr=subprocess.DEVNULL)
-        os.close(writable)
-        with os.fdopen(readable) as pipe:
-            assert pipe.read() == "ready\n"
+        options = ("--ssd", f"{folder}/ssd", "--ssd-size", "1MiB", "--tenant-quota", "0.5")
+        process = start_store(path, "256KiB", *options, stderr=subprocess.DEVNULL)
         live = LiveStore(path)
         yield live
         assert process.poll() is None, "the store has crashed"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,6 +24,7 @@ from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Slot
+from store_process import start_store
 from waiting import eventually
 
 LAYERS, BLOCKS, PAGE_BYTES = 3, 6, 4096
@@ -102,22 +101,14 @@ def numbered() -> dict[str, torch.Tensor]:
     return caches
 
 
-def start_store(path: Path) -> subprocess.Popen[bytes]:
-    readable, writable = os.pipe()
-    command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--socket", str(path)]
-    command += ["--size", str(64 * FINGERPRINT.slot_bytes), "--poison-free-slots"]
-    command += ["--ready-fd", str(writable), "--die-with-parent"]
-    process = subprocess.Popen(command, pass_fds=[writable])
-    os.close(writable)
-    with os.fdopen(readable) as pipe:
-        assert pipe.read() == "ready\n"
-    return process
+def started(path: Path) -> subprocess.Popen[bytes]:
+    return start_store(path, 64 * FINGERPRINT.slot_bytes, "--poison-free-slots")
 
 
 @pytest.fixture(scope="module")
 def socket_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("store") / "store.sock"
-    process = start_store(path)
+    process = started(path)
     yield path
     process.terminate()
     assert process.wait(20) == 0
@@ -129,7 +120,7 @@ class TwoLives:
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.path = path
-        self._process = start_store(path)
+        self._process = started(path)
         self._stack = stack
         stack.callback(self._end)
 
@@ -147,7 +138,7 @@ class TwoLives:
     def start_again(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._process = start_store(self.path)
+        self._process = started(self.path)
 
     def _end(self) -> None:
         self._process.kill()
@@ -318,6 +309,17 @@ def test_a_step_planned_before_a_failed_fetch_was_known_publishes_nothing(
     one.step(saves=saves[1], settled=0)
     one.step(saves=saves[2], settled=1)
     assert [len(one.acquire(range(i, i + 1))) for i in range(3)] == [0, 0, 1]
+
+
+def test_a_step_lets_go_of_a_store_that_has_gone(lives: TwoLives) -> None:
+    one = lives.engine(lives.client("one"), 0.0)
+    one.step(saves=one.reserve(range(1)), compute=number_blocks)
+    generation = one.client.view().generation
+    lives.start_again()
+    one.step()
+    assert one.client.view().generation != generation
+    one.step(saves=one.reserve(range(1)), compute=number_blocks)
+    assert len(one.acquire(range(1))) == 1
 
 
 def test_a_copier_that_is_held_back_keeps_to_its_speed(engine: Callable[..., Engine]) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +27,7 @@ from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Lookup, Slot
 from banaserve.kvstore.metrics import MetricsServer, prometheus_text
 from banaserve.kvstore.stats import StoreStats
+from store_process import start_store
 from waiting import eventually
 
 FINGERPRINT = Fingerprint(
@@ -51,14 +55,8 @@ class Store:
         self.start()
 
     def start(self) -> None:
-        readable, writable = os.pipe()
-        command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--socket", str(self.path)]
-        command += ["--size", str(NUM_SLOTS * FINGERPRINT.slot_bytes), "--poison-free-slots"]
-        command += ["--ready-fd", str(writable), "--die-with-parent"]
-        self.process = subprocess.Popen(command, pass_fds=[writable])
-        os.close(writable)
-        with os.fdopen(readable) as pipe:
-            assert pipe.read() == "ready\n"
+        size = NUM_SLOTS * FINGERPRINT.slot_bytes
+        self.process = start_store(self.path, size, "--poison-free-slots")
 
     def kill(self) -> None:
         self.process.kill()
@@ -398,6 +396,36 @@ def test_a_store_that_hangs_is_not_waited_for(store: Store) -> None:
     with pytest.raises(StoreUnavailableError, match="nobody answers"):
         client.connect()
     assert client.lookup(KEYS[:1]) == [Lookup.MISS]
+
+
+def test_a_store_that_has_gone_can_have_its_memory_back(store: Store) -> None:
+    client = StoreClient(store.path, FINGERPRINT, client_name="here", populate=False)
+    memory = weakref.ref(client.view().memory)
+    client.let_go_if_lost()
+    assert memory() is not None
+    store.kill()
+    client.let_go_if_lost()
+    assert memory() is None
+    store.start()
+    write(client, KEYS[:1])
+    assert len(read(client, KEYS[:1])) == 1
+    client.close()
+
+
+def test_connections_beyond_the_file_descriptors_are_turned_away(store: Store) -> None:
+    pid = store.process.pid
+    num_open = len(os.listdir(f"/proc/{pid}/fd"))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (num_open + 4, num_open + 4))
+    with ExitStack() as stack:
+        socks = []
+        for _ in range(8):
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+            sock.settimeout(DEADLINE_S)
+            sock.connect(str(store.path))
+            socks.append(sock)
+        assert [sock.recv(1) for sock in socks[3:]] == [b""] * 5
+    eventually(lambda: len(os.listdir(f"/proc/{pid}/fd")) == num_open)
+    assert store.stats().clients == 0
 
 
 def test_the_socket_is_private(store: Store) -> None:

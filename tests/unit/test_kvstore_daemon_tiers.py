@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,6 +23,7 @@ from banaserve.kvstore.interface import Exchanged, Lookup, Slot
 from banaserve.kvstore.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.ssd.check import check_folder
+from store_process import start_store
 from waiting import eventually
 
 FINGERPRINT = Fingerprint(
@@ -67,17 +66,11 @@ class Store:
         self._stack = stack
 
     def start(self, *more: str, num_slots: int = NUM_SLOTS, ssd: Path | None = None) -> None:
-        readable, writable = os.pipe()
-        command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--socket", str(self.path)]
-        command += ["--size", str(num_slots * SLOT_BYTES), "--poison-free-slots"]
-        command += ["--ssd", str(ssd or self.ssd), "--ssd-size", "16MiB", *more]
-        command += ["--ready-fd", str(writable), "--die-with-parent"]
+        options = ["--poison-free-slots", "--ssd", str(ssd or self.ssd), "--ssd-size", "16MiB"]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, pass_fds=[writable], stderr=log)
+            size = num_slots * SLOT_BYTES
+            self.process = start_store(self.path, size, *options, *more, stderr=log)
         self._stack.callback(self.kill)
-        os.close(writable)
-        with os.fdopen(readable) as pipe:
-            assert pipe.read() == "ready\n", self.log.read_text()
 
     def kill(self) -> None:
         self.process.kill()

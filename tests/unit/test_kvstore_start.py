@@ -19,24 +19,16 @@ from banaserve.cli.kvstore import app
 from banaserve.errors import UserError
 from banaserve.kvstore import daemon
 from banaserve.kvstore.admin import fetch_stats
+from store_process import start_store
 from waiting import eventually
 
 DEADLINE_S = 20.0
 SIZE = "64KiB"
 
 
-def command(path: Path, *more: str) -> list[str]:
-    base = [sys.executable, "-m", "banaserve.kvstore.daemon", "--socket", str(path)]
-    return [*base, "--size", SIZE, *more]
-
-
 @contextmanager
 def running(path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    readable, writable = os.pipe()
-    process = subprocess.Popen(command(path, "--ready-fd", str(writable)), pass_fds=[writable])
-    os.close(writable)
-    with os.fdopen(readable) as pipe:
-        assert pipe.read() == "ready\n"
+    process = start_store(path, SIZE)
     try:
         yield process
     finally:
@@ -132,7 +124,8 @@ def test_it_leaves_the_socket_of_a_successor_alone(tmp_path: Path) -> None:
 def test_it_stops_with_the_process_that_started_it(tmp_path: Path) -> None:
     path = tmp_path / "store.sock"
     readable, writable = os.pipe()
-    arguments = command(path, "--die-with-parent", "--ready-fd", str(writable))
+    arguments = [sys.executable, "-m", "banaserve.kvstore.daemon", "--socket", str(path)]
+    arguments += ["--size", SIZE, "--die-with-parent", "--ready-fd", str(writable)]
     program = f"""
 import os, subprocess
 subprocess.Popen({arguments!r}, pass_fds=[{writable}])

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
+
+from store_process import start_store
 
 
 def _load_rig() -> Any:
@@ -127,13 +126,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Socket of a store of half a GiB."""
     path = tmp_path_factory.mktemp("store") / "s"
-    readable, writable = os.pipe()
-    command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--socket", str(path)]
-    command += ["--size", str(512 << 20), "--ready-fd", str(writable), "--die-with-parent"]
-    process = subprocess.Popen(command, pass_fds=[writable])
-    os.close(writable)
-    with os.fdopen(readable) as pipe:
-        assert pipe.read() == "ready\n"
+    process = start_store(path, 512 << 20)
     yield path
     process.kill()
     process.wait()
