@@ -40,6 +40,15 @@ _UNITS = {
     "equal_fraction": "fraction",
     "overrun_fraction": "fraction",
 }
+_NOTES = (
+    "paced: real engines, store, router, migrations and control loop; steps, transfers and "
+    "the control loop's seconds are modelled ones",
+    "simulated: the same requests through the simulator; its static systems pull KV, real "
+    "ones hand it over through the store",
+    "goodput_fraction: requests within the case's limits of TTFT and TPOT",
+    "equal_fraction: of a sample, answers that are those of one engine of vLLM's own",
+    "commit and start of each run stand beside it in raw",
+)
 _Found = dict[str, dict[str, Any]]
 
 
@@ -183,15 +192,7 @@ def _result(
         options={name: value for name, value in vars(given).items() if name != "json"},
         started_at=began,
         figures=figures,
-        notes=[
-            "paced: real engines, store, router, migrations and control loop; steps, transfers and "
-            "the control loop's seconds are modelled ones",
-            "simulated: the same requests through the simulator; its static systems pull KV, real "
-            "ones hand it over through the store",
-            "goodput_fraction: requests within the case's limits of TTFT and TPOT",
-            "equal_fraction: of a sample, answers that are those of one engine of vLLM's own",
-            "commit and start of each run stand beside it in raw",
-        ],
+        notes=_NOTES,
         raw={"cases": dict(found)},
         modelled_time=modelled,
     )
