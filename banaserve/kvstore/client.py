@@ -59,6 +59,7 @@ class StoreClient:
             timeout_s=timeout_s,
             reconnect=reconnect,
             on_open=self._map,
+            on_lost=self._unmap,
         )
 
     def connect(self) -> None:
@@ -219,6 +220,17 @@ class StoreClient:
             raise StoreUnavailableError("the pool that these slots lie in is gone")
         return view
 
+    def let_go_if_lost(self) -> None:
+        """Unmap the pool of a store that is known to have gone; asks nobody.
+
+        As long as a client maps it, its memory is not free for the store that follows.
+        """
+        if self._lock.acquire(blocking=False):
+            try:
+                self._link.note_if_lost()
+            finally:
+                self._lock.release()
+
     def stats(self) -> StoreStats | None:
         """The store's counters and gauges; None while it is away."""
         with self._lock:
@@ -239,7 +251,7 @@ class StoreClient:
         """Give everything back and disconnect for good. No copy may be in flight."""
         with self._lock:
             self._link.close()
-            self._view = self._board = None
+            self._unmap()
 
     def _is_lost(self) -> bool:
         # While another thread calls the store, that call finds out.
@@ -258,6 +270,9 @@ class StoreClient:
             view.populate_in_background()
         self._view = view
         self._board = BoardView(board_fd, welcome.pool_bytes, welcome.generation)
+
+    def _unmap(self) -> None:
+        self._view = self._board = None
 
 
 def _check_keys(keys: Sequence[bytes]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -32,6 +33,9 @@ def serve(config: DaemonConfig, on_ready: Callable[[], None] | None = None) -> N
     Raises:
         UserError: The socket or the memory cannot be had; one line says why.
     """
+    # Each connection takes two or more; the usual soft limit would do for some hundred.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with ExitStack() as stack:
         if config.metrics_port:
             stack.callback(_serve_metrics(config).close)

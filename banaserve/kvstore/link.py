@@ -30,6 +30,7 @@ class Link:
         reconnect: Whether to try again once the store has gone.
         on_open: Called after each greeting with the welcome and the file descriptors of pool and
             board, which are closed afterwards.
+        on_lost: Called when the store has gone.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Link:
         timeout_s: float,
         reconnect: bool,
         on_open: Callable[[wire.Welcome, int, int], None],
+        on_lost: Callable[[], None],
     ) -> None:
         self.generation = 0
         self._socket_path = socket_path
@@ -49,6 +51,7 @@ class Link:
         self._timeout_s = timeout_s
         self._reconnect = reconnect
         self._on_open = on_open
+        self._on_lost = on_lost
         self._channel: Channel | None = None
         self._pid = os.getpid()
         # What could not be told yet: if it were forgotten, slots would stay in use for nothing.
@@ -131,9 +134,13 @@ class Link:
         Raises:
             FingerprintError: At the first connection only.
         """
+        self.note_if_lost()
+        self._present_channel()
+
+    def note_if_lost(self) -> None:
+        """Let go of a store that has closed the connection; reconnects to none."""
         if self._channel is not None and not self._channel.is_open():
             self._lose(ConnectionResetError("the store closed the connection"))
-        self._present_channel()
 
     def close(self) -> None:
         """Say goodbye and disconnect for good."""
@@ -203,6 +210,7 @@ class Link:
         if self._channel is not None:
             self._channel.close()
         self._channel = None
+        self._on_lost()
 
     def _forget_parents_channel(self) -> None:
         """After a fork the inherited connection is the parent's: two must not use it."""

@@ -44,8 +44,8 @@ class Pool:
         # Without the seals one client could shrink the file and kill all others with SIGBUS.
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
-        self._memory = map_memory(self.fd, self.num_bytes)
         try:
+            self._memory = map_memory(self.fd, self.num_bytes)
             populate(self._memory)
         except OSError as error:
             raise UserError(f"cannot fill a pool of {format_size(num_bytes)}: {error}") from error

@@ -92,6 +92,7 @@ class StoreServer:
         self._connections: dict[int, Connection] = {}
         self._last_connection_id = 0
         self._stopping = False
+        self._spare_fd = _open_spare()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
         self._selector.register(self._wake_reader, READ, self._on_wake)
@@ -140,6 +141,8 @@ class StoreServer:
         self._selector.close()
         self._wake_reader.close()
         self._wake_writer.close()
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
         self._pool.close()
         self._board.close()
 
@@ -154,7 +157,7 @@ class StoreServer:
         try:
             sock, _ = self._listener.sock.accept()
         except OSError as error:
-            log.error("cannot accept a connection: %s", error.strerror)
+            self._turn_away(error)
             return
         reason, pidfd = self._examine(sock)
         if pidfd is None:
@@ -167,6 +170,15 @@ class StoreServer:
         self._selector.register(sock, READ, lambda events: self._on_ready(connection, events))
         # A socket that a forked child inherited stays open when its process dies.
         self._selector.register(pidfd, READ, lambda _: self._on_death(connection))
+
+    def _turn_away(self, error: OSError) -> None:
+        """Close the connection that waits: it would wake the loop for ever."""
+        log.error("cannot accept a connection: %s", error.strerror)
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
+        with suppress(OSError):
+            self._listener.sock.accept()[0].close()
+        self._spare_fd = _open_spare()
 
     def _examine(self, sock: socket.socket) -> tuple[str, int | None]:
         """A pidfd of the peer, or the reason why the peer is not served."""
@@ -237,3 +249,11 @@ class StoreServer:
         others = self._service.sessions_named(client_name)
         pidfds = [os.dup(self._connections[session_id].pidfd) for session_id in others]
         self._quarantine.hold(connection.id, [connection.pidfd, *pidfds])
+
+
+def _open_spare() -> int:
+    """A file descriptor to give up where there is no other; -1 where there is none."""
+    try:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1

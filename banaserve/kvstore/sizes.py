@@ -18,7 +18,7 @@ _UNIT_BYTES = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.options import StoreOptions
 from banaserve.processes import wait_ended
+
+log = logging.getLogger(__name__)
 
 FIRST_RESTART_S = 0.2
 LONGEST_RESTART_S = 10.0
@@ -69,13 +72,12 @@ class SupervisedStore:
 
     async def _launch(self) -> None:
         readable, writable = os.pipe()
-        command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--die-with-parent"]
-        command += ["--socket", str(self.socket_path), "--ready-fd", str(writable)]
-        command += self._options.arguments()
-        self._process = self._spawn(command, writable)
-        os.close(writable)
-        self.pid = self._process.pid
         try:
+            try:
+                self._process = self._spawn(writable)
+            finally:
+                os.close(writable)
+            self.pid = self._process.pid
             ready = await asyncio.to_thread(os.read, readable, 16)
         finally:
             os.close(readable)
@@ -83,10 +85,13 @@ class SupervisedStore:
             self._process.wait()
             raise UserError(f"the KV cache store did not start: {self._last_line()}")
 
-    def _spawn(self, command: list[str], ready_fd: int) -> subprocess.Popen[bytes]:
-        with self._log_path.open("ab") as log:
+    def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--die-with-parent"]
+        command += ["--socket", str(self.socket_path), "--ready-fd", str(ready_fd)]
+        command += self._options.arguments()
+        with self._log_path.open("ab") as output:
             return subprocess.Popen(
-                command, stdout=log, stderr=log, pass_fds=(ready_fd,), start_new_session=True
+                command, stdout=output, stderr=output, pass_fds=(ready_fd,), start_new_session=True
             )
 
     def _last_line(self) -> str:
@@ -98,13 +103,17 @@ class SupervisedStore:
         while True:
             process = self._process
             assert process is not None
-            await wait_ended(process.pid)
-            process.wait()
+            # The number of one that was waited for may be somebody else's by now.
+            if process.returncode is None:
+                await wait_ended(process.pid)
+                process.wait()
             self._on_restart()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_RESTART_S)
-            with contextlib.suppress(UserError):
+            try:
                 await self._launch()
+            except (UserError, OSError) as error:
+                log.error("%s", error)
 
     async def stop(self) -> None:
         """End the daemon and wait until it has written to its tiers and its socket is gone."""

@@ -7,6 +7,7 @@ import os
 import selectors
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from banaserve.kvstore.attached_tier import AttachedTier
@@ -179,7 +180,9 @@ class Tiering:
         tier.close_in_background(on_closed)
 
     def _on_closed(self, _events: int) -> None:
-        os.eventfd_read(self._closed_fd)
+        # ``settle`` may have read it in the middle of the round of events that this call is of.
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._closed_fd)
         while self._closed:
             tier, is_quiet = self._closed.pop()
             self._num_closing -= 1

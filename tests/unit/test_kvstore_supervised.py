@@ -7,6 +7,9 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
+from banaserve.errors import StoreUnavailableError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
@@ -14,7 +17,7 @@ from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.options import StoreOptions
 from banaserve.kvstore.supervised import SupervisedStore
 from banaserve.kvstore.tiers.ssd.check import check_folder
-from waiting import eventually
+from waiting import eventually, until
 
 FINGERPRINT = Fingerprint(
     model="m",
@@ -68,3 +71,29 @@ async def test_a_tier_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         await store.stop()
     assert problem.startswith("going on without the store's ssd tier: ")
     assert str(tmp_path / "file") in problem
+
+
+async def test_a_daemon_that_cannot_be_started_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    store = SupervisedStore(tmp_path / "kv", StoreOptions(size="64KiB"), logs / "log", lambda: None)
+    await store.start()
+    try:
+        first = store.pid
+        logs.rename(tmp_path / "away")
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: "No such file or directory" in caplog.text)
+        (tmp_path / "away").rename(logs)
+        await until(lambda: store.pid != first)
+        await asyncio.to_thread(eventually, lambda: answers(store.socket_path))
+    finally:
+        await store.stop()
+
+
+def answers(socket_path: Path) -> bool:
+    try:
+        return fetch_stats(socket_path).clients == 0
+    except StoreUnavailableError:
+        return False

@@ -169,6 +169,20 @@ def test_slots_wait_for_a_tier_that_raised_in_the_middle(stack: ExitStack) -> No
     assert store.service.stats().used_slots == 0
 
 
+def test_a_closed_tier_is_noticed_by_whoever_comes_first(stack: ExitStack) -> None:
+    store, tier = filled(stack, *KEYS[:2])
+    store.release(store.exchange(KEYS[:2]))
+    tier.raises = RuntimeError("out of order")
+    os.eventfd_write(tier.fd, 1)
+    store.turn()
+    # One round of events, in the middle of which a connection has the pool cut anew.
+    events = store.selector.select(5.0)
+    assert store.tiering.settle(5.0)
+    for key, mask in events:
+        key.data(mask)
+    assert store.service.stats().used_slots == 0
+
+
 def test_a_tier_that_cannot_even_close_keeps_its_slots(stack: ExitStack) -> None:
     store, tier = filled(stack, *KEYS[:2])
     tier.close = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]

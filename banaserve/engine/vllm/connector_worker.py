@@ -105,6 +105,7 @@ class WorkerSide:
 
     def begin_step(self, plan: StepPlan) -> None:
         self._step = _Step(time.perf_counter())
+        self._client.let_go_if_lost()
         if plan.loads or plan.early_loads or plan.saves:
             self.trace.begin(plan.step, self._step.began_s)
 
