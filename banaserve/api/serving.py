@@ -39,7 +39,7 @@ from banaserve.engine.vllm.moves.coordinator import Coordinator
 from banaserve.engine.vllm.moves.moving import moving
 from banaserve.engine.vllm.reports import SharedPrometheus
 from banaserve.engine.vllm.roles import Roles
-from banaserve.errors import InstanceDeadError, UserError
+from banaserve.errors import BanaServeError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.options import StoreOptions
@@ -181,8 +181,8 @@ async def _start(cluster: Cluster, say: Say) -> None:
 
     try:
         await cluster.start(on_ready)
-    except* InstanceDeadError as deaths:
-        raise UserError(str(deaths.exceptions[0])) from None
+    except* BanaServeError as failures:
+        raise UserError(str(failures.exceptions[0])) from None
 
 
 async def _connect(parts: Parts, cluster: Cluster) -> DisaggregatedClient:

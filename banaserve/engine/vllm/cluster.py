@@ -89,14 +89,25 @@ class Cluster:
     async def _keep_alive(self, instance: Instance) -> None:
         restarts = RestartPolicy()
         while True:
-            await instance.wait_ended()
+            try:
+                await instance.wait_ended()
+            except OSError:  # no descriptor left: an instance that nobody watches would stay dead
+                logger.exception("waiting for the end of instance %s", instance.id)
+                await asyncio.sleep(_PROBE_INTERVAL_S)
+                continue
             logger.warning("instance %s ended: %s", instance.id, instance.last_words())
             instance.mark_dead()
-            for told in self.on_ended:
-                told(instance.id)
+            self._tell_of_end(instance)
             if not await self._restart(instance, restarts):
                 instance.mark_dead(State.FAILED)
                 return
+
+    def _tell_of_end(self, instance: Instance) -> None:
+        for told in self.on_ended:
+            try:
+                told(instance.id)
+            except Exception:
+                logger.exception("what follows the end of instance %s", instance.id)
 
     async def _restart(self, instance: Instance, restarts: RestartPolicy) -> bool:
         while (delay_s := restarts.next_delay_s(self._clock.now())) is not None:
@@ -106,19 +117,33 @@ class Cluster:
                 await instance.start(self._start_timeout_s)
             except InstanceDeadError as failure:
                 logger.warning("%s", failure)
+            except Exception:
+                logger.exception("starting instance %s again", instance.id)
             else:
                 logger.info("instance %s serves again", instance.id)
                 return True
+            instance.mark_dead()
+            instance.kill()
         logger.error("instance %s ends too often: given up", instance.id)
         return False
 
     async def _keep_fresh(self, instance: Instance) -> None:
-        """An engine that computes reports by itself; an idle one is asked."""
+        """An engine that computes reports by itself; an idle one is asked.
+
+        One whose client has failed computes for nobody: it is ended, and so started again.
+        """
         while True:
             await asyncio.sleep(_PROBE_INTERVAL_S)
+            if instance.has_lost_client:
+                logger.warning("the client of instance %s has failed", instance.id)
+                instance.kill()
+                continue
             report = instance.view().report
             if report is None or self._clock.now() - report.at_s > _PROBE_INTERVAL_S:
-                await instance.probe(_PROBE_TIMEOUT_S)
+                try:
+                    await instance.probe(_PROBE_TIMEOUT_S)
+                except Exception:
+                    logger.exception("asking instance %s", instance.id)
 
     def refuse(self) -> None:
         """Fail the requests under way, so that their connections can close."""
@@ -132,8 +157,7 @@ class Cluster:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for instance in self.instances.values():
             instance.mark_dead()
-            if instance.pid:
-                instance.kill()
+            instance.kill()
         if self.lookup is not None:
             self.lookup.close()
 

@@ -8,12 +8,10 @@ import copy
 import enum
 import logging
 import os
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import zmq
 import zmq.asyncio
 from vllm.config import VllmConfig
@@ -25,6 +23,7 @@ from banaserve.engine.vllm import compat, metrics
 from banaserve.engine.vllm.budgets import Budgets
 from banaserve.engine.vllm.flight import Flight
 from banaserve.engine.vllm.gpu_usage import GpuMeter
+from banaserve.engine.vllm.greeting import last_error_in, shake_hands
 from banaserve.engine.vllm.launcher import Launcher
 from banaserve.engine.vllm.reports import ReportBoard, SharedPrometheus
 from banaserve.errors import InstanceDeadError
@@ -35,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 _SPEED_SMOOTHING = 0.2
-_ERROR = re.compile(r"\b((?:[\w.]*(?:Error|Exception)): .{1,300})")
 
 
 class State(enum.Enum):
@@ -113,7 +111,7 @@ class Instance:
         finally:
             handshake.close()
             context.term()
-        self.llm = await asyncio.to_thread(self._connect, addresses)
+        self.llm = await self._connected(addresses)
         compat.start_output_handler(self.llm)
         await self.take_budget(self.role)
         self._board.answered(idle=True)
@@ -128,7 +126,7 @@ class Instance:
         self, handshake: zmq.asyncio.Socket, addresses: dict[str, str], timeout_s: float
     ) -> None:
         ended = asyncio.create_task(self.wait_ended())
-        ready = asyncio.create_task(self._handshake(handshake, addresses))
+        ready = asyncio.create_task(shake_hands(handshake, addresses))
         try:
             await asyncio.wait(
                 {ended, ready}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -137,28 +135,25 @@ class Instance:
                 ready.result()
                 return
             what = "ended while starting" if ended.done() else f"not ready in {timeout_s:.0f} s"
-            self.kill()
             raise InstanceDeadError(f"instance {self.id} {what}: {self.last_words()}")
         finally:
             for task in (ended, ready):
                 task.cancel()
             await asyncio.gather(ended, ready, return_exceptions=True)
 
-    async def _handshake(self, socket: zmq.asyncio.Socket, addresses: dict[str, str]) -> None:
-        """vLLM's start-up handshake: HELLO, our addresses, READY."""
-        metadata = compat.EngineHandshakeMetadata(
-            addresses=compat.EngineZmqAddresses(
-                inputs=[addresses["input"]], outputs=[addresses["output"]]
-            ),
-            parallel_config={},
-        )
-        while True:
-            identity, body = await socket.recv_multipart()
-            status = msgspec.msgpack.decode(body)["status"]
-            if status == "HELLO":
-                await socket.send_multipart((identity, msgspec.msgpack.encode(metadata)))
-            elif status == "READY":
-                return
+    async def _connected(self, addresses: dict[str, str]) -> compat.AsyncLLM:
+        """Its client. One that ends meanwhile would be waited for in vain."""
+        connecting = asyncio.ensure_future(asyncio.to_thread(self._connect, addresses))
+        ended = asyncio.create_task(self.wait_ended())
+        try:
+            await asyncio.wait({connecting, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if connecting.done():
+                return connecting.result()
+            raise InstanceDeadError(f"instance {self.id} has ended: {self.last_words()}")
+        finally:
+            connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
+            ended.cancel()
+            await asyncio.gather(ended, return_exceptions=True)
 
     def _connect(self, addresses: dict[str, str]) -> compat.AsyncLLM:
         """Runs in a thread: loading the tokenizer must not stall the streams of others."""
@@ -175,7 +170,9 @@ class Instance:
 
     async def wait_ended(self) -> None:
         """Return when the engine core's process has ended."""
-        await processes.wait_ended(self.pid)
+        if self.pid:
+            await processes.wait_ended(self.pid)
+            self.pid = 0  # the system may give it to another process
 
     def mark_dead(self, state: State = State.DEAD) -> None:
         """Fail every request it holds, now, and send it no more."""
@@ -188,18 +185,15 @@ class Instance:
             compat.mark_dead(llm)
             llm.shutdown(timeout=0)
 
-    def kill(self, with_signal: int = signal.SIGKILL) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, with_signal)
+    def kill(self) -> None:
+        """End the engine core's process, if there is one."""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def last_words(self) -> str:
         """The last line of its log that tells of an error, for the user's one line."""
-        with contextlib.suppress(OSError):
-            lines = self.log_path.read_text(errors="replace").splitlines()[-200:]
-            errors = [m[1] for line in lines if (m := _ERROR.search(line))]
-            if errors:
-                return f"{errors[-1].strip()} (log: {self.log_path})"
-        return f"see {self.log_path}"
+        return last_error_in(self.log_path)
 
     # ---- what the router knows
 
@@ -283,6 +277,11 @@ class Instance:
     def is_ready(self) -> bool:
         """Whether requests may be sent: an engine that has failed is not, though it still ends."""
         return self.state is State.READY and self.llm is not None and not self.llm.errored
+
+    @property
+    def has_lost_client(self) -> bool:
+        """What reads its outputs has failed, though it computes on."""
+        return self.state is State.READY and self.llm is not None and self.llm.errored
 
     def add_inflight(self, requests: int, prefill_tokens: int) -> None:
         self.inflight_requests += requests

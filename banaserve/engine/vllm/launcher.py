@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +20,8 @@ from banaserve.engine.vllm.engine_main import Launch
 from banaserve.engine.vllm.migration.guest_address import GuestAddress
 from banaserve.engine.vllm.migration.guest_main import GuestLaunch
 from banaserve.errors import InstanceDeadError
+
+_NO_PARENT = "the engine parent has ended: restart banaserve"
 
 
 class Launcher(Protocol):
@@ -46,19 +50,25 @@ class ForkLauncher:
     def __init__(self, control: socket.socket, parent_pid: int) -> None:
         self._control = control
         self._parent_pid = parent_pid
-        self._lock = asyncio.Lock()
+        # Of threads: who has been cancelled still reads the answer, and must not read another's.
+        self._lock = threading.Lock()
 
     async def start(self, instance_id: str, handshake_address: str, log_path: Path) -> int:
         order = wire.StartEngine(instance_id, handshake_address, str(log_path))
-        async with self._lock:
-            return await asyncio.to_thread(self._order, order)
+        return await asyncio.to_thread(self._order, order)
 
     async def start_guest(self, address: GuestAddress, log_path: Path) -> int:
         order = wire.StartGuest(address, str(log_path))
-        async with self._lock:
-            return await asyncio.to_thread(self._order, order)
+        return await asyncio.to_thread(self._order, order)
 
     def _order(self, order: wire.StartEngine | wire.StartGuest) -> int:
+        with self._lock:
+            try:
+                return self._answered(order)
+            except OSError as error:
+                raise InstanceDeadError(f"{_NO_PARENT} ({error.strerror})") from error
+
+    def _answered(self, order: wire.StartEngine | wire.StartGuest) -> int:
         wire.send(self._control, order)
         while (answer := wire.receive(self._control)) is not None:
             match order, answer:
@@ -70,12 +80,14 @@ class ForkLauncher:
                     answer.guest_id == order.address.guest_id
                 ):
                     return answer.pid
-        raise InstanceDeadError("the engine parent has ended: restart banaserve")
+        raise InstanceDeadError(_NO_PARENT)
 
     def devices_of(self, instance_id: str) -> str:
         return ""
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)  # closing alone wakes no thread that reads
         self._control.close()
         os.waitpid(self._parent_pid, 0)
 

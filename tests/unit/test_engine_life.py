@@ -1,0 +1,190 @@
+"""Instances that die, cannot be reached or are started by a parent that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from banaserve.clock import WallClock
+from banaserve.engine.vllm import cluster as clusters
+from banaserve.engine.vllm import wire
+from banaserve.engine.vllm.instance import Instance, State
+from banaserve.engine.vllm.launcher import ForkLauncher, SpawnLauncher
+from banaserve.errors import InstanceDeadError
+from banaserve.types import InstanceId, Role
+from waiting import until
+
+# ---- the launcher
+
+
+class Parent:
+    """Answers orders, each when it is told to, with the number of the order as process id."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.orders = 0
+        self.may_answer = threading.Semaphore(0)
+        self._sock = sock
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while isinstance(order := wire.receive(self._sock), wire.StartEngine):
+            self.orders += 1
+            self.may_answer.acquire()
+            wire.send(self._sock, wire.EngineStarted(order.instance_id, self.orders))
+        self._sock.close()
+
+
+async def test_an_order_that_was_cancelled_takes_nobodys_answer(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    parent, launcher = Parent(theirs), ForkLauncher(ours, parent_pid=0)
+    first = asyncio.create_task(launcher.start("d0", "", tmp_path))
+    await until(lambda: parent.orders == 1)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    second = asyncio.create_task(launcher.start("d1", "", tmp_path))
+    await asyncio.sleep(0)
+    parent.may_answer.release(2)
+    assert await asyncio.wait_for(second, 30.0) == 2
+    ours.shutdown(socket.SHUT_RDWR)
+
+
+async def test_a_parent_that_is_gone_is_told_in_one_line(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours, pytest.raises(InstanceDeadError, match="engine parent has ended: restart"):
+        await ForkLauncher(ours, parent_pid=0).start("d0", "", tmp_path)
+
+
+# ---- an instance
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "600"]) as started:
+        yield started
+        started.kill()
+
+
+def instance(folder: Path, connect: Callable[[object], object]) -> Any:
+    full = SimpleNamespace(num_tokens=64)
+    parts: list[Any] = [
+        SimpleNamespace(),  # configuration and Prometheus: for the real client only
+        SpawnLauncher([], {}),
+        SimpleNamespace(),
+        *(folder, folder, WallClock()),
+        SimpleNamespace(of_role=lambda _: full),
+    ]
+    made: Any = Instance(InstanceId("x0"), Role.DECODE, *parts)
+    made._connect = connect
+    return made
+
+
+async def test_an_engine_that_ends_before_it_is_connected_is_not_waited_for(
+    tmp_path: Path, process: subprocess.Popen[bytes]
+) -> None:
+    never = threading.Event()
+    made = instance(tmp_path, lambda _: never.wait())
+    made.pid = process.pid
+    connecting = asyncio.create_task(made._connected({}))
+    await asyncio.sleep(0)
+    process.kill()
+    with pytest.raises(InstanceDeadError, match="instance x0 has ended"):
+        await asyncio.wait_for(connecting, 30.0)
+    never.set()
+    made.kill()  # its process id is no longer its own
+
+
+# ---- the cluster
+
+
+class Mortal:
+    """An instance whose ``starts`` are errors or None."""
+
+    def __init__(self, *starts: Exception | None) -> None:
+        self.id, self.role, self.state = InstanceId("x1"), Role.DECODE, State.STARTING
+        self.has_lost_client = False
+        self.num_kills = self.num_probes = 0
+        self.ended = asyncio.Event()
+        self._starts = list(starts)
+
+    async def start(self, _: float) -> None:
+        error = self._starts.pop(0)
+        if error is not None:
+            raise error
+        self.ended.clear()
+        self.has_lost_client = False
+        self.state = State.READY
+
+    async def wait_ended(self) -> None:
+        await self.ended.wait()
+
+    def last_words(self) -> str:
+        return "nothing"
+
+    def mark_dead(self, state: State = State.DEAD) -> None:
+        self.state = state
+
+    def kill(self) -> None:
+        self.num_kills += 1
+        self.ended.set()
+
+    def view(self) -> Any:
+        return SimpleNamespace(report=None)
+
+    async def probe(self, _: float) -> None:
+        self.num_probes += 1
+        raise RuntimeError("an answer that makes no sense")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = functools.partial(clusters.RestartPolicy, first_s=0.001)
+    monkeypatch.setattr(clusters, "RestartPolicy", policy)
+    monkeypatch.setattr(clusters, "_PROBE_INTERVAL_S", 0.001)
+
+
+def cluster_of(mortal: Mortal) -> clusters.Cluster:
+    nothing: Any = None
+    instances: Any = [mortal]
+    return clusters.Cluster(instances, nothing, WallClock(), 1.0)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_nothing_ends_the_watch_over_an_instance() -> None:
+    mortal = Mortal(None, OSError(24, "too many open files"), InstanceDeadError("no"), None)
+    cluster = cluster_of(mortal)
+    told = []
+
+    def fail(_: InstanceId) -> None:
+        raise ValueError("what follows fails")
+
+    cluster.on_ended += [fail, told.append]
+    await cluster.start(lambda _: None)
+    await until(lambda: mortal.num_probes > 1)
+    mortal.ended.set()
+    await until(lambda: not mortal._starts)
+    assert (mortal.state, told, mortal.num_kills) == (State.READY, ["x1"], 2)
+    await cluster.stop()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_instance_without_a_client_is_started_again() -> None:
+    mortal = Mortal(None, None)
+    cluster = cluster_of(mortal)
+    await cluster.start(lambda _: None)
+    mortal.has_lost_client = True
+    await until(lambda: not mortal._starts)
+    assert (mortal.state, mortal.num_kills > 0) == (State.READY, True)
+    await cluster.stop()
