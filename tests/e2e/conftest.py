@@ -6,11 +6,9 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +18,9 @@ import openai
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from banaserve.bench import servers
+from observing import until
 
 MODEL = "smollm2-135m"
 # What these tests need: a small machine has room for it beside other work.
@@ -31,16 +32,6 @@ _MARK = "BANASERVE_TEST_RUN"
 _SHM = Path("/dev/shm")
 
 Metrics = dict[str, dict[frozenset[tuple[str, str]], float]]
-
-
-def until(holds: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> float:
-    """Poll until ``holds()``; returns the seconds that it took."""
-    began_s = time.monotonic()
-    while not holds():
-        elapsed_s = time.monotonic() - began_s
-        assert elapsed_s < deadline_s, f"not within {deadline_s:.0f} s: {what}"
-        time.sleep(0.02)
-    return time.monotonic() - began_s
 
 
 def parse_metrics(page: str) -> Metrics:
@@ -189,12 +180,7 @@ def _is_in_use(path: Path) -> bool:
 
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
-    def find() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
-
-    return find
+    return servers.free_port
 
 
 @pytest.fixture(scope="module")

@@ -5,18 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-
-import psutil
 
 from banaserve import models
 from banaserve.api.admin_client import AdminClient
@@ -32,6 +26,8 @@ from banaserve.engine.vllm.moves.words import (
     MoveLayers,
     Return,
 )
+from observing import until, writer, writers
+from reference import reference_tokens
 
 OUTPUT_TOKENS = 20
 DEADLINE_S = 120.0
@@ -41,7 +37,7 @@ SAMPLING = {"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
 class Reference:
     """Prompts, and what one plain vLLM engine answers."""
 
-    def __init__(self, folder: Path, num_prompts: int, longest: int, seed: int) -> None:
+    def __init__(self, num_prompts: int, longest: int, seed: int) -> None:
         model = models.resolve(models.PACKAGED, None, print)
         from transformers import AutoTokenizer
 
@@ -54,13 +50,8 @@ class Reference:
         found = workloads.prompts("synthetic", num_prompts - few, 40, 160, seed, tokenize)
         found += workloads.prompts("synthetic", few, longest // 2, longest, seed + 1, tokenize)
         self.prompts = [tokenize(prompt.text) for prompt in found]
-        job = {"model": model.path_or_id, "prompts": self.prompts, "samplings": {"it": SAMPLING}}
-        (folder / "job.json").write_text(json.dumps(job))
-        script = Path(__file__).with_name("reference_tokens.py")
-        command = [sys.executable, str(script), str(folder / "job.json"), str(folder / "out.json")]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert ran.returncode == 0, ran.stderr[-2000:]
-        self.tokens: list[list[int]] = json.loads((folder / "out.json").read_text())["it"]
+        answers = reference_tokens(model.path_or_id, self.prompts, {"it": SAMPLING})
+        self.tokens = answers["it"]
 
 
 class Load:
@@ -127,14 +118,6 @@ def generated(server: Server) -> float:
     return server.metric("vllm:generation_tokens_total")
 
 
-def until(holds: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Poll until ``holds()``."""
-    until_s = time.monotonic() + deadline_s
-    while not holds():
-        assert time.monotonic() < until_s, f"not within {deadline_s:.0f} s: {what}"
-        time.sleep(0.02)
-
-
 def done(admin: AdminClient, ask: Ask) -> Migration:
     """Run a migration, which must succeed."""
     migration = admin.run(ask)
@@ -190,20 +173,7 @@ def units_away(admin: AdminClient) -> list[str]:
 
 def guests_of(run_dir: Path) -> list[int]:
     """Processes that write a guest's log."""
-    return [pid for name, pid in _writers(run_dir) if name.startswith("guest-")]
-
-
-def engine_of(run_dir: Path, instance: str) -> int:
-    (pid,) = [pid for name, pid in _writers(run_dir) if name == f"{instance}.log"]
-    return pid
-
-
-def _writers(run_dir: Path) -> Iterator[tuple[str, int]]:
-    for process in psutil.process_iter():
-        with contextlib.suppress(OSError):
-            log = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
-            if log.parent == run_dir:
-                yield log.name, process.pid
+    return [pid for name, pid in writers(run_dir) if name.startswith("guest-")]
 
 
 def strike_guests(run_dir: Path, number: int) -> None:
@@ -214,7 +184,7 @@ def strike_guests(run_dir: Path, number: int) -> None:
 
 
 def strike_engine(run_dir: Path, instance: str, number: int = signal.SIGKILL) -> None:
-    os.kill(engine_of(run_dir, instance), number)
+    os.kill(writer(run_dir, instance), number)
 
 
 def ended(admin: AdminClient, migration: Migration) -> Migration:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from banaserve.bench import workloads
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.loops import closed_loop
 from banaserve.bench.servers import Server, banaserve_server
+from reference import reference_tokens
 
 pytestmark = pytest.mark.e2e
 
@@ -75,17 +73,8 @@ def prompts(model: models.ResolvedModel) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def reference(
-    model: models.ResolvedModel, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[list[int]]]:
-    folder = tmp_path_factory.mktemp("reference")
-    job = {"model": model.path_or_id, "prompts": prompts, "samplings": SAMPLINGS}
-    (folder / "job.json").write_text(json.dumps(job))
-    script = Path(__file__).with_name("reference_tokens.py")
-    command = [sys.executable, str(script), str(folder / "job.json"), str(folder / "out.json")]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return json.loads((folder / "out.json").read_text())
+def reference(model: models.ResolvedModel, prompts: list[list[int]]) -> dict[str, list[list[int]]]:
+    return reference_tokens(model.path_or_id, prompts, SAMPLINGS)
 
 
 def ask(

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from banaserve import models
@@ -18,6 +15,7 @@ from banaserve.bench import workloads
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.record import RequestRecord
 from banaserve.bench.servers import Server, banaserve_server
+from observing import until, writer
 
 pytestmark = pytest.mark.e2e
 
@@ -60,23 +58,6 @@ async def stream_all(server: Server, calls: list[Call]) -> list[RequestRecord]:
         return list(await asyncio.gather(*(client.send(call) for call in calls)))
 
 
-def process_of(run_dir: Path, name: str) -> int:
-    """The process that writes ``name``.log."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{process.pid}/fd/1") == str(run_dir / f"{name}.log"):
-                return process.pid
-    raise AssertionError(f"no process writes {name}.log")
-
-
-def until(condition: str, holds: object) -> None:
-    """Poll until ``holds()`` is true."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not holds():  # type: ignore[operator]
-        assert time.monotonic() < deadline_s, f"not in {DEADLINE_S} s: {condition}"
-        time.sleep(0.1)
-
-
 def all_ready(server: Server) -> bool:
     return all(
         server.metric("banaserve_instance_ready", instance_id=i) == 1
@@ -96,7 +77,7 @@ def test_a_kill_under_load_breaks_no_answer(
     calls: list[Call],
     expected: list[list[int]],
 ) -> None:
-    pid = process_of(run_dir, victim)
+    pid = writer(run_dir, victim)
 
     async def load_and_kill() -> list[RequestRecord]:
         streams = asyncio.create_task(stream_all(server, calls))
@@ -119,12 +100,12 @@ def test_a_kill_under_load_breaks_no_answer(
     else:
         again = asyncio.run(stream_all(server, calls))
         assert [r.token_ids for r in again] == [r.token_ids for r in records]
-    until("all instances and the store are back", lambda: all_ready(server))
-    until("the store answers", lambda: server.metric("banaserve_kvstore_up") == 1)
-    until("no leases", lambda: server.metric("banaserve_kvstore_leased_slots") == 0)
-    until("nothing half written", lambda: server.metric("banaserve_kvstore_writing_slots") == 0)
+    until(lambda: all_ready(server), "all instances and the store are back")
+    until(lambda: server.metric("banaserve_kvstore_up") == 1, "the store answers")
+    until(lambda: server.metric("banaserve_kvstore_leased_slots") == 0, "no leases")
+    until(lambda: server.metric("banaserve_kvstore_writing_slots") == 0, "nothing half written")
     assert server.metric("banaserve_requests_in_flight") == 0
-    assert process_of(run_dir, victim) != pid
+    assert writer(run_dir, victim) != pid
 
 
 def test_answers_are_the_same_after_all_that(

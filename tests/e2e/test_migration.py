@@ -31,6 +31,7 @@ from banaserve.bench.servers import Server, banaserve_server
 from banaserve.engine.vllm.moves.words import MoveHeads, MoveLayers, Return
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
+from observing import until
 
 pytestmark = pytest.mark.e2e
 
@@ -44,8 +45,8 @@ HEADS = MoveHeads("d0", "p0", {5: (1, 2)})
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return loads.Reference(tmp_path_factory.mktemp("reference"), 24, longest=400, seed=3)
+def reference() -> Any:
+    return loads.Reference(24, longest=400, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_layers_away_and_back_in_mid_stream(server, admin, reference):
         (move,) = away.moves
         assert move.facts["freed_bytes"] >= 0.95 * move.facts["predicted_bytes"] > 0
         load.wait_tokens(80)
-        loads.until(
+        until(
             lambda: server.metric("banaserve_guest_bytes", instance_id="p0") > 50 << 20,
             "p0 counts its guest",
         )
@@ -187,7 +188,7 @@ def test_a_guest_is_lost_while_it_is_moved_to(
         migration = loads.ended(admin, migration)
         # A strike that comes after COMMIT is one on a guest that serves.
         assert migration.state in ("failed", "done")
-        loads.until(lambda: not loads.units_away(admin), "everything is at home")
+        until(lambda: not loads.units_away(admin), "everything is at home")
         load.wait_tokens(30)
 
 
@@ -198,20 +199,18 @@ def test_a_guest_that_serves_is_lost(server, admin, run_dir, reference, number, 
         loads.done(admin, ask)
         load.wait_tokens(40)
         loads.strike_guests(run_dir, number)
-        loads.until(lambda: not loads.units_away(admin), "everything is at home")
+        until(lambda: not loads.units_away(admin), "everything is at home")
         load.wait_tokens(40)
         loads.done(admin, ask)
         load.wait_tokens(20)
         loads.done(admin, Return("d0"))
-    loads.until(
-        lambda: server.metric("banaserve_guests_lost_total") == lost + 1, "the loss is counted"
-    )
+    until(lambda: server.metric("banaserve_guests_lost_total") == lost + 1, "the loss is counted")
 
 
 def test_a_guest_is_lost_while_nobody_asks_for_anything(server, admin, run_dir, reference):
     loads.done(admin, LAYERS)
     loads.strike_guests(run_dir, signal.SIGSTOP)
-    loads.until(lambda: not loads.units_away(admin), "noticed without a stream")
+    until(lambda: not loads.units_away(admin), "noticed without a stream")
     with loads.streaming(server, reference, 2) as load:
         load.wait_tokens(20)
 
@@ -223,7 +222,7 @@ def test_a_guest_is_lost_on_the_way_home(server, admin, run_dir, reference):
         migration = loads.until_phase(admin, admin.begin(Return("d0")), "copying")
         loads.strike_guests(run_dir, signal.SIGKILL)
         assert loads.ended(admin, migration).state in ("failed", "done")
-        loads.until(lambda: not loads.units_away(admin), "everything is at home")
+        until(lambda: not loads.units_away(admin), "everything is at home")
         load.wait_tokens(20)
 
 
@@ -263,7 +262,7 @@ def test_a_host_that_dies_takes_its_guest_with_it(server, admin, run_dir, refere
         loads.strike_engine(run_dir, "d0")
         state = loads.ended(admin, migration).state
         assert state == "done" or (state, when) == ("failed", "copying")
-        loads.until(lambda: loads.guests_of(run_dir) == [], "the guest has ended")
+        until(lambda: loads.guests_of(run_dir) == [], "the guest has ended")
         load.wait_tokens(20)
 
 

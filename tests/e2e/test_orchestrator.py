@@ -27,6 +27,7 @@ from banaserve.engine.interface import RoleChange
 from banaserve.engine.vllm.moves.words import Return
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
+from observing import until
 
 pytestmark = pytest.mark.e2e
 
@@ -134,7 +135,7 @@ def test_a_role_switches_under_streams_and_back(server, admin, before):
         with pytest.raises(UserError, match="only one that serves prefill"):
             admin.begin_role(RoleAsk("p0", "decode"))
         enough = tokens_of(server, "p1") + 40
-        loads.until(lambda: tokens_of(server, "p1") >= enough, "p1 decodes")
+        until(lambda: tokens_of(server, "p1") >= enough, "p1 decodes")
         load.wait_tokens(60)
         switched(admin, "p1", "prefill")
         assert roles(admin) == {"p0": "prefill", "p1": "prefill", "d0": "decode"}
@@ -151,12 +152,12 @@ def begun(decisions: list[Decision]) -> list[tuple[Decision, Wanted]]:
 def test_a_hot_instance_gives_modules_away_by_itself(server, admin, before, run_dir):
     assert begun(admin.decisions()) == []  # it has been paused
     with loads.streaming(server, before, 16) as load:
-        loads.until(
+        until(
             lambda: any(step.held for one in admin.decisions() for step in one.steps),
             "the policy wants something while it may not",
         )
         admin.set_paused(False)
-        loads.until(
+        until(
             lambda: any(
                 step.result is not None and step.result.ending == "done"
                 for _, step in begun(admin.decisions())
@@ -165,13 +166,13 @@ def test_a_hot_instance_gives_modules_away_by_itself(server, admin, before, run_
         )
         load.wait_tokens(80)
         admin.set_paused(True)
-        loads.until(
+        until(
             lambda: all(step.result is not None for _, step in begun(admin.decisions())),
             "what was under way has ended",
         )
         load.wait_tokens(80)
         status = {one.id: one for one in admin.status().instances}
-        loads.until(
+        until(
             lambda: any(step.result.changed for _, step in begun(admin.decisions())),
             "what it has changed is seen",
         )

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +21,7 @@ from banaserve.costs.profile import load
 from banaserve.engine.vllm.moves.words import MoveLayers, Return
 from banaserve.engine.vllm.pacing.step_log import readers
 from banaserve.run_dir import find_admin
+from reference import reference_tokens
 
 pytestmark = pytest.mark.e2e
 
@@ -52,19 +50,10 @@ def server(run_dir: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def reference(
-    prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> list[list[int]]:
+def reference(prompts: list[list[int]]) -> list[list[int]]:
     """One vLLM engine with the same miniature, in real time."""
     model = miniatures.resolve(PROFILE, print)
-    folder = tmp_path_factory.mktemp("reference")
-    job = {"model": model.path_or_id, "prompts": prompts, "samplings": {"greedy": SAMPLING}}
-    (folder / "job.json").write_text(json.dumps(job))
-    script = Path(__file__).with_name("reference_tokens.py")
-    command = [sys.executable, str(script), str(folder / "job.json"), str(folder / "out.json")]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return json.loads((folder / "out.json").read_text())["greedy"]
+    return reference_tokens(model.path_or_id, prompts, {"greedy": SAMPLING})["greedy"]
 
 
 def ask(server: Server, prompts: list[list[int]]) -> list[list[int]]:

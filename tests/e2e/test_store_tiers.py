@@ -7,18 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import pytest
 
 from banaserve import models
@@ -26,6 +21,8 @@ from banaserve.bench import workloads
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.record import RequestRecord
 from banaserve.bench.servers import Server, banaserve_server
+from observing import until, writer
+from reference import reference_tokens
 
 pytestmark = pytest.mark.e2e
 
@@ -73,13 +70,7 @@ class Deployment:
         self.server = None
 
     def store_pid(self) -> int:
-        """The store's process: the one that writes its log."""
-        log = str(self.run_dir / "kvstore.log")
-        for process in psutil.process_iter():
-            with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/{process.pid}/fd/1") == log:
-                    return process.pid
-        raise AssertionError(f"no process writes {log}")
+        return writer(self.run_dir, "kvstore")
 
 
 @pytest.fixture(scope="module")
@@ -102,18 +93,8 @@ def prompts(model: models.ResolvedModel) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def long_reference(
-    model: models.ResolvedModel, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> list[list[int]]:
-    folder = tmp_path_factory.mktemp("reference")
-    job = {"model": model.path_or_id, "prompts": prompts, "samplings": {"greedy": GREEDY}}
-    (folder / "job.json").write_text(json.dumps(job))
-    script = Path(__file__).with_name("reference_tokens.py")
-    command = [sys.executable, str(script), str(folder / "job.json"), str(folder / "out.json")]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    found: list[list[int]] = json.loads((folder / "out.json").read_text())["greedy"]
-    return found
+def long_reference(model: models.ResolvedModel, prompts: list[list[int]]) -> list[list[int]]:
+    return reference_tokens(model.path_or_id, prompts, {"greedy": GREEDY})["greedy"]
 
 
 @pytest.fixture(scope="module")
@@ -164,13 +145,6 @@ def ask(
     return [record.token_ids for record in records]
 
 
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline_s, f"not within {DEADLINE_S:.0f} s: {what}"
-        time.sleep(0.05)
-
-
 def tier(server: Server, name: str) -> float:
     return server.metric(f"banaserve_kvstore_tier_{name}", tier="ssd")
 
@@ -181,7 +155,7 @@ def engine(server: Server, name: str, **labels: str) -> float:
 
 def nothing_is_held(server: Server) -> None:
     for gauge in ("leased_slots", "writing_slots", "promoting_slots"):
-        until(lambda gauge=gauge: server.metric(f"banaserve_kvstore_{gauge}") == 0, f"no {gauge}")  # type: ignore[misc]
+        until(lambda gauge=gauge: server.metric(f"banaserve_kvstore_{gauge}") == 0, f"no {gauge}")
 
 
 def test_what_does_not_fit_in_memory_goes_to_ssd(

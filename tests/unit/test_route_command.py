@@ -12,6 +12,7 @@ import urllib.request
 
 import pytest
 
+from banaserve.bench.servers import free_port
 from banaserve.cli import main as cli
 from banaserve.cli.route import _from_words, _make_parser
 
@@ -87,7 +88,7 @@ def test_the_command_serves_and_ends_cleanly():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Replica)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
-    port = _free_port()
+    port = free_port()
     argv = ["route", "--replica", url, "--port", str(port)]
     process = subprocess.Popen(
         [sys.executable, "-m", "banaserve", *argv],
@@ -117,10 +118,3 @@ def test_the_command_serves_and_ends_cleanly():
         process.wait()
         server.shutdown()
         server.server_close()
-
-
-def _free_port():
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]

@@ -1,0 +1,26 @@
+"""What one plain vLLM engine answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+
+def reference_tokens(
+    model: str, prompts: Sequence[Sequence[int]], samplings: Mapping[str, Mapping[str, Any]]
+) -> dict[str, list[list[int]]]:
+    """The tokens of each sampling's answers, in the order of the prompts, by its name."""
+    script = Path(__file__).with_name("reference_tokens.py")
+    with TemporaryDirectory() as folder:
+        job, out = Path(folder) / "job.json", Path(folder) / "out.json"
+        job.write_text(json.dumps({"model": model, "prompts": prompts, "samplings": samplings}))
+        command = [sys.executable, str(script), str(job), str(out)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        found: dict[str, list[list[int]]] = json.loads(out.read_text())
+    return found
