@@ -44,7 +44,10 @@ void copy_on_stream(const Addresses& dst, const Addresses& src, std::int64_t num
     error = copy(pairs.data(), pairs.size(), static_cast<std::size_t>(num_bytes),
                  reinterpret_cast<cudaStream_t>(stream));
   }
-  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  // CUDA would report it once more, as that of a later call.
+  cudaGetLastError();
+  throw std::runtime_error(cudaGetErrorString(error));
 }
 
 // A range of a slab, checked.

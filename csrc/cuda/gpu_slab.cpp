@@ -19,6 +19,7 @@ void find(Function& function, const char* name) {
   const cudaError_t error =
       cudaGetDriverEntryPointByVersion(name, &found, driver_version, cudaEnableDefault, &status);
   if (error != cudaSuccess || found == nullptr) {
+    cudaGetLastError();  // or CUDA would report it as that of a later call
     throw std::runtime_error(std::string("this driver has no ") + name + ": " +
                              cudaGetErrorString(error));
   }
