@@ -82,7 +82,7 @@ def test_a_kill_under_load_breaks_no_answer(
     async def load_and_kill() -> list[RequestRecord]:
         streams = asyncio.create_task(stream_all(server, calls))
         enough = await asyncio.to_thread(generated, server) + started_tokens * NUM_STREAMS
-        await asyncio.to_thread(until, "streams began", lambda: generated(server) >= enough)
+        await asyncio.to_thread(until, lambda: generated(server) >= enough, "streams began")
         os.kill(pid, signal.SIGKILL)
         return await streams
 
