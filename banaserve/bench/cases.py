@@ -14,10 +14,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from banaserve.bench import result
 from banaserve.bench.cases_answers import num_equal, sampled
 from banaserve.bench.cases_run import Asked, Run, run_system
-from banaserve.bench.provenance import commit
+from banaserve.bench.provenance import ModelledTime, commit
 from banaserve.bench.servers import end_on_sigterm
 from banaserve.errors import UserError
 from banaserve.names import check_known
@@ -57,11 +59,15 @@ def main(argv: Sequence[str]) -> int:
     given = _parse(argv)
     end_on_sigterm()
     began = datetime.now(UTC)
-    before = _kept(given.json)
-    found = {name: _case(given, name, before.get(name)) for name in given.case}
-    record = _result(given, began, {**before, **found})
+    found = _kept(given.json)
+    for name in given.case:
+        for system in _systems(given, _cut(given, name)):
+            found[name] = _with_system(given, _cut(given, name), system, found.get(name))
+            record = _result(given, began, found)
+            if given.json is not None:
+                result.write(record, given.json)  # the next one takes minutes
     result.deliver(record, given.json)
-    return 0 if all(_is_good(one) for one in found.values()) else 1
+    return 0 if all(_is_good(found[name]) for name in given.case) else 1
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -108,9 +114,11 @@ def _systems(given: argparse.Namespace, case: Case) -> dict[str, Any]:
     return {name: systems[name] for name in wanted}
 
 
-def _case(given: argparse.Namespace, name: str, before: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns what is told of one case, what is known of its other systems with it."""
-    case = _cut(given, name)
+def _with_system(
+    given: argparse.Namespace, case: Case, system_name: str, before: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Runs one system; returns what is told of its case, of other systems under the same load too."""
+    system = _systems(given, case)[system_name]
     load = {
         "phase_s": [phase.duration_s for phase in case.phases],
         "repeat": case.repeat,
@@ -120,14 +128,11 @@ def _case(given: argparse.Namespace, name: str, before: dict[str, Any] | None) -
     is_same = before is not None and before["load"] == load
     paced: _Found = dict(before["paced"]) if before is not None and is_same else {}
     simulated: _Found = dict(before["simulated"]) if before is not None and is_same else {}
-    for system_name, system in _systems(given, case).items():
-        simulated[system_name] = simulate(
-            case.profile, system, case.requests(case.seed), case.limits
-        )
-        asked = [Asked.of(request, case.seed) for request in case.requests(case.seed)]
-        began = datetime.now(UTC)
-        ran = asyncio.run(run_system(case.profile, system, asked, given.dilate, case.limits))
-        paced[system_name] = _told(given, case, asked, ran, began)
+    simulated[system_name] = simulate(case.profile, system, case.requests(case.seed), case.limits)
+    asked = [Asked.of(request, case.seed) for request in case.requests(case.seed)]
+    began = datetime.now(UTC)
+    ran = asyncio.run(run_system(case.profile, system, asked, given.dilate, case.limits))
+    paced[system_name] = _told(given, case, asked, ran, began)
     return {
         "load": load,
         "paced": paced,
@@ -151,7 +156,7 @@ def _told(
         "equal_fraction": equal / len(places),
         "num_compared": len(places),
         "decisions": ran.decisions,
-        "modelled_time": ran.modelled_time,
+        "modelled_time": msgspec.to_builtins(ran.modelled_time),
         "commit": commit_id,
         "dirty": dirty,
         "started_at": began.isoformat(timespec="seconds"),
@@ -180,7 +185,7 @@ def _result(
     modelled = []
     for case, one in found.items():
         for system, told in one["paced"].items():
-            modelled.append(told["modelled_time"])
+            modelled.append(msgspec.convert(told["modelled_time"], ModelledTime))
             for metric, unit in _UNITS.items():
                 figures[f"{case}.{system}.{metric}"] = result.figure([told[metric]], unit)
             simulated = one["simulated"][system]["goodput_fraction"]

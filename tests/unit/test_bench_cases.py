@@ -11,6 +11,7 @@ import pytest
 from banaserve.bench import cases, result
 from banaserve.bench.cases_answers import sampled
 from banaserve.bench.cases_run import Asked, decisions_of, figures_of, options_of
+from banaserve.bench.provenance import ModelledTime
 from banaserve.bench.record import RequestRecord
 from banaserve.controller.dilation import dilated
 from banaserve.controller.loop import ControllerOptions
@@ -142,3 +143,31 @@ def test_a_dilated_controller_is_as_patient_as_the_cluster(policy: str) -> None:
     if policy == "published":
         assert slow.section["rho_per_s"] == 0.0
     assert dict(dilated(options, 1.0).section).items() >= section.items()
+
+
+def test_what_a_file_holds_of_other_cases_is_kept_and_judged_again(tmp_path: Path) -> None:
+    """Everything but the servers, which the caller has run."""
+    path = tmp_path / "cases.json"
+    when = datetime(2026, 1, 1, tzinfo=UTC)
+    given = cases._parse(["prefill-flood", "--json", str(path), "--phase-s", "20"])
+    told = dict.fromkeys((*scenarios.METRICS, *cases._UNITS), 1.0)
+    time = ModelledTime("opt-13b-a100", "a fit", 4.0, 100, 1, 0.001)
+    told = {**told, "modelled_time": msgspec.to_builtins(time), "decisions": []}
+    found = {
+        "prefill-flood": {
+            "load": {},
+            "paced": {"banaserve": told},
+            "simulated": {"banaserve": told},
+            "goals": {"paced": [], "simulated": []},
+        }
+    }
+    record = cases._result(given, when, found)
+    result.write(record, path)
+    assert cases._kept(path) == found
+    again = cases._result(
+        given, when, {**cases._kept(path), "decode-flood": found["prefill-flood"]}
+    )
+    result.deliver(again, path)
+    assert again.modelled_time == [time, time]
+    assert set(cases._kept(path)) == {"prefill-flood", "decode-flood"}
+    assert again.figures["decode-flood.banaserve.goodput_fraction"].median == 1.0
