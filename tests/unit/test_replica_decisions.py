@@ -13,15 +13,7 @@ from banaserve.orchestrator.replicas.interface import Reason, ReplicaId, Replica
 from banaserve.orchestrator.replicas.registry import make
 from banaserve.orchestrator.replicas.ring import Ring
 from banaserve.types import RequestId
-
-Views = dict[str, dict[str, Any]]
-
-
-def fleet_of(name: str, views: Views, **section: Any) -> Fleet:
-    fleet = Fleet(make(name, Random(1), **section), "us")
-    for view_id, what in views.items():
-        fleet.add(ReplicaView(ReplicaId(view_id), **what))
-    return fleet
+from fleets import Views, fleet_of
 
 
 def ask(fleet: Fleet, **what: Any) -> tuple[str | None, Reason]:

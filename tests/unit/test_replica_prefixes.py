@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import Any
 
 import pytest
@@ -10,27 +9,15 @@ import pytest
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
 from banaserve.orchestrator.replicas.interface import (
     Decision,
-    PeerView,
     Reason,
     ReplicaId,
-    ReplicaView,
     Request,
 )
-from banaserve.orchestrator.replicas.registry import make
 from banaserve.types import RequestId
+from fleets import Views, fleet_of
 
-Views = dict[str, dict[str, Any]]
 SYSTEM = b"a system prompt of sixty-four characters, no more and no fewer.." * 2
 NOW_S = 10.0
-
-
-def fleet_of(name: str, views: Views, peers: Views | None = None, **section: Any) -> Fleet:
-    fleet = Fleet(make(name, Random(1), **section), "us")
-    for view_id, what in views.items():
-        fleet.add(ReplicaView(ReplicaId(view_id), **what))
-    for view_id, what in (peers or {}).items():
-        fleet.add(PeerView(ReplicaId(view_id), **what))
-    return fleet
 
 
 def request_of(prompt: bytes = b"", **what: Any) -> Request:
