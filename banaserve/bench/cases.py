@@ -117,7 +117,7 @@ def _systems(given: argparse.Namespace, case: Case) -> dict[str, Any]:
 def _with_system(
     given: argparse.Namespace, case: Case, system_name: str, before: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Runs one system; returns what is told of its case, of other systems under the same load too."""
+    """Runs one system; returns its case with what is known of others under the same load."""
     system = _systems(given, case)[system_name]
     load = {
         "phase_s": [phase.duration_s for phase in case.phases],
