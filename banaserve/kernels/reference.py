@@ -68,7 +68,7 @@ class ReferenceKernels:
             )
             last = torch.arange(position, position + end - first, device=query.device)
             visible = tokens <= last[:, None] if causal else None
-            output[first:end], lse[first:end] = self._attend(rows, key, value, scale, visible)
+            output[first:end], lse[first:end] = _attend(rows, key, value, scale, visible)
         return Part(output.to(self._result_dtype or query.dtype), self._lse(lse))
 
     def merge(self, parts: Sequence[Part]) -> Part:
@@ -105,24 +105,6 @@ class ReferenceKernels:
         for mine, theirs in _pairs(copies):
             mine[copies.block_ids] = theirs[copies.slot_ids]
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        visible: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One sequence: query ``[q, H, D]``, key and value ``[k, K, D]``, visible ``[q, k]``."""
-        group = query.shape[1] // key.shape[1]
-        key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-        if visible is not None:
-            scores = scores.masked_fill(~visible, float("-inf"))
-        lse = torch.logsumexp(scores, dim=-1)
-        weights = torch.exp(scores - lse.masked_fill(torch.isinf(lse), 0.0)[..., None])
-        return torch.einsum("hqk,khd->qhd", weights, value), lse.transpose(0, 1)
-
     def _lse(self, lse: torch.Tensor) -> torch.Tensor:
         return lse if self._result_dtype is torch.float64 else lse.float()
 
@@ -140,3 +122,21 @@ def _pairs(copies: BlockCopies) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for mine, theirs in both:
             for head, in_page in zip(copies.kv_heads, pages.heads, strict=True):
                 yield mine[:, :, head], theirs[:, :, in_page]
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    visible: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence: query ``[q, H, D]``, key and value ``[k, K, D]``, visible ``[q, k]``."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.masked_fill(torch.isinf(lse), 0.0)[..., None])
+    return torch.einsum("hqk,khd->qhd", weights, value), lse.transpose(0, 1)

@@ -22,12 +22,12 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from banaserve.engine.vllm.migration import messages
+from banaserve.engine.vllm.migration import kv_pages, messages
 from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
 from banaserve.engine.vllm.migration.context_attention import ContextAttention
 from banaserve.engine.vllm.migration.context_plan import ContextPlan, split_context
 from banaserve.engine.vllm.migration.guest_link import GuestLink
-from banaserve.engine.vllm.migration.kv_pages import KERNELS, KvPages, attend
+from banaserve.engine.vllm.migration.kv_pages import KvPages, attend
 from banaserve.engine.vllm.migration.modules import (
     Context,
     HeadSet,
@@ -135,7 +135,7 @@ def test_parts_of_a_sequence_merge_to_the_whole(pages: KvPages, seed: int) -> No
         attend(pages, asking, here, plan.local, SCALE, causal=True),
         attend(pages, asking, there, plan.remote, SCALE, causal=False),
     ]
-    merged = KERNELS.merge(parts).output
+    merged = ReferenceKernels(torch.float32).merge(parts).output
     assert merged.dtype == torch.float32
     whole = attention(common, query, key, value)
     assert torch.allclose(merged.double(), whole[plan.rows], atol=2e-6)
@@ -174,11 +174,11 @@ def test_only_those_that_have_blocks_away_ask() -> None:
     plan = split_context(common, BLOCK_SIZE, away)
     assert isinstance(plan, ContextPlan)
     assert plan.rows.tolist() == [0, *range(41, 47)]
-    assert plan.remote.blocks.tolist() == [2, 9]
-    assert plan.remote.batch.range_end.tolist() == [32, 64]
-    assert plan.local.blocks.tolist() == [1, 3, 4, 8]
-    assert plan.local.batch.range_end.tolist() == [68, 6]
-    assert plan.local.batch.query_position.tolist() == [67, 0]
+    assert plan.remote.block_table.tolist() == [[2, 0], [9, 2]]
+    assert plan.remote.range_end.tolist() == [32, 64]
+    assert plan.local.block_table.tolist() == [[1, 3, 4], [8, 0, 0]]
+    assert plan.local.range_end.tolist() == [68, 6]
+    assert plan.local.query_position.tolist() == [67, 0]
     assert plan.others is not None
     assert plan.others.block_table_tensor[0, :2].tolist() == [5, 6]
 
@@ -411,15 +411,65 @@ def test_a_step_that_names_what_is_not_there_is_refused() -> None:
     cache = torch.zeros(4, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
     older = OlderBlocks(pages, {"l": cache}, {"l": SCALE})
     one = torch.tensor([32], dtype=torch.int32)
-    fields = {
-        "block_table": one[None] * 0,
-        "query_start": one.new_tensor([0, 1]),
-        "num_tokens": one,
-    }
+    fields = {"query_start": one.new_tensor([0, 1]), "num_tokens": one}
     for blocks in ([4], [-1], []):
         with pytest.raises(ProtocolError, match="not here"):
-            older.describe(7, {**fields, "blocks": torch.tensor(blocks, dtype=torch.int64)})
+            older.describe(7, {**fields, "block_table": one.new_tensor([blocks])})
     with pytest.raises(ProtocolError, match="no step"):
         older.describe(7, fields)
+    with pytest.raises(ProtocolError, match="more tokens"):
+        older.describe(7, {**fields, "block_table": one.new_tensor([[0]]), "num_tokens": one + 1})
     with pytest.raises(ProtocolError, match="not been described"):
         older.run("l", 7, torch.zeros(1, NUM_KV_HEADS * GROUP, HEAD_SIZE))
+
+
+# ---- pages
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [32, 128])
+def test_pages_are_read_as_vllm_packs_them(dtype: torch.dtype, block_size: int) -> None:
+    def write_any(key: Any, value: Any, cache: Any, slots: Any) -> None:
+        halves = cache.view(len(cache), NUM_KV_HEADS, 2 * block_size, -1).chunk(2, dim=2)
+        isa = _get_attn_isa(dtype, block_size, HEAD_SIZE)
+        ops.cpu_attn_reshape_and_cache(key, value, *halves, slots, isa)
+
+    pages = KvPages(write_any, (NUM_KV_HEADS, block_size, 2 * HEAD_SIZE), dtype)
+    cache = torch.zeros(3, NUM_KV_HEADS, block_size, 2 * HEAD_SIZE, dtype=dtype)
+    key, value = (torch.randn(block_size, NUM_KV_HEADS, HEAD_SIZE).to(dtype) for _ in range(2))
+    write_any(key, value, cache, torch.arange(block_size) + block_size)
+    read = pages.read(cache[1])
+    assert torch.equal(read[0], key.transpose(0, 1).float())
+    assert torch.equal(read[1], value.transpose(0, 1).float())
+
+
+def test_an_order_without_even_steps_is_read_too() -> None:
+    """As processors have that take two keys at once."""
+    order = torch.randperm(2 * BLOCK_SIZE * HEAD_SIZE, generator=torch.Generator().manual_seed(1))
+
+    def write_mixed(key: Any, value: Any, cache: Any, slots: Any) -> None:
+        both = torch.cat([key.transpose(0, 1).flatten(1), value.transpose(0, 1).flatten(1)], 1)
+        cache.view(NUM_KV_HEADS, -1)[:, order] = both
+
+    pages = KvPages(write_mixed, (NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE), torch.float32)
+    key, value = (torch.randn(BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE) for _ in range(2))
+    cache = torch.zeros(1, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+    write_mixed(key, value, cache, torch.arange(BLOCK_SIZE))
+    read = pages.read(cache[0])
+    assert torch.equal(read[0], key.transpose(0, 1))
+    assert torch.equal(read[1], value.transpose(0, 1))
+
+
+def test_a_long_prompt_is_answered_in_pieces(
+    pages: KvPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = torch.randn(4, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+    query = torch.randn(50, NUM_KV_HEADS * GROUP, HEAD_SIZE)
+    common = batch_of([120], [50], [[3, 0, 2, 1]])
+    ends = common.seq_lens
+    batch = Batch(common.block_table_tensor, common.query_start_loc, ends - 50, ends * 0, ends)
+    whole = attend(pages, query, cache, batch, SCALE, causal=True)
+    monkeypatch.setattr(kv_pages, "_MAX_SCORES", 7 * 120 * NUM_KV_HEADS * GROUP)
+    pieces = attend(pages, query, cache, batch, SCALE, causal=True)
+    for one, other in zip(whole, pieces, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)

@@ -70,7 +70,8 @@ class BlockMover:
         assert remote is not None
         local, starts = self._host_memory()
         each_bytes = sum(self._block_bytes.values())
-        per_time = max(1, _ROUND_BYTES // each_bytes)
+        is_guarded = self._source is not None and self._unit.away is not None
+        per_time = max(1, (_BOUNCE_BYTES if is_guarded else _ROUND_BYTES) // each_bytes)
         num_bytes = 0
         for first in range(0, len(blocks), per_time):
             if stop():

@@ -9,10 +9,13 @@ import torch
 
 from banaserve.engine.vllm.migration.context_plan import ContextPlan
 from banaserve.engine.vllm.migration.guest_link import GuestLink
-from banaserve.engine.vllm.migration.kv_pages import KERNELS, KvPages, attend
+from banaserve.engine.vllm.migration.kv_pages import KvPages, attend
 from banaserve.engine.vllm.migration.step_watch import StepWatch
 from banaserve.errors import GuestLostError
 from banaserve.kernels.interface import Part
+from banaserve.kernels.reference import ReferenceKernels
+
+_merge = ReferenceKernels(torch.float32).merge
 
 
 class RemoteContext(Protocol):
@@ -92,7 +95,7 @@ class ContextAttention:
         parts = [attend(self._pages, asking, kv_cache, plan.local, scale, causal=True)]
         if posted:
             self._ask(remote, lambda: parts.append(remote.collect(asking)))
-        output[plan.rows] = KERNELS.merge(parts).output.to(output.dtype)
+        output[plan.rows] = _merge(parts).output.to(output.dtype)
         return output
 
     def _ask(self, remote: RemoteContext, question: Callable[[], None]) -> bool:

@@ -11,7 +11,6 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
-from banaserve.engine.vllm.migration.kv_pages import Selection
 from banaserve.kernels.interface import Batch
 
 _Ints = npt.NDArray[np.int64]
@@ -30,8 +29,8 @@ class ContextPlan(NamedTuple):
     """
 
     rows: torch.Tensor
-    local: Selection
-    remote: Selection
+    local: Batch
+    remote: Batch
     other_rows: torch.Tensor
     others: CommonAttentionMetadata | None
 
@@ -80,21 +79,17 @@ def _rows(starts: _Ints, seqs: _Ints) -> torch.Tensor:
 
 def _select(
     table: _Ints, chosen: _Marks, asking: _Ints, first_asking: _Ints, num_tokens: _Ints
-) -> Selection:
-    """The chosen entries of each row moved to its front, as places in the blocks of all rows."""
-    blocks = np.unique(table[chosen])
+) -> Batch:
+    """The chosen blocks of each row, at its front."""
     width = int(chosen.sum(1).max())
     order = np.argsort(~chosen, axis=1, kind="stable")[:, :width]
-    front = np.take_along_axis(np.where(chosen, table, -1), order, 1)
-    places = np.where(front < 0, 0, np.searchsorted(blocks, front))
-    batch = Batch(
-        block_table=_int32(places),
+    return Batch(
+        block_table=_int32(np.take_along_axis(np.where(chosen, table, 0), order, 1)),
         query_start=_int32(np.concatenate([[0], np.cumsum(asking)])),
         query_position=_int32(first_asking),
         range_start=torch.zeros(len(asking), dtype=torch.int32),
         range_end=_int32(num_tokens),
     )
-    return Selection(torch.from_numpy(blocks), batch)
 
 
 def _int32(values: npt.NDArray[np.integer]) -> torch.Tensor:

@@ -3,60 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from banaserve.kernels.cpu_kernels import CpuKernels
-from banaserve.kernels.interface import Batch, Heads, Part
-
-KERNELS = CpuKernels()
-"""Of both ends. What travels and what is merged is float32, whatever the model's type."""
+from banaserve.kernels.interface import Batch, Part
 
 _BITS = 7
 """Of a number that every floating-point type holds exactly."""
+_MAX_SCORES = 1 << 22
+"""Held at once: what a long prompt asks is answered in pieces."""
 
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Writes keys and values ``[num_tokens, num_kv_heads, head_size]`` to slots of a KV cache."""
 
 
-class Selection(NamedTuple):
-    """Pages, and who asks which of them.
-
-    Attributes:
-        blocks: ``[n]`` int64, ascending.
-        batch: Its block table holds places in ``blocks``.
-    """
-
-    blocks: torch.Tensor
-    batch: Batch
-
-
 class KvPages:
-    """Keys and values out of pages ``[num_kv_heads, block_size, 2 * head_size]``.
+    """Keys and values in pages ``[num_kv_heads, block_size, 2 * head_size]``.
 
     vLLM's kernels pack keys in an order that suits the processor. It is found by writing numbered
     keys and values, so every processor that vLLM knows will do.
     """
 
     def __init__(self, write: Write, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-        num_heads, self._block_size, twice = shape
-        self._head_size = twice // 2
-        count = self._block_size * self._head_size
+        num_heads, block_size, twice = shape
+        count = block_size * twice // 2
         numbers = torch.arange(2 * count)
         found = torch.zeros(2 * count, dtype=torch.int64)
         for shift in range(0, (2 * count).bit_length(), _BITS):
             digits = ((numbers >> shift) & ((1 << _BITS) - 1)).to(dtype)
             key, value = (
-                part.view(self._block_size, 1, self._head_size).expand(-1, num_heads, -1)
+                part.view(block_size, 1, twice // 2).expand(-1, num_heads, -1).contiguous()
                 for part in digits.chunk(2)
             )
             page = torch.zeros(1, *shape, dtype=dtype)
-            write(key.contiguous(), value.contiguous(), page, torch.arange(self._block_size))
+            write(key, value, page, torch.arange(block_size))
             found |= page[0, 0].reshape(-1).long() << shift
         where = torch.argsort(found)
         assert torch.equal(found[where], numbers), "a page is no permutation of what was written"
-        self._key, self._value = where.chunk(2)
+        self._key, self._value = (_Order(half.view(block_size, -1)) for half in where.chunk(2))
 
     @classmethod
     def of(cls, attention: Any, impl: Any, kv_cache: torch.Tensor) -> KvPages:
@@ -70,46 +55,92 @@ class KvPages:
         num_heads, block_size, twice = kv_cache.shape[1:]
         return cls(write, (num_heads, block_size, twice), kv_cache.dtype)
 
-    def read(
-        self, kv_cache: torch.Tensor, blocks: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of keys and values, ``[len(blocks), block_size, num_kv_heads, head_size]``."""
-        pages = kv_cache[blocks].flatten(2)
-        key, value = (
-            _take(pages, where)
-            .view(len(blocks), -1, self._block_size, self._head_size)
-            .transpose(1, 2)
-            for where in (self._key, self._value)
-        )
-        return key, value
+    def read(self, page: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A page's keys and values, float32 ``[num_kv_heads, block_size, head_size]``."""
+        return self._key.read(page).float(), self._value.read(page).float()
+
+
+class _Order:
+    """Where in a page the elements of ``[block_size, head_size]`` lie."""
+
+    def __init__(self, where: torch.Tensor) -> None:
+        self._where = where
+        self._first = int(where[0, 0])
+        self._strides = int(where[1, 0]) - self._first, int(where[0, 1]) - self._first
+        rows, columns = (torch.arange(size) for size in where.shape)
+        even = self._first + rows[:, None] * self._strides[0] + columns * self._strides[1]
+        self._is_even = torch.equal(where, even)
+
+    def read(self, page: torch.Tensor) -> torch.Tensor:
+        """Without a copy where they lie in even steps."""
+        if not self._is_even:
+            return page.flatten(1)[:, self._where]
+        shape, strides = (len(page), *self._where.shape), (page.stride(0), *self._strides)
+        return page.as_strided(shape, strides, page.storage_offset() + self._first)
 
 
 def attend(
     pages: KvPages,
     query: torch.Tensor,
     kv_cache: torch.Tensor,
-    selection: Selection,
+    batch: Batch,
     scale: float,
     *,
     causal: bool,
 ) -> Part:
-    """BanaServe Eq. 6 to 9 in corrected form over the chosen pages; see ``kernels.interface``.
+    """Attention over the first ``range_end`` tokens of each sequence's blocks.
+
+    BanaServe Eq. 6 to 9 in corrected form: ``softmax(scale * q k) v``, each head by itself, with
+    the logarithm of the denominator beside it. Pages are multiplied where they lie.
 
     Args:
         query: ``[num_tokens, num_heads, head_size]``.
         kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+        batch: See ``kernels.interface``; ranges begin at 0.
+        causal: Whether a token sees no position above its own.
 
     Returns:
         Output and log-sum-exp, float32.
     """
-    key, value = pages.read(kv_cache, selection.blocks)
-    num_kv_heads = kv_cache.shape[1]
-    heads = Heads(tuple(range(num_kv_heads)), query.shape[1] // num_kv_heads)
-    return KERNELS.partial_attention(query, key, value, selection.batch, heads, scale, causal)
+    output = torch.zeros(query.shape, dtype=torch.float32)
+    lse = torch.full(query.shape[:2], float("-inf"))
+    starts = batch.query_start.tolist()
+    size = kv_cache.shape[2]
+    for seq, (position, end) in enumerate(
+        zip(batch.query_position.tolist(), batch.range_end.tolist(), strict=True)
+    ):
+        blocks = batch.block_table[seq, : -(-end // size)].tolist()
+        read = [pages.read(kv_cache[block]) for block in blocks]
+        step = max(1, _MAX_SCORES // max(1, end * query.shape[1]))
+        for first in range(starts[seq], starts[seq + 1], step) if end else ():
+            rows = slice(first, min(first + step, starts[seq + 1]))
+            last = position + first - starts[seq] if causal else None
+            output[rows], lse[rows] = _attend(query[rows].float() * scale, read, end, last)
+    return Part(output, lse)
 
 
-def _take(pages: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    first, last = int(where[0]), int(where[-1])
-    if last - first + 1 == len(where) and bool((where.diff() == 1).all()):
-        return pages[..., first : last + 1].contiguous()
-    return pages[..., where]
+def _attend(
+    query: torch.Tensor,
+    read: list[tuple[torch.Tensor, torch.Tensor]],
+    num_tokens: int,
+    last: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one sequence: scaled query ``[q, H, D]``; its first row sees up to position ``last``."""
+    num, heads, head_size = query.shape
+    num_kv_heads, size, _ = read[0][0].shape
+    group = heads // num_kv_heads
+    # The query heads of a KV head ask as more tokens would.
+    rows = query.view(num, num_kv_heads, group, head_size).permute(1, 2, 0, 3).flatten(1, 2)
+    scores = torch.cat([rows @ key.transpose(1, 2) for key, _ in read], -1)[..., :num_tokens]
+    if last is not None:
+        unseen = torch.arange(num_tokens) > last + torch.arange(num)[:, None]
+        scores.view(num_kv_heads, group, num, num_tokens).masked_fill_(unseen, float("-inf"))
+    lse = torch.logsumexp(scores, -1, keepdim=True)
+    weights = torch.exp(scores - lse)
+    output = torch.zeros_like(rows)
+    for number, (_, value) in enumerate(read):
+        part = weights[..., number * size : (number + 1) * size]
+        output.baddbmm_(part, value[:, : part.shape[-1]])
+    parts = torch.cat([output, lse], -1).view(num_kv_heads, group, num, head_size + 1)
+    parts = parts.permute(2, 0, 1, 3).flatten(1, 2)
+    return parts[..., :-1], parts[..., -1]

@@ -143,7 +143,8 @@ class RunContext(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         step_id: Names the step; ``step`` is None where the unit has been told of it.
-        step: ``blocks``, and the fields of ``kernels.interface.Batch`` that matter without a mask.
+        step: ``block_table``, ``query_start`` and ``num_tokens`` of the sequences that ask: what
+            ``kernels.interface.Batch`` has of them where nothing is masked.
     """
 
     unit_id: str

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from banaserve.engine.vllm.migration.kv_pages import KvPages, Selection, attend
+from banaserve.engine.vllm.migration.kv_pages import KvPages, attend
 from banaserve.errors import ProtocolError
 from banaserve.kernels.interface import Batch, Part
 
@@ -29,7 +29,7 @@ class OlderBlocks:
         self._pages = pages
         self._kv_caches = dict(kv_caches)
         self._scales = dict(scales)
-        self._step: tuple[int, Selection] | None = None
+        self._step: tuple[int, Batch] | None = None
 
     def describe(self, step_id: int, fields: Mapping[str, Any]) -> None:
         """Take what the layers of a step have in common.
@@ -38,9 +38,9 @@ class OlderBlocks:
             ProtocolError: It is no step, or names blocks that are not here.
         """
         try:
-            blocks, lengths = fields["blocks"], fields["num_tokens"]
+            table, lengths = fields["block_table"], fields["num_tokens"]
             batch = Batch(
-                block_table=fields["block_table"],
+                block_table=table,
                 query_start=fields["query_start"],
                 query_position=lengths,
                 range_start=torch.zeros_like(lengths),
@@ -48,11 +48,13 @@ class OlderBlocks:
             )
         except (KeyError, AttributeError, TypeError) as error:
             raise ProtocolError(f"step {step_id} is no step over older blocks: {error}") from None
-        room = next(iter(self._kv_caches.values())).shape[0]
-        for tensor, below in ((blocks, room), (batch.block_table, len(blocks))):
-            if not tensor.numel() or int(tensor.min()) < 0 or int(tensor.max()) >= below:
-                raise ProtocolError(f"step {step_id} names blocks that are not here")
-        self._step = step_id, Selection(blocks, batch)
+        num_blocks, _, block_size, _ = next(iter(self._kv_caches.values())).shape
+        room = table.shape[-1] * block_size
+        if not table.numel() or not 0 <= int(table.min()) <= int(table.max()) < num_blocks:
+            raise ProtocolError(f"step {step_id} names blocks that are not here")
+        if len(lengths) != len(table) or int(lengths.max()) > room:
+            raise ProtocolError(f"step {step_id} has more tokens than blocks")
+        self._step = step_id, batch
 
     def run(self, name: str, step_id: int, query: torch.Tensor) -> Part:
         """Attention over the step's blocks, float32.

@@ -200,9 +200,8 @@ class ContextThere:
         parcel.put(query)
         step: dict[str, Any] | None = None
         if self._described_step != step_id:
-            blocks, batch = self._plan.remote
+            batch = self._plan.remote
             fields = {
-                "blocks": blocks,
                 "block_table": batch.block_table,
                 "query_start": batch.query_start,
                 "num_tokens": batch.range_end,
