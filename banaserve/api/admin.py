@@ -19,7 +19,7 @@ from banaserve.api.errors import error_response
 from banaserve.api.limits import BodyLimit
 from banaserve.engine.vllm.moves.coordinator import Coordinator
 from banaserve.engine.vllm.moves.placements import placement_of
-from banaserve.engine.vllm.moves.words import Ask, Migration
+from banaserve.engine.vllm.moves.words import Ask, Migration, OverlapAsk
 
 _MAX_BODY_BYTES = 1 << 20
 
@@ -65,6 +65,7 @@ def admin_app(coordinator: Coordinator, control: Control | None = None) -> ASGIA
         Route(f"{PREFIX}/migrations", _begin(coordinator), methods=["POST"]),
         Route(f"{PREFIX}/migrations/{{id}}", _show(coordinator), methods=["GET"]),
         Route(f"{PREFIX}/migrations/{{id}}", _abort(coordinator), methods=["DELETE"]),
+        Route(f"{PREFIX}/overlap", _overlap(coordinator), methods=["POST"]),
     ]
     if control is not None:
         routes += control_routes(control, coordinator)
@@ -121,6 +122,15 @@ def _abort(coordinator: Coordinator) -> Endpoint:
         return answer(coordinator.abort(migration.id), HTTPStatus.ACCEPTED)
 
     return abort
+
+
+def _overlap(coordinator: Coordinator) -> Endpoint:
+    @refusing
+    async def overlap(request: Request) -> Response:
+        ask = msgspec.json.decode(await request.body(), type=OverlapAsk)
+        return answer(await coordinator.overlap(ask))
+
+    return overlap
 
 
 def _known(coordinator: Coordinator, request: Request) -> Migration | None:

@@ -14,7 +14,13 @@ import msgspec
 
 from banaserve.controller.words import ControllerStatus, Decision, PauseAsk, RoleAsk, Status
 from banaserve.engine.interface import RoleChange
-from banaserve.engine.vllm.moves.words import Ask, Migration, Placement
+from banaserve.engine.vllm.moves.words import (
+    Ask,
+    Migration,
+    OverlapAsk,
+    Overlapping,
+    Placement,
+)
 from banaserve.errors import UserError
 
 T = TypeVar("T")
@@ -66,6 +72,14 @@ class AdminClient:
             UserError: It has ended, or the server cannot be reached.
         """
         return self._call("DELETE", f"/admin/migrations/{migration_id}", Migration)
+
+    def overlap(self, ask: OverlapAsk) -> Overlapping:
+        """Let an instance and its guests compute at once, or in turn.
+
+        Raises:
+            UserError: It is refused, or the server cannot be reached.
+        """
+        return self._call("POST", "/admin/overlap", Overlapping, msgspec.json.encode(ask))
 
     def placement(self) -> Placement:
         """What runs where.

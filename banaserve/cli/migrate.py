@@ -18,6 +18,7 @@ from banaserve.engine.vllm.moves.words import (
     MoveContext,
     MoveHeads,
     MoveLayers,
+    OverlapAsk,
     Return,
 )
 from banaserve.errors import UserError
@@ -104,6 +105,24 @@ def take_home(
         _heads(layer, chosen) if layer is not None and chosen is not None else None,
     )
     _migrate(admin_client(run_dir, url, admin_key), ask, as_json)
+
+
+@app.command()
+def overlap(
+    instance: Annotated[str, typer.Option("--of", help="The instance whose layers are away.")],
+    parts: Annotated[int, typer.Option("--parts", help="Of a step, at most; 1: it waits.")],
+    run_dir: RunDirOption = None,
+    url: UrlOption = None,
+    admin_key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let an instance and the guests of its layers compute at once, until it starts again."""
+    found = admin_client(run_dir, url, admin_key).overlap(OverlapAsk(instance, parts))
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(found)))
+        return
+    how = "waits for its guests" if parts == 1 else f"cuts steps into up to {parts} parts"
+    print(f"{instance} {how}" + (f", but: {found.why_not}" if found.why_not else ""))
 
 
 def _migrate(client: AdminClient, ask: Ask, as_json: bool) -> None:

@@ -116,6 +116,10 @@ class Engine:
         self.moves[move_id] = {**move, "modules": modules, "target": guest, "dirty_blocks": None}
         return {"phase": "preparing"}
 
+    def _overlap(self, most_parts: int) -> dict[str, Any]:
+        facts = {"why_not": "", "steps_cut": 0, "steps_waited": 0, "parts": 0}
+        return {"most_parts": most_parts, "prediction_error": 0.0, **facts}
+
     def _precopy(self, move_id: str) -> dict[str, Any]:
         move = self.moves[move_id]
         assert move["phase"] in ("prepared", "copied")

@@ -230,6 +230,21 @@ def test_what_is_refused_is_one_line_and_exit_code_2(banaserve, capsys, argv, wo
     assert "Traceback" not in said.err
 
 
+def test_overlap_is_switched_while_an_instance_serves(banaserve, server, capsys):
+    switch = ("migrate", "overlap", "--of", "d0", "--parts")
+    assert banaserve(*switch, "8") == 0
+    assert capsys.readouterr().out == "d0 cuts steps into up to 8 parts\n"
+    assert banaserve(*switch, "1", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["most_parts"] == 1
+    assert server.cluster.engine.calls.count("overlap") == 2
+    server.cluster.engine.faults = {"overlap": "a step has 1 to 64 parts, not 65"}
+    assert banaserve(*switch, "65") == 2
+    assert "1 to 64 parts" in capsys.readouterr().err
+    server.cluster.engine.faults = {}
+    assert banaserve("migrate", "overlap", "--of", "nobody", "--parts", "2") == 2
+    assert "nobody" in capsys.readouterr().err
+
+
 def test_a_migration_that_fails_is_exit_code_2(banaserve, server, capsys):
     server.cluster.engine.faults = {"preparing": "the guest refuses"}
     assert banaserve("migrate", "layers", "--from", "d0", "--to", "p0", "--layers", "1:2") == 2

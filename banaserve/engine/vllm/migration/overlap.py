@@ -132,7 +132,10 @@ class Overlap:
         if index == 0:
             self._result = self._run(layer, args, kwargs)
         if self._result is not None:
-            return self._result
+            result = self._result
+            if index == len(self._layers) - 1:
+                self._result = None
+            return result
         self._order.called(index, layer, args, kwargs)
         returned = layer(*args, **kwargs)
         self._order.returned(index, returned)

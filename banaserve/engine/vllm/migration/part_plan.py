@@ -21,7 +21,7 @@ LEAST_TOKENS = 16
 _WORTH = 0.97
 """Of the waiting step's time; what gains less is within what such predictions are wrong by."""
 
-_FIRST_S = (3e-4, 3e-5, 1e-9)
+_FIRST_S = (3e-4, 3e-5, 1e-8)
 """Of one layer, before anything is measured: in itself, for a token, for a pair of tokens."""
 
 

@@ -8,6 +8,8 @@ import itertools
 import logging
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from banaserve.engine.vllm.migration.modules import Context, HeadSet, LayerRange, Modules
 from banaserve.engine.vllm.moves import metrics
 from banaserve.engine.vllm.moves.course import AbortedError, Course
@@ -22,7 +24,15 @@ from banaserve.engine.vllm.moves.sizes import (
     kv_bytes,
     weight_bytes,
 )
-from banaserve.engine.vllm.moves.words import Ask, Migration, MoveContext, MoveStatus, Return
+from banaserve.engine.vllm.moves.words import (
+    Ask,
+    Migration,
+    MoveContext,
+    MoveStatus,
+    OverlapAsk,
+    Overlapping,
+    Return,
+)
 from banaserve.errors import BanaServeError, MigrationError
 from banaserve.names import check_known
 from banaserve.types import InstanceId
@@ -123,6 +133,16 @@ class Coordinator:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.guests.stop()
+
+    async def overlap(self, ask: OverlapAsk) -> Overlapping:
+        """Let an instance and its guests compute at once, or in turn, until it starts again.
+
+        Raises:
+            UserError: There is no such instance.
+            MigrationError: It does not serve, cannot migrate, or its steps cannot be cut so.
+        """
+        reply = await self._hosted(ask.instance).link().call("overlap", ask.most_parts)
+        return msgspec.convert(reply, Overlapping)
 
     # ---- events
 

@@ -131,6 +131,31 @@ class Migration(msgspec.Struct):
         return self.state in OPEN_STATES
 
 
+class OverlapAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Cut an instance's steps into at most so many parts; 1: it waits for its guests."""
+
+    instance: str
+    most_parts: int
+
+
+class Overlapping(msgspec.Struct, frozen=True):
+    """Whether an instance and the guests of its layers compute at once.
+
+    Attributes:
+        why_not: Steps are not cut; empty where they may be.
+        steps_cut: So far; ``parts`` of all steps while layers were away.
+        steps_waited: Run in one part, because no other was predicted to be faster.
+        prediction_error: Of the time of a step's layers, smoothed over the last steps.
+    """
+
+    most_parts: int
+    why_not: str
+    steps_cut: int
+    steps_waited: int
+    parts: int
+    prediction_error: float
+
+
 class UnitPlace(msgspec.Struct, frozen=True):
     """A unit that is away.
 
