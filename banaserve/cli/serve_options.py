@@ -203,7 +203,7 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_DEFAULTS.kv_store_tenant_quota,
         metavar="FRACTION",
-        help="share of the memory that the requests of one cache_salt may use",
+        help="share of the memory for one API key, or one cache_salt where there are none",
     )
     add(
         "--kv-store-verify",

@@ -387,6 +387,12 @@ def test_tenants_are_told_apart_without_telling_their_salt() -> None:
     assert tenant_of("") == tenant_of(None) == b""
 
 
+def test_the_holder_of_a_key_pays_for_every_salt_it_sends() -> None:
+    name, other = "0123456789abcdef", "fedcba9876543210"
+    assert tenant_of(f"{name}:mine") == tenant_of(f"{name}:another") == tenant_of(f"{name}:")
+    assert len({tenant_of(salt) for salt in (f"{name}:mine", f"{other}:mine", "mine")}) == 3
+
+
 def test_whatever_happens_nothing_stays_held() -> None:
     """A thousand random steps; then every request ends and the accounts must be empty."""
     draw = random.Random(11)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,8 @@ from banaserve.kvstore.cost_gate import Verdict
 from banaserve.kvstore.interface import Lease, Slot
 
 _TENANT_BYTES = 16
+# What the engine client puts before the salts of an API key's requests.
+_KEY_NAME = re.compile(r"[0-9a-f]{16}:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +92,14 @@ class Tracked:
 
 
 def tenant_of(cache_salt: str | None) -> bytes:
-    """A name for those who share a cache salt that does not tell the salt."""
+    """A name, which does not tell the salt, for those who share an API key, or else a cache salt.
+
+    The holder of a key may send a salt of its own with each request, and pays for all of them.
+    """
     if not cache_salt:
         return b""
+    if (key := _KEY_NAME.match(cache_salt)) is not None:
+        cache_salt = key[0]
     return hashlib.blake2b(cache_salt.encode(), digest_size=_TENANT_BYTES).digest()
 
 
