@@ -10,6 +10,7 @@ import msgspec
 from vllm.config import VllmConfig
 
 from banaserve.config import MOST_STEP_PARTS
+from banaserve.engine.vllm.additional_config import section
 from banaserve.errors import UserError
 
 KEY = "banaserve_migration"
@@ -39,14 +40,9 @@ def settings_of(config: VllmConfig) -> MigrationSettings | None:
     Raises:
         UserError: They are malformed.
     """
-    extra = config.additional_config
-    given = extra.get(KEY) if isinstance(extra, dict) else None
-    if given is None:
+    settings = section(config, KEY, MigrationSettings)
+    if settings is None:
         return None
-    try:
-        settings = msgspec.convert(given, MigrationSettings)
-    except msgspec.ValidationError as wrong:
-        raise UserError(f"{KEY}: {wrong}") from wrong
     if settings.kv_growth < 1 or settings.stall_s <= 0:
         raise UserError(f"{KEY}: kv_growth is at least 1 and stall_s above 0")
     if not 1 <= settings.overlap <= MOST_STEP_PARTS:

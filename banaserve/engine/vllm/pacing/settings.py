@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from banaserve.engine.vllm.additional_config import section
 from banaserve.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,14 +38,9 @@ def settings_of(config: VllmConfig) -> PacingSettings | None:
     Raises:
         UserError: They are malformed.
     """
-    extra = config.additional_config
-    given = extra.get(KEY) if isinstance(extra, dict) else None
-    if given is None:
+    settings = section(config, KEY, PacingSettings)
+    if settings is None:
         return None
-    try:
-        settings = msgspec.convert(given, PacingSettings)
-    except msgspec.ValidationError as wrong:
-        raise UserError(f"{KEY}: {wrong}") from wrong
     if not isfinite(settings.dilation) or not 0 < settings.dilation <= MAX_DILATION:
         raise UserError(f"{KEY}: dilation is above 0 and at most {MAX_DILATION:g}")
     return settings
