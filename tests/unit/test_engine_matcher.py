@@ -196,6 +196,17 @@ def test_all_in_memory_takes_one_round_trip(bench: Bench) -> None:
     assert bench.counted("promotion_arrived") == 0
 
 
+def test_of_more_blocks_than_one_call_takes_the_first_are_asked_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("banaserve.engine.vllm.matcher.MAX_KEYS", 3)
+    request = bench.request(6)
+    bench.hold(request, [HIT] * 6)
+    assert bench.side.match(request, BLOCK) == 3 * BLOCK
+    acquired, reserved, _, _ = bench.store.exchanges[-1]
+    assert acquired == reserved == request.block_hashes[1:4]
+
+
 def test_waits_without_round_trips_until_all_have_come(bench: Bench) -> None:
     request = bench.request(4)
     bench.hold(request, [HIT, PENDING, PENDING])

@@ -10,6 +10,7 @@ from banaserve.engine.vllm import compat
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.wire import MAX_KEYS
 
 
 class PrefixLookup:
@@ -30,7 +31,7 @@ class PrefixLookup:
         keys = compat.Request.from_engine_core_request(request, self._hasher).block_hashes
         if not keys:
             return 0
-        states = self._client.lookup(keys)
+        states = self._client.lookup(keys[:MAX_KEYS])
         num_known = next((i for i, state in enumerate(states) if state is Lookup.MISS), len(states))
         return num_known * self._block_size
 

@@ -11,6 +11,7 @@ from banaserve.engine.vllm.promotion import Outcome, Promotion
 from banaserve.engine.vllm.tracked import Offer, Tracked, full_block_offers
 from banaserve.engine.vllm.transfer_plan import Counters
 from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.wire import MAX_KEYS
 
 ASK_AGAIN_S = 0.005
 """How long a tier gets to hear from its peers before the store is asked again."""
@@ -95,13 +96,15 @@ class Matcher:
         request = tracked.request
         tail = self._tails.key(request, covered)
         keys = [*request.block_hashes[: covered // self._block_size], *([tail] if tail else [])]
-        offers = self._offers(tracked, first, tail)
+        # Of a prompt with more blocks than one call takes the last ones are computed.
+        keys = keys[first : first + MAX_KEYS]
+        offers = self._offers(tracked, first, tail)[:MAX_KEYS]
         held = tracked.lease
         # What has been computed for this request is fetched from a tier, too, at any price.
         is_owed = self._handed_over(request) is not None
         block_s = 0.0 if is_owed else self._gate.block_budget_s(first, covered)
         answer = self._client.exchange(
-            acquire=[] if request.skip_reading_prefix_cache else keys[first:],
+            acquire=[] if request.skip_reading_prefix_cache else keys,
             reserve=[(offer.key, offer.parent) for offer in offers],
             tenant=tracked.tenant,
             compute_block_s=block_s,
