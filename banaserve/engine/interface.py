@@ -1,4 +1,4 @@
-"""What the floors above and below may ask of instances, real or simulated."""
+"""What who decides asks of who carries steps out, and how these end."""
 
 from __future__ import annotations
 
@@ -9,21 +9,7 @@ from typing import Protocol
 import msgspec
 
 from banaserve.orchestrator.model.moving import Link
-from banaserve.types import ClusterView, InstanceId, InstanceView, Role, Step
-
-
-class InstanceClient(Protocol):
-    """One serving engine, reached over whatever lies between."""
-
-    @property
-    def id(self) -> InstanceId: ...
-
-    @property
-    def role(self) -> Role: ...
-
-    def view(self) -> InstanceView:
-        """The last report with the caller's own in-flight counts on top; never blocks."""
-        ...
+from banaserve.types import ClusterView, Step
 
 
 class Ending(StrEnum):
