@@ -73,6 +73,16 @@ def test_other_formats_are_refused_and_left_alone(
     SsdTier(tmp_path, MIB).close()
 
 
+@pytest.mark.parametrize("name", ["lock", "format.tmp"])
+def test_a_link_that_somebody_has_put_there_is_not_followed(tmp_path: Path, name: str) -> None:
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.write_text("something dear")
+    (folder / name).symlink_to(elsewhere)
+    assert str(folder) in refusal(folder)
+    assert elsewhere.read_text() == "something dear"
+
+
 def test_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("dear")
     assert "holds thesis.tex" in refusal(tmp_path)

@@ -110,7 +110,9 @@ class Folder:
                 raise
 
     def _lock(self) -> int:
-        fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # In a folder that others can write to, a link would have us cut a file elsewhere.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self.path / _LOCK, flags, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -137,7 +139,8 @@ class Folder:
 
     def _replace(self, name: str, content: bytes) -> None:
         temporary = self.path / (name + _TEMPORARY)
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(temporary, flags, 0o600)
         with os.fdopen(fd, "wb") as file:
             file.write(content)
         temporary.rename(self.path / name)
