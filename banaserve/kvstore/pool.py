@@ -18,6 +18,7 @@ from banaserve.kvstore.sizes import format_size
 from banaserve.linux import MADV_POPULATE_WRITE, available_memory_bytes, madvise
 
 POISON = 0xFF
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _POPULATE_STEP_BYTES = 64 * 2**20
 
 
@@ -42,8 +43,7 @@ class Pool:
         self.fd = os.memfd_create("banaserve-kvstore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.num_bytes)
         # Without the seals one client could shrink the file and kill all others with SIGBUS.
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
         try:
             self._memory = map_memory(self.fd, self.num_bytes)
             populate(self._memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import struct
@@ -16,7 +17,7 @@ import xxhash
 
 from banaserve import _native
 from banaserve.kvstore.fingerprint import PAGE_BYTES
-from banaserve.kvstore.pool import map_memory
+from banaserve.kvstore.pool import SEALS, map_memory
 from banaserve.kvstore.tiers.interface import BlockBytes
 from banaserve.kvstore.tiers.mooncake_config import MooncakeConfig
 from banaserve.kvstore.tiers.mooncake_process import Frames, Order, Report, frame
@@ -43,8 +44,10 @@ class Staging:
     def __init__(self, num_slots: int, max_block_bytes: int) -> None:
         self._slot_bytes = max_block_bytes + PAGE_BYTES
         num_bytes = num_slots * self._slot_bytes
-        self.fd = os.memfd_create("banaserve-mooncake", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("banaserve-mooncake", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, num_bytes)
+        # Without the seals the other side could shrink the file and kill the daemon with SIGBUS.
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
         self._memory = map_memory(self.fd, num_bytes)
         self._free = list(range(num_slots))
 
