@@ -14,6 +14,7 @@ from banaserve.balancer.balancer import Balancer
 from banaserve.balancer.client import Client
 from banaserve.balancer.server import tick
 from banaserve.balancer.settings import BalancerSettings, HealthSettings, ReplicaSettings
+from banaserve.bench.router_link import Link
 
 WAIT_S = 20.0
 """Only a test that fails waits this long."""
@@ -176,51 +177,6 @@ class Caller:
 
     def hang_up(self):
         self.writer.transport.abort()
-
-
-class Link:
-    """A way between two regions: bytes arrive later, in their order."""
-
-    def __init__(self, to_port, delay_s):
-        self._to_port, self._delay_s = to_port, delay_s
-        self._writers = set()
-
-    async def start(self):
-        self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    def stop(self):
-        self._server.close()
-        for writer in list(self._writers):
-            writer.transport.abort()
-
-    async def _carry(self, reader, writer):
-        self._writers.add(writer)
-        try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to_port)
-        except OSError:
-            writer.transport.abort()
-            return
-        self._writers.add(far_writer)
-        await asyncio.gather(self._one_way(reader, far_writer), self._one_way(far_reader, writer))
-        self._writers -= {writer, far_writer}
-
-    async def _one_way(self, reader, writer):
-        loop = asyncio.get_running_loop()
-        data = b"-"
-        while data:
-            try:
-                data = await reader.read(65536)
-            except OSError:
-                data = b""
-            loop.call_later(self._delay_s, self._deliver, writer, data)
-
-    def _deliver(self, writer, data):
-        if not data:
-            writer.transport.abort()
-        elif not writer.transport.is_closing():
-            writer.write(data)
 
 
 class House:

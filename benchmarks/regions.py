@@ -1,0 +1,89 @@
+"""Three regions of real balancers and modelled engines: what does a policy give clients?
+
+    python benchmarks/regions.py [--runs 3] [--json FILE]
+
+One balancer a region, two replicas each, distances of AWS between them (``bench/router_regions``),
+and most of the clients in one region. Balancers, connections and distances are real; engines are
+the simulator's in real time, two to three times as fast as an L4. Policies take turns, so that
+whatever else the machine does meets all of them. Latencies are those of the clients, to the last
+byte, with every attempt counted from the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from collections import defaultdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+from banaserve.bench import result
+from banaserve.bench.router_clients import Load
+from banaserve.bench.router_regions import Plan, World
+from banaserve.bench.servers import end_on_sigterm
+from banaserve.bench.statistics import percentile
+
+POLICIES = ("round_robin", "skywalker", "gorgo_v1", "load_aware")
+CLIENTS = {"us": 60, "eu": 6, "asia": 6}
+WARM_UP = 60
+
+
+async def measure(policy: str, answers: int, seed: int, folder: Path) -> dict[str, float]:
+    """Returns the figures of one run."""
+    async with World(Plan(policy), folder) as world:
+        load = Load(world, CLIENTS, seed)
+        try:
+            await load.more(WARM_UP)
+            begun = len(load.told)
+            await load.more(answers)
+            await load.end()
+        finally:
+            load.cancel()
+    told = load.told[begun:]
+    home = {one.name for one in told if one.region == "us"}
+    stayed = home & set(world.served()["us"])
+    e2e_s = [one.done_s - one.sent_s for one in told]
+    ttft_s = [one.first_s - one.sent_s for one in told]
+    taken_s = max(one.done_s for one in told) - min(one.sent_s for one in told)
+    return {
+        "e2e_p50_ms": percentile(e2e_s, 50) * 1e3,
+        "e2e_p99_ms": percentile(e2e_s, 99) * 1e3,
+        "ttft_p50_ms": percentile(ttft_s, 50) * 1e3,
+        "ttft_p99_ms": percentile(ttft_s, 99) * 1e3,
+        "requests_per_s": len(told) / taken_s,
+        "forwarded_fraction": 1 - len(stayed) / max(1, len(home)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--answers", type=int, default=600)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    end_on_sigterm()
+    started_at, samples = datetime.now(UTC), defaultdict[str, list[float]](list)
+    for run in range(given.runs):
+        for policy in POLICIES:
+            with tempfile.TemporaryDirectory(prefix="regions-") as folder:
+                found = asyncio.run(measure(policy, given.answers, run, Path(folder)))
+            for name, value in found.items():
+                samples[f"{policy} {name}"].append(value)
+    record = result.result(
+        "regions",
+        seed=0,
+        options={"runs": given.runs, "answers": given.answers, "clients": CLIENTS},
+        started_at=started_at,
+        figures={name: result.figure(each, _unit(name)) for name, each in samples.items()},
+        notes=[" ".join(str(__doc__).split("\n\n")[2].split())],
+    )
+    result.deliver(record, given.json)
+
+
+def _unit(name: str) -> str:
+    return "requests/s" if name.endswith("per_s") else name.rpartition("_")[2]
+
+
+if __name__ == "__main__":
+    main()
