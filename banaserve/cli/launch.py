@@ -42,6 +42,7 @@ def prepared(
     # torch's own choice is a folder of a known name in the temporary folder, which all may write.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.cache_root() / "torchinductor"))
     from banaserve.api.serving import Parts
+    from banaserve.cli.taken import refuse_taken
     from banaserve.engine.vllm import options
     from banaserve.engine.vllm.budgets import Budgets
     from banaserve.engine.vllm.engine_parent import fork_engine_parent, pre_import
@@ -52,6 +53,7 @@ def prepared(
     store_socket = str(run.sockets / "kv")
     argv = _vllm_argv(config, model, store_socket, run.logs)
     args = options.parse_vllm_argv(argv)
+    refuse_taken(args, config, model.path_or_id)
     engine_config = options.engine_config(argv)
     if config.scheduler == "preble":
         from banaserve.engine.vllm.compat_scheduler import check_first_come

@@ -81,7 +81,8 @@ def _serve(
     from banaserve.cli import launch
 
     with launch.prepared(config, model, sock, run) as parts:
-        launch.run(parts, say, lambda: _banner(config, model, run, terminal))
+        scheme = "https" if parts.args.ssl_certfile else "http"
+        launch.run(parts, say, lambda: _banner(config, model, run, terminal, scheme))
 
 
 @contextlib.contextmanager
@@ -115,10 +116,10 @@ def _hush() -> None:
 
 
 def _banner(
-    config: ServeConfig, model: models.ResolvedModel, run: RunDir, terminal: TextIO
+    config: ServeConfig, model: models.ResolvedModel, run: RunDir, terminal: TextIO, scheme: str
 ) -> None:
     host = f"[{config.host}]" if ":" in config.host else config.host
-    url = f"http://{host}:{config.port}"
+    url = f"{scheme}://{host}:{config.port}"
     shape = (
         f"{config.colocated} colocated"
         if config.colocated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -21,7 +22,9 @@ from banaserve.api.auth import KeyMiddleware
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
 from banaserve.cli import launch
 from banaserve.cli.serve_options import parse_serve_argv
+from banaserve.cli.taken import refuse_taken
 from banaserve.config import ServeConfig
+from banaserve.engine.vllm import options
 from banaserve.engine.vllm.client import tenant
 from banaserve.errors import UserError
 from banaserve.run_dir import open_run_dir
@@ -157,6 +160,32 @@ def test_senseless_command_lines_say_what_to_do(argv: list[str], says: str) -> N
 )
 def test_which_of_vllms_options_are_given(argv: tuple[str, ...], gives: bool) -> None:
     assert launch._gives(argv, *launch._PARALLEL) is gives
+
+
+OTHER_CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--max-model-len", "512"], ""),
+        (["--api-key", "k"], "--api-key cannot go to vLLM: give it before --"),
+        (["--port", "9"], "--port cannot go to vLLM: give it before --"),
+        (["--model", "other"], "--model cannot go to vLLM"),
+        (["--uds", "/s"], "API server"),
+        (["--data-parallel-size", "2"], "more instances"),
+        (["--mm-processor-cache-gb", "4"], "leave it out"),
+        (["--kv-transfer-config", OTHER_CONNECTOR], "banaserve's store"),
+        (["--worker-extension-cls", "mine.Worker"], "leave it out"),
+    ],
+)
+def test_what_vllm_is_told_and_would_not_happen_is_refused(given: list[str], says: str) -> None:
+    config = ServeConfig()
+    argv = ["--model", "m", "--host", config.host, "--port", str(config.port)]
+    argv += [*options.common_options(), *options.store_options("/socket", ""), *given]
+    args = options.parse_vllm_argv(argv)
+    with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
+        refuse_taken(args, config, "m")
 
 
 def test_a_file_holds_the_same_options_and_the_command_line_wins(tmp_path: Path) -> None:

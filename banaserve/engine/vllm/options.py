@@ -16,6 +16,9 @@ from vllm.usage.usage_lib import UsageContext
 from banaserve.engine.vllm import compat
 from banaserve.errors import UserError
 
+STORE_CONNECTOR = "StoreConnector"
+WORKER_EXTENSION = "banaserve.engine.vllm.worker.WorkerExtension"
+
 
 class _Parser(compat.FlexibleArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -72,7 +75,7 @@ def store_options(socket_path: str, salt: str) -> list[str]:
     A failed fetch is computed again rather than failing the request.
     """
     transfer = {
-        "kv_connector": "StoreConnector",
+        "kv_connector": STORE_CONNECTOR,
         "kv_connector_module_path": "banaserve.engine.vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
@@ -88,7 +91,7 @@ def common_options() -> list[str]:
     """
     return [
         "--worker-extension-cls",
-        "banaserve.engine.vllm.worker.WorkerExtension",
+        WORKER_EXTENSION,
         "--mm-processor-cache-gb",
         "0",
     ]
