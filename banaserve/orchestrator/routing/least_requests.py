@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from banaserve.errors import UserError
+from banaserve.orchestrator.routing.checks import check_number
 from banaserve.orchestrator.routing.leg_by_leg import LegByLeg
 from banaserve.orchestrator.routing.legs import LegOptions
 from banaserve.orchestrator.routing.load import STALE_AFTER_S, LoadModel
@@ -25,8 +25,7 @@ class LeastRequestsOptions:
     stale_after_s: float = STALE_AFTER_S
 
     def __post_init__(self) -> None:
-        if self.stale_after_s <= 0:
-            raise UserError(f"stale_after_s is {self.stale_after_s}: give more than 0")
+        check_number("stale_after_s", self.stale_after_s)
 
 
 @register("least_requests")

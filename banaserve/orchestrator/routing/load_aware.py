@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from banaserve.errors import UserError
+from banaserve.orchestrator.routing.checks import check_number
 from banaserve.orchestrator.routing.leg_by_leg import LegByLeg
 from banaserve.orchestrator.routing.legs import LegOptions
 from banaserve.orchestrator.routing.load import (
@@ -64,11 +65,10 @@ class LoadAwareOptions:
             raise UserError(f"preset {self.preset!r}: give {PUBLISHED} or {REPAIRED}")
         if self.delta_l is not None and self.preset != PUBLISHED:
             raise UserError(f"delta_l belongs to the preset {PUBLISHED}: leave it out")
-        if self.delta_l is not None and not 0 < self.delta_l <= 2:
-            raise UserError(f"delta_l is {self.delta_l}: give a load above 0 and at most 2")
+        if self.delta_l is not None:
+            check_number("delta_l", self.delta_l, at_most=2)
         for name in ("stale_after_s", "max_running_requests", "full_load_s"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"{name} is {getattr(self, name)}: give more than 0")
+            check_number(name, getattr(self, name))
 
     def model(self, views: Sequence[InstanceView], now_s: float) -> LoadModel:
         """Returns the load estimates over ``views`` under these options."""
