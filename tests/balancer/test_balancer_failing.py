@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import random
 import re
+import socket
 
 import pytest
 
@@ -23,8 +24,6 @@ async def kill(asked):
 
 def dead_url():
     """The URL of a port that nobody listens on."""
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return f"http://127.0.0.1:{sock.getsockname()[1]}"
 

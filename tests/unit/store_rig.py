@@ -1,0 +1,132 @@
+"""A store daemon and clients of it, in processes that a test may kill."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+
+from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.fingerprint import Fingerprint
+from banaserve.kvstore.interface import Slot
+from banaserve.kvstore.stats import StoreStats
+from store_process import start_store
+
+FINGERPRINT = Fingerprint(
+    model="m",
+    dtype="float32",
+    block_size_tokens=16,
+    num_layers=2,
+    num_kv_heads=2,
+    head_size=8,
+    layout="LBHNC",
+    page_bytes=2048,
+    probe="00ff",
+)
+NUM_SLOTS = 16
+KEYS = [bytes([number]) * 32 for number in range(64)]
+DEADLINE_S = 20.0
+
+
+class Store:
+    """A daemon process and the clients that a test connected to it."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.path = folder / "store.sock"
+        self._stack = stack
+        self.start()
+
+    def start(self) -> None:
+        size = NUM_SLOTS * FINGERPRINT.slot_bytes
+        self.process = start_store(self.path, size, "--poison-free-slots")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def client(
+        self, name: str = "here", fingerprint: Fingerprint = FINGERPRINT, timeout_s: float = 10.0
+    ) -> StoreClient:
+        client = StoreClient(self.path, fingerprint, client_name=name, timeout_s=timeout_s)
+        self._stack.callback(client.close)
+        return client
+
+    def child(self, program: str) -> subprocess.Popen[str]:
+        """A process that has run ``program`` up to its line ``wait()``, with client ``c``."""
+        fingerprint = msgspec.json.encode(msgspec.to_builtins(FINGERPRINT)).decode()
+        prelude = f"""
+            import msgspec, os, sys, time
+            from banaserve.kvstore.client import StoreClient
+            from banaserve.kvstore.fingerprint import Fingerprint
+            KEYS = [bytes([number]) * 32 for number in range(64)]
+            fingerprint = msgspec.convert(msgspec.json.decode({fingerprint!r}), Fingerprint)
+            c = StoreClient({str(self.path)!r}, fingerprint, client_name="child", timeout_s=10.0)
+            def wait():
+                print("waiting", flush=True)
+                sys.stdin.readline()
+        """
+        child = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._stack.enter_context(child)
+        self._stack.callback(child.kill)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "waiting\n"
+        return child
+
+    def stats(self) -> StoreStats:
+        return fetch_stats(self.path, DEADLINE_S)
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[Store]:
+    """A store that must end well, and leave no socket behind."""
+    with ExitStack() as stack:
+        store = Store(folder, stack)
+        yield store
+        stack.close()
+        store.process.send_signal(signal.SIGCONT)
+        store.process.terminate()
+        assert store.process.wait(DEADLINE_S) == 0
+        assert not store.path.exists()
+
+
+def reserve(client: StoreClient, keys: list[bytes]) -> list[Slot]:
+    parents = [None, *keys[:-1]]
+    reserved = client.exchange(reserve=list(zip(keys, parents, strict=True))).reserved
+    slots = [slot for slot in reserved if slot is not None]
+    assert len(slots) == len(keys)
+    return slots
+
+
+def write(client: StoreClient, keys: list[bytes]) -> None:
+    """Store blocks whose bytes are the first byte of their key."""
+    slots = reserve(client, keys)
+    view = client.view()
+    for key, slot in zip(keys, slots, strict=True):
+        first = view.offset_bytes(slot)
+        view.memory[first : first + view.slot_bytes] = key[0]
+    assert client.commit(slots)
+
+
+def read(client: StoreClient, keys: list[bytes]) -> list[bytes]:
+    """The blocks of the readable prefix of ``keys``."""
+    exchanged = client.exchange(acquire=keys)
+    view = client.view()
+    blocks = []
+    for slot in exchanged.slots:
+        first = view.offset_bytes(slot)
+        blocks.append(view.memory[first : first + view.slot_bytes].tobytes())
+    if exchanged.lease is not None:
+        client.release(exchanged.lease)
+    return blocks
