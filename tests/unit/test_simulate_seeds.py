@@ -1,0 +1,74 @@
+"""The tables beside the papers': claims name what is simulated, and are judged by it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from banaserve.bench.result import figure
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import simulate_seeds
+import simulate_seeds_claims as claims
+import simulate_seeds_report as report
+from simulate_seeds_cases import PAPERS
+
+CASES = {case.name: case for make in PAPERS.values() for case in make()}
+
+
+def test_every_claim_names_a_case_its_systems_and_a_measure() -> None:
+    for claim in (one for each in claims.CLAIMS.values() for one in each):
+        other = CASES[claim.other_case or claim.case]
+        assert claim.system in CASES[claim.case].systems, claim
+        assert not claim.other or claim.other in other.systems, claim
+        assert claim.measure in simulate_seeds.MEASURES, claim
+        assert 0 < claim.low <= claim.high
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "values", "expected"),
+    [
+        (1.1, 1.2, [1.15, 1.16, 1.15], "holds"),
+        (1.1, 1.2, [1.9, 1.91, 1.9], "holds, and more"),
+        (1.1, 1.2, [1.04, 1.041, 1.04], "in direction"),
+        (1.1, 1.2, [0.9, 0.91, 0.9], "does not hold"),
+        (0.8, 0.9, [0.5, 0.51, 0.5], "holds, and more"),
+        (0.8, 0.9, [0.95, 0.951, 0.95], "in direction"),
+        (0.8, 0.9, [1.3, 1.31, 1.3], "does not hold"),
+        (1.0, claims.ANY, [1.01, 1.02, 1.01], "holds"),
+        (1.0, claims.ANY, [0.97, 0.98, 0.97], "does not hold"),
+    ],
+)
+def test_verdicts(low: float, high: float, values: list[float], expected: str) -> None:
+    claim = claims.Claim("words", claims.CHAT, "skywalker", "hash", "hits", low, high)
+    assert report.verdict(claim, values) == expected
+
+
+def test_a_case_is_simulated_and_told_with_its_claims(monkeypatch: Any) -> None:
+    case = CASES[claims.PUSH]
+    short = case.setting.__class__(
+        case.setting.replicas, {"us": [(2, case.setting.clients["us"][0][1])]}, duration_s=10.0
+    )
+    figures = simulate_seeds.run(case.__class__(case.name, short, case.systems, case.paper), [0, 1])
+    assert len(figures) == len(case.systems) * len(simulate_seeds.MEASURES)
+    page = report.markdown(figures, 2)
+    assert "pushing by pending over blind" in page
+    assert f"### {claims.PUSH}" in page
+    assert claims.CHAT not in page
+    ours = figures[simulate_seeds.figure_name(case.name, "SP-P", "weighted")]
+    theirs = figures[simulate_seeds.figure_name(case.name, "blind", "weighted")]
+    claim = claims.CLAIMS["SkyWalker"][0]
+    assert report.samples(claim, figures)[0] == ours.samples[0] / theirs.samples[0]
+
+
+def test_a_value_that_is_no_ratio_is_judged_as_it_is() -> None:
+    claim = claims.Claim("hits", claims.CHAT, "skywalker", "", "hits", 0.37, 0.47)
+    name = simulate_seeds.figure_name(claims.CHAT, "skywalker", "hits")
+    figures = {name: figure([0.5, 0.51], "fraction")}
+    assert report.has(claim, figures)
+    assert "| 0.37 to 0.47 |" in report.row(claim, figures)
+    assert report.verdict(claim, [0.9, 0.901]) == "does not hold"
