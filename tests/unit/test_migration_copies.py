@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from banaserve.engine.vllm.migration import block_mover, messages
+from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
 from banaserve.engine.vllm.migration.block_mover import BlockMover
 from banaserve.engine.vllm.migration.host_kv import HostKv
-from banaserve.engine.vllm.migration.modules import HeadSet, LayerRange, Modules
+from banaserve.engine.vllm.migration.modules import Context, HeadSet, LayerRange, Modules
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv
 from banaserve.engine.vllm.migration.unit_builder import UnitBuilder
 from banaserve.engine.vllm.migration.units import Unit
@@ -97,6 +98,26 @@ def test_blocks_go_on_to_another_guest_and_home(
         assert torch.equal(tensor[:, kept], before[name][:, kept])
         assert torch.equal(tensor[blocks][:, moved], before[name][blocks][:, moved])
         assert (tensor[[2, 4]][:, moved] == -1).all(), "blocks that were not copied"
+
+
+def test_older_blocks_that_have_come_home_are_left_alone(
+    host: HostKv, transports: tuple[Transport, Transport]
+) -> None:
+    away = AwayBlocks(NUM_BLOCKS)
+    unit = Unit("u", Context(0, 3), {i: f"l{i}" for i in range(3)}, away)
+    before = {name: tensor.clone() for name, tensor in host.tensors.items()}
+    one, other = (Place(host, unit, transports) for _ in range(2))
+    assert BlockMover(unit, host, None, one.kv).copy([0, 1, 3]) == 3 * 9 * PAGE
+    away.leave([0, 1, 3])
+    away.come_home([1, 2])
+    for tensor in host.tensors.values():
+        tensor[:] = -1
+    every = list(range(NUM_BLOCKS))
+    assert BlockMover(unit, host, one.kv, other.kv).copy(every) == 2 * 9 * PAGE
+    assert BlockMover(unit, host, other.kv, None).copy(every) == 2 * 9 * PAGE
+    for name, tensor in host.tensors.items():
+        assert torch.equal(tensor[[0, 3]], before[name][[0, 3]])
+        assert (tensor[[1, 2, 4]] == -1).all()
 
 
 def test_a_copy_stops_between_two_submissions(

@@ -29,7 +29,6 @@ class AwayBlocks:
         self._lock = threading.RLock()
         self._away = np.zeros(num_blocks, np.bool_)
         self._on_home = on_home
-        self.version = 0
 
     def leave(self, blocks: BlockIds) -> None:
         """These, and no others, are away."""
@@ -37,7 +36,6 @@ class AwayBlocks:
             self._away[:] = False
             if len(blocks):
                 self._away[blocks] = True
-            self.version += 1
 
     def come_home(self, blocks: BlockIds) -> None:
         """These are about to be written, here. Waits for a copy that has them in its hands."""
@@ -49,7 +47,6 @@ class AwayBlocks:
             if not len(home):
                 return
             self._away[home] = False
-            self.version += 1
             if self._on_home is not None:
                 self._on_home(home)
 

@@ -1,0 +1,158 @@
+"""Which blocks are away, and what of them can be asked for."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm")
+
+from banaserve.engine.vllm.migration import checks
+from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
+from banaserve.engine.vllm.migration.modules import (
+    Context,
+    HeadSet,
+    LayerRange,
+    ModelShape,
+    check_shape,
+    read_modules,
+    write_modules,
+)
+from banaserve.engine.vllm.migration.written_blocks import WrittenBlocks
+from banaserve.engine.vllm.moves.planner import Away, Go, GoHome, GoOn, plan_move, plan_return
+from banaserve.errors import MigrationError
+
+Write = tuple[str, list[tuple[int, int]]]
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(("step", "load", "commit", "forget")),
+        st.lists(
+            st.tuples(st.integers(0, 5), st.integers(1, 3)), max_size=4, unique_by=lambda w: w[0]
+        ),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS)
+def test_a_block_leaves_full_and_comes_home_when_it_is_written(steps: list[Write]) -> None:
+    """Against the plain meaning: tokens in each block, three of which fill it."""
+    written, home = WrittenBlocks(6), []
+    away = AwayBlocks(6, lambda blocks: home.extend(blocks.tolist()))
+    written.follow(away)
+    fill, gone = dict.fromkeys(range(6), 0), set()
+    for kind, changes in steps:
+        home.clear()
+        blocks = [block for block, _ in changes]
+        if kind == "commit":
+            written.step_ended()
+            full = {block for block, tokens in fill.items() if tokens == 3}
+            assert set(written.full()) == full
+            away.leave(written.full())
+            gone = full
+            continue
+        if kind == "forget":
+            written.forget()
+            fill = dict.fromkeys(fill, 0)
+            continue
+        if kind == "load":
+            written.mark_loaded(blocks)
+            fill |= dict.fromkeys(blocks, 3)
+        else:
+            # Tokens are added to a block that is not full; a full one has another owner.
+            fill |= {b: min(3, fill[b] + n) if fill[b] < 3 else n for b, n in changes}
+            written.mark(blocks, [block for block in blocks if fill[block] == 3])
+        assert sorted(home) == sorted(gone & set(blocks))
+        gone -= set(blocks)
+        assert set(away.ids()) == gone
+        assert len(away) == len(gone)
+        written.step_ended()
+
+
+def test_what_is_being_copied_does_not_come_home() -> None:
+    away = AwayBlocks(4)
+    away.leave([1, 2])
+    began, order = threading.Event(), []
+
+    def engine() -> None:
+        began.set()
+        away.come_home([2, 3])
+        order.append("written")
+
+    thread = threading.Thread(target=engine)
+    with away.holding([0, 2]) as blocks:
+        thread.start()
+        began.wait()
+        assert blocks == [2]
+        order.append("copied")
+        assert away.ids() == [1, 2]
+    thread.join()
+    assert order == ["copied", "written"]
+    assert away.ids() == [1]
+
+
+# ---- what is asked for
+
+
+def test_modules_travel_as_they_are() -> None:
+    for modules in (Context(5, 10), LayerRange(5, 10), HeadSet({5: (1,)})):
+        assert read_modules(write_modules(modules)) == modules
+
+
+@pytest.mark.parametrize("modules", [Context(5, 5), Context(-1, 2), Context(28, 31)])
+def test_layers_that_are_not_there_are_refused(modules: Context) -> None:
+    with pytest.raises(MigrationError, match=r"older blocks .* within 0:30"):
+        check_shape(modules, ModelShape(30, 3))
+
+
+def test_planning() -> None:
+    shape, mine = ModelShape(30, 3), Away("m1.0", Context(5, 10), "p0")
+    assert plan_move(Context(0, 30), "p0", shape, [], {}) == [Go(Context(0, 30))]
+    assert plan_move(Context(3, 12), "p0", shape, [mine], {}) == [
+        Go(Context(3, 5)),
+        Go(Context(10, 12)),
+    ]
+    assert plan_move(Context(5, 10), "p1", shape, [mine], {}) == [
+        GoOn("m1.0", Context(5, 10), "p0")
+    ]
+    with pytest.raises(MigrationError, match="return them before you move layers 7:8"):
+        plan_move(LayerRange(7, 8), "p1", shape, [mine], {})
+    with pytest.raises(MigrationError, match="return them before"):
+        plan_move(HeadSet({7: (1,)}), "p1", shape, [mine], {})
+    assert plan_return(LayerRange(5, 10), [mine], {}) == [GoHome("m1.0", Context(5, 10), "p0")]
+    with pytest.raises(MigrationError, match="return all of it"):
+        plan_return(HeadSet({7: (0, 1, 2)}), [mine], {})
+
+
+@pytest.mark.parametrize(
+    ("impl", "layer", "why"),
+    [
+        ({}, {}, None),
+        ({"sliding_window": 4096}, {}, "sliding window"),
+        ({"logits_soft_cap": 30.0}, {}, "a cap"),
+        ({"alibi_slopes": [0.5]}, {}, "ALiBi"),
+        ({"sinks": [0.5]}, {}, "attention sinks"),
+        ({}, {"kv_cache_dtype": "fp8_e4m3"}, "scaled KV"),
+        ({}, {"head_size": 72}, "heads of size 72"),
+    ],
+)
+def test_attention_that_looks_at_more_than_keys_is_refused(
+    impl: dict[str, Any], layer: dict[str, Any], why: str | None
+) -> None:
+    plain = {"sliding_window": -1, "logits_soft_cap": 0, "alibi_slopes": None, "sinks": None}
+    attention = SimpleNamespace(
+        **{"head_size": 64, "kv_cache_dtype": "auto", **layer},
+        impl=SimpleNamespace(**{**plain, **impl}),
+    )
+    arguments = Context(3, 4), {"l3": attention}, {3: "l3"}
+    if why is None:
+        checks.check_modules(*arguments)
+        return
+    with pytest.raises(MigrationError, match=why):
+        checks.check_modules(*arguments)

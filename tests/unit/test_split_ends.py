@@ -1,0 +1,170 @@
+"""Both ends of a split sequence, over a real channel, with vLLM's kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import _custom_ops as ops
+
+from banaserve.engine.vllm.migration import messages
+from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
+from banaserve.engine.vllm.migration.context_attention import ContextAttention
+from banaserve.engine.vllm.migration.guest_link import GuestLink
+from banaserve.engine.vllm.migration.kv_pages import KvPages
+from banaserve.engine.vllm.migration.older_blocks import OlderBlocks
+from banaserve.engine.vllm.migration.parcel import Parcel, from_wire, restore
+from banaserve.engine.vllm.migration.step_watch import StepWatch
+from banaserve.engine.vllm.migration.units import Residence
+from banaserve.errors import GuestLostError, ProtocolError
+from banaserve.transport.connect import over_unix
+from banaserve.transport.errors import PeerGoneError
+from banaserve.transport.interface import Message
+from split_doubles import (
+    BLOCK_SIZE,
+    GROUP,
+    HEAD_SIZE,
+    ISA,
+    NUM_BLOCKS,
+    NUM_KV_HEADS,
+    SCALE,
+    batch_of,
+    random_step,
+    write,
+)
+
+
+class Inner:
+    """vLLM's implementation of attention, whose metadata is the batch itself."""
+
+    scale = SCALE
+
+    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
+        write(key, value, cache, slots)
+
+    def forward(self, layer: Any, query: Any, *args: Any, output: torch.Tensor) -> torch.Tensor:
+        *_, cache, batch = args
+        pages = cache.view(len(cache), NUM_KV_HEADS, 2 * BLOCK_SIZE, -1).chunk(2, dim=2)
+        plan = ops.cpu_attn_get_scheduler_metadata(
+            batch.num_reqs, query.shape[1], NUM_KV_HEADS, HEAD_SIZE, batch.seq_lens,
+            query.dtype, batch.query_start_loc, True, -1, ISA, True,
+        )  # fmt: skip
+        ops.cpu_attention_with_kv_cache(
+            query, *pages, output, batch.query_start_loc, batch.seq_lens, SCALE, True,
+            None, -1, batch.block_table_tensor, 0.0, plan, None,
+        )  # fmt: skip
+        return output
+
+
+class Ends:
+    """A host's attention, and a guest with ``older`` in a thread."""
+
+    def __init__(self, common: Any, away: AwayBlocks, here: Any, there: Any) -> None:
+        self.layer = SimpleNamespace(impl=Inner(), kv_cache=here)
+        self.lost: list[GuestLostError] = []
+        self.common = common
+        builder = SimpleNamespace(build=lambda _, batch: batch)
+        watch = StepWatch(builder, BLOCK_SIZE, NUM_BLOCKS)
+        builder.build(0, common)
+        pages = KvPages.of(self.layer, self.layer.impl, here)
+        self.older = OlderBlocks(pages, {"l": there}, {"l": SCALE})
+        ours, theirs = socket.socketpair()
+        self._channel = over_unix(theirs)
+        self.link = GuestLink("g", over_unix(ours), None, lambda: 1, 20.0)  # type: ignore[arg-type]
+        residence = Residence("u", self.link, None, 0)  # type: ignore[arg-type]
+        residence.epoch = 1
+        attention = ContextAttention(self.layer, "l", watch, lambda _, e: self.lost.append(e))
+        attention.arrange(residence.context_of(away, watch))
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(PeerGoneError):
+            while True:
+                self._answer(self._channel.receive(3600.0))
+
+    def _answer(self, message: Message) -> None:
+        request = messages.decode_request(message.body)
+        assert isinstance(request, messages.RunContext)
+        if request.step is not None:
+            self.older.describe(request.step_id, restore(request.step, message.tensors))
+        query = from_wire(message.tensors[0])
+        parcel = Parcel()
+        indices = tuple(map(parcel.put, self.older.run(request.name, request.step_id, query)))
+        answer = messages.encode(messages.Outputs(True, indices))
+        self._channel.send(Message(answer, tuple(parcel.tensors)), 20.0)
+
+    def attend(self, query: torch.Tensor) -> torch.Tensor:
+        output = torch.full_like(query, float("nan"))
+        new = torch.full((len(query), NUM_KV_HEADS, HEAD_SIZE), float("nan"))
+        arguments = self.layer, query, new, new, self.layer.kv_cache, self.common
+        return self.layer.impl.forward(*arguments, output=output)
+
+    def close(self) -> None:
+        self.link.close()
+        self._thread.join()
+        self._channel.close()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_both_ends_give_what_vllm_gives(seed: int) -> None:
+    common, _, away = random_step(seed)
+    common.slot_mapping[:] = -1
+    generator = torch.Generator().manual_seed(seed)
+    shape = NUM_BLOCKS * BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE
+    here = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+    key, value = (torch.randn(shape, generator=generator) for _ in range(2))
+    write(key, value, here, torch.arange(len(key)))
+    query = torch.randn(
+        common.num_actual_tokens, NUM_KV_HEADS * GROUP, HEAD_SIZE, generator=generator
+    )
+    whole = Inner().forward(None, query, here, common, output=torch.empty_like(query))
+    there = torch.full_like(here, float("nan"))
+    there[away.ids()] = here[away.ids()]
+    here[away.ids()] = float("nan")
+    ends = Ends(common, away, here, there)
+    try:
+        for _ in range(2):
+            assert torch.allclose(ends.attend(query), whole, atol=2e-6)
+        assert ends.link.round_trips == (2 if len(away) else 0)
+        assert ends.lost == []
+    finally:
+        ends.close()
+
+
+def test_a_guest_that_is_lost_is_told_once_and_ends_no_step() -> None:
+    away = AwayBlocks(NUM_BLOCKS)
+    away.leave([1])
+    common = batch_of([40], [1], [[1, 2]])
+    common.slot_mapping[:] = -1
+    cache = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+    ends = Ends(common, away, cache, cache.clone())
+    ends.link.close()
+    try:
+        output = ends.attend(torch.randn(1, NUM_KV_HEADS * GROUP, HEAD_SIZE))
+        assert len(ends.lost) == 1
+        assert not output.isnan().any()
+    finally:
+        ends.close()
+
+
+def test_a_step_that_names_what_is_not_there_is_refused() -> None:
+    pages = KvPages(write, (NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE), torch.float32)
+    cache = torch.zeros(4, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+    older = OlderBlocks(pages, {"l": cache}, {"l": SCALE})
+    one = torch.tensor([32], dtype=torch.int32)
+    fields = {"query_start": one.new_tensor([0, 1]), "num_tokens": one}
+    for blocks in ([4], [-1], []):
+        with pytest.raises(ProtocolError, match="not here"):
+            older.describe(7, {**fields, "block_table": one.new_tensor([blocks])})
+    with pytest.raises(ProtocolError, match="no step"):
+        older.describe(7, fields)
+    with pytest.raises(ProtocolError, match="more tokens"):
+        older.describe(7, {**fields, "block_table": one.new_tensor([[0]]), "num_tokens": one + 1})
+    with pytest.raises(ProtocolError, match="not been described"):
+        older.run("l", 7, torch.zeros(1, NUM_KV_HEADS * GROUP, HEAD_SIZE))
