@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,26 +166,33 @@ def parse_pd(text: str) -> tuple[int, int]:
     return prefill, decode
 
 
-def options_from_file(path: Path) -> list[str]:
+def options_from_file(path: Path, flags: Collection[str], valued: Collection[str]) -> list[str]:
     """A TOML file as command-line options: its keys are the options' names.
+
+    Args:
+        flags: Our options that take no value: ``false`` leaves them out.
+        valued: Our other ones; what is in neither is vLLM's, where ``--no-x`` is ``x = false``.
 
     Raises:
         UserError: The file cannot be read or holds something that is no option's value.
     """
     try:
         table = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # of TOML, or of a file that is no text
         raise UserError(f"--config {path}: {error}") from error
     argv: list[str] = []
     for key, value in table.items():
         option = f"--{key.replace('_', '-')}"
-        if value is True:
-            argv.append(option)
-        elif isinstance(value, (str, int, float)) and value is not False:
+        if isinstance(value, bool):
+            if option in valued:
+                raise UserError(f"--config {path}: {key} takes a value, see banaserve serve --help")
+            if value or option not in flags:
+                argv.append(option if value else f"--no-{option[2:]}")
+        elif isinstance(value, (str, int, float)):
             argv += [option, str(value)]
         elif isinstance(value, list):
             argv += [word for item in value for word in (option, str(item))]
-        elif value is not False:
+        else:
             raise UserError(f"--config {path}: {key} is neither a value nor a list")
     return argv
 

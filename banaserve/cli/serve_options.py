@@ -46,7 +46,7 @@ def parse_serve_argv(argv: Sequence[str]) -> ServeConfig:
     positional = ours.pop(0) if ours and not ours[0].startswith("-") else None
     known, unknown = parser.parse_known_args(ours)
     if known.config is not None:
-        ours = [*options_from_file(known.config), *ours]
+        ours = [*options_from_file(known.config, *_flags_and_valued(parser)), *ours]
         known, unknown = parser.parse_known_args(ours)
     if known.model and positional and known.model != positional:
         raise UserError(f"two models: {positional} and --model {known.model}")
@@ -55,6 +55,12 @@ def parse_serve_argv(argv: Sequence[str]) -> ServeConfig:
         raise UserError("--pd and --colocated exclude each other")
     _catch_misspelt(parser, unknown)
     return _config(known, (*unknown, *for_vllm))
+
+
+def _flags_and_valued(parser: argparse.ArgumentParser) -> tuple[set[str], set[str]]:
+    """Options of ours that take no value, and those that do."""
+    flags = {name for a in parser._actions if a.nargs == 0 for name in a.option_strings}
+    return flags, {name for a in parser._actions for name in a.option_strings} - flags
 
 
 def _catch_misspelt(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:

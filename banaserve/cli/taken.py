@@ -52,6 +52,8 @@ def refuse_taken(args: Namespace, config: ServeConfig, model: str) -> None:
     for option, is_given, advice in _TAKEN:
         if is_given(_given(args, option)):
             _refuse(option, advice)
+    if tag := _given(args, "model_tag"):
+        raise UserError(f"{tag}: name the model first, banaserve serve {tag}, or with --model")
     for option, value in (("--model", model), ("--host", config.host), ("--port", config.port)):
         if _given(args, option) != value:
             _refuse(option, _BEFORE)

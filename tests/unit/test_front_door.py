@@ -173,6 +173,7 @@ OTHER_CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
         (["--port", "9"], "--port cannot go to vLLM: give it before --"),
         (["--model", "other"], "--model cannot go to vLLM"),
         (["--uds", "/s"], "API server"),
+        (["some/model"], "some/model: name the model first, banaserve serve some/model"),
         (["--data-parallel-size", "2"], "more instances"),
         (["--mm-processor-cache-gb", "4"], "leave it out"),
         (["--kv-transfer-config", OTHER_CONNECTOR], "banaserve's store"),
@@ -193,6 +194,17 @@ def test_a_file_holds_the_same_options_and_the_command_line_wins(tmp_path: Path)
     file.write_text('pd = "2:1"\nport = 9000\napi-key = ["a", "b"]\n')
     config = parse_serve_argv(["--config", str(file), "--port", "9001"])
     assert (config.prefill, config.port, config.api_keys) == (2, 9001, ("a", "b"))
+    file.write_text(
+        "kv-store-verify = false\nenable-prefix-caching = false\nenforce-eager = true\n"
+    )
+    told = parse_serve_argv(["--config", str(file)]).vllm_argv
+    assert told == ("--no-enable-prefix-caching", "--enforce-eager")
+    file.write_text("migration = false\n")
+    with pytest.raises(UserError, match="migration takes a value"):
+        parse_serve_argv(["--config", str(file)])
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"--config .*decode"):
+        parse_serve_argv(["--config", str(file)])
     file.write_text("pd = {p = 1}\n")
     with pytest.raises(UserError, match="pd is neither"):
         parse_serve_argv(["--config", str(file)])
