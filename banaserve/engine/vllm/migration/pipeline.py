@@ -113,6 +113,7 @@ class Pipeline:
         link = span.where.link
         self._times.observe(link.guest_id, len(span), part.work, link.run_s)
         if part.num_behind == 0:
+            store_hooks.hold_saves(False)
             span.save(part.context.attn_metadata)
         return part
 
