@@ -25,8 +25,8 @@ def markdown(figures: Figures, seeds: int) -> str:
         f"{seeds} seeds; a ratio is taken seed by seed, and its interval is 95 % (Student). All",
         "systems of a seed meet the same clients. What the papers do not give (hardware times,",
         "lengths, distances) is assumed, so ratios are to be read, not values. *Holds*: the",
-        "interval meets the paper's. *In direction*: on the paper's side of 1, and less. Throughput",
-        "is the prompt's tokens and twice the output's, a second.",
+        "interval meets the paper's. *In direction*: on the paper's side of 1, and less.",
+        "Throughput is the prompt's tokens and twice the output's, a second.",
     ]
     for paper, claims in CLAIMS.items():
         lines += ["", f"## {paper}", "", "| Case | Claim | Paper | Simulated | |"]
