@@ -80,7 +80,7 @@ def clusters(draw: st.DrawFn, waiting: bool = True) -> ClusterView:
         if draw(st.integers(0, 9)) == 0:
             view = replace(view, ready=False)
         views.append(view)
-    return cluster_of(*views)  # type: ignore[no-any-return]
+    return cluster_of(*views)
 
 
 policies = pytest.mark.parametrize(("name", "section"), POLICIES)

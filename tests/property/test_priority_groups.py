@@ -128,7 +128,7 @@ def test_nobody_starves_whatever_comes(group: int, others: list[int]) -> None:
     for _ in range(50):
         groups.pop()
     # Younger than all that wait in its group: these go first, and are not the others' doing.
-    own = sum(1 for item in groups if group_of(others[item] / 10) == group)  # type: ignore[index]
+    own = sum(1 for item in groups if group_of(others[item] / 10) == group)
     groups.add("this", 1000, group / 10)
     bound = sum((own + 1) * other / group + 1 for other in range(1, 11) if other != group) + own
     for waited, other in enumerate(others[100:]):

@@ -99,7 +99,7 @@ class Served:
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Any]:
     one = Served()
-    transport = httpx.ASGITransport(app=await one.open(tmp_path))  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app=await one.open(tmp_path))
     async with httpx.AsyncClient(
         transport=transport, base_url="http://door", headers=AUTH
     ) as client:

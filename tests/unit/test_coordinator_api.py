@@ -41,7 +41,7 @@ async def users_app(scope: Any, receive: Any, send: Any) -> None:
 async def door(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     cluster = doubles.Cluster(tmp_path)
     app = AdminDoor(KeyMiddleware(users_app, ["users-key"]), cluster.coordinator, KEY)
-    transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
         yield client
     await cluster.close()

@@ -55,7 +55,7 @@ class Engine:
         self.aborted += request_ids
 
     async def abort(self, request_id: str, internal: bool = False) -> None:
-        await compat.AsyncLLM.abort(self, request_id, internal)  # type: ignore[arg-type]
+        await compat.AsyncLLM.abort(self, request_id, internal)
 
     def holding(self, _: int) -> Any:
         return _Flight()
@@ -175,7 +175,7 @@ async def test_a_stream_that_goes_on_elsewhere_lacks_nothing(options: dict[str, 
     first.compute(1)
     await reader.read()
     first.compute(4)
-    compat.mark_dead(first)  # type: ignore[arg-type]
+    compat.mark_dead(first)
     first.compute(1)  # what comes late is nobody's
     await reader.reaches(second)
     second.compute(5)

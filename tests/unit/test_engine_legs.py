@@ -19,7 +19,7 @@ from banaserve.engine.vllm.requests import decode_leg, end_with_context, prefill
 
 
 def greedy(**options: object) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=32, **options)  # type: ignore[arg-type]
+    return SamplingParams(temperature=0.0, max_tokens=32, **options)
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ class Bench:
         """What vLLM does with a request that it takes into a step; the step's plan."""
         num_blocks = -(-request.num_tokens // BLOCK)
         blocks = SimpleNamespace(get_block_ids=lambda: [list(range(100, 100 + num_blocks))])
-        self.side.allocated(request, blocks, matched)  # type: ignore[arg-type]
+        self.side.allocated(request, blocks, matched)
         return self.side.plan(self._output(request, first * BLOCK + matched))
 
     def pass_over(self) -> object:

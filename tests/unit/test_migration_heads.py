@@ -75,7 +75,7 @@ def attention(link: GuestLink, lost: list[str]) -> SplitAttention:
     """Of three KV heads with two query heads each; heads 0 and 2, and head 1, are in one guest."""
     layer: Any = SimpleNamespace(num_heads=6, num_kv_heads=3, impl=None)
     watch: Any = SimpleNamespace(step_id=1, fields=dict, num_tokens=NUM_TOKENS)
-    split = SplitAttention(None, layer, "l", watch, lambda _, e: lost.append(str(e)))  # type: ignore[arg-type]
+    split = SplitAttention(None, layer, "l", watch, lambda _, e: lost.append(str(e)))
     units = [SimpleNamespace(unit_id=name, working_epoch=1, link=link) for name in ("a", "b")]
     here = [HeadsHere(unit, "l", watch) for unit in units]  # type: ignore[arg-type]
     split.arrange({(0, 2): here[0], (1,): here[1]})

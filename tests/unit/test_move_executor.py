@@ -98,7 +98,7 @@ def test_neighbouring_layers_with_equal_heads_are_one_module(modules, expected):
 
 
 def test_facts_of_an_engine():
-    facts = instance_facts(CONFIG, FACTS, 2.0, True, False)  # type: ignore[arg-type]
+    facts = instance_facts(CONFIG, FACTS, 2.0, True, False)
     assert facts is not None
     assert (facts.layer_token_bytes, facts.hidden_bytes, facts.queries_a_head) == (1536, 2304, 3)
     assert (facts.kv_bytes, facts.max_kv_blocks) == (300 * 16 * 1536 * 30, 600)
@@ -106,7 +106,7 @@ def test_facts_of_an_engine():
     empty = SimpleNamespace(
         **{**vars(CONFIG), "cache_config": SimpleNamespace(num_gpu_blocks=0, block_size=16)}
     )
-    assert instance_facts(empty, FACTS, 2.0, True, True) is None  # type: ignore[arg-type]
+    assert instance_facts(empty, FACTS, 2.0, True, True) is None
 
 
 async def test_who_cannot_migrate_may_still_switch_roles(world):
