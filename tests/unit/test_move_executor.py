@@ -33,6 +33,7 @@ from banaserve.types import (
     Step,
     SwitchRole,
 )
+from waiting import until
 
 World = doubles.World
 CONFIG = doubles.CONFIG
@@ -55,12 +56,6 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     await made.roles.stop()
     await made.overseer.stop()
     await made.cluster.close()
-
-
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(20):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 # ---- words
