@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
+MAX_SOCKET_PATH_BYTES = 107
 MADV_DONTNEED = 4
 MADV_REMOVE = 9
 MADV_POPULATE_WRITE = 23

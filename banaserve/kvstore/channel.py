@@ -13,7 +13,7 @@ from typing import TypeVar
 from banaserve.errors import FingerprintError, ProtocolError, StoreUnavailableError
 from banaserve.kvstore import wire
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.linux import peer_of
+from banaserve.linux import is_own, peer_of
 
 _RECEIVE_BYTES = 64 * 1024
 _NUM_FDS = 2
@@ -187,6 +187,6 @@ def _set_kernel_timeout(sock: socket.socket, timeout_s: float) -> None:
 
 def _check_owner(sock: socket.socket) -> None:
     # In a folder that all users can write to, anybody may have put a socket of this name.
-    uid = peer_of(sock).uid
-    if uid not in (os.geteuid(), 0):
-        raise PermissionError(f"it is run by user {uid}")
+    peer = peer_of(sock)
+    if not is_own(peer):
+        raise PermissionError(f"it is run by user {peer.uid}")

@@ -6,13 +6,17 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from banaserve.errors import UserError
+from banaserve.linux import MAX_SOCKET_PATH_BYTES
 
-MAX_SOCKET_PATH_BYTES = 107
+LOCK_WAIT_S = 5.0
+"""A store that starts holds the lock for a second at most."""
+_LOCK_POLL_S = 0.01
 _BACKLOG = 128
 
 
@@ -74,10 +78,25 @@ def _locked_folder(folder: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise UserError(f"folder {folder} of the store's socket does not exist") from None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        _lock(fd, folder)
         yield
     finally:
         os.close(fd)
+
+
+def _lock(fd: int, folder: Path) -> None:
+    # Anybody who may read a folder can hold a lock on it for as long as they like.
+    deadline_s = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise UserError(
+                    f"another process holds a lock on {folder}: choose a socket in another folder"
+                ) from None
+            time.sleep(_LOCK_POLL_S)
 
 
 def _remove_if_stale(path: Path) -> None:

@@ -23,7 +23,7 @@ from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.tiering import NOTE_EVERY_S, Tiering
 from banaserve.kvstore.tiers.registry import TierSpec
 from banaserve.kvstore.watcher import PoolWatcher
-from banaserve.linux import open_peer_pidfd, peer_of
+from banaserve.linux import is_own, open_peer_pidfd, peer_of
 
 log = logging.getLogger(__name__)
 
@@ -182,9 +182,9 @@ class StoreServer:
 
     def _examine(self, sock: socket.socket) -> tuple[str, int | None]:
         """A pidfd of the peer, or the reason why the peer is not served."""
-        uid = peer_of(sock).uid
-        if uid not in (os.geteuid(), 0):
-            return f"it belongs to user {uid}", None
+        peer = peer_of(sock)
+        if not is_own(peer):
+            return f"it belongs to user {peer.uid}", None
         # What is in quarantine counts too: it holds file descriptors like a connection.
         if len(self._connections) + len(self._quarantine) >= self._config.max_connections:
             return f"{self._config.max_connections} connections are open", None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from banaserve.linux import MAX_SOCKET_PATH_BYTES
 from banaserve.transport.errors import RefusedError
 
 MAX_PEERS = 64
@@ -18,7 +19,6 @@ GREETING_S = 5.0
 _BACKLOG = 64
 _PAUSE_S = 0.05
 """After a failed accept: where file descriptors have run out, the next one would fail at once."""
-MAX_SOCKET_PATH_BYTES = 107
 
 
 class Service:

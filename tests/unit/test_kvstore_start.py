@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -83,6 +84,17 @@ def test_a_second_store_on_the_same_socket(
     with running(path):
         assert "another process listens" in complaint(capsys, "--socket", str(path), "--size", SIZE)
         assert fetch_stats(path).capacity_bytes == 64 * 1024
+
+
+def test_a_folder_that_somebody_keeps_locked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("banaserve.kvstore.listener.LOCK_WAIT_S", 0.05)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_SH)
+    line = complaint(capsys, "--socket", str(tmp_path / "store.sock"), "--size", SIZE)
+    assert "choose a socket in another folder" in line
+    os.close(folder)
 
 
 def test_a_metrics_port_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
