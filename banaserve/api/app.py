@@ -36,6 +36,12 @@ class DoorOptions:
     vllm_version: str
 
 
+class StaysUp:
+    """What vLLM's handler of engine errors may tell to end: here engines are started again."""
+
+    should_exit = False
+
+
 async def make_app(
     args: Namespace,
     client: DisaggregatedClient,
@@ -48,6 +54,7 @@ async def make_app(
     tasks = await client.get_supported_tasks()
     app = compat.build_app(args, tasks, client.model_config)
     await compat.init_app_state(client, app.state, args, tasks)
+    app.state.server = StaysUp()
     app.router.routes[:0] = [
         Route("/ready", _ready(cluster)),
         Route("/version", _version(options.vllm_version)),

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("vllm")
 
+from fastapi import FastAPI
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import GracefulHTTPError
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
+from banaserve.api.app import StaysUp
 from banaserve.engine.vllm import compat
 from banaserve.engine.vllm.client import DisaggregatedClient, tenant
 
@@ -101,6 +106,49 @@ async def test_tenants_share_no_cache_of_pooling_models(
     finally:
         tenant.reset(token)
     assert (outputs, seen[0]["cache_salt"]) == (["output"], salt)
+
+
+async def test_a_pooling_request_outlives_its_instance_and_not_its_deadline() -> None:
+    async def die(*_: Any) -> Any:
+        raise compat.EngineDeadError
+        yield
+
+    async def hang(*_: Any) -> Any:
+        await asyncio.Event().wait()
+        yield
+
+    def instance(encode: Any, requests: int) -> Any:
+        return SimpleNamespace(
+            llm=SimpleNamespace(encode=encode),
+            view=lambda: SimpleNamespace(inflight_requests=requests),
+            holding=lambda _: _Nothing(),
+        )
+
+    serving = [instance(die, 0), instance(hang, 1)]
+    made = client(serving)
+    made._request_timeout_s = 0.2
+    made._cluster.serving = lambda: [serving.pop(0)]
+    with pytest.raises(GracefulHTTPError, match="--request-timeout"):
+        await anext(made.encode(prompt(3), PoolingParams(), "r"))
+    assert serving == []
+
+
+async def test_an_error_of_an_engine_is_answered_in_the_api_s_form() -> None:
+    app = FastAPI()
+    init_exception_handler(app)
+    app.state.args = SimpleNamespace(log_error_stack=False)
+    app.state.engine_client = SimpleNamespace(errored=True, is_running=False)
+    app.state.server = StaysUp()
+
+    @app.post("/v1/x")
+    async def fail() -> None:
+        raise compat.EngineDeadError
+
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://door") as door:
+        answer = await door.post("/v1/x")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"]
 
 
 class _Nothing:

@@ -23,8 +23,8 @@ from vllm.sampling_params import SamplingParams
 from banaserve.engine.vllm import compat
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.first_token import obstacle
-from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.journey import Job, travel
+from banaserve.engine.vllm.pooling import pool
 from banaserve.engine.vllm.requests import end_with_context
 
 tenant: ContextVar[str | None] = ContextVar("tenant", default=None)
@@ -64,11 +64,6 @@ class DisaggregatedClient(EngineClient):
         cache.num_gpu_blocks = engines[0].cache_config.num_gpu_blocks
         cache.block_size = engines[0].cache_config.block_size
         (self._supported_tasks, *_) = await self._all("get_supported_tasks")
-
-    def _serving(self) -> list[Instance]:
-        if serving := self._cluster.serving():
-            return serving
-        raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
 
     # ---- generating
 
@@ -115,7 +110,7 @@ class DisaggregatedClient(EngineClient):
             prompt=prompt,
             prompt_text=prompt_text,
             obstacle=self._obstacle(request),
-            deadline=asyncio.get_running_loop().time() + self._request_timeout_s,
+            deadline=self._deadline(),
             generate_options=options,
             uncached_tokens=await self._uncached_tokens(request),
             one_leg_because=_one_leg_because(request),
@@ -143,23 +138,31 @@ class DisaggregatedClient(EngineClient):
         self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
         """A session whose prompt arrives in pieces stays on one instance."""
-        instance = self._serving()[-1]
+        serving = [i for i in self._cluster.serving() if i.llm is not None]
+        if not serving:
+            raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
+        instance = serving[-1]
         assert instance.llm is not None
+        stream = instance.llm.generate(prompt, params, request_id, **options)
         with instance.holding(0):
-            async for output in instance.llm.generate(prompt, params, request_id, **options):
-                yield output
+            async with contextlib.aclosing(stream) as outputs:
+                async for output in outputs:
+                    yield output
 
     async def encode(
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Pooling models have no decode: one instance computes."""
-        instance = min(self._serving(), key=lambda i: i.view().inflight_requests)
-        assert instance.llm is not None
+        """See ``pooling``."""
         if isinstance(prompt, dict) and (salt := _own(prompt.get("cache_salt"))) is not None:
             prompt["cache_salt"] = salt
-        with instance.holding(0):
-            async for output in instance.llm.encode(prompt, pooling_params, request_id, **options):
+        request = (prompt, pooling_params, request_id)
+        stream = pool(self._cluster, self._deadline(), *request, **options)
+        async with contextlib.aclosing(stream) as outputs:
+            async for output in outputs:
                 yield output
+
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self._request_timeout_s
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         if self._cluster.has_failed:

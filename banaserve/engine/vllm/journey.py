@@ -16,13 +16,13 @@ from vllm.sampling_params import RequestOutputKind
 from banaserve.engine.vllm import compat, metrics
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.instance import Instance
-from banaserve.engine.vllm.outputs import Outputs
+from banaserve.engine.vllm.outputs import Outputs, next_output
 from banaserve.engine.vllm.requests import decode_leg, prefill_leg
 from banaserve.errors import DeadlineExceededError, InstanceDeadError
 from banaserve.types import Route
 
 MAX_ATTEMPTS = 4
-_DEAD = (compat.EngineDeadError, InstanceDeadError)
+DEAD = (compat.EngineDeadError, InstanceDeadError)
 
 
 @dataclass
@@ -112,7 +112,7 @@ async def decode(job: Job, instance: Instance) -> AsyncGenerator[RequestOutput, 
                 assert isinstance(output, RequestOutput)
                 finished = output.finished
                 yield output
-        except _DEAD:
+        except DEAD:
             compat.forget(llm, job.request.request_id)
             raise
         except BaseException:
@@ -170,17 +170,9 @@ async def _whole(job: Job, instance: Instance) -> AsyncGenerator[RequestOutput, 
             **job.generate_options,
         )
         async with contextlib.aclosing(stream):
-            while (output := await _next(stream, job.deadline)) is not None:
+            while (output := await next_output(stream, job.deadline)) is not None:
                 flight.prefilled()
                 yield output
-
-
-async def _next(
-    stream: AsyncGenerator[RequestOutput, None], deadline: float
-) -> RequestOutput | None:
-    """The deadline is never around a yield: each output may be asked for by another task."""
-    async with asyncio.timeout_at(deadline):
-        return await anext(stream, None)
 
 
 def _client(instance: Instance) -> compat.AsyncLLM:
@@ -224,7 +216,7 @@ async def travel(job: Job, cluster: Cluster) -> AsyncGenerator[RequestOutput, No
                     job.num_sent += 1
                     yield output
             return
-        except _DEAD as death:
+        except DEAD as death:
             if not job.can_resume:
                 metrics.BROKEN.inc()
                 raise compat.EngineGenerateError(
@@ -234,12 +226,20 @@ async def travel(job: Job, cluster: Cluster) -> AsyncGenerator[RequestOutput, No
             if job.obstacle is not None:
                 job.state = None  # begins again from the prompt: nothing has been sent
         except (DeadlineExceededError, TimeoutError):
-            metrics.DEADLINES.inc()
-            raise GracefulHTTPError(
-                "the request ran out of its time budget (--request-timeout)",
-                HTTPStatus.GATEWAY_TIMEOUT,
-            ) from None
-    raise GracefulHTTPError(
+            raise out_of_time() from None
+    raise died_too_often()
+
+
+def out_of_time() -> GracefulHTTPError:
+    """Counts a request whose deadline has passed; returns what its client is told."""
+    metrics.DEADLINES.inc()
+    return GracefulHTTPError(
+        "the request ran out of its time budget (--request-timeout)", HTTPStatus.GATEWAY_TIMEOUT
+    )
+
+
+def died_too_often() -> GracefulHTTPError:
+    return GracefulHTTPError(
         f"{MAX_ATTEMPTS} instances died under this request; send it again later",
         HTTPStatus.SERVICE_UNAVAILABLE,
     )

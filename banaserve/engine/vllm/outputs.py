@@ -1,10 +1,16 @@
-"""Where a leg's outputs wait for the client."""
+"""Where a leg's outputs wait for the client, and how a stream of them is read in time."""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import TypeVar
 
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 
 from banaserve.engine.vllm import compat
+
+Output = TypeVar("Output")
 
 
 class Outputs(compat.RequestOutputCollector):
@@ -35,3 +41,18 @@ class Outputs(compat.RequestOutputCollector):
         error, self._error = self._error, None
         if error is not None:
             super().put(error)
+
+
+async def next_output(stream: AsyncGenerator[Output, None], deadline: float) -> Output | None:
+    """The next one, None after the last.
+
+    The deadline is never around a yield: each output may be asked for by another task.
+
+    Args:
+        deadline: On the event loop's clock.
+
+    Raises:
+        TimeoutError: It has passed.
+    """
+    async with asyncio.timeout_at(deadline):
+        return await anext(stream, None)
