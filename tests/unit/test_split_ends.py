@@ -16,10 +16,13 @@ from banaserve.engine.vllm.migration import messages
 from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
 from banaserve.engine.vllm.migration.context_attention import ContextAttention
 from banaserve.engine.vllm.migration.guest_link import GuestLink
+from banaserve.engine.vllm.migration.host_kv import HostKv
 from banaserve.engine.vllm.migration.kv_pages import KvPages
+from banaserve.engine.vllm.migration.modules import Context
 from banaserve.engine.vllm.migration.older_blocks import OlderBlocks
 from banaserve.engine.vllm.migration.parcel import Parcel, from_wire, restore
 from banaserve.engine.vllm.migration.step_watch import StepWatch
+from banaserve.engine.vllm.migration.unit_builder import UnitBuilder
 from banaserve.engine.vllm.migration.units import Residence
 from banaserve.errors import GuestLostError, ProtocolError
 from banaserve.transport.connect import over_unix
@@ -78,7 +81,9 @@ class Ends:
         self.link = GuestLink("g", over_unix(ours), None, lambda: 1, 20.0)  # type: ignore[arg-type]
         residence = Residence("u", self.link, None, 0)  # type: ignore[arg-type]
         residence.epoch = 1
-        attention = ContextAttention(self.layer, "l", watch, lambda _, e: self.lost.append(e))
+        attention = ContextAttention(
+            self.layer, "l", watch, lambda _, e: self.lost.append(e), pages
+        )
         attention.arrange(residence.context_of(away, watch))
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -168,3 +173,27 @@ def test_a_step_that_names_what_is_not_there_is_refused() -> None:
         older.describe(7, {**fields, "block_table": one.new_tensor([[0]]), "num_tokens": one + 1})
     with pytest.raises(ProtocolError, match="not been described"):
         older.run("l", 7, torch.zeros(1, NUM_KV_HEADS * GROUP, HEAD_SIZE))
+
+
+def test_only_what_is_away_is_poisoned_healed_and_given_back() -> None:
+    shape = NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE
+    host = HostKv({name: torch.zeros(shape) for name in ("l0", "l1", "l2")}, 1.0)
+    for tensor in host.tensors.values():
+        tensor[:] = 1
+    attentions = {name: SimpleNamespace(impl=Inner()) for name in host.tensors}
+    builder = UnitBuilder("layers", None, host, attentions, poisons=True)  # type: ignore[arg-type]
+    unit = builder.unit("u", Context(0, 2), dict(enumerate(host.tensors)))
+    assert unit.away is not None
+    assert unit.pages is not None
+    unit.away.leave([1, 2])
+    builder.poison(unit)
+    unit.away.come_home([2, 3])
+    freed = builder.free(unit)
+    assert [one.predicted_bytes for one in freed] == [host.page_bytes] * 2
+    assert [one.freed_bytes for one in freed] == [host.page_bytes] * 2
+    for name in unit.names:
+        assert (host.tensors[name][[1, 2]] == 0).all(), "given back, and healed"
+        assert (host.tensors[name][[0, 3]] == 1).all()
+    assert (host.tensors["l2"] == 1).all()
+    builder.make_room(unit)
+    assert (host.tensors["l0"][3:] == 1).all(), "what is new at home stays"

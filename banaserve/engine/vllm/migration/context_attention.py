@@ -34,11 +34,15 @@ class RemoteContext(Protocol):
 class ContextAttention:
     """A sequence is split: both ends attend over their blocks, and the parts are merged.
 
+    BanaServe Eq. 10 in corrected form: a part counts by the exponential of its log-sum-exp, where
+    the paper adds outputs that were normalised by different denominators.
+
     New keys and values are written by what stands behind, for new blocks are always here.
 
     Args:
         layer: vLLM's attention module, whose ``impl`` this object becomes.
         on_lost: Called when the guest is lost in the middle of a step.
+        pages: How its KV is read.
     """
 
     def __init__(
@@ -47,14 +51,15 @@ class ContextAttention:
         name: str,
         watch: StepWatch,
         on_lost: Callable[[GuestLink, GuestLostError], None],
+        pages: KvPages,
     ) -> None:
+        self._pages = pages
         self._layer = layer
         self._name = name
         self._watch = watch
         self._on_lost = on_lost
         self._remote: RemoteContext | None = None
         self.inner = layer.impl
-        self._pages = KvPages.of(layer, self.inner, layer.kv_cache)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inner"], name)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from banaserve.errors import MigrationError
 from banaserve.kernels.interface import Batch, Part
 
 _BITS = 7
@@ -23,6 +24,9 @@ class KvPages:
 
     vLLM's kernels pack keys in an order that suits the processor. It is found by writing numbered
     keys and values, so every processor that vLLM knows will do.
+
+    Raises:
+        MigrationError: A page holds anything else than what was written.
     """
 
     def __init__(self, write: Write, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
@@ -40,7 +44,8 @@ class KvPages:
             write(key, value, page, torch.arange(block_size))
             found |= page[0, 0].reshape(-1).long() << shift
         where = torch.argsort(found)
-        assert torch.equal(found[where], numbers), "a page is no permutation of what was written"
+        if not torch.equal(found[where], numbers):
+            raise MigrationError("KV is not kept as it is written, so sequences cannot be split")
         self._key, self._value = (_Order(half.view(block_size, -1)) for half in where.chunk(2))
 
     @classmethod

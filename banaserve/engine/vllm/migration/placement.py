@@ -123,6 +123,7 @@ class Placement:
         span.swap_out()
 
     def _put_context(self, unit: Unit, away: AwayBlocks, residence: Residence | None) -> None:
+        assert unit.pages is not None
         self._watch.written.unfollow(away)
         remote: RemoteContext | None = None
         if residence is None:
@@ -133,7 +134,7 @@ class Placement:
         for name in unit.names:
             if name not in self._contexts:
                 self._contexts[name] = ContextAttention(
-                    self._attentions[name], name, self._watch, self._on_lost
+                    self._attentions[name], name, self._watch, self._on_lost, unit.pages
                 )
             self._contexts[name].arrange(remote)
 

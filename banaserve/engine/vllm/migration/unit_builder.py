@@ -13,6 +13,7 @@ from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
 from banaserve.engine.vllm.migration.block_mover import BlockMover
 from banaserve.engine.vllm.migration.guest_link import GuestLink
 from banaserve.engine.vllm.migration.host_kv import Freed, HostKv
+from banaserve.engine.vllm.migration.kv_pages import KvPages
 from banaserve.engine.vllm.migration.modules import Context, LayerRange, Modules
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv
 from banaserve.engine.vllm.migration.units import Residence, Unit
@@ -146,7 +147,11 @@ class UnitBuilder:
             return self._kv.free(name, None, blocks)
 
     def unit(self, unit_id: str, modules: Modules, names: Mapping[int, str]) -> Unit:
-        """Modules that are at home, as a unit; older blocks that are overwritten lose poison."""
+        """Modules that are at home, as a unit; older blocks that are overwritten lose poison.
+
+        Raises:
+            MigrationError: Older blocks cannot be read as they are kept.
+        """
         if not isinstance(modules, Context):
             return Unit(unit_id, modules, names)
         chosen = [names[layer] for layer in modules.layers]
@@ -155,5 +160,8 @@ class UnitBuilder:
             for name in chosen:
                 self._kv.heal_blocks(name, blocks)
 
+        first = self._attentions[chosen[0]]
+        impl = getattr(first.impl, "inner", first.impl)
+        pages = KvPages.of(first, impl, self._kv.tensors[chosen[0]])
         away = AwayBlocks(self._kv.max_blocks, heal if self._poisons else None)
-        return Unit(unit_id, modules, names, away)
+        return Unit(unit_id, modules, names, away, pages)

@@ -12,6 +12,7 @@ from banaserve.engine.vllm.migration import messages
 from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
 from banaserve.engine.vllm.migration.context_plan import ContextPlan, split_context
 from banaserve.engine.vllm.migration.guest_link import GuestLink
+from banaserve.engine.vllm.migration.kv_pages import KvPages
 from banaserve.engine.vllm.migration.modules import Context, HeadSet, LayerRange, Modules
 from banaserve.engine.vllm.migration.parcel import Parcel
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv
@@ -234,6 +235,7 @@ class Unit:
         names: Of its attentions, in layer order.
         residence: Where it runs; None at home.
         away: Of older blocks: which of them are in the guest.
+        pages: Of older blocks: how they are read.
     """
 
     def __init__(
@@ -242,10 +244,12 @@ class Unit:
         modules: Modules,
         names: Mapping[int, str],
         away: AwayBlocks | None = None,
+        pages: KvPages | None = None,
     ) -> None:
         assert (away is not None) is isinstance(modules, Context)
         self.unit_id = unit_id
         self.away = away
+        self.pages = pages
         self.modules = modules
         self.names = [names[layer] for layer in modules.layers]
         self.residence: Residence | None = None
