@@ -35,6 +35,7 @@ class StoreClient:
         timeout_s: Longest wait for an answer.
         reconnect: Whether to try again once the store has gone.
         populate: Whether to fill the page tables of the pool in a background thread.
+        maps_pool: False for who reads and writes no block: there is no ``view`` then.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class StoreClient:
         timeout_s: float = 1.0,
         reconnect: bool = True,
         populate: bool = True,
+        maps_pool: bool = True,
     ) -> None:
         self._fingerprint = fingerprint
         self._populate = populate
+        self._maps_pool = maps_pool
         self._lock = threading.Lock()
         self._view: PoolView | None = None
         self._board: BoardView | None = None
@@ -263,12 +266,14 @@ class StoreClient:
             self._lock.release()
 
     def _map(self, welcome: wire.Welcome, pool_fd: int, board_fd: int) -> None:
-        if self._view is not None and self._view.generation == welcome.generation:
+        if self._board is not None and self._board.generation == welcome.generation:
             return
-        view = PoolView(pool_fd, welcome.pool_bytes, welcome.generation, self._fingerprint)
-        if self._populate:
-            view.populate_in_background()
-        self._view = view
+        if self._maps_pool:
+            self._view = PoolView(
+                pool_fd, welcome.pool_bytes, welcome.generation, self._fingerprint
+            )
+            if self._populate:
+                self._view.populate_in_background()
         self._board = BoardView(board_fd, welcome.pool_bytes, welcome.generation)
 
     def _unmap(self) -> None:

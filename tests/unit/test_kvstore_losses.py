@@ -168,3 +168,20 @@ def test_a_store_that_has_gone_can_have_its_memory_back(store: Store) -> None:
     write(client, KEYS[:1])
     assert len(read(client, KEYS[:1])) == 1
     client.close()
+
+
+def num_mapped_pools() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:banaserve-kvstore")
+
+
+def test_who_reads_no_block_keeps_no_memory(store: Store) -> None:
+    before = num_mapped_pools()
+    asking = StoreClient(store.path, FINGERPRINT, client_name="asking", maps_pool=False)
+    asking.connect()
+    assert num_mapped_pools() == before
+    write(store.client(), KEYS[:1])
+    exchanged = asking.exchange(acquire=KEYS[:1])
+    assert asking.arrivals(exchanged.slots) == [Lookup.HIT]
+    with pytest.raises(StoreUnavailableError):
+        asking.view()
+    asking.close()

@@ -58,7 +58,7 @@ class StoreConnector(KVConnectorBase_V1):
             options.socket,
             self.fingerprint,
             client_name=os.environ.get(INSTANCE_VARIABLE, f"engine-{os.getpid()}"),
-            populate=role is KVConnectorRole.WORKER,  # the scheduler reads no block
+            maps_pool=role is KVConnectorRole.WORKER,  # the scheduler reads no block
         )
         client.connect()
         self._client = client

@@ -20,7 +20,7 @@ class PrefixLookup:
         self._block_size = fingerprint.block_size_tokens
         self._hasher = compat.block_hasher(config, self._block_size)
         self._client = StoreClient(
-            socket_path, fingerprint, client_name="front-door", populate=False
+            socket_path, fingerprint, client_name="front-door", maps_pool=False
         )
 
     async def cached_tokens(self, request: compat.EngineCoreRequest) -> int:
