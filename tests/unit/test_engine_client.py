@@ -72,6 +72,20 @@ async def test_the_output_ends_with_the_context() -> None:
     assert (job.request.sampling_params.max_tokens, job.obstacle) == (1, None)
 
 
+async def test_an_abort_by_id_is_told_to_the_request_and_to_both_legs() -> None:
+    told: list[list[str]] = []
+
+    async def abort(ids: list[str]) -> None:
+        told.append(ids)
+
+    made = client([SimpleNamespace(llm=SimpleNamespace(abort=abort))])
+    other, job = await prepared(made, 4), await prepared(made, 4)
+    other.request.external_req_id = "s"
+    made._jobs = {1: other, 2: job}
+    await made.abort(["r"])
+    assert (other.aborted, job.aborted, told) == (False, True, [["r", "r-p"]])
+
+
 async def test_a_logits_processor_of_the_users_sees_the_whole_output() -> None:
     job = await prepared(client(logits_processors=["some.Processor"]), 4)
     assert (job.obstacle, job.one_leg_because) == ("logits_processors", None)

@@ -64,7 +64,7 @@ class Engine:
         self, prompt: Any, params: SamplingParams, request_id: str
     ) -> AsyncGenerator[Any, None]:
         self.generated.append(request_id)
-        text = SimpleNamespace(text="")
+        text = SimpleNamespace(text="", finish_reason=None)
         yield SimpleNamespace(outputs=[text], finished=False, num_cached_tokens=0)
         await asyncio.Event().wait()
 
@@ -164,6 +164,7 @@ class Reader:
         self.text += output.outputs[0].text
         self.num_cached_tokens = output.num_cached_tokens
         self.finished = output.finished
+        self.finish_reason = output.outputs[0].finish_reason
         self._next = asyncio.create_task(self._read())
 
 
@@ -197,6 +198,18 @@ async def test_cached_tokens_are_those_of_the_prefill_leg(temperature: float) ->
     decode.compute(1, num_cached=9)
     await reader.read()
     assert reader.num_cached_tokens == 7
+
+
+async def test_an_abort_by_id_ends_a_request_on_its_prefill_leg() -> None:
+    prefill, decode = Engine("p0"), Engine("d0")
+    given = job(streamed())
+    reader = Reader(given, Engines(decode, prefill=prefill))
+    await reader.reaches(prefill)
+    given.aborted = True
+    prefill.output_processor.abort_requests(["r-p"], internal=False)
+    await reader.read()
+    assert (reader.finished, reader.finish_reason, decode.legs) == (True, "abort", [])
+    assert not decode.output_processor.request_states
 
 
 async def test_several_sequences_have_a_deadline_whoever_reads_them() -> None:

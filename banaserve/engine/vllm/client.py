@@ -55,6 +55,7 @@ class DisaggregatedClient(EngineClient):
         self._request_timeout_s = request_timeout_s
         self._lookup_above_tokens = lookup_above_tokens
         self._supported_tasks: tuple[Any, ...] = ()
+        self._jobs: dict[int, Job] = {}
 
     async def adopt_engine_facts(self) -> None:
         """Take over what the engines decided at start: context length, cache size, tasks."""
@@ -80,9 +81,13 @@ class DisaggregatedClient(EngineClient):
         else:
             job = await self._prepare(prompt, sampling_params, request_id, options)
             stream = travel(job, self._cluster)
-        async with contextlib.aclosing(stream) as outputs:
-            async for output in outputs:
-                yield output
+            self._jobs[id(stream)] = job
+        try:
+            async with contextlib.aclosing(stream) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self._jobs.pop(id(stream), None)
 
     async def _prepare(
         self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
@@ -172,6 +177,8 @@ class DisaggregatedClient(EngineClient):
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        for job in self._jobs.values():
+            job.aborted = job.aborted or job.request.external_req_id in ids
         ids += [f"{one}-p" for one in ids]
         await self._all("abort", ids)
 

@@ -41,6 +41,7 @@ class Job:
         num_cached_tokens: So many of its tokens the prefill leg had not to compute.
         first: The prefill leg's token and why it stopped there, until it has been sent.
         num_sent: Outputs that have gone to the client.
+        aborted: By its id, from outside: it ends where it stands.
     """
 
     request: compat.EngineCoreRequest
@@ -56,6 +57,7 @@ class Job:
     num_cached_tokens: int = 0
     first: RequestOutput | None = None
     num_sent: int = 0
+    aborted: bool = False
 
     @property
     def tokens_so_far(self) -> list[int]:
@@ -83,6 +85,8 @@ async def prefill(job: Job, instance: Instance) -> None:
             raise
         if alone:
             instance.learn_prefill_speed(job.uncached_tokens, loop.time() - started_s)
+    if job.aborted:
+        return
     if output.outputs[0].finish_reason not in ("length", "stop"):
         raise InstanceDeadError(f"prefill on {instance.id} ended early")
     job.prefilled, job.num_cached_tokens = True, output.num_cached_tokens or 0
@@ -175,6 +179,22 @@ async def _whole(job: Job, instance: Instance) -> AsyncGenerator[RequestOutput, 
                 yield output
 
 
+async def _ended(job: Job, instance: Instance) -> RequestOutput:
+    """The last output of a request that was aborted before its decode leg."""
+    assert job.request.sampling_params is not None
+    llm = _client(instance)
+    queue = Outputs(job.request.sampling_params.output_kind, job.request.request_id)
+    if job.tokens_so_far:
+        job.state.queue = queue
+        compat.adopt(llm, job.state)
+    else:
+        compat.register(llm, job.request, job.prompt_text, queue)
+    await _abort(llm, job.request.request_id)
+    output = await queue.get()
+    assert isinstance(output, RequestOutput)
+    return output
+
+
 def _client(instance: Instance) -> compat.AsyncLLM:
     if instance.llm is None:
         raise InstanceDeadError(f"instance {instance.id} is not there")
@@ -204,9 +224,12 @@ async def travel(job: Job, cluster: Cluster) -> AsyncGenerator[RequestOutput, No
             async with asyncio.timeout_at(job.deadline):
                 route = await cluster.route(job.request, job.uncached_tokens, job.one_leg_because)
             leg = "prefill"
-            if route.prefill is not None and not job.prefilled:
+            if route.prefill is not None and not job.prefilled and not job.aborted:
                 await prefill(job, cluster.instance(route.prefill))
             leg = "decode"
+            if job.aborted:
+                yield await _ended(job, cluster.instance(route.decode))
+                return
             if route.prefill is not None and cluster.has_left_decode(route.decode):
                 async with asyncio.timeout_at(job.deadline):
                     route = await cluster.route(job.request, job.uncached_tokens)
