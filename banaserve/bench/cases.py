@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from banaserve.arguments import Parser
 from banaserve.bench import result
 from banaserve.bench.cases_answers import num_equal, sampled
 from banaserve.bench.cases_run import Asked, Run, run_system
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="banaserve bench cases", description=__doc__)
+    parser = Parser(prog="banaserve bench cases", description=__doc__)
     add = parser.add_argument
     add("case", nargs="*", help=f"names, or .toml files ({', '.join(DEFAULT_CASES)})")
     add("--json", type=Path, help="write the result there; what it holds of others is kept")

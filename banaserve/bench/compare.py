@@ -22,6 +22,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from banaserve import models
+from banaserve.arguments import Parser
 from banaserve.bench import result
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.compare_result import (
@@ -94,7 +95,7 @@ def _write(
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="banaserve bench compare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

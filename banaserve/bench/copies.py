@@ -19,6 +19,7 @@ import torch
 from rich.progress import Progress
 
 from banaserve import _native
+from banaserve.arguments import Parser
 from banaserve.bench import result
 from banaserve.bench.copies_disk import QueueBench
 from banaserve.bench.copies_memory import MEMCPY, CopyBench
@@ -73,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="banaserve bench copies", description=__doc__)
+    parser = Parser(prog="banaserve bench copies", description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")
     add("--runs", type=int, default=5)

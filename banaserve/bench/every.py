@@ -7,7 +7,6 @@ told at the end, and the others go on.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -18,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from banaserve.arguments import Parser
 from banaserve.bench.report import write_report
 from banaserve.bench.servers import end_on_sigterm, end_with_parent
 from banaserve.errors import UserError
@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Run them and write the report; the exit code is 1 where one failed."""
-    parser = argparse.ArgumentParser(prog="banaserve bench all", description=__doc__)
+    parser = Parser(prog="banaserve bench all", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="within ten minutes")
     parser.add_argument("--out", type=Path, default=Path("bench-all"), help="folder of results")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="repeat")

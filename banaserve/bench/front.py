@@ -20,6 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from banaserve.arguments import Parser
 from banaserve.bench import result
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.loops import closed_loop
@@ -60,7 +61,7 @@ class Sample(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Run it and write the result; the exit code."""
-    parser = argparse.ArgumentParser(prog="banaserve bench front", description=__doc__)
+    parser = Parser(prog="banaserve bench front", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the result there, after each run")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument(

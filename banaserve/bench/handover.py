@@ -19,6 +19,7 @@ from typing import NamedTuple
 from rich.progress import Progress
 
 from banaserve import models
+from banaserve.arguments import Parser, positive
 from banaserve.bench import result, workloads
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.loops import closed_loop
@@ -91,12 +92,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="banaserve bench handover", description=__doc__)
+    parser = Parser(prog="banaserve bench handover", description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")
     add("--model", default=models.PACKAGED)
-    add("--runs", type=int, default=5)
-    add("--requests", type=int, default=12, help="a run")
+    add("--runs", type=positive, default=5)
+    add("--requests", type=positive, default=12, help="a run")
     add("--concurrency", type=int, default=4)
     add("--output-tokens", type=int, default=48)
     add("--min-tokens", type=int, default=200)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from banaserve.arguments import Parser
 from banaserve.bench import result
 from banaserve.bench.kernels_native import measure_native, native_or_reason
 from banaserve.bench.kernels_timing import copy_work, timed
@@ -70,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="banaserve bench kernels", description=__doc__)
+    parser = Parser(prog="banaserve bench kernels", description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")
     add("--device", default="cuda")

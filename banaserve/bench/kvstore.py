@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
+from banaserve.arguments import Parser
 from banaserve.bench import result
 from banaserve.bench.kvstore_disk import DiskBench, DiskTimes, check_direct
 from banaserve.bench.kvstore_memory import (
@@ -75,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="banaserve bench kvstore", description=__doc__)
+    parser = Parser(prog="banaserve bench kvstore", description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")
     add("--runs", type=int, default=5)

@@ -19,6 +19,7 @@ from rich.progress import Progress
 
 from banaserve import models
 from banaserve.api.admin_client import AdminClient
+from banaserve.arguments import Parser, positive
 from banaserve.bench import result, workloads
 from banaserve.bench.client import OpenAiClient
 from banaserve.bench.migration_memory import Batch, run_batch
@@ -68,10 +69,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="banaserve bench migration", description=__doc__)
+    parser = Parser(prog="banaserve bench migration", description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")
-    add("--runs", type=int, default=5, help="of each case")
+    add("--runs", type=positive, default=5, help="of each case")
     add("--contexts", type=int, nargs="+", default=[1000, 6000], metavar="TOKENS")
     add(
         "--cases",

@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from banaserve.arguments import Parser
 from banaserve.bench import result
 from banaserve.bench.orchestrator_work import EVEN, RANDOM, cluster, load, system
 from banaserve.bench.statistics import median
@@ -79,7 +80,7 @@ _NOTES = (
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="banaserve bench orchestrator", description=__doc__)
+    parser = Parser(prog="banaserve bench orchestrator", description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")
     add("--runs", type=int, default=5, help="of the decisions, each over other loads")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
+from banaserve.arguments import Parser
 from banaserve.bench import arrivals, result
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.loops import open_loop
@@ -75,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="banaserve bench pacing", description=__doc__)
+    parser = Parser(prog="banaserve bench pacing", description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")
     add("--profile", default="opt-13b-a100", help="name or .toml file")

@@ -20,6 +20,7 @@ import numpy as np
 from rich.progress import Progress
 
 from banaserve import models
+from banaserve.arguments import Parser, positive
 from banaserve.bench import result
 from banaserve.bench.servers import end_on_sigterm
 from banaserve.bench.statistics import median, paired_ratios
@@ -49,10 +50,10 @@ class _Samples:
 
 def main(argv: Sequence[str]) -> int:
     """Run it and write the result; the exit code."""
-    parser = argparse.ArgumentParser(prog="banaserve bench pipeline", description=__doc__)
+    parser = Parser(prog="banaserve bench pipeline", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the result there")
     parser.add_argument("--model", default=models.PACKAGED)
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=positive, default=5)
     parser.add_argument("--blocks", type=int, default=6, help="of a prompt")
     parser.add_argument("--cached-blocks", type=int, default=4, help="of them, in the store")
     parser.add_argument("--seed", type=int, default=0)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from rich.progress import Progress
 
 from banaserve import models
+from banaserve.arguments import Parser, positive
 from banaserve.bench import result
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.servers import Server, banaserve_server, end_on_sigterm
@@ -54,10 +55,10 @@ _RECOMPUTE = "recompute"
 
 def main(argv: Sequence[str]) -> int:
     """Run it and write the result; the exit code."""
-    parser = argparse.ArgumentParser(prog="banaserve bench prefix-ttft", description=__doc__)
+    parser = Parser(prog="banaserve bench prefix-ttft", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the result there")
     parser.add_argument("--model", default=models.PACKAGED)
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=positive, default=5)
     parser.add_argument("--prompt-tokens", type=int, default=2000)
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
     parser.add_argument("--seed", type=int, default=0)

@@ -6,10 +6,10 @@ few; for serving runs the distributions of latency, and throughput and latency o
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from banaserve.arguments import Parser
 from banaserve.bench import result
 from banaserve.bench.plot import svg
 from banaserve.bench.report_pages import Section, as_html, as_markdown, section_of
@@ -20,7 +20,7 @@ _SKIPPED = ("run.json",)
 
 def main(argv: Sequence[str]) -> int:
     """Write both pages; the exit code."""
-    parser = argparse.ArgumentParser(prog="banaserve bench report", description=__doc__)
+    parser = Parser(prog="banaserve bench report", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="with results, at any depth")
     parser.add_argument("--out", type=Path, help="folder of the pages (default: DIR)")
     parser.add_argument("--title", default="Benchmarks of banaserve")

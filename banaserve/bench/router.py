@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import structs
 
+from banaserve.arguments import Parser, positive
 from banaserve.bench import result, router_decisions, router_proxy
 from banaserve.bench.servers import end_on_sigterm
 
@@ -80,16 +81,16 @@ def _provenance(record: result.Result) -> dict[str, Any]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="banaserve bench router", description=__doc__)
+    parser = Parser(prog="banaserve bench router", description=__doc__)
     add = parser.add_argument
     add("--json", type=Path)
-    add("--runs", type=int, default=5)
-    add("--requests", type=int, default=4000)
-    add("--streams", type=int, default=256)
+    add("--runs", type=positive, default=5)
+    add("--requests", type=positive, default=4000)
+    add("--streams", type=positive, default=256)
     add("--rate", type=float, default=200.0, help="requests/s where latency is compared")
     add("--policy", default="cache_aware", help="of banaserve route")
     add("--peers", type=Path, metavar="FOLDER", help="install the other routers there and compare")
-    add("--insertions", type=int, default=10_000_000, help="into the bounded prefix tree")
+    add("--insertions", type=positive, default=10_000_000, help="into the bounded prefix tree")
     add(
         "--only",
         choices=("decisions", "proxy"),

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from banaserve.arguments import Parser
 from banaserve.bench import result
 from banaserve.bench.arrivals import KINDS
 from banaserve.bench.client import Call, OpenAiClient
@@ -70,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="banaserve bench serving",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

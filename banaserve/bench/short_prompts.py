@@ -8,7 +8,6 @@ up the streams of that instance. Both are measured, length by length, for the de
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from typing import NamedTuple
 from rich.progress import Progress
 
 from banaserve import models
+from banaserve.arguments import Parser, positive
 from banaserve.bench import result
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.record import RequestRecord
@@ -41,9 +41,9 @@ class Sample(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Run it and write the result; the exit code."""
-    parser = argparse.ArgumentParser(prog="banaserve bench short-prompts", description=__doc__)
+    parser = Parser(prog="banaserve bench short-prompts", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the result there")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=positive, default=5)
     given = parser.parse_args(list(argv))
     end_on_sigterm()
     record = asyncio.run(_measure(given.runs, datetime.now(UTC)))

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from banaserve import models
+from banaserve.arguments import Parser, positive
 from banaserve.bench import result, workloads
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.record import RequestRecord
@@ -26,10 +27,10 @@ _CONTEXT_TOKENS = 40_000
 
 def main(argv: Sequence[str]) -> int:
     """Run it and write the result; the exit code."""
-    parser = argparse.ArgumentParser(prog="banaserve bench stall", description=__doc__)
+    parser = Parser(prog="banaserve bench stall", description=__doc__)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--runs", type=positive, default=5)
+    parser.add_argument("--streams", type=positive, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=30_000)
     given = parser.parse_args(list(argv))
     end_on_sigterm()

@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from banaserve.arguments import Parser
 from banaserve.balancer.balancer import Balancer
 from banaserve.balancer.config_file import read_settings
 from banaserve.balancer.settings import (
@@ -25,11 +25,6 @@ from banaserve.errors import UserError
 from banaserve.orchestrator.replicas import registry
 
 _DEFAULTS = BalancerSettings()
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"route: {message} (see banaserve route --help)")
 
 
 def route_command(argv: Sequence[str]) -> int:
@@ -94,7 +89,7 @@ def _from_words(known: argparse.Namespace) -> BalancerSettings:
 
 def _make_parser() -> argparse.ArgumentParser:
     limits, health = _DEFAULTS.limits, _DEFAULTS.health
-    parser = _Parser(
+    parser = Parser(
         prog="banaserve route",
         description="Balance requests over OpenAI-compatible replicas (banaserve, vLLM, SGLang).",
         epilog="banaserve route --replica http://10.0.0.1:8000 --replica http://10.0.0.2:8000",

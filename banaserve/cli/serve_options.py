@@ -7,8 +7,8 @@ import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from banaserve.arguments import Parser
 from banaserve.cli.budget_options import add_budgets, budget_of
 from banaserve.cli.orchestrator_options import add_orchestrator, orchestrator_of
 from banaserve.cli.pairs import read_pair
@@ -24,11 +24,6 @@ from banaserve.errors import UserError
 from banaserve.types import Role
 
 _DEFAULTS = ServeConfig()
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"serve: {message} (see banaserve serve --help)")
 
 
 def parse_serve_argv(argv: Sequence[str]) -> ServeConfig:
@@ -121,7 +116,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="banaserve serve",
         usage="banaserve serve [MODEL] [options] [-- vLLM options]",
         description="Serve a model with prefill and decode apart, over the OpenAI API.",

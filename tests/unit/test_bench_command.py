@@ -35,3 +35,17 @@ def test_benchmarks_are_imported_only_when_they_run(monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(sys.modules, "banaserve.bench.handover", raising=False)
     bench_command([])
     assert "banaserve.bench.handover" not in sys.modules
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_wrong_option_is_one_line(name: str) -> None:
+    with pytest.raises(
+        UserError, match=rf"^bench {name}: .*\(see banaserve bench {name} --help\)$"
+    ):
+        bench_command([name, "--no-such-option"])
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "many", "1.5"])
+def test_nothing_is_measured_no_times(given: str) -> None:
+    with pytest.raises(UserError, match=r"--runs.*give a whole number above 0"):
+        bench_command(["stall", f"--runs={given}"])

@@ -282,8 +282,6 @@ def test_a_server_that_refuses_the_first_request(bench: Any, server: CannedServe
 
 
 @pytest.mark.parametrize("rate", ["0", "-1", "1,", "many", "inf"])
-def test_rates_that_are_none(bench: Any, rate: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
+def test_rates_that_are_none(bench: Any, rate: str) -> None:
+    with pytest.raises(UserError, match="give numbers above 0"):
         bench(f"--rps={rate}")
-    assert left.value.code == 2
-    assert "give numbers above 0" in capsys.readouterr().err
