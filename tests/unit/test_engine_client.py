@@ -97,7 +97,8 @@ async def test_pooling_where_nobody_serves_is_refused_in_plain_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "salt"), [(None, "s", "s"), ("t", "s", "t:s"), ("t", "", "t:")]
+    ("name", "given", "salt"),
+    [(None, "s", "s"), ("t", "s", "t:s"), ("t", "", "t:"), ("t", "t:s", "t:s")],
 )
 async def test_tenants_share_no_cache_of_pooling_models(
     name: str | None, given: str, salt: str

@@ -283,9 +283,11 @@ class DisaggregatedClient(EngineClient):
 
 
 def _own(cache_salt: str | None) -> str | None:
-    """The current tenant's ``cache_salt``."""
-    name = tenant.get()
-    return cache_salt if name is None else f"{name}:{cache_salt or ''}"
+    """The current tenant's ``cache_salt``; the same again for a prompt that comes again."""
+    name, given = tenant.get(), cache_salt or ""
+    if name is None:
+        return cache_salt
+    return given if given.startswith(f"{name}:") else f"{name}:{given}"
 
 
 def _one_leg_because(request: compat.EngineCoreRequest) -> str | None:
