@@ -35,6 +35,10 @@ QUICK: Mapping[str, tuple[str, ...]] = {
         *("--runs", "1", "--contexts", "200", "--cases", "layers_1", "heads_1"),
         *("--batch-requests", "0"),
     ),
+    "overlap": (
+        *("--runs", "1", "--layers", "15", "--requests", "1", "--batches", "1", "--no-stages"),
+        *("--long-prompt-tokens", "2000", "--output-tokens", "16"),
+    ),
     "handover": (
         *("--runs", "1", "--requests", "3", "--concurrency", "2", "--max-tokens", "400"),
         *("--output-tokens", "16"),

@@ -53,6 +53,9 @@ BENCHMARKS = {
     "migration": Benchmark(
         "banaserve.bench.migration", "What does moving layers and heads take, and bring?"
     ),
+    "overlap": Benchmark(
+        "banaserve.bench.overlap", "How much faster is it when moved layers run at the same time?"
+    ),
     "pacing": Benchmark(
         "banaserve.bench.pacing", "How well do paced engines keep the modelled GPU's time?"
     ),
