@@ -56,6 +56,20 @@ class Listener:
                 self.path.unlink()
 
 
+def make_way(path: Path) -> None:
+    """Remove the socket file of a dead daemon, so that who connects is refused at once.
+
+    Raises:
+        UserError: ``path`` cannot be listened on; one line says why.
+    """
+    check_socket_path(path)
+    try:
+        with _locked_folder(path.parent):
+            _remove_if_stale(path)
+    except OSError as error:
+        raise UserError(f"cannot listen on {path}: {error.strerror}") from error
+
+
 def check_socket_path(path: Path) -> None:
     """Raise where ``path`` can never be a Unix socket.
 

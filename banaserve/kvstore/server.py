@@ -15,7 +15,7 @@ from banaserve.kvstore import wire
 from banaserve.kvstore.attached_tier import attach
 from banaserve.kvstore.board import Board
 from banaserve.kvstore.connection import Connection
-from banaserve.kvstore.listener import Listener
+from banaserve.kvstore.listener import Listener, make_way
 from banaserve.kvstore.pool import Pool
 from banaserve.kvstore.quarantine import Quarantine
 from banaserve.kvstore.service import StoreService
@@ -72,12 +72,8 @@ class StoreServer:
             UserError: The socket or the memory cannot be had; one line says why.
         """
         self._config = config
-        self._listener = Listener(config.socket_path)
-        try:
-            self._pool = Pool(config.pool_bytes)
-        except BaseException:
-            self._listener.close()
-            raise
+        make_way(config.socket_path)
+        self._pool = Pool(config.pool_bytes)
         self._board = Board(self._pool.num_bytes)
         self._selector = selectors.DefaultSelector()
         self._tiering = Tiering([attach(spec) for spec in config.tiers], self._selector)
@@ -89,6 +85,13 @@ class StoreServer:
         )
         self._service = StoreService(self._pool, self._tiering, watcher, config.tenant_quota)
         self._quarantine = Quarantine(self._selector, self._service.drop)
+        # Only here: filling the memory and reading the tiers' indexes take long, and who connects
+        # is to be answered at once.
+        try:
+            self._listener = Listener(config.socket_path)
+        except BaseException:
+            self._tiering.close(CLOSE_TIERS_S)
+            raise
         self._connections: dict[int, Connection] = {}
         self._last_connection_id = 0
         self._stopping = False

@@ -20,6 +20,8 @@ from banaserve.cli.kvstore import app
 from banaserve.errors import UserError
 from banaserve.kvstore import daemon
 from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.pool import Pool
+from banaserve.kvstore.server import DaemonConfig, StoreServer
 from store_process import start_store
 from waiting import eventually
 
@@ -95,6 +97,24 @@ def test_a_folder_that_somebody_keeps_locked(
     line = complaint(capsys, "--socket", str(tmp_path / "store.sock"), "--size", SIZE)
     assert "choose a socket in another folder" in line
     os.close(folder)
+
+
+def test_nobody_waits_for_a_store_that_fills_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store.sock"
+    with running(path):
+        pass
+    assert path.exists()
+
+    def fill(num_bytes: int) -> Pool:
+        assert not path.exists(), "who connects would wait for an answer"
+        return Pool(num_bytes)
+
+    monkeypatch.setattr("banaserve.kvstore.server.Pool", fill)
+    server = StoreServer(DaemonConfig(path, 64 * 1024))
+    assert path.exists()
+    server.close()
 
 
 def test_a_metrics_port_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
