@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -11,22 +10,8 @@ from typing import Any
 
 import pytest
 
+from rig import GuestParents, Rig, steps
 from store_process import start_store
-
-
-def _load_rig() -> Any:
-    """Test folders are no packages: their files find each other by path alone."""
-    path = Path(__file__).with_name("rig.py")
-    spec = importlib.util.spec_from_file_location("banaserve_tests_migration_rig", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-rig_module = _load_rig()
-Rig, steps, GuestParents = rig_module.Rig, rig_module.steps, rig_module.GuestParents
 
 
 @pytest.fixture(scope="session")
