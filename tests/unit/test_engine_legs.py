@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -81,7 +82,8 @@ def request(params: SamplingParams, num_tokens: int = 10) -> compat.EngineCoreRe
 def test_no_leg_is_as_long_as_the_context(max_model_len: int, max_tokens: int) -> None:
     given = request(greedy(min_tokens=20))
     end_with_context(given, max_model_len)
-    assert params_of(given).max_tokens == max_tokens
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(params_of(given)), type=SamplingParams)
+    assert received.max_tokens == max_tokens
 
 
 def params_of(leg: compat.EngineCoreRequest) -> SamplingParams:

@@ -20,6 +20,7 @@ def end_with_context(request: compat.EngineCoreRequest, max_model_len: int) -> N
     params, prompt = request.sampling_params, request.prompt_token_ids
     if params is not None and params.max_tokens is not None and prompt is not None:
         params.max_tokens = min(params.max_tokens, max(1, max_model_len - len(prompt)))
+        params.min_tokens = min(params.min_tokens, params.max_tokens)  # an engine checks it again
 
 
 def prefill_leg(request: compat.EngineCoreRequest, keeps_token: bool) -> compat.EngineCoreRequest:
