@@ -104,6 +104,7 @@ class Serving:
         return dict(plan.num_scheduled_tokens)
 
 
+@pytest.mark.e2e
 def test_a_budget_holds_from_the_next_step_on_and_stops_nothing_that_runs() -> None:
     serving = Serving([(20, 8), (20, 8), (90, 6), (5, 3)])
     assert sum(serving.step().values()) == STEP_TOKENS
@@ -121,6 +122,7 @@ def test_a_budget_holds_from_the_next_step_on_and_stops_nothing_that_runs() -> N
         assert set(serving.step()) == {"3"}
 
 
+@pytest.mark.e2e
 def test_more_than_the_runner_has_buffers_for_is_cut() -> None:
     serving = Serving([(90, 2)] * 6)
     serving.set_budget(16, 1)
