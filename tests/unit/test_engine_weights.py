@@ -23,7 +23,13 @@ LARGE = 3 * 2**20
 
 
 def described(model: Path | str, load_format: str = "auto", **given: Any) -> str:
-    config = {"model": str(model), "revision": None, "quantization": None, "hf_overrides": {}}
+    config: dict[str, Any] = {
+        "model": str(model),
+        "revision": None,
+        "quantization": None,
+        "hf_overrides": {},
+    }
+    config |= {"max_model_len": 4096, "hf_text_config": SimpleNamespace()}
     return describe_weights(SimpleNamespace(**{**config, **given}), load_format)
 
 
@@ -80,6 +86,15 @@ def test_options_that_change_what_is_computed_make_another_model(folder: Path) -
     ]
     assert len(set(kinds)) == len(kinds)
     assert kinds[4] == described(folder, hf_overrides=stretch)
+
+
+def test_the_longest_context_counts_where_all_positions_hang_on_it(folder: Path) -> None:
+    assert described(folder, max_model_len=8192) == described(folder)
+    text = SimpleNamespace(rope_parameters={"rope_type": "longrope", "long_factor": [1.0]})
+    one, other = (
+        described(folder, max_model_len=length, hf_text_config=text) for length in (4096, 8192)
+    )
+    assert one != other
 
 
 def test_a_single_file_is_a_model_and_so_is_a_name_that_only_the_hub_knows(folder: Path) -> None:

@@ -39,6 +39,7 @@ def describe_weights(model_config: Any, load_format: str) -> str:
         "quantization": model_config.quantization,
         "overrides": overrides,
         "dummy": load_format == "dummy",
+        "length": _length(model_config),
     }
     digest = xxhash.xxh3_128(msgspec.json.encode(said, order="sorted", enc_hook=str))
     model = _local(str(model_config.model), model_config.revision)
@@ -46,6 +47,13 @@ def describe_weights(model_config: Any, load_format: str) -> str:
         digest.update(path.name.encode() + b"\0")
         _add_file(digest, path)
     return digest.hexdigest()
+
+
+def _length(model_config: Any) -> int | None:
+    """The longest context, where it decides the positions of short ones too, as in LongRoPE."""
+    config = model_config.hf_text_config
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return int(model_config.max_model_len) if "long_factor" in rope else None
 
 
 def _local(model: str, revision: str | None) -> Path:
