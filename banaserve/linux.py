@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import os
 import socket
 import struct
@@ -13,6 +15,9 @@ MAX_SOCKET_PATH_BYTES = 107
 MADV_DONTNEED = 4
 MADV_REMOVE = 9
 MADV_POPULATE_WRITE = 23
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Of a memory file that is shared: one side could shrink it and kill the others with SIGBUS."""
+_POPULATE_STEP_BYTES = 64 * 2**20
 _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("3i")
 
@@ -29,6 +34,30 @@ def madvise(address: int, num_bytes: int, advice: int) -> None:
     if _libc.madvise(address, num_bytes, advice):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def populate(address: int, num_bytes: int) -> bool:
+    """Make every page of a range present and mapped for writing, without changing its bytes.
+
+    Args:
+        address: Of a page.
+        num_bytes: Up to any byte of the last page.
+
+    Returns:
+        False where the kernel cannot: Linux before 5.14.
+
+    Raises:
+        OSError: There is not enough memory.
+    """
+    try:
+        for first_byte in range(0, num_bytes, _POPULATE_STEP_BYTES):
+            length = min(_POPULATE_STEP_BYTES, num_bytes - first_byte)
+            madvise(address + first_byte, length, MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
 
 
 class Credentials(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
@@ -11,15 +10,13 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
+from banaserve import linux
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.fingerprint import PAGE_BYTES, Fingerprint
 from banaserve.kvstore.interface import Slot
 from banaserve.kvstore.sizes import format_size
-from banaserve.linux import MADV_POPULATE_WRITE, available_memory_bytes, madvise
 
 POISON = 0xFF
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_POPULATE_STEP_BYTES = 64 * 2**20
 
 
 class Pool:
@@ -34,7 +31,7 @@ class Pool:
         self.num_bytes = num_bytes // PAGE_BYTES * PAGE_BYTES
         if not self.num_bytes:
             raise UserError(f"a pool of {num_bytes} bytes is smaller than {PAGE_BYTES} bytes")
-        available_bytes = available_memory_bytes()
+        available_bytes = linux.available_memory_bytes()
         if num_bytes > available_bytes:
             raise UserError(
                 f"a pool of {format_size(num_bytes)} does not fit: "
@@ -42,8 +39,7 @@ class Pool:
             )
         self.fd = os.memfd_create("banaserve-kvstore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.num_bytes)
-        # Without the seals one client could shrink the file and kill all others with SIGBUS.
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, linux.SEALS)
         try:
             self._memory = map_memory(self.fd, self.num_bytes)
             populate(self._memory)
@@ -109,14 +105,8 @@ def populate(memory: npt.NDArray[np.uint8]) -> None:
     Raises:
         OSError: There is not enough memory.
     """
-    try:
-        for first_byte in range(0, memory.size, _POPULATE_STEP_BYTES):
-            num_bytes = min(_POPULATE_STEP_BYTES, memory.size - first_byte)
-            madvise(memory.ctypes.data + first_byte, num_bytes, MADV_POPULATE_WRITE)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        # Linux before 5.14. Or-ing with zero dirties a page and keeps what is in it.
+    if not linux.populate(memory.ctypes.data, memory.size):
+        # Or-ing with zero dirties a page and keeps what is in it.
         memory[::PAGE_BYTES] |= 0
 
 

@@ -8,7 +8,6 @@ process that dies.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
@@ -18,14 +17,12 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from banaserve.linux import MADV_POPULATE_WRITE, MADV_REMOVE, madvise
+from banaserve.linux import MADV_REMOVE, SEALS, madvise, populate
 from banaserve.transport.errors import RefusedError, StaleEpochError, TransferTimeoutError
 from banaserve.transport.memory import PAGE_BYTES, Memory, whole_pages
 
 _CLOSED = 2**64 - 1
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _DRAIN_POLL_S = 0.0005
-_POPULATE_STEP_BYTES = 64 * 2**20
 
 
 class SharedFile:
@@ -61,8 +58,7 @@ class SharedFile:
         fd = os.memfd_create("banaserve-transport", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, file_bytes(num_bytes))
-            # Without the seals one side could shrink the file and kill the other with SIGBUS.
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             file = SharedFile(fd, num_bytes)
         except (OSError, ValueError) as error:
             os.close(fd)
@@ -126,14 +122,7 @@ class SharedFile:
         """Take the pages of a range and map them here, without changing their bytes."""
         first = self.memory.address + first_byte // PAGE_BYTES * PAGE_BYTES
         end = self.memory.address + first_byte + num_bytes
-        for address in range(first, end, _POPULATE_STEP_BYTES):
-            length = min(_POPULATE_STEP_BYTES, end - address)
-            try:
-                madvise(address, length, MADV_POPULATE_WRITE)
-            except OSError as error:
-                if error.errno == errno.EINVAL:
-                    return  # Linux before 5.14: the copies take the faults.
-                raise
+        populate(first, end - first)  # where the kernel cannot, the copies take the faults
 
     def close(self) -> None:
         """Close the descriptor; the mapping ends with the last user of ``memory``."""
@@ -161,6 +150,6 @@ def file_bytes(num_bytes: int) -> int:
 
 def _is_sealed(fd: int) -> bool:
     try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
     except OSError:
         return False

@@ -17,10 +17,11 @@ import xxhash
 
 from banaserve import _native
 from banaserve.kvstore.fingerprint import PAGE_BYTES
-from banaserve.kvstore.pool import SEALS, map_memory
+from banaserve.kvstore.pool import map_memory
 from banaserve.kvstore.tiers.interface import BlockBytes
 from banaserve.kvstore.tiers.mooncake_config import MooncakeConfig
 from banaserve.kvstore.tiers.mooncake_process import Frames, Order, Report, frame
+from banaserve.linux import SEALS
 
 _MODULE = "banaserve.kvstore.tiers.mooncake_process"
 _SEND_BUFFER_BYTES = 2**20
@@ -46,7 +47,6 @@ class Staging:
         num_bytes = num_slots * self._slot_bytes
         self.fd = os.memfd_create("banaserve-mooncake", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, num_bytes)
-        # Without the seals the other side could shrink the file and kill the daemon with SIGBUS.
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
         self._memory = map_memory(self.fd, num_bytes)
         self._free = list(range(num_slots))
