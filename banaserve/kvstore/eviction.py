@@ -5,50 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 
+from banaserve.kvstore.parents import Parents
 from banaserve.kvstore.records import Entry
 
 _FEW = 64
 
 
-class Chains:
-    """Who names whom as a parent.
-
-    Children are counted by the parent's key, whether or not the parent is in the index, so that a
-    parent that comes back after its children is protected from its first moment on.
-    """
-
-    def __init__(self, entries: Mapping[bytes, Entry]) -> None:
-        self.num_children: dict[bytes, int] = {}
-        self._entries = entries
-
-    def link(self, parent: bytes | None) -> None:
-        """One more child of ``parent``."""
-        if parent is not None:
-            self.num_children[parent] = self.num_children.get(parent, 0) + 1
-
-    def unlink(self, parent: bytes | None) -> Entry | None:
-        """One child less; the parent's entry where that was its last."""
-        if parent is None:
-            return None
-        self.num_children[parent] -= 1
-        if self.num_children[parent]:
-            return None
-        del self.num_children[parent]
-        return self._entries.get(parent)
-
-    def closes_a_cycle(self, key: bytes, parent: bytes) -> bool:
-        """Whether ``key`` is an ancestor of ``parent``: such blocks could never be evicted.
-
-        Hash chains have no cycles, but a faulty client can send one. The walk is rare: only a key
-        that comes back while children wait for it is followed.
-        """
-        if key == parent:
-            return True
-        ancestor: bytes | None = parent if key in self.num_children else None
-        while ancestor is not None and ancestor != key:
-            entry = self._entries.get(ancestor)
-            ancestor = entry.parent if entry is not None else None
-        return ancestor is not None
+class Chains(Parents[Entry]):
+    """Which entries of the index hang on which, and which of them may go."""
 
     def is_evictable(self, entry: Entry) -> bool:
         """Whether ``entry`` is READY, nobody uses it and no block names it as its parent."""

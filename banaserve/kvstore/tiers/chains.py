@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
+from banaserve.kvstore.parents import Parents
+
 
 class ChainedBlock:
     """One block as ``ChainedBlocks`` keeps it; subclass it to file more with it.
@@ -36,9 +38,7 @@ class ChainedBlocks(Generic[BlockT]):
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, BlockT] = {}
-        # By the parent's key, whether or not the parent is here, so that a parent that comes back
-        # after its children is protected from its first moment on.
-        self._num_children: dict[bytes, int] = {}
+        self._parents = Parents(self._blocks)
         # Every possible victim is in here exactly once. One that was used again, or has gone, is
         # put right when it comes up.
         self._queue: list[tuple[int, int, BlockT]] = []
@@ -58,13 +58,12 @@ class ChainedBlocks(Generic[BlockT]):
     def add(self, block: BlockT) -> None:
         """Add a block, as the one that was used last. Its key must not be here yet."""
         assert block.key not in self._blocks
-        if block.parent is not None and self._closes_a_cycle(block.key, block.parent):
+        if block.parent is not None and self._parents.closes_a_cycle(block.key, block.parent):
             block.parent = None
         self._blocks[block.key] = block
         self._last_serial += 1
         block.serial = self._last_serial
-        if block.parent is not None:
-            self._num_children[block.parent] = self._num_children.get(block.parent, 0) + 1
+        self._parents.link(block.parent)
         self.touch(block)
         self._enqueue_if_evictable(block)
 
@@ -86,14 +85,8 @@ class ChainedBlocks(Generic[BlockT]):
     def remove(self, block: BlockT) -> None:
         """Forget a block, whatever hangs on it."""
         del self._blocks[block.key]
-        parent = block.parent
-        if parent is None:
-            return
-        self._num_children[parent] -= 1
-        if not self._num_children[parent]:
-            del self._num_children[parent]
-            if (parent_block := self._blocks.get(parent)) is not None:
-                self._enqueue_if_evictable(parent_block)
+        if (parent := self._parents.unlink(block.parent)) is not None:
+            self._enqueue_if_evictable(parent)
 
     def next_victim(self) -> BlockT | None:
         """The next to go; None where all are in use or above one that is."""
@@ -122,7 +115,7 @@ class ChainedBlocks(Generic[BlockT]):
         blocks = self._blocks
         assert all(block.key == key for key, block in blocks.items())
         parents = [block.parent for block in blocks.values() if block.parent is not None]
-        assert Counter(parents) == self._num_children
+        assert Counter(parents) == self._parents.num_children
         assert all(block.num_users >= 0 for block in blocks.values())
         queued = [block for _, _, block in self._queue]
         assert all(block.queued for block in queued)
@@ -130,22 +123,9 @@ class ChainedBlocks(Generic[BlockT]):
         assert all(block.queued for block in blocks.values() if self._is_evictable(block))
 
     def _is_evictable(self, block: BlockT) -> bool:
-        return not block.num_users and block.key not in self._num_children
+        return not block.num_users and block.key not in self._parents.num_children
 
     def _enqueue_if_evictable(self, block: BlockT) -> None:
         if not block.queued and self._is_evictable(block):
             block.queued = True
             heappush(self._queue, (block.last_used, block.serial, block))
-
-    def _closes_a_cycle(self, key: bytes, parent: bytes) -> bool:
-        """Whether ``key`` is an ancestor of ``parent``: such blocks could never go.
-
-        Hash chains have no cycles, but a faulty client or a damaged disk can bring one.
-        """
-        if key == parent:
-            return True
-        ancestor: bytes | None = parent if key in self._num_children else None
-        while ancestor is not None and ancestor != key:
-            block = self._blocks.get(ancestor)
-            ancestor = block.parent if block is not None else None
-        return ancestor is not None
