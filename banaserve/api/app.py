@@ -24,6 +24,7 @@ from banaserve.api.metrics import MetricsPage
 from banaserve.engine.vllm import compat
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster
+from banaserve.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +130,18 @@ class Door:
         self._sock = sock
 
     async def open(self) -> asyncio.Task[None]:
-        """Start listening; the returned task ends when the door has closed."""
+        """Start listening; the returned task ends when the door has closed.
+
+        Raises:
+            UserError: It cannot.
+        """
         task = asyncio.create_task(self._server.serve(sockets=[self._sock]))
         listening = asyncio.create_task(self._server.listening.wait())
         await asyncio.wait({task, listening}, return_when=asyncio.FIRST_COMPLETED)
         listening.cancel()
+        if task.done():
+            why = task.exception() or "see front.log in the run's folder"
+            raise UserError(f"the front door cannot open: {why}")
         return task
 
     def close(self) -> None:

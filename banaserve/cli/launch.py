@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from banaserve.cli import paced
+from banaserve.cli.listening import check_tls
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size, parse_size
@@ -54,6 +55,7 @@ def prepared(
     argv = _vllm_argv(config, model, store_socket, run.logs)
     args = options.parse_vllm_argv(argv)
     refuse_taken(args, config, model.path_or_id)
+    check_tls(args.ssl_certfile, args.ssl_keyfile)
     engine_config = options.engine_config(argv)
     if config.scheduler == "preble":
         from banaserve.engine.vllm.compat_scheduler import check_first_come

@@ -1,9 +1,10 @@
-"""Taking a port before anything slow happens."""
+"""Taking a port, and looking at certificates, before anything slow happens."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 
 from banaserve.errors import UserError
@@ -30,3 +31,21 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
                 "listens there or choose another --port"
             ) from error
         yield sock
+
+
+def check_tls(certificate: str | None, key: str | None) -> None:
+    """Return if the files can serve TLS, or none is given.
+
+    Raises:
+        UserError: They cannot.
+    """
+    if certificate is None and key is None:
+        return
+    if certificate is None:
+        raise UserError(f"--ssl-keyfile {key}: give its certificate too, in --ssl-certfile")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except OSError as error:
+        files = " ".join(name for name in (certificate, key) if name)
+        why = error.strerror or str(error)
+        raise UserError(f"--ssl-certfile, --ssl-keyfile {files}: {why}") from error

@@ -7,7 +7,9 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import tempfile
+from argparse import Namespace
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,9 +20,11 @@ pytest.importorskip("vllm")
 
 from starlette.types import Receive, Scope, Send
 
+from banaserve.api.app import Door
 from banaserve.api.auth import KeyMiddleware
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
 from banaserve.cli import launch
+from banaserve.cli.listening import check_tls
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.cli.taken import refuse_taken
 from banaserve.config import ServeConfig
@@ -187,6 +191,31 @@ def test_what_vllm_is_told_and_would_not_happen_is_refused(given: list[str], say
     args = options.parse_vllm_argv(argv)
     with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
         refuse_taken(args, config, "m")
+
+
+def test_certificates_are_looked_at_before_anything_slow(tmp_path: Path) -> None:
+    check_tls(None, None)
+    with pytest.raises(UserError, match="certificate too"):
+        check_tls(None, "key.pem")
+    with pytest.raises(UserError, match=r"nothing\.pem: No such file"):
+        check_tls(str(tmp_path / "nothing.pem"), None)
+    (tmp_path / "empty.pem").touch()
+    with pytest.raises(UserError, match=r"empty\.pem: "):
+        check_tls(str(tmp_path / "empty.pem"), None)
+
+
+async def test_a_door_that_cannot_open_says_why(tmp_path: Path) -> None:
+    files = dict.fromkeys(("ssl_keyfile", "ssl_certfile"), str(tmp_path / "nothing.pem"))
+    others = dict.fromkeys(("ssl_ca_certs", "ssl_ciphers"))
+    args = Namespace(
+        **files,
+        **others,
+        ssl_cert_reqs=0,
+        uvicorn_log_level="error",
+        disable_uvicorn_access_log=True,
+    )
+    with socket.socket() as sock, pytest.raises(UserError, match=r"cannot open: .*No such file"):
+        await Door(echo, sock, args).open()
 
 
 def test_a_file_holds_the_same_options_and_the_command_line_wins(tmp_path: Path) -> None:
