@@ -7,16 +7,19 @@ import mmap
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from banaserve.engine.vllm.migration import block_mover, messages
 from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
 from banaserve.engine.vllm.migration.block_mover import BlockMover
-from banaserve.engine.vllm.migration.host_kv import HostKv
+from banaserve.engine.vllm.migration.host_kv import HostKv, Run
 from banaserve.engine.vllm.migration.modules import Context, HeadSet, LayerRange, Modules
+from banaserve.engine.vllm.migration.moved_copies import MovedCopier
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv
 from banaserve.engine.vllm.migration.unit_builder import UnitBuilder
 from banaserve.engine.vllm.migration.units import Unit
@@ -118,6 +121,45 @@ def test_older_blocks_that_have_come_home_are_left_alone(
     for name, tensor in host.tensors.items():
         assert torch.equal(tensor[[0, 3]], before[name][[0, 3]])
         assert (tensor[[1, 2, 4]] == -1).all()
+
+
+def test_the_store_saves_a_block_from_where_it_lies_and_fetches_it_home(
+    host: HostKv, transports: tuple[Transport, Transport]
+) -> None:
+    written, away = WrittenBlocks(NUM_BLOCKS), AwayBlocks(NUM_BLOCKS)
+    written.follow(away)
+    unit = Unit("u", Context(0, 3), {i: f"l{i}" for i in range(3)}, away)
+    guest, page_bytes = Place(host, unit, transports).kv, host.page_bytes
+    before = host.tensors["l1"].clone()
+    BlockMover(unit, host, None, guest).copy([0, 1, 3])
+    away.leave([0, 3])
+    host.tensors["l1"][[0, 3]] = float("nan")
+    pool = np.zeros((4, 3 * page_bytes), np.uint8)
+    view: Any = SimpleNamespace(
+        base_address=pool.ctypes.data,
+        memory=SimpleNamespace(size=pool.nbytes),
+        slot_bytes=3 * page_bytes,
+        fingerprint=SimpleNamespace(offset_bytes=lambda layer, part: layer * page_bytes),
+    )
+    fetched: list[Any] = []
+    inner: Any = SimpleNamespace(is_synchronous=True, load=lambda *what: fetched.append(what[2]))
+    lost: list[GuestLostError] = []
+    here = [(Run(0, page_bytes), None)]
+    copier = MovedCopier(
+        inner, ["l0", "l1", "l2"], host, written, lambda _: here, lambda _: (away, guest), 0,
+        lost.append,
+    )  # fmt: skip
+    copier.save(1, view, [0, 1, 3], [2, 0, 1], None)
+    assert lost == []
+    saved = pool[:, page_bytes : 2 * page_bytes].copy().view(np.float32)
+    for block, slot in ((0, 2), (1, 0), (3, 1)):
+        assert (saved[slot] == before[block].flatten().numpy()).all()
+    assert not pool[:, :page_bytes].any(), "no other layer"
+    copier.load(1, view, [3, 4], [0, 1], None)
+    assert fetched == [[3, 4]]
+    assert away.ids() == [0], "a fetched block is at home"
+    written.step_ended()
+    assert written.full() == [3, 4]
 
 
 def test_a_copy_stops_between_two_submissions(
