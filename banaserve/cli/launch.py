@@ -63,6 +63,10 @@ def prepared(
         check_first_come(engine_config)
     on_cpu = options.is_on_cpu()
     Budgets.of(config, engine_config)  # what cannot be stops here
+    if config.kv_store:
+        from banaserve.engine.vllm.keys import check_parallel
+
+        check_parallel(engine_config.parallel_config)
     paced.begin(config, engine_config.parallel_config.world_size, on_cpu, run.logs)
     if on_cpu:
         _check_memory(config, model, engine_config.cache_config.kv_cache_memory_bytes or 0)
