@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from fastapi import FastAPI
+from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import GracefulHTTPError
 from vllm.pooling_params import PoolingParams
@@ -89,6 +91,18 @@ async def test_an_abort_by_id_is_told_to_the_request_and_to_both_legs() -> None:
 async def test_a_logits_processor_of_the_users_sees_the_whole_output() -> None:
     job = await prepared(client(logits_processors=["some.Processor"]), 4)
     assert (job.obstacle, job.one_leg_because) == ("logits_processors", None)
+
+
+async def test_what_vllms_client_offers_is_done_or_refused_in_plain_words() -> None:
+    inherited = {
+        name
+        for name, method in vars(EngineClient).items()
+        if inspect.iscoroutinefunction(method)
+        and getattr(DisaggregatedClient, name) is getattr(EngineClient, name)
+    }
+    assert inherited == set()
+    with pytest.raises(NotImplementedError, match="restart it"):
+        await client().update_weights(None)
 
 
 async def test_pooling_where_nobody_serves_is_refused_in_plain_words() -> None:

@@ -12,7 +12,6 @@ from http import HTTPStatus
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GracefulHTTPError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
@@ -25,13 +24,14 @@ from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.first_token import obstacle
 from banaserve.engine.vllm.journey import Job, travel
 from banaserve.engine.vllm.pooling import pool
+from banaserve.engine.vllm.refusals import Refusals
 from banaserve.engine.vllm.requests import end_with_context
 
 tenant: ContextVar[str | None] = ContextVar("tenant", default=None)
 """Whose request the current task serves; set by the front door where there are several keys."""
 
 
-class DisaggregatedClient(EngineClient):
+class DisaggregatedClient(Refusals):
     """``generate`` is two legs; everything else goes to one instance or to all.
 
     Args:
