@@ -47,6 +47,8 @@ class Claim:
 
 _SPREAD = "Clients with one conversation at a time keep a hash ring balanced, so that its replicas \
 keep whole conversations; prefixes of less than half a prompt, and forwarding, move SkyWalker's."
+_ANEW = "What SkyWalker forwards or moves is computed anew; what a ring keeps in place is not."
+_STARTS = "Lengths and shared starts of prompts, which the paper does not give, are assumed."
 _FORWARD = (
     "What is forwarded loses its prefix, and long queues in one region meet regions that are \
 full themselves."
@@ -68,7 +70,7 @@ _SKYWALKER = [
     Claim("pushing by pending over by outstanding", PUSH, "SP-P", "SP-O", THROUGHPUT, 1.4, 1.4,
           "40 places are few for trees that ask for up to 480 requests at once."),
     Claim("by outstanding over by pending: p90 TTFT", PUSH, "SP-O", "SP-P", "ttft p90", 0.8, 1.25,
-          "The same: who has no place waits for its first token."),
+          "Who has no place among the 40 waits for its first token."),
     Claim("over least load", CHAT, "skywalker", "least load", THROUGHPUT, 1.03, 1.03),
     Claim("over round robin", CHAT, "skywalker", "round robin", THROUGHPUT, 1.12, 2.06),
     Claim("over the sglang router", CHAT, "skywalker", "sglang router", THROUGHPUT, 1.12, 2.06,
@@ -78,11 +80,11 @@ _SKYWALKER = [
           _SPREAD),
     Claim("hashing over it: p50 TTFT", CHAT, "hash", "skywalker", "ttft p50", 1.74, 6.30),
     Claim("hashing over it: p90 TTFT", CHAT, "hash", "skywalker", "ttft p90", 4.28, 9.92,
-          "Few requests wait at all here, so that the tail is the distance and one prefill."),
+          _ANEW),
     Claim("hits, round robin", CHAT, "round robin", "", "hits", 0.108, 0.166,
-          "Shared starts of prompts, which the paper does not give, are assumed."),
-    Claim("hits, least load", CHAT, "least load", "", "hits", 0.283, 0.311, "The same."),
-    Claim("hits, skywalker", CHAT, "skywalker", "", "hits", 0.370, 0.466, "The same."),
+          _STARTS),
+    Claim("hits, least load", CHAT, "least load", "", "hits", 0.283, 0.311, _STARTS),
+    Claim("hits, skywalker", CHAT, "skywalker", "", "hits", 0.370, 0.466, _STARTS),
     Claim("hashing over it", TREES, "hash", "skywalker", THROUGHPUT, 1.02, 1.02),
     Claim("hashing over least load", TREES, "hash", "least load", THROUGHPUT, 1.4, 1.4),
     Claim("hits, skywalker", TREES, "skywalker", "", "hits", 0.896, 0.900,
@@ -109,8 +111,10 @@ _GORGO = [
     *(
         Claim(f"{name} over the proxy: p50 TTFT", V1, name, "gorgo-proxy", "ttft p50", 2.4, 2.5,
               _DISTANCE)
-        for name in ("least load", "prefix trie", "gorgo as coded")
+        for name in ("least load", "prefix trie")
     ),
+    Claim("gorgo as coded over the proxy: p50 TTFT", V1, "gorgo as coded", "gorgo-proxy",
+          "ttft p50", 2.4, 2.5, "As coded, a replica is full at five requests; the rest queues."),
     *(
         Claim(f"{name} over affinity: {measure}", V2, name, "session affinity", measure, low, high,
               _FULL)

@@ -26,6 +26,7 @@ def markdown(figures: Figures, seeds: int) -> str:
         "systems of a seed meet the same clients. What the papers do not give (hardware times,",
         "lengths, distances) is assumed, so ratios are to be read, not values. *Holds*: the",
         "interval meets the paper's. *In direction*: on the paper's side of 1, and less.",
+        "*Undecided*: the interval has 1 in it as well.",
         "Throughput is the prompt's tokens and twice the output's, a second.",
     ]
     for paper, claims in CLAIMS.items():
@@ -75,7 +76,8 @@ def verdict(claim: Claim, values: list[float]) -> str:
     """Returns what ``values`` say of ``claim``."""
     low, mean, high = mean_interval(values)
     if low <= claim.high and high >= claim.low:
-        return "holds"
+        is_decisive = claim.low > 1 or claim.high < 1 or claim.high == ANY
+        return "undecided" if claim.other and is_decisive and low < 1 < high else "holds"
     if claim.other:
         is_above = claim.low >= 1
         if mean > claim.high if is_above else mean < claim.low:

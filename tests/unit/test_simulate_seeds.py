@@ -39,7 +39,11 @@ def test_every_claim_names_a_case_its_systems_and_a_measure() -> None:
         (0.8, 0.9, [0.5, 0.51, 0.5], "holds, and more"),
         (0.8, 0.9, [0.95, 0.951, 0.95], "in direction"),
         (0.8, 0.9, [1.3, 1.31, 1.3], "does not hold"),
-        (1.0, claims.ANY, [1.01, 1.02, 1.01], "holds"),
+        (1.0, claims.ANY, [1.02, 1.021, 1.02], "holds"),
+        (1.1, 1.2, [0.98, 1.02, 1.0], "does not hold"),
+        (1.0, claims.ANY, [0.9, 1.2, 1.1], "undecided"),
+        (1.1, 1.2, [0.9, 1.3, 1.1], "undecided"),
+        (0.8, 1.25, [0.9, 1.1, 1.0], "holds"),
         (1.0, claims.ANY, [0.97, 0.98, 0.97], "does not hold"),
     ],
 )
