@@ -62,7 +62,9 @@ def _catch_misspelt(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
     """A near miss of our own option is no vLLM option."""
     own = [name for action in parser._actions for name in action.option_strings]
     for word in unknown:
-        if word.startswith("--") and (near := difflib.get_close_matches(word, own, 1, 0.87)):
+        # Ours for one role ends as vLLM's does, which stays vLLM's.
+        likely = [name for name in own if not name.endswith(word[1:])]
+        if word.startswith("--") and (near := difflib.get_close_matches(word, likely, 1, 0.87)):
             raise UserError(f"unknown option {word}; did you mean {near[0]}?")
 
 

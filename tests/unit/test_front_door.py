@@ -129,6 +129,17 @@ def test_command_lines(
     assert config.vllm_argv == vllm_argv
 
 
+def test_no_option_of_vllm_counts_as_one_of_ours_misspelt() -> None:
+    compat = pytest.importorskip("banaserve.engine.vllm.compat")
+    parser = compat.make_arg_parser(compat.FlexibleArgumentParser())
+    names = {name for action in parser._actions for name in action.option_strings}
+    own = {"--help", "--model", "--host", "--port", "--api-key", "--config"}
+    assert len(names) > 200
+    for name in sorted(names - own):
+        if name.startswith("--"):
+            assert name in parse_serve_argv(["m", name]).vllm_argv
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
