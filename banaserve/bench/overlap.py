@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from rich.progress import Progress
 
 from banaserve import models
+from banaserve.arguments import Parser, positive
 from banaserve.bench import result
 from banaserve.bench.servers import end_on_sigterm, end_with_parent
 from banaserve.engine.vllm.environment import ENVIRONMENT
@@ -62,13 +63,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="banaserve bench overlap", description=__doc__)
+    parser = Parser(prog="banaserve bench overlap", description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")
-    add("--runs", type=int, default=5)
+    add("--runs", type=positive, default=5)
     add("--layers", type=int, nargs="+", default=[5, 10, 15], help="that are away, of 30")
     add("--parts", type=int, default=32, help="of a step, at most")
-    add("--requests", type=int, default=4, help="of the load of prompts")
+    add("--requests", type=positive, default=4, help="of the load of prompts")
     add("--prompt-tokens", type=int, default=2000)
     add("--long-prompt-tokens", type=int, default=4000, help="of the one whose first token counts")
     add("--batches", type=int, nargs="*", default=[1, 8, 32], help="that decode")
@@ -81,8 +82,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     given = parser.parse_args(list(argv))
     if not all(0 < layers < _NUM_LAYERS for layers in given.layers):
         raise UserError(f"--layers: between 1 and {_NUM_LAYERS - 1} of them can be away")
-    if given.runs < 1 or given.requests < 1:
-        raise UserError("--runs and --requests are at least 1")
     return given
 
 

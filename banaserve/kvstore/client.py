@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from banaserve.kvstore import wire
 from banaserve.kvstore.board import BoardView
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot
-from banaserve.kvstore.link import Link
+from banaserve.kvstore.link import FIRST_RETRY_S, Link
 from banaserve.kvstore.pool import PoolView
 from banaserve.kvstore.stats import StoreStats
 
@@ -65,15 +66,26 @@ class StoreClient:
             on_lost=self._unmap,
         )
 
-    def connect(self) -> None:
+    def connect(self, within_s: float = 0.0) -> None:
         """Connect now, if not connected.
+
+        Args:
+            within_s: For how long to try again: a busy machine may keep the store from answering.
 
         Raises:
             StoreUnavailableError: Nobody answers.
             FingerprintError: The store refuses to share blocks with this client.
         """
-        with self._lock:
-            self._link.open()
+        until_s = time.monotonic() + within_s
+        while True:
+            try:
+                with self._lock:
+                    self._link.open()
+                return
+            except StoreUnavailableError:
+                if time.monotonic() >= until_s:
+                    raise
+            time.sleep(FIRST_RETRY_S)
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         """What the store knows of each key; leases nothing. All MISS while the store is away.

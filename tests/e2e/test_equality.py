@@ -32,7 +32,7 @@ SAMPLINGS = {
 }
 FLOAT32 = (
     *("--dtype", "float32", "--kv-store-size", "1536MiB"),
-    *("--kv-cache-memory-bytes", str(640 << 20)),
+    *("--kv-cache-memory-bytes", str(512 << 20)),
 )
 
 

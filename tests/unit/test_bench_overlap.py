@@ -15,8 +15,8 @@ from banaserve.errors import UserError
     [
         (["--layers", "30"], "between 1 and 29"),
         (["--layers", "5", "0"], "between 1 and 29"),
-        (["--runs", "0"], "at least 1"),
-        (["--requests", "0"], "at least 1"),
+        (["--runs", "0"], "above 0"),
+        (["--requests", "0"], "above 0"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(argv: list[str], words: str) -> None:

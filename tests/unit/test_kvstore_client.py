@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import msgspec
 import pytest
 
-from banaserve.errors import FingerprintError
+from banaserve.errors import FingerprintError, StoreUnavailableError
 from banaserve.kvstore.admin import clear_store
 from banaserve.kvstore.interface import Lookup, Slot
 from banaserve.kvstore.metrics import MetricsServer, prometheus_text
@@ -40,6 +40,17 @@ def test_what_one_client_writes_another_reads(store: Store) -> None:
     assert stats is not None
     assert (stats.clients, stats.hits, stats.misses) == (2, 3, 2)
     assert (stats.num_leases, stats.num_slots) == (0, NUM_SLOTS)
+
+
+def test_a_store_that_is_late_is_waited_for(store: Store) -> None:
+    impatient = store.client("impatient", timeout_s=0.05)
+    patient = store.client("patient", timeout_s=0.05)
+    os.kill(store.process.pid, signal.SIGSTOP)
+    with pytest.raises(StoreUnavailableError, match="nobody answers"):
+        impatient.connect()
+    threading.Timer(0.3, os.kill, (store.process.pid, signal.SIGCONT)).start()
+    patient.connect(within_s=DEADLINE_S)
+    assert patient.lookup(KEYS[:1]) == [Lookup.MISS]
 
 
 def test_arrivals_tell_what_is_readable_without_asking(store: Store) -> None:

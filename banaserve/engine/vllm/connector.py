@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from banaserve.engine.vllm.copies import BlockCopier
 
+_CONNECT_WITHIN_S = 30.0
+
 
 class StoreConnector(KVConnectorBase_V1):
     """Thin: each hook goes to the scheduler's or the worker's side.
@@ -60,7 +62,7 @@ class StoreConnector(KVConnectorBase_V1):
             client_name=os.environ.get(INSTANCE_VARIABLE, f"engine-{os.getpid()}"),
             maps_pool=role is KVConnectorRole.WORKER,  # the scheduler reads no block
         )
-        client.connect()
+        client.connect(within_s=_CONNECT_WITHIN_S)
         self._client = client
         block_size = self.fingerprint.block_size_tokens
         self._scheduler = (

@@ -44,14 +44,14 @@ def engine_arguments() -> Callable[..., dict[str, Any]]:
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def guest_parents(tmp_path_factory: pytest.TempPathFactory, _in_process: None) -> Iterator[Any]:
     parents = GuestParents(tmp_path_factory.mktemp("guests"))
     yield parents
     parents.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def one_rig(guest_parents: Any) -> Callable[..., contextlib.AbstractContextManager[Any]]:
     """``with one_rig(arguments) as rig``: its engine and the parent of its guests."""
 
@@ -67,7 +67,7 @@ def one_rig(guest_parents: Any) -> Callable[..., contextlib.AbstractContextManag
     return start
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def many_rigs(guest_parents: Any) -> Callable[..., Iterator[Any]]:
     """Engines one after another, with all parents of guests started at once."""
 
