@@ -14,6 +14,7 @@ from banaserve.bench import workloads
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.loops import closed_loop
 from banaserve.bench.servers import Server, banaserve_server
+from banaserve.config import DEFAULT_SKIP_PREFILL_BELOW_TOKENS
 from reference import reference_tokens
 
 pytestmark = pytest.mark.e2e
@@ -118,7 +119,7 @@ def check_tokens(
     assert server.metric("banaserve_first_tokens_total", leg="decode") >= len(prompts)
     for decode in decode_instances:
         computed = server.metric("banaserve_prompt_tokens_computed_total", instance_id=decode)
-        short = sum(len(tokens) for tokens in prompts if len(tokens) <= 32)
+        short = sum(n for n in map(len, prompts) if n <= DEFAULT_SKIP_PREFILL_BELOW_TOKENS)
         assert computed <= num_requests + 2 * short
 
 
