@@ -12,7 +12,7 @@ from banaserve.errors import UserError
 from banaserve.types import InstanceId, Role
 
 DEFAULT_SKIP_PREFILL_BELOW_TOKENS = 16
-"""From ``bench short-prompts``: at 8 and 16 tokens one leg and two differ by less than their spread;
+"""From ``bench short-prompts``: one leg and two differ less than they spread at 8 and 16 tokens;
 at 32 the streams of a decode instance stand still for 0.22 s with one leg, for 0.13 s with two."""
 SCHEDULERS = ("vllm", "preble")
 MINIATURE = "miniature"
