@@ -12,6 +12,8 @@ import httpx
 import openai
 import pytest
 
+from banaserve.config import DEFAULT_SKIP_PREFILL_BELOW_TOKENS
+
 pytestmark = pytest.mark.e2e
 
 MODEL = "smollm2-135m"
@@ -25,7 +27,6 @@ SERVE_OPTIONS = (
     # A step of prefill is over soon: a client can leave between two of them.
     *("--max-num-batched-tokens", "256"),
 )
-SKIPS_PREFILL_BELOW_TOKENS = 32
 TEXT = (
     "The history of the city of Paris begins long before the Romans, when a Celtic people lived "
     "on an island in the river Seine and built a small town there. It was then that"
@@ -307,7 +308,7 @@ def test_streamed_pieces_never_cut_a_character(complete):
 
 def test_decode_computes_at_most_one_prompt_token_a_request(server, complete):
     # Around one block of 128 tokens, where the last block is full, almost full or just begun.
-    lengths = [SKIPS_PREFILL_BELOW_TOKENS + 1, 127, 128, 129, 255, 256, 257, 700]
+    lengths = [DEFAULT_SKIP_PREFILL_BELOW_TOKENS + 1, 127, 128, 129, 255, 256, 257, 700]
     computed = "banaserve_prompt_tokens_computed_total"
     prefill, decode = (server.metric(computed, instance_id=i) for i in ("p0", "d0"))
     legs = first_tokens(server)
@@ -340,7 +341,11 @@ def test_a_short_prompt_has_no_prefill_leg(server, complete):
     labels = {"way": "one_leg", "reason": "short_prompt"}
     before = server.metric("banaserve_requests_total", **labels)
     prefilled = server.metric("banaserve_scheduled_requests_total", instance_id="p0")
-    assert complete(numbered_tokens(99, SKIPS_PREFILL_BELOW_TOKENS), max_tokens=2).choices[0].text
+    assert (
+        complete(numbered_tokens(99, DEFAULT_SKIP_PREFILL_BELOW_TOKENS), max_tokens=2)
+        .choices[0]
+        .text
+    )
     assert server.metric("banaserve_requests_total", **labels) == before + 1
     assert server.metric("banaserve_scheduled_requests_total", instance_id="p0") == prefilled
 
