@@ -10,11 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,14 +21,13 @@ from rich.progress import Progress
 from banaserve import models
 from banaserve.arguments import Parser, positive
 from banaserve.bench import result
-from banaserve.bench.servers import end_on_sigterm, end_with_parent
-from banaserve.engine.vllm.environment import ENVIRONMENT
+from banaserve.bench.servers import end_on_sigterm
+from banaserve.bench.told_engine import ToldEngine, told_engine
 from banaserve.errors import UserError
 
 _NUM_LAYERS = 30
 _FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
 _WAITING = 1
-_END_S = 20.0
 
 
 class _Load(NamedTuple):
@@ -108,13 +103,13 @@ def _measure(given: argparse.Namespace, started_at: datetime) -> result.Result:
         with _engine(model.path_or_id, "live", given) as engine:
             home = _pass(engine, loads, rounds, advance)
             for layers in given.layers:
-                engine.tell("away", layers=[_NUM_LAYERS - layers, _NUM_LAYERS])
+                engine.tell(do="away", layers=[_NUM_LAYERS - layers, _NUM_LAYERS])
                 for parts in (_WAITING, given.parts):
-                    engine.tell("overlap", parts=parts)
+                    engine.tell(do="overlap", parts=parts)
                     times = _pass(engine, loads, rounds, advance, home)
                     name = "waiting" if parts == _WAITING else "overlap"
                     samples |= _samples(f"layers_{layers}.{name}", loads, home, times)
-                raw[f"layers_{layers}"] = facts = engine.tell("status")["overlap"]
+                raw[f"layers_{layers}"] = facts = engine.tell(do="status")["overlap"]
                 error = [float(facts["prediction_error"])]
                 samples[f"layers_{layers}.prediction_error"] = error, "fraction"
         if not given.no_stages:
@@ -133,14 +128,18 @@ class _Times(NamedTuple):
 
 
 def _pass(
-    engine: _Engine, loads: Sequence[_Load], rounds: Any, advance: Any, home: _Times | None = None
+    engine: ToldEngine,
+    loads: Sequence[_Load],
+    rounds: Any,
+    advance: Any,
+    home: _Times | None = None,
 ) -> _Times:
     """Serve every load once a round, behind one that warms up and teaches."""
     names = [load.name for load in loads]
     found = _Times({n: [] for n in names}, {n: [] for n in names}, {n: [] for n in names})
     for number, prompts in enumerate([rounds[0], *rounds]):
         for load in loads:
-            answer = engine.tell("run", prompts=prompts[load.name], tokens=load.output_tokens)
+            answer = engine.tell(do="run", prompts=prompts[load.name], tokens=load.output_tokens)
             advance(load.name)
             if number == 0:
                 continue
@@ -174,64 +173,13 @@ def _advancing(progress: Progress, given: argparse.Namespace, num_loads: int) ->
     return lambda what: progress.update(task, description=what, advance=1)
 
 
-class _Engine:
-    """The engine's process; answers one order at a time."""
-
-    def __init__(self, process: subprocess.Popen[str], log_path: Path) -> None:
-        self._process = process
-        self._log_path = log_path
-        self._read()
-
-    def tell(self, what: str, **order: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": what, **order}) + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            last = self._log_path.read_text(errors="replace").strip().splitlines()[-1:]
-            raise UserError(f"the engine ended: {' '.join(last)}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
 @contextlib.contextmanager
-def _engine(model_path: str, kind: str, given: argparse.Namespace) -> Iterator[_Engine]:
+def _engine(model_path: str, kind: str, given: argparse.Namespace) -> Iterator[ToldEngine]:
     step_tokens = given.stage_step_tokens if kind == "stages" else given.step_tokens
     arguments = {"dtype": given.dtype, "max_num_batched_tokens": step_tokens}
-    command = [sys.executable, "-m", "banaserve.engine.vllm.overlapped"]
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        log_path = Path(folder) / "engine.log"
-        with (
-            log_path.open("wb") as log,
-            subprocess.Popen(
-                [*command, model_path, kind, json.dumps(arguments)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**ENVIRONMENT, "OMP_NUM_THREADS": "1", **os.environ},
-                preexec_fn=end_with_parent,
-            ) as process,
-        ):
-            try:
-                yield _Engine(process, log_path)
-            finally:
-                _end(process)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Let it end what it has started; make it end where it does not."""
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.close()
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
+    module = "banaserve.engine.vllm.overlapped"
+    with told_engine(module, model_path, kind, json.dumps(arguments)) as engine:
+        yield engine
 
 
 def _result(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
+from banaserve.bench.told_engine import ToldEngine, told_engine
 from banaserve.errors import UserError
 
 _LOAD, _LOADED, _WAIT, _WAITED, _ATTENDED, _SAVE, _SAVED = range(7)
@@ -51,7 +51,7 @@ class PrefillTimes:
 
 
 class TracedEngine:
-    """The engine's process. Answers one prompt at a time.
+    """Answers one prompt at a time.
 
     Attributes:
         block_size: Tokens a block.
@@ -59,32 +59,19 @@ class TracedEngine:
         token_layer_bytes: Of K and V of one token in one layer.
     """
 
-    def __init__(self, process: subprocess.Popen[str], log_path: Path) -> None:
-        self._process = process
-        self._log_path = log_path
-        kind = self._read()
+    def __init__(self, engine: ToldEngine) -> None:
+        self._engine = engine
+        kind = engine.greeting
         self.block_size = int(kind["block_size"])
         self.num_layers = int(kind["num_layers"])
         self.token_layer_bytes = int(kind["page_bytes"]) // self.block_size
 
     def prefill(self, prompt: Sequence[int], **options: Any) -> PrefillTimes:
         """Compute ``prompt`` with the connector's options changed to ``options``."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompt": list(prompt), **options}) + "\n")
-        self._process.stdin.flush()
-        steps = self._read()["steps"]
+        steps = self._engine.tell(prompt=list(prompt), **options)["steps"]
         if len(steps) != 1:
             raise UserError(f"a prompt took {len(steps)} steps that moved blocks, not one")
         return times_of(steps[0])
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            last = self._log_path.read_text(errors="replace").strip().splitlines()[-1:]
-            raise UserError(f"the engine ended: {' '.join(last)}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
 
 
 def times_of(step: dict[str, Any]) -> PrefillTimes:
@@ -118,19 +105,9 @@ def traced_engine(model_path: str, store_size: str) -> Iterator[TracedEngine]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         socket = folder / "store.sock"
         stack.enter_context(_store(socket, store_size))
-        log_path = folder / "engine.log"
-        log = stack.enter_context(log_path.open("wb"))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "banaserve.engine.vllm.traced", model_path, str(socket)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-        )
-        stack.enter_context(process)
-        stack.callback(process.kill)
-        yield TracedEngine(process, log_path)
+        module = "banaserve.engine.vllm.traced"
+        engine = stack.enter_context(told_engine(module, model_path, str(socket)))
+        yield TracedEngine(engine)
 
 
 @contextlib.contextmanager

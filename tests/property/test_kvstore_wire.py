@@ -19,20 +19,10 @@ from banaserve.errors import ProtocolError
 from banaserve.kvstore import wire
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
-from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Lookup
+from fingerprints import FINGERPRINT
 from store_process import start_store
 
-FINGERPRINT = Fingerprint(
-    model="m",
-    dtype="float32",
-    block_size_tokens=16,
-    num_layers=2,
-    num_kv_heads=2,
-    head_size=8,
-    layout="LBHNC",
-    page_bytes=2048,
-)
 KEY = b"k" * 32
 TIMEOUT_S = 20.0
 MUCH_BYTES = 2**28

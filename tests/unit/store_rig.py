@@ -17,19 +17,9 @@ from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Slot
 from banaserve.kvstore.stats import StoreStats
+from fingerprints import FINGERPRINT
 from store_process import start_store
 
-FINGERPRINT = Fingerprint(
-    model="m",
-    dtype="float32",
-    block_size_tokens=16,
-    num_layers=2,
-    num_kv_heads=2,
-    head_size=8,
-    layout="LBHNC",
-    page_bytes=2048,
-    probe="00ff",
-)
 NUM_SLOTS = 16
 KEYS = [bytes([number]) * 32 for number in range(64)]
 DEADLINE_S = 20.0

@@ -18,25 +18,15 @@ from banaserve.cli.kvstore import app
 from banaserve.errors import UserError
 from banaserve.kvstore.admin import clear_store, fetch_stats
 from banaserve.kvstore.client import StoreClient
-from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Exchanged, Lookup, Slot
 from banaserve.kvstore.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.ssd.check import check_folder
+from fingerprints import FINGERPRINT as SMALL
 from store_process import start_store
 from waiting import eventually
 
-FINGERPRINT = Fingerprint(
-    model="m",
-    dtype="float32",
-    block_size_tokens=16,
-    num_layers=2,
-    num_kv_heads=2,
-    head_size=8,
-    layout="LBHNC",
-    page_bytes=4096,
-    probe="00ff",
-)
+FINGERPRINT = msgspec.structs.replace(SMALL, page_bytes=4096)
 SLOT_BYTES = FINGERPRINT.slot_bytes
 NUM_SLOTS = 16
 DEADLINE_S = 30.0

@@ -19,21 +19,10 @@ from banaserve.kvstore.service import StoreService
 from banaserve.kvstore.sizes import format_size, parse_size
 from banaserve.kvstore.tiering import Tiering
 from banaserve.kvstore.watcher import PoolWatcher
+from fingerprints import FINGERPRINT
 
 POOL_BYTES = 8 * PAGE_BYTES
 KEY = b"k" * 32
-
-FINGERPRINT = Fingerprint(
-    model="m",
-    dtype="float32",
-    block_size_tokens=16,
-    num_layers=2,
-    num_kv_heads=2,
-    head_size=8,
-    layout="LBHNC",
-    page_bytes=2048,
-    probe="00ff",
-)
 
 
 made = ExitStack()

@@ -12,23 +12,13 @@ import pytest
 from banaserve.errors import StoreUnavailableError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
-from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.options import StoreOptions
 from banaserve.kvstore.supervised import SupervisedStore
 from banaserve.kvstore.tiers.ssd.check import check_folder
+from fingerprints import FINGERPRINT
 from waiting import eventually, until
 
-FINGERPRINT = Fingerprint(
-    model="m",
-    dtype="float32",
-    block_size_tokens=16,
-    num_layers=2,
-    num_kv_heads=2,
-    head_size=8,
-    layout="LBHNC",
-    page_bytes=2048,
-)
 KEYS = [bytes([number]) * 32 for number in range(4)]
 DEADLINE_S = 30.0
 

@@ -12,7 +12,7 @@ import numpy as np
 from banaserve.kvstore import wire
 from banaserve.kvstore.attached_tier import AttachedTier
 from banaserve.kvstore.board import Board, BoardView
-from banaserve.kvstore.fingerprint import PAGE_BYTES, Fingerprint
+from banaserve.kvstore.fingerprint import PAGE_BYTES
 from banaserve.kvstore.interface import Lookup, Slot
 from banaserve.kvstore.pool import Pool
 from banaserve.kvstore.service import StoreService
@@ -26,19 +26,10 @@ from banaserve.kvstore.tiers.interface import (
     TierStats,
 )
 from banaserve.kvstore.watcher import PoolWatcher
+from fingerprints import FINGERPRINT
 
 NUM_SLOTS = 8
 KEYS = [bytes([number + 1]) * 32 for number in range(32)]
-FINGERPRINT = Fingerprint(
-    model="m",
-    dtype="float32",
-    block_size_tokens=16,
-    num_layers=2,
-    num_kv_heads=2,
-    head_size=8,
-    layout="LBHNC",
-    page_bytes=2048,
-)
 NAMESPACE = FINGERPRINT.namespace()
 HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
 

@@ -21,8 +21,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from banaserve.engine.vllm.answers import say, take_stdout
 from banaserve.engine.vllm.environment import set_environment
 from banaserve.engine.vllm.worker import WorkerExtension
 
@@ -43,16 +44,16 @@ _ARGUMENTS: dict[str, Any] = {
 def main() -> int:
     """Answer line by line until stdin ends."""
     model, kind, given = sys.argv[1:]
-    replies = _take_stdout()
+    replies = take_stdout()
     set_environment()
     arguments = {"model": model, **_ARGUMENTS, **json.loads(given)}
     with tempfile.TemporaryDirectory(prefix="ov-") as folder:
         engine: Any = (Live if kind == "live" else Stages)(arguments, Path(folder))
-        _say(replies, ready=True)
+        say(replies, ready=True)
         for line in sys.stdin:
             told = json.loads(line)
             what = told.pop("do")
-            _say(replies, **getattr(engine, what)(**told))
+            say(replies, **getattr(engine, what)(**told))
     return 0
 
 
@@ -196,18 +197,6 @@ def _pin(pid: int, core: int) -> None:
     """Keep all threads of a process on one core."""
     for thread in os.listdir(f"/proc/{pid}/task"):
         os.sched_setaffinity(int(thread), {core})
-
-
-def _take_stdout() -> TextIO:
-    """Keep stdout for the answers; what vLLM prints goes to stderr."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return replies
-
-
-def _say(replies: TextIO, **what: Any) -> None:
-    replies.write(json.dumps(what) + "\n")
-    replies.flush()
 
 
 if __name__ == "__main__":

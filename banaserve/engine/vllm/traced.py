@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
-from typing import Any, TextIO
+from typing import Any
 
+from banaserve.engine.vllm.answers import say, take_stdout
 from banaserve.engine.vllm.environment import set_environment
 
 _MAX_TOKENS = 4096
@@ -21,7 +21,7 @@ _MAX_TOKENS = 4096
 def main() -> int:
     """Answer line by line until stdin ends."""
     model, socket = sys.argv[1:]
-    replies = _take_stdout()
+    replies = take_stdout()
     set_environment()
     from vllm import LLM, SamplingParams
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -30,7 +30,7 @@ def main() -> int:
     connector: Any = get_kv_transfer_group()
     worker, start = connector.worker, connector.worker.options
     kind = connector.fingerprint
-    _say(
+    say(
         replies,
         block_size=kind.block_size_tokens,
         num_layers=kind.num_layers,
@@ -43,7 +43,7 @@ def main() -> int:
         worker.configure(dataclasses.replace(start, **told))
         worker.trace.steps.clear()
         engine.generate([prompt], one_token, use_tqdm=False)
-        _say(replies, steps=[dataclasses.asdict(step) for step in worker.trace.steps])
+        say(replies, steps=[dataclasses.asdict(step) for step in worker.trace.steps])
     return 0
 
 
@@ -65,18 +65,6 @@ def _engine_options(socket: str) -> dict[str, Any]:
             "kv_connector_extra_config": {"socket": socket, "trace": True, "cost_gate": False},
         },
     }
-
-
-def _take_stdout() -> TextIO:
-    """Keep stdout for the answers; what vLLM prints goes to stderr."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return replies
-
-
-def _say(replies: TextIO, **what: Any) -> None:
-    replies.write(json.dumps(what) + "\n")
-    replies.flush()
 
 
 if __name__ == "__main__":

@@ -35,11 +35,6 @@ def save_layers(names: Iterable[str], metadata: Any) -> None:
             connector.save_kv_layer(name, _NOTHING, of_layer)
 
 
-def can_hold_saves() -> bool:
-    """Whether the connector, if there is one, can be told that a layer is not through."""
-    return not has_kv_transfer_group() or hasattr(get_kv_transfer_group(), "holds_saves")
-
-
 def hold_saves(hold: bool) -> None:
     """Let layers not be saved when their attention ends: more tokens of this step will come."""
     if has_kv_transfer_group():
