@@ -12,6 +12,7 @@ import pytest
 
 from banaserve.errors import UserError
 from banaserve.kvstore.tiers.ssd.check import check_folder
+from banaserve.kvstore.tiers.ssd.folder import Folder
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 
 MIB = 2**20
@@ -134,6 +135,7 @@ import os, sys
 from pathlib import Path
 from banaserve.errors import UserError
 from banaserve.kvstore.tiers.ssd.check import check_folder
+from banaserve.kvstore.tiers.ssd.folder import Folder
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 folder = Path(sys.argv[1])
 # Whoever may do everything becomes somebody else.
@@ -208,3 +210,28 @@ def test_a_disk_that_is_full_already_is_no_reason_not_to_serve_what_is_there(
     script = f'mount -t tmpfs -o size=2m tmpfs {tmp_path} && cd {tmp_path}; exec "$0" "$@"'
     said = in_a_process(tmp_path / "log", "fill", "unshare", "-rm", "sh", "-c", script)
     assert said == "served, in use then 0\n"
+
+
+def test_files_are_on_the_disk_before_they_have_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a loss of power leaves an empty one, and the next start refuses the folder."""
+    seen: list[tuple[str, str]] = []
+    real_fsync, real_rename = os.fsync, Path.rename
+
+    def fsync(fd: int) -> None:
+        real_fsync(fd)
+        seen.append(("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))))
+
+    def rename(path: Path, target: Path) -> Path:
+        seen.append(("rename", target.name))
+        return real_rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    folder = Folder(tmp_path / "kv")
+    assert seen == [("fsync", "format.tmp"), ("rename", "format"), ("fsync", "kv")]
+    folder.write_cleared(7)
+    folder.sync()
+    assert seen[3:] == [("fsync", "cleared.tmp"), ("rename", "cleared"), ("fsync", "kv")]
+    folder.close()

@@ -80,16 +80,12 @@ class Folder:
         self._replace(_CLEARED, b"%d\n" % sequence)
 
     def sync(self) -> None:
-        """Make names, and what ``write_cleared`` wrote, survive a loss of power."""
-        fds = [os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)]
+        """Make names, that of what ``write_cleared`` wrote too, survive a loss of power."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            if (self.path / _CLEARED).exists():
-                fds.append(os.open(self.path / _CLEARED, os.O_RDONLY))
-            for fd in reversed(fds):
-                os.fsync(fd)
+            os.fsync(fd)
         finally:
-            for fd in fds:
-                os.close(fd)
+            os.close(fd)
 
     def close(self) -> None:
         """Say that everything is in good order and let others in."""
@@ -143,6 +139,9 @@ class Folder:
         fd = os.open(temporary, flags, 0o600)
         with os.fdopen(fd, "wb") as file:
             file.write(content)
+            file.flush()
+            # Power that fails behind the rename must not leave the name with nothing in it.
+            os.fsync(fd)
         temporary.rename(self.path / name)
 
 
