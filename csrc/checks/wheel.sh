@@ -51,7 +51,40 @@ if [ -z "$cuda" ]; then
     say "no CUDA part: BANASERVE_CUDA=1 make wheel builds one"
     exit
 fi
-"$work/empty/bin/python" -c 'import banaserve._native_cuda'
+# Without a GPU too: arguments are looked at before CUDA is called.
+"$work/empty/bin/python" - <<'EOF'
+import numpy as np
+
+from banaserve import _native_cuda as native
+
+none, one, two = (np.ones(count, np.int64) for count in range(3))
+
+
+def refused(call, arguments, kind, word):
+    try:
+        call(*arguments)
+    except kind as error:
+        assert word in str(error), error
+        return
+    raise AssertionError(f"{call} took {arguments}")
+
+
+for copy in (native.copy_batch, native.copy_by_kernel):
+    copy(none, none, 8, 1)
+    copy(one, one, 0, 1)
+    for arguments, word in [
+        ((one, two, 8, 1), "src"),
+        ((one * 0, one, 8, 1), "dst"),
+        ((one, one * 0, 8, 1), "src"),
+        ((one, one, -1, 1), "num_bytes"),
+        ((one, one, 8, 0), "stream"),
+    ]:
+        refused(copy, arguments, ValueError, word)
+    refused(copy, (one.astype(np.int32), one, 8, 1), TypeError, "dst")
+for arguments, word in [((0, 0), "num_bytes"), ((-1, 0), "num_bytes"), ((1, -1), "device")]:
+    refused(native.GpuSlab, arguments, ValueError, word)
+print("[wheel-check] the CUDA part loads and refuses wrong arguments by name")
+EOF
 cuobjdump=$(command -v cuobjdump || true)
 if [ -z "$cuobjdump" ]; then
     "$work/tools/bin/pip" install nvidia-cuda-cuobjdump

@@ -66,11 +66,14 @@ void bind_slab(nb::module_& module) {
 Nothing on the device may use a granule when it is unmapped, or the slab when it is dropped.
 
 Raises:
-    RuntimeError: The driver refuses.)")
+    ValueError: Names the argument at fault.
+    MemoryError: There are no addresses left.
+    RuntimeError: There is no driver, or it refuses.)")
       .def(
           "__init__",
           [](GpuSlab* self, std::int64_t num_bytes, int device) {
             if (num_bytes <= 0) throw nb::value_error("num_bytes is not positive");
+            if (device < 0) throw nb::value_error("device is negative");
             new (self) GpuSlab(static_cast<std::size_t>(num_bytes), device);
           },
           "num_bytes"_a, "device"_a)

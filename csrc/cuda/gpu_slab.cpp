@@ -29,6 +29,9 @@ void find(Function& function, const char* name) {
 void check(CUresult result, const char* what) {
   if (result == CUDA_SUCCESS) return;
   if (result == CUDA_ERROR_OUT_OF_MEMORY) throw std::bad_alloc();
+  if (result == CUDA_ERROR_INVALID_DEVICE) {
+    throw std::invalid_argument("device is none of this machine's");
+  }
   throw std::runtime_error(std::string(what) + " failed with CUDA error " + std::to_string(result));
 }
 

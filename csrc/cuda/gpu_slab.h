@@ -28,7 +28,8 @@ struct VirtualMemory {
 // the device may use a granule when it is unmapped, or the slab when it ends.
 class GpuSlab {
  public:
-  // Throws std::runtime_error, std::bad_alloc.
+  // Throws std::runtime_error, std::bad_alloc; std::invalid_argument for a device that is not
+  // there.
   GpuSlab(std::size_t num_bytes, int device);
   ~GpuSlab();
   GpuSlab(const GpuSlab&) = delete;
