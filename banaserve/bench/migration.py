@@ -73,7 +73,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")
     add("--runs", type=positive, default=5, help="of each case")
-    add("--contexts", type=int, nargs="+", default=[1000, 6000], metavar="TOKENS")
+    add(
+        "--contexts",
+        type=int,
+        nargs="*",
+        default=[1000, 6000],
+        metavar="TOKENS",
+        help="of the stream while things move; none: only the batch",
+    )
     add(
         "--cases",
         nargs="+",
@@ -81,8 +88,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help=f"default: all with the first context, {', '.join(_CASES_AGAIN)} with the others",
     )
     add("--batch-requests", type=int, default=8, help="of the batch on a small pool; 0: none")
-    add("--batch-prompt-tokens", type=int, default=700)
-    add("--batch-output-tokens", type=int, default=64)
+    add("--batch-prompt-tokens", type=int, default=389, help="which the store holds but for a few")
+    add("--batch-output-tokens", type=int, default=192, help="enough to need one block more")
     add("--batch-runs", type=int, default=3, help="of the batch, before and after each")
     add("--seed", type=int, default=0)
     given = parser.parse_args(list(argv))

@@ -11,7 +11,8 @@ from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.servers import Server
 from banaserve.errors import UserError
 
-_LOOK_S = 0.1
+_LOOK_S = 0.5
+"""A look costs the front door a page of metrics, which two cores feel."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from banaserve.engine.vllm.moves.words import (
     Ask,
     InstancePlacement,
     Migration,
+    MoveContext,
     MoveHeads,
     MoveLayers,
     Return,
@@ -199,12 +200,13 @@ def ended(admin: AdminClient, migration: Migration) -> Migration:
 def random_ask(rng: random.Random) -> Ask:
     """Small ranges more often than large ones; heads of up to three layers."""
     host, target = rng.sample(["d0", "d1", "p0"], 2)
-    kind = rng.choice(["layers", "layers", "heads", "heads", "return"])
+    kind = rng.choice(["layers", "layers", "heads", "heads", "context", "return"])
     if kind == "return":
         return Return(host)
     first = rng.randrange(30)
-    if kind == "layers":
-        return MoveLayers(host, target, (first, min(30, first + rng.choice([1, 2, 5, 10]))))
+    if kind != "heads":
+        move = MoveLayers if kind == "layers" else MoveContext
+        return move(host, target, (first, min(30, first + rng.choice([1, 2, 5, 10]))))
     layers = rng.sample(range(30), rng.randint(1, 3))
     return MoveHeads(
         host, target, {n: tuple(sorted(rng.sample(range(3), rng.randint(1, 3)))) for n in layers}

@@ -1,4 +1,4 @@
-"""Layers and heads move between running instances under load, and no token changes.
+"""Layers, heads and older blocks move between instances under load, and no token changes.
 
 Greedy, float32, SmolLM2, the store on; what has moved away is poisoned with NaN at its source.
 Then guests, hosts and targets die or stand still: every stream ends with right tokens (greedy
@@ -28,7 +28,7 @@ import migration_load as loads
 from banaserve import models
 from banaserve.api.admin_client import AdminClient
 from banaserve.bench.servers import Server, banaserve_server
-from banaserve.engine.vllm.moves.words import MoveHeads, MoveLayers, Return
+from banaserve.engine.vllm.moves.words import MoveContext, MoveHeads, MoveLayers, Return
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
 from observing import until
@@ -103,12 +103,14 @@ def test_prefill_lends_to_decode_and_decode_to_prefill_at_once(server, admin, re
         loads.done(admin, Return("d0"))
 
 
-def test_heads_and_layers_of_one_instance_and_on_to_a_third(server, admin, reference):
+def test_heads_layers_and_older_blocks_of_one_instance_and_on_to_a_third(server, admin, reference):
     with loads.streaming(server, reference, NUM_STREAMS) as load:
         loads.done(admin, MoveHeads("d0", "p0", {2: (0, 2), 5: (1,)}))
         loads.done(admin, MoveLayers("d0", "p0", (10, 14)))
+        loads.done(admin, MoveContext("d0", "p0", (16, 20)))
         load.wait_tokens(40)
-        assert len(loads.placed(admin, "d0").units) == 2
+        assert len(loads.placed(admin, "d0").units) == 3
+        loads.done(admin, MoveContext("d0", "d1", (16, 20)))
         loads.done(admin, MoveLayers("d0", "d1", (10, 14)))
         loads.done(admin, MoveHeads("d0", "d1", {2: (0, 2), 5: (1,)}))
         assert {unit.at for unit in loads.placed(admin, "d0").units} == {"d1"}
