@@ -18,6 +18,7 @@ SCHEDULERS = ("vllm", "preble")
 MINIATURE = "miniature"
 """The model that runs in the place of a modelled one."""
 MOST_STEP_PARTS = 64
+LEAST_GUEST_SHARE = 0.05
 """Beyond that a part of the largest steps is smaller than it pays to send."""
 
 _MAX_DILATION = 1000.0
@@ -88,6 +89,7 @@ class ServeConfig:
         migration_stall_s: How long a guest may be silent beyond what its work should take.
         migration_overlap: Parts that a step is cut into at most, so that an instance and the guests
             of its layers compute at once; 1: it waits for them.
+        migration_guest_share: Of an instance's device that guests beside it may take.
         migration_poison: Overwrite KV that has moved away with NaN: for tests.
         pace: Profile of the GPU and model whose time is modelled; empty for real time.
         dilate: Wall seconds of one modelled second.
@@ -129,6 +131,7 @@ class ServeConfig:
     migration_kv_growth: float = 2.0
     migration_stall_s: float = 1.0
     migration_overlap: int = 1
+    migration_guest_share: float = 1.0
     migration_poison: bool = False
     pace: str = ""
     dilate: float = 1.0
@@ -234,6 +237,9 @@ def _check_numbers(config: ServeConfig) -> None:
             f"--migration-overlap {config.migration_overlap}: 1 (an instance waits for its guests) "
             f"to {MOST_STEP_PARTS} parts of a step"
         )
+    if not LEAST_GUEST_SHARE <= config.migration_guest_share <= 1:
+        given = f"{config.migration_guest_share:g}"
+        raise UserError(f"--migration-guest-share {given}: {LEAST_GUEST_SHARE:g} to 1 of a device")
     if not 0 < config.dilate <= _MAX_DILATION:
         raise UserError(f"--dilate {config.dilate:g}: above 0 and at most {_MAX_DILATION:g}")
     if not 0.0 < config.kv_store_tenant_quota <= 1.0:

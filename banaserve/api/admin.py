@@ -19,7 +19,8 @@ from banaserve.api.errors import error_response
 from banaserve.api.limits import BodyLimit
 from banaserve.engine.vllm.moves.coordinator import Coordinator
 from banaserve.engine.vllm.moves.placements import placement_of
-from banaserve.engine.vllm.moves.words import Ask, Migration, OverlapAsk
+from banaserve.engine.vllm.moves.shares import share
+from banaserve.engine.vllm.moves.words import Ask, Migration, OverlapAsk, ShareAsk
 
 _MAX_BODY_BYTES = 1 << 20
 
@@ -66,6 +67,7 @@ def admin_app(coordinator: Coordinator, control: Control | None = None) -> ASGIA
         Route(f"{PREFIX}/migrations/{{id}}", _show(coordinator), methods=["GET"]),
         Route(f"{PREFIX}/migrations/{{id}}", _abort(coordinator), methods=["DELETE"]),
         Route(f"{PREFIX}/overlap", _overlap(coordinator), methods=["POST"]),
+        Route(f"{PREFIX}/share", _share(coordinator), methods=["POST"]),
     ]
     if control is not None:
         routes += control_routes(control, coordinator)
@@ -131,6 +133,15 @@ def _overlap(coordinator: Coordinator) -> Endpoint:
         return answer(await coordinator.overlap(ask))
 
     return overlap
+
+
+def _share(coordinator: Coordinator) -> Endpoint:
+    @refusing
+    async def bound(request: Request) -> Response:
+        ask = msgspec.json.decode(await request.body(), type=ShareAsk)
+        return answer(await share(coordinator, ask))
+
+    return bound
 
 
 def _known(coordinator: Coordinator, request: Request) -> Migration | None:

@@ -20,6 +20,8 @@ from banaserve.engine.vllm.moves.words import (
     OverlapAsk,
     Overlapping,
     Placement,
+    ShareAsk,
+    Sharing,
 )
 from banaserve.errors import UserError
 
@@ -80,6 +82,14 @@ class AdminClient:
             UserError: It is refused, or the server cannot be reached.
         """
         return self._call("POST", "/admin/overlap", Overlapping, msgspec.json.encode(ask))
+
+    def share(self, ask: ShareAsk) -> Sharing:
+        """Bound what guests beside an instance take of its device.
+
+        Raises:
+            UserError: It is refused, or the server cannot be reached.
+        """
+        return self._call("POST", "/admin/share", Sharing, msgspec.json.encode(ask))
 
     def placement(self) -> Placement:
         """What runs where.

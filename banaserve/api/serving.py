@@ -92,7 +92,14 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
         client = await _connect(parts, cluster)
         stack.callback(client.shutdown)
         coordinator = await stack.enter_async_context(
-            moving(cluster, parts.launcher, parts.engine_config, parts.run.logs, parts.run.sockets)
+            moving(
+                cluster,
+                parts.launcher,
+                parts.engine_config,
+                parts.run.logs,
+                parts.run.sockets,
+                parts.config.migration_guest_share,
+            )
         )
         control = await stack.enter_async_context(_controlling(parts.config, cluster, coordinator))
         app = _with_admin(parts, await _app(parts, client, cluster), coordinator, control)

@@ -20,6 +20,8 @@ from banaserve.engine.vllm.moves.words import (
     MoveLayers,
     OverlapAsk,
     Return,
+    ShareAsk,
+    Sharing,
 )
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size
@@ -123,6 +125,34 @@ def overlap(
         return
     how = "waits for its guests" if parts == 1 else f"cuts steps into up to {parts} parts"
     print(f"{instance} {how}" + (f", but: {found.why_not}" if found.why_not else ""))
+
+
+@app.command()
+def share(
+    instance: Annotated[str, typer.Option("--beside", help="The instance whose device it is.")],
+    fraction: Annotated[float, typer.Option("--fraction", help="That guests beside it may take.")],
+    run_dir: RunDirOption = None,
+    url: UrlOption = None,
+    admin_key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bound what guests beside an instance take of its device, until the server ends."""
+    found = admin_client(run_dir, url, admin_key).share(ShareAsk(instance, fraction))
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(found)))
+        return
+    print(_shared(found))
+
+
+def _shared(found: Sharing) -> str:
+    line = f"guests beside {found.instance} take at most {found.fraction:.0%} of its device"
+    if not found.num_guests:
+        return line
+    line += f": {found.num_guests} of them {found.busy_fraction:.0%} lately, its steps take "
+    line += f"{found.predicted_slow_down:.2f} times as long"
+    if found.measured_slow_down is not None:
+        line += f" by that, {found.measured_slow_down:.2f} times as measured"
+    return line
 
 
 def _migrate(client: AdminClient, ask: Ask, as_json: bool) -> None:

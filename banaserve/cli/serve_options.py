@@ -106,6 +106,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         migration_kv_growth=known.migration_kv_growth,
         migration_stall_s=known.migration_stall,
         migration_overlap=known.migration_overlap,
+        migration_guest_share=known.migration_guest_share,
         migration_poison=known.migration_poison,
         pace=known.pace,
         dilate=known.dilate,
@@ -264,6 +265,13 @@ def _add_migration(parser: argparse.ArgumentParser) -> None:
         metavar="PARTS",
         help="cut steps into at most so many parts, so that an instance and the guests of its "
         "layers compute at once; 1: it waits for them",
+    )
+    add(
+        "--migration-guest-share",
+        type=float,
+        default=_DEFAULTS.migration_guest_share,
+        metavar="FRACTION",
+        help="of an instance's device, that guests of others beside it may take together",
     )
     add("--migration-poison", action="store_true", help="fill what moved away with NaN: for tests")
 

@@ -35,6 +35,7 @@ class Engine:
         lost_answers: Methods that do their work and answer with an error.
         still: Methods that the host does not come to, as if it were stopped.
         late: Methods that do their work and never answer.
+        shares: What each guest was told last.
         busy: Replies of shrinking, one after the other; then none is in the way.
     """
 
@@ -52,6 +53,7 @@ class Engine:
         self.units: dict[str, dict[str, Any]] = {}
         self.sources: dict[str, str | None] = {}
         self.epoch = 1
+        self.shares: dict[str, float] = {}
         self.guests_lost = 0
         self.pool_blocks = NUM_BLOCKS
         self.pool_sizes: list[int] = []
@@ -119,6 +121,10 @@ class Engine:
     def _overlap(self, most_parts: int) -> dict[str, Any]:
         facts = {"why_not": "", "steps_cut": 0, "steps_waited": 0, "parts": 0}
         return {"most_parts": most_parts, "prediction_error": 0.0, **facts}
+
+    def _share(self, guest_id: str, fraction: float) -> dict[str, Any]:
+        self.shares[guest_id] = fraction
+        return {"share": fraction}
 
     def _precopy(self, move_id: str) -> dict[str, Any]:
         move = self.moves[move_id]
@@ -204,6 +210,7 @@ class Instance:
         self.id = InstanceId(name)
         self.role = Role.DECODE
         self.incarnation = 1
+        self.pid = 0
         self.engine = Engine(cannot)
         self.llm: Any = self.engine
         self.guests = (0, 0.0)

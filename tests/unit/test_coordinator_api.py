@@ -245,6 +245,18 @@ def test_overlap_is_switched_while_an_instance_serves(banaserve, server, capsys)
     assert "nobody" in capsys.readouterr().err
 
 
+def test_what_guests_may_take_is_bounded_while_they_serve(banaserve, server, capsys):
+    bound = ("migrate", "share", "--beside", "p1", "--fraction")
+    assert banaserve(*bound, "0.4") == 0
+    assert capsys.readouterr().out == "guests beside p1 take at most 40% of its device\n"
+    assert banaserve(*bound, "1", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["fraction"] == 1.0
+    assert banaserve(*bound, "0.01") == 2
+    assert "0.05 to 1 of a device, not 0.01" in capsys.readouterr().err
+    assert banaserve("migrate", "share", "--beside", "nobody", "--fraction", "0.5") == 2
+    assert "nobody" in capsys.readouterr().err
+
+
 def test_a_migration_that_fails_is_exit_code_2(banaserve, server, capsys):
     server.cluster.engine.faults = {"preparing": "the guest refuses"}
     assert banaserve("migrate", "layers", "--from", "d0", "--to", "p0", "--layers", "1:2") == 2

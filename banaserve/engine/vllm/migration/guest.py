@@ -17,6 +17,7 @@ from vllm.config import VllmConfig
 
 from banaserve.engine.vllm import compat_migration as compat
 from banaserve.engine.vllm.migration import messages
+from banaserve.engine.vllm.migration.device_share import DeviceShare
 from banaserve.engine.vllm.migration.giving_way import run_giving_way
 from banaserve.engine.vllm.migration.guest_post import GuestPost
 from banaserve.engine.vllm.migration.guest_units import ContextUnit, HeadsUnit, LayersUnit
@@ -54,7 +55,8 @@ class Guest:
         self._host: str | None = None
         self._units: dict[str, Unit] = {}
         self._step: tuple[int, HeadsUnit.Step] | None = None
-        self._busy_s = 0.0
+        self._share = DeviceShare()
+        self._told_busy_s = 0.0
         self._num_runs = 0
 
     def serve(self) -> None:
@@ -98,6 +100,8 @@ class Guest:
             case messages.Release():
                 if unit := self._units.pop(request.unit_id, None):
                     unit.close()
+            case messages.SetShare():
+                self._share.bound(request.fraction)
             case messages.GetUsage():
                 return self._usage(), Parcel()
         return messages.Done(), Parcel()
@@ -140,15 +144,15 @@ class Guest:
         if not isinstance(unit, LayersUnit):
             raise ProtocolError(f"{request.unit_id} are no layers")
         self._post.expect(request.num_follow)
-        returned = unit.run(request.step, request.arguments, message.tensors)
+        returned = unit.run(request.step, request.arguments, message.tensors, self._share.computing)
         values = returned if isinstance(returned, tuple) else (returned,)
         parcel = Parcel()
         indices = tuple(None if value is None else parcel.put(value) for value in values)
-        seconds = self._count(began_s)
+        self._num_runs += 1
+        seconds = time.perf_counter() - began_s
         return messages.Outputs(isinstance(returned, tuple), indices, seconds), parcel
 
     def _run_heads(self, request: messages.RunHeads, message: Message) -> Answer:
-        began_s = time.perf_counter()
         unit = self._unit(request.unit_id, request.epoch)
         if not isinstance(unit, HeadsUnit):
             raise ProtocolError(f"{request.unit_id} are no heads")
@@ -158,19 +162,20 @@ class Guest:
             raise ProtocolError(f"step {request.step_id} has not been described")
         query, key, value = (from_wire(tensor) for tensor in message.tensors[:3])
         parcel = Parcel()
-        parcel.put(unit.run(request.name, self._step[1], query, key, value))
-        self._count(began_s)
+        with self._share.computing():
+            parcel.put(unit.run(request.name, self._step[1], query, key, value))
+        self._num_runs += 1
         return messages.Outputs(False, (0,)), parcel
 
     def _run_context(self, request: messages.RunContext, message: Message) -> Answer:
-        began_s = time.perf_counter()
         unit = self._unit(request.unit_id, request.epoch)
         if not isinstance(unit, ContextUnit):
             raise ProtocolError(f"{request.unit_id} are no older blocks")
-        part = unit.run(request.name, request.step_id, request.step, message.tensors)
+        with self._share.computing():
+            part = unit.run(request.name, request.step_id, request.step, message.tensors)
         parcel = Parcel()
         indices = parcel.put(part.output), parcel.put(part.lse)
-        self._count(began_s)
+        self._num_runs += 1
         return messages.Outputs(True, indices), parcel
 
     def _unit(self, unit_id: str, epoch: int | None = None) -> Unit:
@@ -181,15 +186,10 @@ class Guest:
             raise MigrationError(f"{unit_id} is at epoch {unit.epoch}, not {epoch}")
         return unit
 
-    def _count(self, began_s: float) -> float:
-        seconds = time.perf_counter() - began_s
-        self._busy_s += seconds
-        self._num_runs += 1
-        return seconds
-
     def _usage(self) -> messages.Usage:
         memory = psutil.Process().memory_full_info()
-        busy_s, self._busy_s = self._busy_s, 0.0
+        busy_s = self._share.busy_s - self._told_busy_s
+        self._told_busy_s = self._share.busy_s
         num_runs, self._num_runs = self._num_runs, 0
         weights = sum(unit.weight_bytes for unit in self._units.values())
         return messages.Usage(memory.rss, memory.uss, weights, busy_s, num_runs)

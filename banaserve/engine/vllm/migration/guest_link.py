@@ -42,6 +42,7 @@ class GuestLink:
         round_trips: Steps that it has answered.
         described_step: Whose metadata it has last been sent with heads.
         run_s: What it took to compute the layers that it has answered with last.
+        share: Fraction of the time that it may compute for: it stands still in between.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class GuestLink:
         self.round_trips = 0
         self.described_step = 0
         self.run_s = 0.0
+        self.share = 1.0
         self._posted_s: deque[float] = deque()
         self._answered_s = 0.0
         self._channel = channel
@@ -151,7 +153,7 @@ class GuestLink:
         self._lock.acquire()
         try:
             self._refuse_lost()
-            self._send(request, parcel, self._stall_s)
+            self._send(request, parcel, self._stall_s / self.share)
             self._posted_s.append(self._sent_s)
         except TransportError as error:
             self._lock.release()
@@ -231,7 +233,7 @@ class GuestLink:
         """
         asked_s = time.perf_counter()
         until_s = asked_s + deadline_s
-        still_s = max(still_s, self._stall_s)
+        still_s = max(still_s, self._stall_s / self.share)
         while True:
             try:
                 return self._channel.receive(self._stall_s / _LOOKS)

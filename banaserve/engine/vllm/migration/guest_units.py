@@ -12,6 +12,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from banaserve import linux
 from banaserve.engine.vllm.migration.head_attention import HeadAttention
+from banaserve.engine.vllm.migration.layer_chain import Around
 from banaserve.engine.vllm.migration.messages import Build, BuildContext, BuildHeads, BuildLayers
 from banaserve.engine.vllm.migration.older_blocks import OlderBlocks
 from banaserve.engine.vllm.migration.parcel import dtype_named, from_wire, restore
@@ -120,10 +121,14 @@ class LayersUnit(_Unit):
         self._stage.bind(self._offer(transport, request, heads, epoch))
 
     def run(
-        self, step: Mapping[str, Any], arguments: Mapping[str, Any], tensors: Sequence[Tensor]
+        self,
+        step: Mapping[str, Any],
+        arguments: Mapping[str, Any],
+        tensors: Sequence[Tensor],
+        around: Around,
     ) -> Any:
         common = common_from(restore(step, tensors))
-        return self._stage.run(common, restore(arguments, tensors))
+        return self._stage.run(common, restore(arguments, tensors), around)
 
     def close(self) -> None:
         self._stage.close()

@@ -10,7 +10,6 @@ from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.guest_link import GuestLink
 from banaserve.engine.vllm.migration.host_kv import HostKv, blocks_gained
 from banaserve.engine.vllm.migration.lost_steps import LostSteps
-from banaserve.engine.vllm.migration.messages import GetUsage, Usage
 from banaserve.engine.vllm.migration.modules import (
     ModelShape,
     Modules,
@@ -270,8 +269,8 @@ class MigrationHost:
         link.close()
         del self.links[guest_id]
 
-    def usage(self, guest_id: str) -> Usage:
-        """What a guest that is not building takes.
+    def free_link(self, guest_id: str) -> GuestLink:
+        """To a guest that answers at once: one that is not building.
 
         Raises:
             MigrationError: It is, or is not attached, or is lost.
@@ -279,7 +278,7 @@ class MigrationHost:
         link = self._link(guest_id)
         if any(m.phase is Phase.PREPARING and m.target is link for m in self.moves):
             raise MigrationError(f"guest {guest_id} is building: ask later")
-        return link.ask(GetUsage(), Usage)
+        return link
 
     @property
     def blocks_gained(self) -> int:

@@ -45,4 +45,5 @@ def status_of(host: MigrationHost, memory: bool) -> dict[str, Any]:
 
 def _guest(link: GuestLink) -> dict[str, Any]:
     state = "ready" if link.lost is None else "lost"
-    return {"state": state, "reason": link.lost or "", "round_trips": link.round_trips}
+    facts = {"round_trips": link.round_trips, "share": link.share}
+    return {"state": state, "reason": link.lost or "", **facts}

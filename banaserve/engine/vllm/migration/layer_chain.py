@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class LayerChain:
@@ -19,17 +22,19 @@ class LayerChain:
     def __len__(self) -> int:
         return len(self._layers)
 
-    def run(self, arguments: Mapping[str, Any]) -> Any:
+    def run(self, arguments: Mapping[str, Any], around: Around = contextlib.nullcontext) -> Any:
         """What the last layer returns.
 
         Args:
             arguments: Of the first layer, by parameter name; those of the others are the same
                 but for what the layer before has returned.
+            around: Each layer runs within one.
         """
         given = dict(arguments)
         returned: Any = None
         for layer, names in zip(self._layers, self._names, strict=True):
-            returned = layer(**{k: v for k, v in given.items() if k in names})
+            with around():
+                returned = layer(**{k: v for k, v in given.items() if k in names})
             given |= as_arguments(returned)
         return returned
 

@@ -158,9 +158,15 @@ class GetUsage(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class SetShare(msgspec.Struct, frozen=True, tag=True):
+    """Compute for at most this fraction of the time from here on, in (0, 1]."""
+
+    fraction: float
+
+
 Build = BuildLayers | BuildHeads | BuildContext
 Run = RunLayers | RunHeads | RunContext
-Request = Hello | Build | Activate | Release | Run | GetUsage
+Request = Hello | Build | Activate | Release | Run | GetUsage | SetShare
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -207,7 +213,7 @@ class Usage(msgspec.Struct, frozen=True, tag=True):
         resident_bytes: Of the whole process, pages that it shares with its parent included.
         own_bytes: Of pages that no other process shares.
         weight_bytes: Of the layers that it has built.
-        busy_s: Spent computing since it was asked last.
+        busy_s: Processor time spent computing since it was asked last, of all its threads alike.
         num_runs: Runs of units since then.
     """
 

@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from banaserve.engine.vllm import compat_migration as compat
 from banaserve.engine.vllm.migration.giving_way import run_giving_way
-from banaserve.engine.vllm.migration.layer_chain import LayerChain
+from banaserve.engine.vllm.migration.layer_chain import Around, LayerChain
 from banaserve.errors import MigrationError
 
 
@@ -70,13 +70,16 @@ class Stage:
                 spec, list(self.attentions), self._config, self._device
             )
 
-    def run(self, common: CommonAttentionMetadata, arguments: Mapping[str, Any]) -> Any:
+    def run(
+        self, common: CommonAttentionMetadata, arguments: Mapping[str, Any], around: Around
+    ) -> Any:
         """One step through all layers.
 
         Args:
             common: The host's batch.
             arguments: Of the first layer, by parameter name; those of the others are the same
                 but for what the layer before has returned.
+            around: Each layer runs within one.
 
         Returns:
             What the last layer returns.
@@ -91,7 +94,7 @@ class Stage:
                 slot_mapping=dict.fromkeys(self.attentions, common.slot_mapping),
             ),
         ):
-            return self._chain.run(arguments)
+            return self._chain.run(arguments, around)
 
     def close(self) -> None:
         """Let go of weights and KV."""

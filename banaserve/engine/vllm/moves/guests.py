@@ -20,6 +20,7 @@ from banaserve.engine.vllm.launcher import Launcher
 from banaserve.engine.vllm.migration.guest_address import GuestAddress
 from banaserve.engine.vllm.moves.guest_usage import Usage
 from banaserve.engine.vllm.moves.host_link import HostLink
+from banaserve.engine.vllm.moves.shares import Shares
 from banaserve.engine.vllm.moves.timeouts import Stage, timeout_s
 from banaserve.errors import MigrationError
 from banaserve.types import InstanceId
@@ -39,6 +40,7 @@ class Guest:
         idle_since_s: Since when it has neither; None while it has.
         detached_s: When its host has let go of it; it ends by itself then.
         stopped: How often in a row it has been seen stopped by a signal.
+        share: Of its target's device, that it has been told to take at most.
     """
 
     address: GuestAddress
@@ -50,6 +52,7 @@ class Guest:
     idle_since_s: float | None = None
     detached_s: float | None = None
     stopped: int = 0
+    share: float = 1.0
     usage: Usage = field(default_factory=Usage)
 
     @property
@@ -79,6 +82,10 @@ class Guests:
         sockets: Private folder of the run, with a short path.
         transport: By which KV travels.
         on_end: Called when a guest's process has ended, whatever the reason.
+        share: Of an instance's device that guests beside it may take, unless it is set for one.
+
+    Attributes:
+        shares: What guests may take.
     """
 
     def __init__(
@@ -88,7 +95,9 @@ class Guests:
         sockets: Path,
         transport: str,
         on_end: Callable[[Guest], None],
+        share: float = 1.0,
     ) -> None:
+        self.shares = Shares(share)
         self._launcher = launcher
         self._logs = logs
         self._sockets = sockets
@@ -104,6 +113,14 @@ class Guests:
 
     def get(self, guest_id: str) -> Guest | None:
         return self._guests.get(guest_id)
+
+    def beside(self, target: InstanceId) -> list[Guest]:
+        """All whose target it is."""
+        return [guest for guest in self if guest.target == target]
+
+    def share_of(self, guest: Guest) -> float:
+        """Of its target's device, that a guest may take."""
+        return self.shares.bound(guest.target) / max(1, len(self.beside(guest.target)))
 
     def free_for(self, host: InstanceId, target: InstanceId, *, layers: bool) -> Guest | None:
         """A guest that can take another unit: one that serves would stand still to load layers."""
@@ -134,6 +151,9 @@ class Guests:
         try:
             await link.call("attach", msgspec.to_builtins(address))
             await self._until_ready(guest, link)
+            if (fraction := self.share_of(guest)) < 1.0:
+                await link.call("share", guest.id, fraction)
+                guest.share = fraction
         except BaseException:
             guest.kill()
             raise

@@ -23,6 +23,7 @@ class HostInstance(Protocol):
     id: InstanceId
     role: Role
     incarnation: int
+    pid: int
     llm: Any
 
     @property

@@ -10,6 +10,7 @@ import msgspec
 
 from banaserve.engine.vllm.migration.host_kv import blocks_gained
 from banaserve.engine.vllm.migration.modules import Modules, read_modules
+from banaserve.engine.vllm.moves.core_waits import CoreWaits
 from banaserve.engine.vllm.moves.guests import Guests
 from banaserve.engine.vllm.moves.host_link import HostInstance, HostLink
 from banaserve.engine.vllm.moves.planner import Away, num_pages
@@ -28,6 +29,8 @@ class Hosted:
         status: What the host last said; None before it has.
         since_s: When each unit came to where it is, on the event loop's clock.
         changed_s: When a unit last moved; None where none has.
+        slow_down: How many times as long as on an idle device its threads have lately taken; None
+            where they have hardly run.
         grown_blocks: By how much the pool is larger than at the start, as far as it was us.
     """
 
@@ -39,6 +42,8 @@ class Hosted:
         self.status: Reply | None = None
         self.since_s: dict[str, float] = {}
         self.changed_s: float | None = None
+        self.core_waits = CoreWaits()
+        self.slow_down: float | None = None
         self.grown_blocks = 0
         self._facts = facts
         self._link: HostLink | None = None

@@ -38,6 +38,17 @@ GUEST_BYTES = Gauge("banaserve_guest_bytes", "Memory of guests beside an instanc
 GUEST_BUSY = Gauge(
     "banaserve_guest_busy_fraction", "CPU time of guests beside an instance", ["instance_id"]
 )
+GUEST_SHARE = Gauge(
+    "banaserve_guest_share_fraction",
+    "Of an instance's device, that guests beside it may take",
+    ["instance_id"],
+)
+SLOW_DOWN = Gauge(
+    "banaserve_guest_slow_down",
+    "How many times as long an instance computes beside guests: predicted from the time that they "
+    "take, measured as the kernel counts what its threads wait for processors",
+    ["instance_id", "kind"],
+)
 UNITS_AWAY = Gauge(
     "banaserve_units_away", "Units of an instance that run elsewhere", ["instance_id"]
 )

@@ -21,14 +21,23 @@ TRANSPORT = "shm"
 
 @contextlib.asynccontextmanager
 async def moving(
-    cluster: Cluster, launcher: Launcher, config: VllmConfig, logs: Path, sockets: Path
+    cluster: Cluster,
+    launcher: Launcher,
+    config: VllmConfig,
+    logs: Path,
+    sockets: Path,
+    guest_share: float,
 ) -> AsyncIterator[Coordinator]:
-    """A coordinator for the instances of ``cluster``, with everything that looks after guests."""
+    """A coordinator for the instances of ``cluster``, with everything that looks after guests.
+
+    Args:
+        guest_share: Of an instance's device that guests beside it may take.
+    """
 
     def guest_ended(guest: Guest) -> None:
         overseer.guest_ended(guest)
 
-    guests = Guests(launcher, logs, sockets, TRANSPORT, guest_ended)
+    guests = Guests(launcher, logs, sockets, TRANSPORT, guest_ended, guest_share)
     facts = model_facts(config)
     coordinator = Coordinator(cluster.instances, guests, facts, machine_available_bytes)
     overseer = Overseer(coordinator)

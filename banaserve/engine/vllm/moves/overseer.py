@@ -7,7 +7,7 @@ import contextlib
 import logging
 from typing import Any
 
-from banaserve.engine.vllm.moves import guest_usage, metrics
+from banaserve.engine.vllm.moves import guest_usage, metrics, shares
 from banaserve.engine.vllm.moves.asking import modules_of
 from banaserve.engine.vllm.moves.coordinator import Coordinator
 from banaserve.engine.vllm.moves.guests import Guest
@@ -69,6 +69,7 @@ class Overseer:
     async def _look(self, number: int) -> None:
         await asyncio.gather(*(self._look_at(h) for h in self._coordinator.hosts.values()))
         self._end_stopped_guests()
+        await shares.settle(self._guests, self._coordinator.hosts)
         if number % _USAGE_EVERY == 0:
             await self._count_usage()
 
@@ -190,7 +191,9 @@ class Overseer:
             if usage is not None:
                 guest.usage = usage
         for name, hosted in self._coordinator.hosts.items():
-            here = [guest for guest in self._guests if guest.target == name]
+            here = self._guests.beside(name)
+            hosted.slow_down = hosted.core_waits.slow_down(hosted.instance.pid)
+            shares.count(shares.sharing_of(self._coordinator, hosted))
             num_bytes = sum(guest.usage.num_bytes for guest in here)
             busy = sum(guest.usage.busy_fraction for guest in here)
             metrics.GUESTS.labels(name).set(len(here))

@@ -7,6 +7,7 @@ import asyncio
 from banaserve.engine.vllm.migration.modules import Modules, write_modules
 from banaserve.engine.vllm.moves.coordinator import Coordinator
 from banaserve.engine.vllm.moves.hosted import Hosted
+from banaserve.engine.vllm.moves.shares import sharing_of
 from banaserve.engine.vllm.moves.sizes import kv_bytes, weight_bytes
 from banaserve.engine.vllm.moves.words import (
     GuestStatus,
@@ -28,6 +29,7 @@ async def placement_of(coordinator: Coordinator) -> Placement:
             guest.pid,
             guest.usage.num_bytes,
             guest.usage.busy_fraction,
+            guest.share,
         )
         for guest in coordinator.guests
     ]
@@ -58,6 +60,7 @@ async def _of(coordinator: Coordinator, hosted: Hosted) -> InstancePlacement:
         units=_units(coordinator, hosted),
         guests_lost=status["guests_lost"],
         steps_lost=status["steps_lost"],
+        sharing=sharing_of(coordinator, hosted),
     )
 
 

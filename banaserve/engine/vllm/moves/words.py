@@ -156,6 +156,32 @@ class Overlapping(msgspec.Struct, frozen=True):
     prediction_error: float
 
 
+class ShareAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Let guests beside an instance take at most this fraction of its device, all together."""
+
+    instance: str
+    fraction: float
+
+
+class Sharing(msgspec.Struct, frozen=True):
+    """What guests beside an instance take of its device, and what that costs its own streams.
+
+    Attributes:
+        fraction: That they may take.
+        busy_fraction: That they have taken lately.
+        predicted_slow_down: How many times as long steps take beside them, by ``busy_fraction``.
+        measured_slow_down: The same by the kernel's accounts of the instance's threads, whoever
+            kept them waiting; None where they have hardly run.
+    """
+
+    instance: str
+    fraction: float
+    num_guests: int
+    busy_fraction: float
+    predicted_slow_down: float
+    measured_slow_down: float | None
+
+
 class UnitPlace(msgspec.Struct, frozen=True):
     """A unit that is away.
 
@@ -180,6 +206,7 @@ class GuestStatus(msgspec.Struct, frozen=True):
     Attributes:
         num_bytes: Memory that is its own.
         busy_fraction: Share of wall time that it computes, in [0, 1].
+        share: Of its target's device that it may take.
     """
 
     guest_id: str
@@ -188,6 +215,7 @@ class GuestStatus(msgspec.Struct, frozen=True):
     pid: int
     num_bytes: int
     busy_fraction: float
+    share: float = 1.0
 
 
 class InstancePlacement(msgspec.Struct, frozen=True):
@@ -199,6 +227,7 @@ class InstancePlacement(msgspec.Struct, frozen=True):
         units: Away. What is not listed is at home.
         num_blocks: Of its pool at present; ``blocks_gained`` of them are due to what is away.
         kv_bytes: Memory that backs its KV cache at present.
+        sharing: With guests beside it; None where it does not answer.
     """
 
     id: str
@@ -214,6 +243,7 @@ class InstancePlacement(msgspec.Struct, frozen=True):
     units: list[UnitPlace] = []
     guests_lost: int = 0
     steps_lost: int = 0
+    sharing: Sharing | None = None
 
 
 class Placement(msgspec.Struct, frozen=True):
