@@ -3,6 +3,8 @@
 One engine on one core moves layers to a guest on another, which is idle else. Prompts are prefilled
 and batches decode with all layers at home, with ranges away and waited for, and with the same
 ranges away and steps in parts; then by vLLM's own pipeline of two stages, on the same two cores.
+Last, a second engine serves streams of its own on the guest's core, for several shares of it that
+the guest may take.
 """
 
 from __future__ import annotations
@@ -14,38 +16,26 @@ import random
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.progress import Progress
 
 from banaserve import models
 from banaserve.arguments import Parser, positive
-from banaserve.bench import result
+from banaserve.bench import overlap_figures as figures
+from banaserve.bench import overlap_neighbour, result
 from banaserve.bench.servers import end_on_sigterm
 from banaserve.bench.told_engine import ToldEngine, told_engine
+from banaserve.config import LEAST_GUEST_SHARE, MOST_STEP_PARTS
 from banaserve.errors import UserError
 
 _NUM_LAYERS = 30
 _FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
 _WAITING = 1
-
-
-class _Load(NamedTuple):
-    """What is served at once.
-
-    Attributes:
-        name: ``prefill``, ``ttft``, or ``decode_`` and the batch.
-        gain: Of its figures.
-    """
-
-    name: str
-    gain: str
-    num_requests: int
-    prompt_tokens: int
-    output_tokens: int
-
-
-_Samples = dict[str, tuple[list[float], str]]
+_WARM_PROMPT_TOKENS, _WARM_TOKENS = 512, 4
+_FED_TOKENS = 512
+"""Of the prompts that keep a guest busy: short, so that the last one soon ends."""
+_OWN_STREAMS, _OWN_PROMPT_TOKENS = 4, 64
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,24 +58,37 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=2000)
     add("--long-prompt-tokens", type=int, default=4000, help="of the one whose first token counts")
     add("--batches", type=int, nargs="*", default=[1, 8, 32], help="that decode")
+    add("--batch-prompt-tokens", type=positive, default=64, help="of each request of a batch")
     add("--output-tokens", type=int, default=48, help="of each request of a batch that decodes")
     add("--step-tokens", type=int, default=2048, help="that a step has at most")
     add("--stage-step-tokens", type=int, default=512, help="the same of vLLM's own pipeline")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add("--no-stages", action="store_true", help="without vLLM's own pipeline")
+    add("--shares", type=float, nargs="*", default=[1.0, 0.5, 0.25], help="that the guest may take")
+    add("--own-tokens", type=positive, default=96, help="of each stream on the guest's core")
     add("--seed", type=int, default=0)
     given = parser.parse_args(list(argv))
     if not all(0 < layers < _NUM_LAYERS for layers in given.layers):
         raise UserError(f"--layers: between 1 and {_NUM_LAYERS - 1} of them can be away")
+    if not 1 < given.parts <= MOST_STEP_PARTS:
+        raise UserError(f"--parts {given.parts}: 2 to {MOST_STEP_PARTS} parts of a step")
+    if not all(LEAST_GUEST_SHARE <= share <= 1 for share in given.shares):
+        raise UserError(f"--shares: {LEAST_GUEST_SHARE:g} to 1 of a core")
     return given
 
 
-def _loads(given: argparse.Namespace) -> list[_Load]:
+def _loads(given: argparse.Namespace) -> list[figures.Load]:
     return [
-        _Load("prefill", "prefill_gain", given.requests, given.prompt_tokens, 16),
-        _Load("ttft", "ttft_gain", 1, given.long_prompt_tokens, 1),
+        figures.Load("prefill", "prefill_gain", given.requests, given.prompt_tokens, 16),
+        figures.Load("ttft", "ttft_gain", 1, given.long_prompt_tokens, 1),
         *(
-            _Load(f"decode_{batch}", f"decode_gain_{batch}", batch, 64, given.output_tokens)
+            figures.Load(
+                f"decode_{batch}",
+                f"decode_gain_{batch}",
+                batch,
+                given.batch_prompt_tokens,
+                given.output_tokens,
+            )
             for batch in given.batches
         ),
     ]
@@ -96,71 +99,98 @@ def _measure(given: argparse.Namespace, started_at: datetime) -> result.Result:
     draws = random.Random(given.seed)
     loads = _loads(given)
     rounds = [{load.name: _prompts(draws, load) for load in loads} for _ in range(given.runs)]
-    samples: _Samples = {}
+    samples: figures.Samples = {}
     raw: dict[str, Any] = {}
     with Progress(transient=True) as progress:
         advance = _advancing(progress, given, len(loads))
         with _engine(model.path_or_id, "live", given) as engine:
             home = _pass(engine, loads, rounds, advance)
+            raw["home"] = {"seconds": home.seconds}
             for layers in given.layers:
                 engine.tell(do="away", layers=[_NUM_LAYERS - layers, _NUM_LAYERS])
                 for parts in (_WAITING, given.parts):
                     engine.tell(do="overlap", parts=parts)
                     times = _pass(engine, loads, rounds, advance, home)
-                    name = "waiting" if parts == _WAITING else "overlap"
-                    samples |= _samples(f"layers_{layers}.{name}", loads, home, times)
-                raw[f"layers_{layers}"] = facts = engine.tell(do="status")["overlap"]
-                error = [float(facts["prediction_error"])]
-                samples[f"layers_{layers}.prediction_error"] = error, "fraction"
+                    if parts == _WAITING:
+                        waiting = times
+                        samples |= figures.gains(f"layers_{layers}.waiting", loads, home, times)
+                name = f"layers_{layers}.overlap"
+                samples |= figures.gains(name, loads, home, times)
+                samples |= figures.beside_waiting(name, loads, waiting, times)
+                raw[f"layers_{layers}"] = engine.tell(do="status")["overlap"] | {
+                    "seconds_waiting": waiting.seconds,
+                    "seconds": times.seconds,
+                }
+            if given.shares:
+                streams = _streams(draws, given)
+                with _engine(model.path_or_id, "neighbour", given) as neighbour:
+                    samples |= _shared(engine, neighbour, streams, given, advance)
         if not given.no_stages:
             with _engine(model.path_or_id, "stages", given) as engine:
                 times = _pass(engine, loads, rounds, advance, home)
-                samples |= _samples("stages", loads, home, times)
+                samples |= figures.gains("stages", loads, home, times)
+                raw["stages"] = {"seconds": times.seconds}
+    samples |= figures.headlines(samples, max(given.layers))
     return _result(given, started_at, samples, raw)
-
-
-class _Times(NamedTuple):
-    """Seconds and answers of each load, once a round."""
-
-    seconds: dict[str, list[float]]
-    tokens: dict[str, list[Any]]
-    equal: dict[str, list[float]]
 
 
 def _pass(
     engine: ToldEngine,
-    loads: Sequence[_Load],
+    loads: Sequence[figures.Load],
     rounds: Any,
     advance: Any,
-    home: _Times | None = None,
-) -> _Times:
+    home: figures.Times | None = None,
+) -> figures.Times:
     """Serve every load once a round, behind one that warms up and teaches."""
-    names = [load.name for load in loads]
-    found = _Times({n: [] for n in names}, {n: [] for n in names}, {n: [] for n in names})
-    for number, prompts in enumerate([rounds[0], *rounds]):
+    found = figures.Times.of(loads)
+    for load in loads:
+        prompts = [prompt[:_WARM_PROMPT_TOKENS] for prompt in rounds[0][load.name]]
+        engine.tell(do="run", prompts=prompts, tokens=_WARM_TOKENS)
+    for number, prompts in enumerate(rounds):
         for load in loads:
-            answer = engine.tell(do="run", prompts=prompts[load.name], tokens=load.output_tokens)
-            advance(load.name)
-            if number == 0:
-                continue
-            found.seconds[load.name].append(answer["seconds"])
-            found.tokens[load.name].append(answer["tokens"])
-            same = home is None or home.tokens[load.name][number - 1] == answer["tokens"]
-            found.equal[load.name].append(float(same))
+            name, before = load.name, engine.tell(do="sums")
+            answer = engine.tell(do="run", prompts=prompts[name], tokens=load.output_tokens)
+            after = engine.tell(do="sums")
+            advance(name)
+            found.seconds[name].append(answer["seconds"])
+            found.tokens[name].append(answer["tokens"])
+            found.sums_s[name].append({what: after[what] - before[what] for what in after})
+            same = home is None or home.tokens[name][number] == answer["tokens"]
+            found.equal[name].append(float(same))
     return found
 
 
-def _samples(name: str, loads: Sequence[_Load], home: _Times, times: _Times) -> _Samples:
-    samples: _Samples = {}
-    for load in loads:
-        pairs = zip(home.seconds[load.name], times.seconds[load.name], strict=True)
-        samples[f"{name}.{load.gain}"] = [ours / theirs for ours, theirs in pairs], "ratio"
-    equal = [min(row) for row in zip(*times.equal.values(), strict=True)]
-    samples[f"{name}.equal_answers"] = equal, "fraction"
+def _shared(
+    engine: ToldEngine,
+    neighbour: ToldEngine,
+    streams: overlap_neighbour.Streams,
+    given: argparse.Namespace,
+    advance: Any,
+) -> figures.Samples:
+    samples: figures.Samples = {}
+    for share in given.shares:
+        engine.tell(do="share", fraction=share)
+        runs = []
+        for _ in range(given.runs):
+            runs.append(overlap_neighbour.beside(engine, neighbour, streams))
+            advance(f"share {share:g}")
+        name = f"share_{share:g}"
+        samples[f"{name}.slow_down"] = [run.slow_down for run in runs], "ratio"
+        samples[f"{name}.slow_down_predicted"] = [run.predicted for run in runs], "ratio"
+        samples[f"{name}.guest_busy"] = [run.busy_fraction for run in runs], "fraction"
+        samples[f"{name}.prefill_s"] = [run.prefill_s for run in runs], "s"
     return samples
 
 
-def _prompts(draws: random.Random, load: _Load) -> list[list[int]]:
+def _streams(draws: random.Random, given: argparse.Namespace) -> overlap_neighbour.Streams:
+    fed = _prompts(draws, figures.Load("fed", "", 8, _FED_TOKENS, 1))
+    own = _prompts(
+        draws, figures.Load("own", "", _OWN_STREAMS, _OWN_PROMPT_TOKENS, given.own_tokens)
+    )
+    return overlap_neighbour.Streams(fed, own, given.own_tokens)
+
+
+def _prompts(draws: random.Random, load: figures.Load) -> list[list[int]]:
     return [
         [draws.randint(_FIRST_TOKEN, _LAST_TOKEN) for _ in range(load.prompt_tokens)]
         for _ in range(load.num_requests)
@@ -169,7 +199,8 @@ def _prompts(draws: random.Random, load: _Load) -> list[list[int]]:
 
 def _advancing(progress: Progress, given: argparse.Namespace, num_loads: int) -> Any:
     passes = 1 + 2 * len(given.layers) + (not given.no_stages)
-    task = progress.add_task("starting", total=passes * (given.runs + 1) * num_loads)
+    total = given.runs * (passes * num_loads + len(given.shares))
+    task = progress.add_task("starting", total=total)
     return lambda what: progress.update(task, description=what, advance=1)
 
 
@@ -183,7 +214,7 @@ def _engine(model_path: str, kind: str, given: argparse.Namespace) -> Iterator[T
 
 
 def _result(
-    given: argparse.Namespace, started_at: datetime, samples: _Samples, raw: dict[str, Any]
+    given: argparse.Namespace, started_at: datetime, samples: figures.Samples, raw: dict[str, Any]
 ) -> result.Result:
     return result.result(
         "overlap",
@@ -196,10 +227,16 @@ def _result(
             "run in a guest with one thread on another core",
             "gains: time with all layers at home against time so, for the same prompts",
             "prefill: prompts that come at once, 16 tokens out; ttft: one prompt, one token out; "
-            "decode_BATCH: requests with 64 tokens in",
+            "decode_BATCH: requests with few tokens in",
             "waiting: the host waits for its guest; overlap: steps in parts; stages: vLLM's "
             "pipeline parallelism, 15 and 15 layers, which overlaps steps and so has smaller ones",
-            "prediction_error: of the time of a step's layers, smoothed over the last steps",
+            "gain_over_waiting: against waiting for the guest; gain_predicted: what the engine "
+            "predicted of that, for a step's layers alone",
+            "prediction_error: mean error of the predicted time of a step's layers, each step "
+            "weighted by its time; without a prefix: with most layers away",
+            "share_S: a second engine decodes four streams on the guest's core, whose share of it "
+            "is bounded by S, while prompts of 512 tokens keep the guest busy; slow_down: against "
+            "the same streams while the guest rests; slow_down_predicted: 1 / (1 - guest_busy)",
             "equal_answers: whether all tokens are those with all layers at home; random prompts "
             "in bfloat16 have logits that tie",
         ],

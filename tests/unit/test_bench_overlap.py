@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
-from banaserve.bench import overlap
+pytest.importorskip("vllm")
+
+from banaserve.bench import overlap, overlap_neighbour
+from banaserve.bench import overlap_figures as figures
 from banaserve.errors import UserError
 
 
@@ -17,6 +21,10 @@ from banaserve.errors import UserError
         (["--layers", "5", "0"], "between 1 and 29"),
         (["--runs", "0"], "above 0"),
         (["--requests", "0"], "above 0"),
+        (["--parts", "1"], "2 to 64 parts"),
+        (["--parts", "65"], "2 to 64 parts"),
+        (["--shares", "0.5", "0"], "0.05 to 1"),
+        (["--shares", "1.5"], "0.05 to 1"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(argv: list[str], words: str) -> None:
@@ -35,12 +43,55 @@ def test_loads_are_of_the_size_that_is_asked() -> None:
 
 
 def test_gains_are_ratios_within_a_round() -> None:
-    loads = [overlap._Load("ttft", "ttft_gain", 1, 10, 1), overlap._Load("d", "d_gain", 1, 1, 1)]
-    home = overlap._Times({"ttft": [2.0, 4.0], "d": [1.0, 1.0]}, {}, {})
-    times = overlap._Times(
-        {"ttft": [1.0, 4.0], "d": [2.0, 0.5]}, {}, {"ttft": [1.0, 0.0], "d": [1.0, 1.0]}
+    loads = [figures.Load("ttft", "ttft_gain", 1, 10, 1), figures.Load("d", "d_gain", 1, 1, 1)]
+    home = figures.Times({"ttft": [2.0, 4.0], "d": [1.0, 1.0]}, {}, {}, {})
+    times = figures.Times(
+        {"ttft": [1.0, 4.0], "d": [2.0, 0.5]}, {}, {"ttft": [1.0, 0.0], "d": [1.0, 1.0]}, {}
     )
-    samples = overlap._samples("layers_15.overlap", loads, home, times)
+    samples = figures.gains("layers_15.overlap", loads, home, times)
     assert samples["layers_15.overlap.ttft_gain"] == ([2.0, 1.0], "ratio")
     assert samples["layers_15.overlap.d_gain"] == ([0.5, 2.0], "ratio")
     assert samples["layers_15.overlap.equal_answers"] == ([1.0, 0.0], "fraction")
+
+
+def test_what_was_predicted_stands_beside_what_was_gained() -> None:
+    loads = [figures.Load("a", "a_gain", 1, 1, 1), figures.Load("b", "b_gain", 1, 1, 1)]
+    waiting = figures.Times({"a": [4.0], "b": [3.0]}, {}, {}, {})
+    sums_s = {
+        "a": [{"waiting": 3.0, "predicted": 2.0, "measured": 2.0, "wrong": 0.1}],
+        "b": [{"waiting": 6.0, "predicted": 6.0, "measured": 6.0, "wrong": 0.7}],
+    }
+    times = figures.Times({"a": [2.0], "b": [3.0]}, {}, {}, sums_s)
+    samples = figures.beside_waiting("layers_15.overlap", loads, waiting, times)
+    assert samples["layers_15.overlap.a_gain_over_waiting"] == ([2.0], "ratio")
+    assert samples["layers_15.overlap.a_gain_predicted"] == ([1.5], "ratio")
+    assert samples["layers_15.overlap.b_gain_predicted"] == ([1.0], "ratio")
+    assert samples["layers_15.overlap.prediction_error"][0] == pytest.approx([0.1])
+    heads = figures.headlines(samples | {"layers_5.overlap.a_gain": ([9.0], "ratio")}, 15)
+    assert heads["a_gain_predicted"] == ([1.5], "ratio")
+    assert "a_gain" not in heads, "of another number of layers"
+
+
+class Told:
+    """An engine whose runs take a fixed time, or do not end before another one has."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.orders: list[dict[str, Any]] = []
+
+    def tell(self, **order: Any) -> dict[str, Any]:
+        self.orders.append(order)
+        return {"busy_s": 0.0} if order["do"] == "usage" else {"seconds": self.seconds}
+
+
+def test_a_host_is_fed_until_its_neighbour_has_ended() -> None:
+    host, neighbour = Told(0.25), Told(2.0)
+    streams = overlap_neighbour.Streams([[1], [2]], [[3], [4]], 7)
+    found = overlap_neighbour.beside(host, neighbour, streams)  # type: ignore[arg-type]
+    assert found == (1.0, 1.0, 0.0, 0.25)
+    assert neighbour.orders == [{"do": "run", "prompts": [[3], [4]], "tokens": 7}] * 2
+    kinds = [order["do"] for order in host.orders]
+    assert kinds[0] == kinds[-1] == "usage"
+    fed = host.orders[1:-1]
+    assert [order["prompts"] for order in fed[:2]] in ([[[1]], [[2]]], [[[1]]])
+    assert len(fed) >= 1

@@ -2,12 +2,15 @@
 
 Usage: ``python -m banaserve.engine.vllm.overlapped MODEL KIND OPTIONS``. KIND ``live``: an engine
 whose layers can move to a guest, each on a core of its own. ``stages``: vLLM's own pipeline of two
-stages. OPTIONS: JSON with more of the engine's arguments. Each line of stdin is a JSON object with
-``do``, each answer a line of JSON:
+stages. ``neighbour``: an engine on the core of guests. OPTIONS: JSON with more of the engine's
+arguments. Each line of stdin is a JSON object with ``do``, each answer a line of JSON:
 
     {"do": "away", "layers": [15, 30]}   the range that is away from here on; null: none
     {"do": "overlap", "parts": 8}        as ``banaserve_migration_overlap``
+    {"do": "share", "fraction": 0.5}     of its core, that the guest may take
+    {"do": "usage"}                      "busy_s" of the guest since it was asked last
     {"do": "run", "prompts": [[1, 2]], "tokens": 16}   "seconds", and "tokens" of each prompt
+    {"do": "sums"}                       "sums_s" of the same
     {"do": "status"}                     "overlap" of ``banaserve_migration_status``
 """
 
@@ -48,7 +51,7 @@ def main() -> int:
     set_environment()
     arguments = {"model": model, **_ARGUMENTS, **json.loads(given)}
     with tempfile.TemporaryDirectory(prefix="ov-") as folder:
-        engine: Any = (Live if kind == "live" else Stages)(arguments, Path(folder))
+        engine: Any = _KINDS[kind](arguments, Path(folder))
         say(replies, ready=True)
         for line in sys.stdin:
             told = json.loads(line)
@@ -61,6 +64,10 @@ class _Engine:
     """What both kinds do alike."""
 
     llm: Any
+
+    def sums(self) -> dict[str, Any]:
+        """Of the layers of all steps in parts, in seconds; nothing where there are none."""
+        return {}
 
     def run(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Serve these prompts at once."""
@@ -101,6 +108,10 @@ class Live(_Engine):
         self.llm = LLM(**whole)
         _pin(os.getpid(), _HOST_CORE)
 
+    def sums(self) -> dict[str, Any]:
+        found: dict[str, float] = self._ask("status")["overlap"]["sums_s"]
+        return found
+
     def away(self, layers: Sequence[int] | None) -> dict[str, Any]:
         """Take home what is away, then move ``layers``."""
         for unit in self._ask("status")["units"]:
@@ -114,8 +125,19 @@ class Live(_Engine):
     def overlap(self, parts: int) -> dict[str, Any]:
         return self._ask("overlap", parts)
 
+    def share(self, fraction: float) -> dict[str, Any]:
+        return self._ask("share", self._only_guest(), fraction)
+
+    def usage(self) -> dict[str, Any]:
+        return self._ask("usage", self._only_guest())
+
     def status(self) -> dict[str, Any]:
         return {"overlap": self._ask("status")["overlap"]}
+
+    def _only_guest(self) -> str:
+        guest_id: str
+        (guest_id,) = self._ask("status")["guests"]
+        return guest_id
 
     def _carry_out(self, begin: str, *what: Any) -> None:
         self._num += 1
@@ -179,6 +201,16 @@ class Stages(_Engine):
         self.llm.collective_rpc("banaserve_make_buffers")
 
 
+class Neighbour(_Engine):
+    """An engine that knows nothing of guests on its core."""
+
+    def __init__(self, arguments: dict[str, Any], folder: Path) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**arguments)
+        _pin(os.getpid(), _GUEST_CORE)
+
+
 class StageWorker(WorkerExtension):
     """Mixed into the workers of a pipeline on CPU."""
 
@@ -191,6 +223,9 @@ class StageWorker(WorkerExtension):
             runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
             )
+
+
+_KINDS = {"live": Live, "stages": Stages, "neighbour": Neighbour}
 
 
 def _pin(pid: int, core: int) -> None:

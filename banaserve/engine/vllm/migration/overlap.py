@@ -59,6 +59,7 @@ class Overlap:
         self._result: Any = None
         self._num_cut = self._num_waited = self._num_parts = 0
         self._error_fraction = 0.0
+        self._sums_s = dict.fromkeys(("predicted", "waiting", "measured", "wrong"), 0.0)
 
     # ---- between two steps, and when a guest is lost in one
 
@@ -121,6 +122,7 @@ class Overlap:
             "steps_waited": self._num_waited,
             "parts": self._num_parts,
             "prediction_error": self._error_fraction,
+            "sums_s": dict(self._sums_s),
         }
 
     # ---- in a step
@@ -177,8 +179,12 @@ class Overlap:
             self._num_waited += 1
         else:
             self._num_cut += 1
-        error = abs(plan.predicted_s - seconds) / seconds
-        self._error_fraction += _SMOOTHING * (error - self._error_fraction)
+        wrong_s = abs(plan.predicted_s - seconds)
+        self._error_fraction += _SMOOTHING * (wrong_s / seconds - self._error_fraction)
+        self._sums_s["predicted"] += plan.predicted_s
+        self._sums_s["waiting"] += plan.waiting_s
+        self._sums_s["measured"] += seconds
+        self._sums_s["wrong"] += wrong_s
 
 
 class _Before(nn.Module):

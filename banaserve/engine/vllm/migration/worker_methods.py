@@ -36,13 +36,18 @@ one line that says why nothing was done.
         ``kv``: ``num_blocks`` of the start, ``max_blocks``, ``blocks_gained`` (by how much the
         pool may be larger than at the start), ``page_bytes``, ``num_layers``, ``resident_bytes``,
         ``written_blocks``. ``overlap``: ``most_parts``, ``why_not`` (steps are not cut; empty
-        where they may be), ``steps_cut``, ``steps_waited``, ``parts``, ``prediction_error``.
+        where they may be), ``steps_cut``, ``steps_waited``, ``parts``, ``prediction_error``, and
+        ``sums_s`` of all steps' layers: ``predicted``, ``waiting`` (predicted for one part),
+        ``measured`` and ``wrong`` (what each was off by).
         Notices dead guests. ``resident_bytes`` is counted only with
         ``memory``, for that takes milliseconds; else it is None.
     banaserve_migration_overlap(most_parts)
         From the next step on, steps are cut into at most so many parts where ranges of layers are
         away, so that host and guests compute at once; 1: guests are waited for. Refused out of
         range, and with the reason where steps of this engine cannot be cut.
+    banaserve_migration_share(guest_id, fraction)
+        The guest computes for at most this fraction of the time from here on, in (0, 1]. Waits and
+        is refused as ``usage``.
     banaserve_migration_usage(guest_id)
         What a guest takes of its target: fields of ``Usage``. Waits for the guest's answer, which
         comes between two of its steps; refused while it loads layers.
@@ -66,6 +71,7 @@ from typing import Any, cast
 
 import msgspec
 
+from banaserve.engine.vllm.migration import guest_calls
 from banaserve.engine.vllm.migration.attaching import Attaching
 from banaserve.engine.vllm.migration.guest_address import GuestAddress
 from banaserve.engine.vllm.migration.host import MigrationHost
@@ -147,8 +153,14 @@ class MigrationMethods:
         return placement.overlap.status()
 
     @_answered
+    def banaserve_migration_share(self, guest_id: str, fraction: float) -> Reply:
+        guest_calls.bound_share(self._migration(), guest_id, fraction)
+        return {"share": fraction}
+
+    @_answered
     def banaserve_migration_usage(self, guest_id: str) -> Reply:
-        return cast(Reply, msgspec.to_builtins(self._migration().usage(guest_id)))
+        usage = guest_calls.usage_of(self._migration(), guest_id)
+        return cast(Reply, msgspec.to_builtins(usage))
 
     @_answered
     def banaserve_migration_status(self, memory: bool = False) -> Reply:
