@@ -83,6 +83,8 @@ class ServeConfig:
         kv_store_verify: Whether memory gets checksums.
         threads_per_instance: OMP threads of each engine; 0 shares the cores among them.
         restart_grace_s: How long a request waits for a restart where nobody serves its role.
+        engine_stall_s: An engine that is silent for so long, and on a CPU idle as well, is started
+            again.
         admin_key: Opens the admin API; empty makes one for the run.
         migration: Whether layers and heads can move between instances while they serve.
         migration_kv_growth: How many times the KV blocks of the start an instance may once have.
@@ -125,6 +127,7 @@ class ServeConfig:
     request_timeout_s: float = 600.0
     start_timeout_s: float = 600.0
     restart_grace_s: float = 60.0
+    engine_stall_s: float = 600.0
     run_dir: Path | None = None
     admin_key: str = ""
     migration: bool = True
@@ -213,6 +216,7 @@ def _check_numbers(config: ServeConfig) -> None:
         "--max-concurrent-requests": config.max_concurrent_requests,
         "--request-timeout": config.request_timeout_s,
         "--start-timeout": config.start_timeout_s,
+        "--engine-stall-timeout": config.engine_stall_s,
     }
     for option, value in positive.items():
         if not value > 0:  # as nan is not

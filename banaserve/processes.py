@@ -1,9 +1,10 @@
-"""Waiting for a process that need not be this one's child."""
+"""Processes that need not be this one's children: whether they work, and when they end."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 
 
 async def wait_ended(pid: int) -> None:
@@ -25,3 +26,37 @@ async def wait_ended(pid: int) -> None:
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
+
+
+class Pulse:
+    """Whether a process on this machine works: its processor time goes on.
+
+    Args:
+        pid: None where it runs on another machine: nothing is known of it.
+    """
+
+    def __init__(self, pid: int | None) -> None:
+        self._stat = None if pid is None else Path(f"/proc/{pid}/stat")
+        self._ticks = -1
+        self._worked_s = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        return self._stat is not None
+
+    def last_worked_s(self, now_s: float) -> float:
+        """When it was last seen to have worked, on the caller's clock; 0 for never."""
+        ticks = self._read()
+        if ticks > self._ticks:
+            self._worked_s = now_s if self._ticks >= 0 else 0.0
+            self._ticks = ticks
+        return self._worked_s
+
+    def _read(self) -> int:
+        if self._stat is None:
+            return -1
+        try:
+            fields = self._stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            return -1
+        return int(fields[11]) + int(fields[12])

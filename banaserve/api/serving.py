@@ -30,7 +30,7 @@ from banaserve.controller.loop import Controller, ControllerOptions
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.budgets import Budgets
 from banaserve.engine.vllm.client import DisaggregatedClient
-from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.cluster import Cluster, Patience
 from banaserve.engine.vllm.executor import MoveExecutor
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.launcher import Launcher
@@ -176,7 +176,8 @@ def _cluster(parts: Parts) -> Cluster:
     section: dict[str, Any] = dict(config.routing_options)
     legs = LegOptions(skip_prefill_below_tokens=config.skip_prefill_below_tokens)
     policy = registry.make(config.routing_policy, legs=legs, **section)
-    return Cluster(instances, policy, clock, config.start_timeout_s, config.restart_grace_s)
+    patience = Patience(config.start_timeout_s, config.restart_grace_s, config.engine_stall_s)
+    return Cluster(instances, policy, clock, patience)
 
 
 async def _start(cluster: Cluster, say: Say) -> None:

@@ -100,6 +100,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         request_timeout_s=known.request_timeout,
         start_timeout_s=known.start_timeout,
         restart_grace_s=known.restart_grace,
+        engine_stall_s=known.engine_stall_timeout,
         run_dir=known.run_dir,
         admin_key=known.admin_key or os.environ.get("BANASERVE_ADMIN_KEY", ""),
         migration=known.migration == "on",
@@ -164,6 +165,13 @@ def _add_instances(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.restart_grace_s,
         metavar="S",
         help="how long a request waits for a restart where nobody serves",
+    )
+    add(
+        "--engine-stall-timeout",
+        type=float,
+        default=_DEFAULTS.engine_stall_s,
+        metavar="S",
+        help="an engine that is silent for so long, and on a CPU idle too, is started again",
     )
     add("--run-dir", type=Path, help="where logs go (a fresh folder under the state directory)")
     add("--config", type=Path, help="TOML file with these options; the command line wins")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from banaserve.engine.vllm import cluster as clusters
 from banaserve.engine.vllm import wire
 from banaserve.engine.vllm.instance import Instance, State
 from banaserve.engine.vllm.launcher import ForkLauncher, SpawnLauncher
+from banaserve.engine.vllm.stall_watch import StallWatch
 from banaserve.errors import InstanceDeadError
 from banaserve.types import InstanceId, Role
 from waiting import until
@@ -115,7 +118,8 @@ class Mortal:
     def __init__(self, *starts: Exception | None) -> None:
         self.id, self.role, self.state = InstanceId("x1"), Role.DECODE, State.STARTING
         self.has_lost_client = False
-        self.num_kills = self.num_probes = 0
+        self.pid = self.num_kills = self.num_probes = 0
+        self.report: Any = None
         self.ended = asyncio.Event()
         self._starts = list(starts)
 
@@ -125,6 +129,7 @@ class Mortal:
             raise error
         self.ended.clear()
         self.has_lost_client = False
+        self.report = None
         self.state = State.READY
 
     async def wait_ended(self) -> None:
@@ -141,7 +146,7 @@ class Mortal:
         self.ended.set()
 
     def view(self) -> Any:
-        return SimpleNamespace(report=None)
+        return SimpleNamespace(report=self.report)
 
     async def probe(self, _: float) -> None:
         self.num_probes += 1
@@ -158,7 +163,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def cluster_of(mortal: Mortal) -> clusters.Cluster:
     nothing: Any = None
     instances: Any = [mortal]
-    return clusters.Cluster(instances, nothing, WallClock(), 1.0)
+    return clusters.Cluster(instances, nothing, WallClock(), clusters.Patience(1.0, 1.0))
 
 
 @pytest.mark.usefixtures("quick")
@@ -188,3 +193,37 @@ async def test_an_instance_without_a_client_is_started_again() -> None:
     await until(lambda: not mortal._starts)
     assert (mortal.state, mortal.num_kills > 0) == (State.READY, True)
     await cluster.stop()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_instance_that_stands_still_is_started_again(
+    process: subprocess.Popen[bytes],
+) -> None:
+    mortal = Mortal(None, None)
+    cluster = cluster_of(mortal)
+    await cluster.start(lambda _: None)
+    mortal.pid, mortal.report = process.pid, SimpleNamespace(at_s=WallClock().now() - 1e6)
+    await until(lambda: not mortal._starts)
+    assert (mortal.state, mortal.num_kills > 0) == (State.READY, True)
+    await cluster.stop()
+
+
+def test_only_silence_without_work_is_a_stall(process: subprocess.Popen[bytes]) -> None:
+    working = os.getpid()
+    watch = StallWatch(10.0, counts_work=True)
+    assert not watch.has_stalled(process.pid, 0.0, 10.0)
+    assert watch.has_stalled(process.pid, 0.0, 10.1)
+    assert not watch.has_stalled(process.pid, 5.0, 15.0)
+    assert watch.has_stalled(working, 0.0, 20.0)  # seen for the first time
+    use_a_tick()
+    assert not watch.has_stalled(working, 0.0, 25.0)
+    assert watch.has_stalled(process.pid, 0.0, 26.0)
+    use_a_tick()
+    assert StallWatch(10.0, counts_work=False).has_stalled(working, 0.0, 26.0)
+    assert not watch.has_stalled(0, 0.0, 1e6)
+
+
+def use_a_tick() -> None:
+    began_s = time.process_time()
+    while time.process_time() - began_s < 3 / os.sysconf("SC_CLK_TCK"):
+        pass

@@ -24,10 +24,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from banaserve.engine.vllm.migration.giving_way import run_giving_way, start_threads
 from banaserve.engine.vllm.migration.host_kv import HostKv, blocks_gained, make_slab, spans
 from banaserve.engine.vllm.migration.parcel import Parcel, from_wire, restore, to_wire
-from banaserve.engine.vllm.migration.pulse import Pulse
 from banaserve.engine.vllm.migration.slab import Slab, merged
 from banaserve.engine.vllm.migration.written_blocks import WrittenBlocks
 from banaserve.errors import ProtocolError, UserError
+from banaserve.processes import Pulse
 from banaserve.transport.options import TransportOptions
 from banaserve.transport.registry import create
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from vllm.exceptions import GracefulHTTPError
@@ -13,6 +14,8 @@ from banaserve.clock import Clock
 from banaserve.engine.vllm import compat, metrics
 from banaserve.engine.vllm.instance import Instance, State
 from banaserve.engine.vllm.lookup import PrefixLookup
+from banaserve.engine.vllm.options import is_on_cpu
+from banaserve.engine.vllm.stall_watch import StallWatch
 from banaserve.errors import InstanceDeadError, NoInstanceError
 from banaserve.orchestrator.routing.interface import RoutingPolicy
 from banaserve.types import ClusterView, InstanceId, RequestId, RequestView, Role, Route
@@ -46,6 +49,21 @@ class RestartPolicy:
         return self._first_s * 2.0 ** (len(self._at_s) - 1)
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long what is waited for.
+
+    Attributes:
+        start_s: For an engine that starts.
+        no_instance_s: Of a request, for a restart where nobody serves its role.
+        stall_s: For a sign of life of an engine.
+    """
+
+    start_s: float = 600.0
+    no_instance_s: float = 60.0
+    stall_s: float = 600.0
+
+
 class Cluster:
     """Starts, watches and stops the instances; routes requests over those that serve."""
 
@@ -54,16 +72,14 @@ class Cluster:
         instances: Sequence[Instance],
         policy: RoutingPolicy,
         clock: Clock,
-        start_timeout_s: float,
-        no_instance_grace_s: float = 60.0,
+        patience: Patience,
     ) -> None:
         self.instances = {instance.id: instance for instance in instances}
         self.lookup: PrefixLookup | None = None
         self.on_ended: list[Callable[[InstanceId], None]] = []
         self._policy = policy
         self._clock = clock
-        self._start_timeout_s = start_timeout_s
-        self._grace_s = no_instance_grace_s
+        self._patience = patience
         self._tasks: list[asyncio.Task[None]] = []
 
     # ---- life
@@ -76,7 +92,7 @@ class Cluster:
         """
 
         async def start_one(instance: Instance) -> None:
-            await instance.start(self._start_timeout_s)
+            await instance.start(self._patience.start_s)
             on_ready(instance)
 
         async with asyncio.TaskGroup() as group:
@@ -114,7 +130,7 @@ class Cluster:
             await asyncio.sleep(delay_s)
             metrics.RESTARTS.labels(instance.id).inc()
             try:
-                await instance.start(self._start_timeout_s)
+                await instance.start(self._patience.start_s)
             except InstanceDeadError as failure:
                 logger.warning("%s", failure)
             except Exception:
@@ -130,16 +146,22 @@ class Cluster:
     async def _keep_fresh(self, instance: Instance) -> None:
         """An engine that computes reports by itself; an idle one is asked.
 
-        One whose client has failed computes for nobody: it is ended, and so started again.
+        One whose client has failed computes for nobody, and one that has stalled not at all: they
+        are ended, and so started again.
         """
+        watch = StallWatch(self._patience.stall_s, counts_work=is_on_cpu())
         while True:
-            await asyncio.sleep(_PROBE_INTERVAL_S)
-            if instance.has_lost_client:
-                logger.warning("the client of instance %s has failed", instance.id)
+            await asyncio.sleep(min(_PROBE_INTERVAL_S, self._patience.stall_s / 2))
+            if instance.state is not State.READY:
+                continue
+            report, now_s = instance.view().report, self._clock.now()
+            heard_s = report.at_s if report is not None else now_s
+            if instance.has_lost_client or watch.has_stalled(instance.pid, heard_s, now_s):
+                how = "its client has failed" if instance.has_lost_client else "it has stalled"
+                logger.warning("instance %s is ended: %s", instance.id, how)
                 instance.kill()
                 continue
-            report = instance.view().report
-            if report is None or self._clock.now() - report.at_s > _PROBE_INTERVAL_S:
+            if report is None or now_s - report.at_s > _PROBE_INTERVAL_S:
                 try:
                     await instance.probe(_PROBE_TIMEOUT_S)
                 except Exception:
@@ -214,7 +236,7 @@ class Cluster:
         num_tokens = len(request.prompt_token_ids or ())
         cached = num_tokens if one_leg_because else num_tokens - uncached_tokens
         view = RequestView(RequestId(request.request_id), num_tokens, cached)
-        until_s = self._clock.now() + self._grace_s
+        until_s = self._clock.now() + self._patience.no_instance_s
         while True:
             try:
                 return self._policy.route(view, self.view())

@@ -15,8 +15,8 @@ import torch
 
 from banaserve.engine.vllm.migration import messages
 from banaserve.engine.vllm.migration.parcel import Parcel, from_wire
-from banaserve.engine.vllm.migration.pulse import Pulse
 from banaserve.errors import GuestLostError, MigrationError, ProtocolError
+from banaserve.processes import Pulse
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
 from banaserve.transport.interface import Channel, Message, Transport
 
