@@ -20,6 +20,7 @@ import torch
 from banaserve.arguments import Parser
 from banaserve.bench import result
 from banaserve.bench.kernels_native import measure_native, native_or_reason
+from banaserve.bench.kernels_pipeline import measure_pipeline
 from banaserve.bench.kernels_timing import copy_work, timed
 from banaserve.bench.kernels_work import KV_HEADS, SIZES, Sizes, Work, all_work, attention_work
 from banaserve.errors import UserError
@@ -28,6 +29,7 @@ from banaserve.kernels.registry import CHOICES, pick
 Samples = dict[str, list[float]]
 _UNITS = {
     "_copy_fraction": "fraction",
+    "_hidden_fraction": "fraction",
     "_speedup": "times as fast",
     "_ms": "ms",
     "_gb_per_s": "GB/s",
@@ -56,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
             notes.append(reason)
         else:
             measure_native(native, device, given.runs, samples)
+            measure_pipeline(device, given.runs, samples)
     raw = {"sweep": list(_sweep(sizes, device, given))} if given.sweep else {}
     record = result.result(
         "kernels",

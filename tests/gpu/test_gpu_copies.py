@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-pytest.importorskip("vllm")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
+if not any(importlib.util.find_spec(name) for name in ("banaserve._native_cuda", "vllm")):
+    pytest.skip("built without BANASERVE_CUDA=1, and no vLLM to copy with", allow_module_level=True)
 
 from banaserve.engine.vllm.gpu_copies import GpuCopier
 from banaserve.kvstore.fingerprint import Fingerprint
@@ -51,6 +53,28 @@ def test_what_is_saved_is_loaded(view: PoolView) -> None:
         reader.load(layer, view, targets, slots, reader.mark()).join()
         # Without the join this would read what is there before the load.
         assert torch.equal(others[layer][targets], caches[layer][blocks])
+
+
+@pytest.mark.parametrize("order", ["LHBNC", "BLHNC", "BHLNC"])
+def test_blocks_in_any_order_of_vllm_are_pages_in_the_pool(view: PoolView, order: str) -> None:
+    sizes = {"L": LAYERS, "B": BLOCKS, "H": 8, "N": 16, "C": 128}
+    mine, others = (
+        list(
+            torch.randn([sizes[axis] for axis in order], device="cuda").permute(
+                [order.index(axis) for axis in "LBHNC"]
+            )
+        )
+        for _ in range(2)
+    )
+    plain = [torch.zeros(BLOCKS, 8, 16, 128, device="cuda") for _ in range(LAYERS)]
+    blocks, slots, targets = list(range(40, 10, -1)), list(range(1, 31)), list(range(30))
+    writer = GpuCopier(mine, PAGE_BYTES, 0)
+    readers = [(layers, GpuCopier(layers, PAGE_BYTES, 0)) for layers in (others, plain)]
+    for layer in range(LAYERS):
+        writer.save(layer, view, blocks, slots, writer.mark()).finish()
+        for layers, reader in readers:
+            reader.load(layer, view, targets, slots, reader.mark()).join()
+            assert torch.equal(layers[layer][targets], mine[layer][blocks])
 
 
 def test_copies_wait_for_the_work_before_their_mark(view: PoolView) -> None:

@@ -19,6 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import kernel_cases as cases
 from banaserve.kernels.interface import HEAD_SIZES, BlockCopies, Heads
 from banaserve.kernels.layouts import KvLayout
+from banaserve.kernels.packed_pages import PackedPages
 from banaserve.kernels.slot_pages import PageOrder, SlotPages
 from banaserve.kernels.tiling import Tiling
 from banaserve.kernels.triton_attention_op import partial_attention
@@ -100,6 +101,20 @@ def test_blocks_go_to_slots_and_back(layout, order):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float8_e4m3fn], ids=str)
 def test_blocks_of_any_element_size(dtype):
     cases.check_blocks(TritonKernels(), KvLayout.CONTENT, PageOrder.HNC, dtype, CPU, 4, 64)
+
+
+@pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
+def test_blocks_whose_heads_lie_apart_become_pages_and_blocks_again(order):
+    sizes = {"L": 2, "B": 5, "H": 3, "N": 4, "C": 160}
+    whole = torch.randn([sizes[axis] for axis in order]).bfloat16()
+    layers = list(whole.permute([order.index(axis) for axis in "LBHNC"]))
+    before = layers[1].clone()
+    packed = PackedPages(layers, TritonKernels())
+    stage = packed.stage()[:2]
+    packed.pack(1, [4, 0], stage)
+    assert torch.equal(stage.view(torch.bfloat16).view(2, *layers[1].shape[1:]), before[[4, 0]])
+    packed.unpack(1, [2, 3], stage)
+    assert torch.equal(layers[1], before[[0, 1, 4, 0, 4]])
 
 
 @st.composite

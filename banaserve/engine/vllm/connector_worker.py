@@ -187,6 +187,8 @@ class WorkerSide:
     def close(self) -> None:
         self._loader.shutdown(wait=True)
         self._saver.shutdown(wait=True)
+        if self._free_copier is not None:
+            self._free_copier.close()
 
     # ---- what it took
 

@@ -52,18 +52,26 @@ class BlockCopier(Protocol):
         """Copy blocks into slots, behind the engine's work up to ``after``."""
         ...
 
+    def close(self) -> None:
+        """Let go of the pool; nothing is copied any more."""
+        ...
+
 
 def make_copier(layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> BlockCopier:
     """A copier for the device that the KV cache lies on.
 
     Args:
-        layers: One tensor a layer, its first dimension the blocks, each block one run of
-            ``page_bytes`` bytes.
+        layers: One tensor a layer, its first dimension the blocks of ``page_bytes`` each; on a GPU
+            in any of vLLM's layouts, else each block one run behind the other.
         part: This worker's tensor-parallel rank: which part of a slot is its own.
 
     Raises:
-        ValueError: A layer's blocks are not contiguous runs of ``page_bytes``.
+        ValueError: A layer's blocks do not lie so.
     """
+    if layers[0].device.type != "cpu":
+        from banaserve.engine.vllm.gpu_copies import GpuCopier
+
+        return GpuCopier(layers, page_bytes, part)
     for tensor in layers:
         stride_bytes = tensor.stride(0) * tensor.element_size()
         block_bytes = tensor[0].numel() * tensor.element_size()
@@ -72,11 +80,7 @@ def make_copier(layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> B
                 f"KV cache layout {tuple(tensor.shape)} strides {tensor.stride()} does not keep "
                 f"a block in one run of {page_bytes} bytes"
             )
-    if layers[0].device.type == "cpu":
-        return HostCopier(layers, page_bytes, part)
-    from banaserve.engine.vllm.gpu_copies import GpuCopier
-
-    return GpuCopier(layers, page_bytes, part)
+    return HostCopier(layers, page_bytes, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,9 @@ class HostCopier:
         )
         return EndedCopy(time.perf_counter() - began_s)
 
+    def close(self) -> None:
+        return
+
     def _block_offsets(self, blocks: Sequence[int]) -> np.ndarray:
         return np.asarray(blocks, dtype=np.int64) * self._page_bytes
 
@@ -185,6 +192,9 @@ class ThrottledCopier:
         began_s = time.perf_counter()
         copy = self._inner.save(layer, view, blocks, slots, after)
         return self._held_back(copy, began_s, len(blocks), self.save_bytes_per_s)
+
+    def close(self) -> None:
+        self._inner.close()
 
     def _held_back(self, copy: Copy, began_s: float, num_blocks: int, bytes_per_s: float) -> Copy:
         if not bytes_per_s:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 try:
     from banaserve import _native_cuda
 except ImportError:  # built without BANASERVE_CUDA=1
     _native_cuda = None  # type: ignore[assignment]
-from banaserve.engine.vllm import compat
+from banaserve.engine.vllm.gpu_pages import Addresses, CopyPages, gpu_pages
+from banaserve.engine.vllm.gpu_pinning import PinnedPool
 from banaserve.kvstore.pool import PoolView
 
 logger = logging.getLogger(__name__)
-Addresses = npt.NDArray[np.int64]
 QueueCopies = Callable[[Addresses, Addresses, int, int], tuple[torch.Tensor, ...]]
 """``(targets, sources, num_bytes, stream)``; returns what the copies still read while they run."""
 
@@ -46,6 +45,8 @@ def choose_copies(page_bytes: int, is_pinned: bool) -> QueueCopies:
 
 
 def _copies_of_vllm() -> QueueCopies:
+    from banaserve.engine.vllm import compat  # our own copies run where there is no vLLM
+
     swap = compat.batch_copier()
 
     def copy(
@@ -85,21 +86,28 @@ class GpuCopier:
 
     No copy thread and no engine thread waits for a copy: the engine's stream waits for a layer's
     load, the save stream for a layer's computation.
+
+    Args:
+        layers: One tensor a layer, of equal shape and strides, its first dimension the blocks.
+        page_bytes: Of a block of one layer.
+        part: This worker's part of a slot.
+
+    Raises:
+        ValueError: See ``gpu_pages``.
     """
 
     is_synchronous = False
 
     def __init__(self, layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> None:
-        self._layers = list(layers)
-        self._bases = np.asarray([tensor.data_ptr() for tensor in layers], dtype=np.int64)
+        self._pages = gpu_pages(layers, page_bytes)
         self._page_bytes = page_bytes
         self._part = part
         self._gpu = layers[0].device
         self._load_stream = torch.cuda.Stream(self._gpu)
         self._save_stream = torch.cuda.Stream(self._gpu)
-        self._pinning = threading.Lock()
-        self._pinned: PoolView | None = None
-        self._copy = choose_copies(page_bytes, is_pinned=False)
+        self._pool = PinnedPool(self._gpu, self._wait_for_copies)
+        self._pinned_copies = choose_copies(page_bytes, is_pinned=True)
+        self._other_copies = choose_copies(page_bytes, is_pinned=False)
         logger.info("GPU copies by %s", "banaserve" if _native_cuda else "vLLM")
 
     def mark(self) -> torch.cuda.Event:
@@ -115,9 +123,10 @@ class GpuCopier:
         slots: Sequence[int],
         after: torch.cuda.Event,
     ) -> QueuedCopy:
-        host, device = self._host(layer, view, slots), self._device(layer, blocks)
         # Blocks may have belonged to a request whose last step still runs on the engine's stream.
-        return self._queue(self._load_stream, after, view, host, device)
+        host = self._host(layer, view, slots)
+        work = functools.partial(self._pages.load, layer, blocks, host)
+        return self._queue(self._load_stream, after, view, work)
 
     def save(
         self,
@@ -127,46 +136,41 @@ class GpuCopier:
         slots: Sequence[int],
         after: torch.cuda.Event,
     ) -> QueuedCopy:
-        host, device = self._host(layer, view, slots), self._device(layer, blocks)
-        return self._queue(self._save_stream, after, view, device, host)
+        host = self._host(layer, view, slots)
+        work = functools.partial(self._pages.save, layer, blocks, host)
+        return self._queue(self._save_stream, after, view, work)
+
+    def close(self) -> None:
+        """Let go of the pool, once no copy touches it."""
+        self._pool.release()
 
     def _queue(
         self,
         stream: torch.cuda.Stream,
         after: torch.cuda.Event,
         view: PoolView,
-        source: Addresses,
-        target: Addresses,
+        work: Callable[[CopyPages], None],
     ) -> QueuedCopy:
+        kept: list[torch.Tensor] = []
         # A thread that copies begins with the first device as its own, and this may be another.
-        with torch.cuda.device(self._gpu):
-            copy = self._pin(view)
+        with torch.cuda.device(self._gpu), torch.cuda.stream(stream):
+            queue = self._pinned_copies if self._pool.pin(view) else self._other_copies
+
+            def copy(target: Addresses, source: Addresses) -> None:
+                kept.extend(queue(target, source, self._page_bytes, stream.cuda_stream))
+
             began = torch.cuda.Event(enable_timing=True)
             ended = torch.cuda.Event(enable_timing=True)
             stream.wait_event(after)
             began.record(stream)
-            pointers = copy(target, source, self._page_bytes, stream.cuda_stream)
+            work(copy)
             ended.record(stream)
-        return QueuedCopy(began, ended, pointers)
+        return QueuedCopy(began, ended, tuple(kept))
 
     def _host(self, layer: int, view: PoolView, slots: Sequence[int]) -> Addresses:
         first = view.base_address + view.fingerprint.offset_bytes(layer, self._part)
         return np.asarray(slots, dtype=np.int64) * view.slot_bytes + first
 
-    def _device(self, layer: int, blocks: Sequence[int]) -> Addresses:
-        return np.asarray(blocks, dtype=np.int64) * self._page_bytes + self._bases[layer]
-
-    def _pin(self, view: PoolView) -> QueueCopies:
-        """Lock the pool's pages for this process's GPU: only then do copies run on their own."""
-        with self._pinning:
-            if self._pinned is view:
-                return self._copy
-            runtime = torch.cuda.cudart()
-            if self._pinned is not None:
-                runtime.cudaHostUnregister(self._pinned.base_address)
-            code = int(runtime.cudaHostRegister(view.base_address, view.memory.size, 0))
-            if code:
-                logger.warning("the pool cannot be pinned (CUDA error %d): slower copies", code)
-            self._pinned = view
-            self._copy = choose_copies(self._page_bytes, is_pinned=not code)
-            return self._copy
+    def _wait_for_copies(self) -> None:
+        self._load_stream.synchronize()
+        self._save_stream.synchronize()

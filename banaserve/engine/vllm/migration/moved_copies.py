@@ -80,6 +80,9 @@ class MovedCopier:
             return self._inner.save(layer, view, blocks, slots, after)
         return self._copy(layer, view, blocks, slots, parts, saves=True)
 
+    def close(self) -> None:
+        self._inner.close()
+
     def _save_both(
         self,
         layer: int,
