@@ -1,0 +1,76 @@
+"""Reports: every step counts, and short ones are learnt from together."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.metrics.stats import SchedulerStats
+
+from banaserve.engine.vllm.reports import ReportBoard
+from banaserve.types import InstanceId
+
+STEP_S = 0.005
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 10.0
+
+    def now(self) -> float:
+        return self.now_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def a_step(step_s: float = STEP_S) -> SchedulerStats:
+    counted = {
+        "busy_seconds": step_s,
+        "steps": 1.0,
+        "step_decode_requests": 2.0,
+        "step_context_tokens": 100.0,
+    }
+    return SchedulerStats(num_running_reqs=2, kv_connector_stats=counted)
+
+
+def ran(clock: Clock, board: ReportBoard, count: int, step_s: float) -> None:
+    for _ in range(count):
+        clock.now_s += step_s
+        board.record(a_step(step_s))
+
+
+def test_short_steps_are_learnt_from_together() -> None:
+    clock = Clock()
+    board = ReportBoard(InstanceId("d0"), clock, 2048)
+    ran(clock, board, 1000, STEP_S)
+    fit = board.meter.model.fit
+    assert 50 <= fit.num_samples <= 101
+    assert board.meter.step_s == pytest.approx(STEP_S)
+    assert board.meter.step_tokens == pytest.approx(2.0)
+    assert fit.error_fraction < 0.02
+    assert board.last is not None
+    assert board.last.num_running == 2
+    assert board.last.busy_fraction == pytest.approx(1.0, abs=0.1)
+
+
+def test_long_steps_are_learnt_from_one_by_one() -> None:
+    clock = Clock()
+    board = ReportBoard(InstanceId("d0"), clock, 2048)
+    ran(clock, board, 30, 0.06)
+    assert board.meter.model.fit.num_samples == 30
+
+
+def test_the_last_steps_before_a_pause_are_not_lost() -> None:
+    clock = Clock()
+    board = ReportBoard(InstanceId("d0"), clock, 2048)
+    ran(clock, board, 4, STEP_S)
+    assert board.meter.model.fit.num_samples == 1
+    clock.now_s += 1.0
+    board.answered(idle=True)
+    assert board.meter.model.fit.num_samples == 2
+    board.answered(idle=True)
+    assert board.meter.model.fit.num_samples == 2
+    assert board.last is not None
+    assert board.last.num_running == 0
