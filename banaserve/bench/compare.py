@@ -4,27 +4,34 @@ Starts one system after the other, sends each the same requests at the same time
 sample of its answers token by token against a single vLLM engine, and writes a report. What is
 complete is kept: the same command goes on where a stopped one was.
 
-Systems: colocated-round-robin, colocated-least-requests, static-pd, banaserve,
-banaserve-no-migration, banaserve-colocated, banaserve-no-store, or NAME='OPTIONS of serve'.
+Systems: colocated-round-robin, colocated-least-requests, colocated-prefix-affinity, static-pd,
+banaserve, banaserve-no-migration, banaserve-colocated, banaserve-no-store, or NAME='OPTIONS of
+serve'.
+
+With --pace all engines keep the time of a modelled GPU: rates, latencies and durations are then
+modelled seconds, and the simulator's figures for the same requests stand beside them.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
 import msgspec
 from rich.console import Console
 from tokenizers import Tokenizer
 
 from banaserve import models
-from banaserve.arguments import Parser
-from banaserve.bench import result
+from banaserve.bench import compare_options, result
+from banaserve.bench.cases_run import decisions_of
 from banaserve.bench.client import Call, OpenAiClient
+from banaserve.bench.compare_options import parse, plans
 from banaserve.bench.compare_result import (
     CHECK_TOKENS,
     SystemRun,
@@ -35,34 +42,36 @@ from banaserve.bench.compare_result import (
     folder_of,
     kept_path,
 )
+from banaserve.bench.compare_simulated import simulated_cells
 from banaserve.bench.compare_systems import REFERENCE, System, chosen_systems
 from banaserve.bench.compare_timeline import watched
 from banaserve.bench.loops import closed_loop
-from banaserve.bench.modelled import modelled_time
+from banaserve.bench.modelled import StretchedClock, modelled_time
 from banaserve.bench.report import write_report
-from banaserve.bench.servers import Server, banaserve_server
+from banaserve.bench.servers import Running, balanced_servers, banaserve_server
 from banaserve.bench.serving_cell import CellId, Progress
-from banaserve.bench.serving_items import Dataset, Wanted, Words
-from banaserve.bench.serving_run import Plan, run_cells, stopped_by_signals, write_whole
-from banaserve.bench.serving_summary import Slo
+from banaserve.bench.serving_items import Words
+from banaserve.bench.serving_run import run_cells, stopped_by_signals, write_whole
 from banaserve.bench.serving_table import table
+from banaserve.costs import miniatures
 from banaserve.errors import UserError
 
 _SAME = ("--dtype", "float32", "--enable-prompt-tokens-details", "--threads-per-instance", "1")
+_SMALL = ("--kv-cache-memory-bytes", str(256 << 20))
 
 
 def main(argv: Sequence[str]) -> int:
     """Run what is missing, write results and report; the exit code."""
-    given = _parse(argv)
+    given = parse(argv, __doc__)
     systems = chosen_systems(given.system, given.instances)
-    plan = _plan(given)
-    model = models.resolve(given.model, None, lambda line: print(line, flush=True))
+    asked = plans(given)
+    model = _resolved(given)
     words = Words(Tokenizer.from_file(str(Path(model.path_or_id) / "tokenizer.json")))
-    workloads = [Workload(name, _dataset(given, name, words), plan) for name in given.workload]
+    workloads = compare_options.workloads(given, asked, words)
     check_folder(given, systems, workloads)
     started_at = datetime.now(UTC)
     try:
-        asyncio.run(_run(given, systems, workloads, model.served_name))
+        asyncio.run(_run(given, systems, workloads, model))
     except asyncio.CancelledError:
         _write(given, systems, workloads, started_at)
         raise UserError(
@@ -71,6 +80,15 @@ def main(argv: Sequence[str]) -> int:
     for page in _write(given, systems, workloads, started_at):
         print(page)
     return 0
+
+
+def _resolved(given: argparse.Namespace) -> models.ResolvedModel:
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    if given.profile is not None:
+        return miniatures.resolve(given.profile, say)
+    return models.resolve(given.model, None, say)
 
 
 def _write(
@@ -85,7 +103,8 @@ def _write(
         ran = complete_runs(given, systems, workload)
         if not ran:
             continue
-        record = as_result(given, systems, workload, ran, started_at)
+        simulated = simulated_cells(given, systems, workload)
+        record = as_result(given, systems, workload, ran, simulated, started_at)
         result.write(record, given.out / f"compare-{workload.name}.json")
         written.append(record)
         for name, one in ran.items():
@@ -94,115 +113,74 @@ def _write(
     return write_report(given.out, given.out, "Systems side by side") if written else []
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
-        prog="banaserve bench compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--out", type=Path, default=Path("bench-compare"), help="folder of results and report")
-    add("--model", default=models.PACKAGED)
-    add("--instances", type=int, default=2, help="engines of each system")
-    add("--system", action="append", default=[], help="one of those above; repeat (default: all)")
-    add("--workload", action="append", default=[], help="dataset of bench serving; repeat")
-    add("--data", type=Path, help="folder of named datasets")
-    add("--rps", type=lambda text: tuple(map(float, text.split(","))), default=(0.5,))
-    add("--seeds", type=lambda text: tuple(map(int, text.split(","))), default=(0, 1, 2))
-    add("--requests", type=int, default=16, help="of each rate and seed")
-    add("--prompt-tokens", type=int, default=100, help="mean, of made-up prompts")
-    add("--prefix-tokens", type=int, default=1000, help="of shared-prefix")
-    add("--prefixes", type=int, default=3, help="different ones, of shared-prefix")
-    add("--sessions", type=int, default=2, help="chats at once, of multi-turn")
-    add("--output-tokens", type=int, default=16)
-    add("--warmup", type=float, default=0.0, metavar="S", help="not counted")
-    add("--check", type=int, default=4, help="answers of each workload compared with one engine")
-    add("--serve-option", action="append", default=[], help="for every system, such as --x=y")
-    given = parser.parse_args(list(argv))
-    given.workload = given.workload or ["shared-prefix", "multi-turn", "random"]
-    return given
-
-
-def _plan(given: argparse.Namespace) -> Plan:
-    plan = Plan(
-        arrival="poisson",
-        loads=given.rps,
-        seeds=given.seeds,
-        requests=given.requests,
-        duration_s=0.0,
-        warm_up_s=given.warmup,
-        variation=1.0,
-        slo=Slo(),
-        exact_output=True,
-    )
-    plan.check()
-    return plan
-
-
-def _dataset(given: argparse.Namespace, name: str, words: Words) -> Dataset:
-    wanted = Wanted(
-        dataset=name,
-        data=given.data,
-        prompt_tokens=given.prompt_tokens,
-        prefix_tokens=given.prefix_tokens,
-        num_prefixes=given.prefixes,
-        sessions=given.sessions,
-        output_tokens=given.output_tokens,
-        range_fraction=0.5,
-        max_prompt_tokens=4000,
-    )
-    return Dataset(wanted, words)
-
-
 async def _run(
     given: argparse.Namespace,
     systems: Sequence[System],
     workloads: Sequence[Workload],
-    served_name: str,
+    model: models.ResolvedModel,
 ) -> None:
-    reference = await _reference(given, workloads, served_name)
+    reference = await _reference(given, workloads, model)
+    clock = StretchedClock(given.dilate)
     for system in systems:
         missing = [one for one in workloads if not kept_path(given, system, one).is_file()]
         if not missing:
             print(f"{system.name}: complete", flush=True)
             continue
         print(f"{system.name}: {system.question}", flush=True)
-        with stopped_by_signals(), _server(given, system) as server:
-            async with OpenAiClient(server.url, served_name, return_token_ids=True) as client:
-                for workload in missing:
-                    ran = await _one(given, system, workload, server, client, reference)
-                    path = kept_path(given, system, workload)
-                    write_whole(path, msgspec.json.encode(ran))
-                    print(f"  {workload.name}: {ran.equal} of {ran.checked} equal", flush=True)
+        with TemporaryDirectory(prefix="bench-") as folder, stopped_by_signals():
+            log = Path(folder) / "decisions.jsonl"
+            with _server(given, system, log) as server:
+                async with OpenAiClient(
+                    server.url, model.served_name, return_token_ids=True, clock=clock
+                ) as client:
+                    for workload in missing:
+                        ran = await _one(given, system, workload, server, client, reference, log)
+                        write_whole(kept_path(given, system, workload), msgspec.json.encode(ran))
+                        print(f"  {workload.name}: {ran.equal} of {ran.checked} equal", flush=True)
 
 
-def _server(given: argparse.Namespace, system: System) -> Any:
-    return banaserve_server(given.model, *_SAME, *system.options, *given.serve_option)
+def _server(
+    given: argparse.Namespace, system: System, log: Path
+) -> AbstractContextManager[Running]:
+    options = [*_SAME, *system.options, *given.serve_option]
+    if given.profile is not None:
+        options += ["--pace", given.pace, "--dilate", f"{given.dilate:g}"]
+    if system.has_orchestrator:
+        options += ["--decision-log", str(log)]
+    if system.num_servers > 1:
+        return balanced_servers(system.num_servers, system.policy, given.model, *options)
+    return banaserve_server(given.model, *options)
 
 
 async def _one(
     given: argparse.Namespace,
     system: System,
     workload: Workload,
-    server: Server,
+    server: Running,
     client: OpenAiClient,
     reference: dict[str, list[list[int]]],
+    log: Path,
 ) -> SystemRun:
     folder = folder_of(given, system, workload)
     await _answers(client, [_call("warm", [7, 8, 9], 2)])
-    before_s = server.cpu_s()
-    num_before = sum(folder.summary(cell) is not None for cell in workload.plan.cells())
-    async with watched(server.url) as timeline:
+    lacking = [cell for cell in workload.plan.cells() if folder.summary(cell) is None]
+    before_s, began_s = server.cpu_s(), time.time()
+    async with watched(server.url, client.clock) as timeline:
         cells = await run_cells(
             workload.plan, client, workload.dataset, folder, Progress(), begin=_told
         )
     cpu_s = server.cpu_s() - before_s
     found = await _answers(client, _checked_calls(given, workload))
     equal = sum(a == b for a, b in zip(found, reference[workload.name], strict=True))
-    sent = given.requests * (len(cells) - num_before) or 1
-    modelled = modelled_time(server.url)
     return SystemRun(
-        cells, cpu_s / sent, len(found), equal, server.memory_bytes(), modelled, timeline
+        cells,
+        cpu_s / (sum(map(workload.plan.count, lacking)) or 1),
+        len(found),
+        equal,
+        server.memory_bytes(),
+        modelled_time(server.url),
+        timeline,
+        decisions_of(log, began_s, given.dilate),
     )
 
 
@@ -211,17 +189,23 @@ def _told(cell: CellId, count: int) -> None:
 
 
 async def _reference(
-    given: argparse.Namespace, workloads: Sequence[Workload], served_name: str
+    given: argparse.Namespace, workloads: Sequence[Workload], model: models.ResolvedModel
 ) -> dict[str, list[list[int]]]:
-    """Returns the tokens that one engine gives to the sample of each workload, sent one by one."""
+    """Returns the tokens that one engine gives to the sample of each workload, sent one by one.
+
+    Its time is real, also where that of the systems is modelled.
+    """
     path = Path(given.out) / "systems" / "summaries" / "reference-tokens.json"
     if path.is_file():
         kept = msgspec.json.decode(path.read_bytes(), type=dict[str, list[list[int]]])
         if all(len(kept.get(one.name, ())) == given.check for one in workloads):
             return kept
     found = {}
-    with stopped_by_signals(), _server(given, REFERENCE) as server:
-        async with OpenAiClient(server.url, served_name, return_token_ids=True) as client:
+    name = model.served_name
+    options = [*_SAME, *REFERENCE.options, "--served-model-name", name]
+    options += _SMALL if given.profile is not None else given.serve_option
+    with stopped_by_signals(), banaserve_server(model.path_or_id, *options) as server:
+        async with OpenAiClient(server.url, name, return_token_ids=True) as client:
             for workload in workloads:
                 calls = _checked_calls(given, workload)
                 found[workload.name] = [(await _answers(client, [call]))[0] for call in calls]
@@ -233,7 +217,7 @@ async def _reference(
 def _checked_calls(given: argparse.Namespace, workload: Workload) -> list[Call]:
     """The first requests of the first cell, which the system has served already."""
     first = workload.plan.cells()[0]
-    items = workload.dataset.items(given.requests, first.name, 0)[: given.check]
+    items = workload.dataset.items(workload.plan.count(first), first.name, 0)[: given.check]
     return [_call(f"check{n}", item.prompt, CHECK_TOKENS) for n, item in enumerate(items)]
 
 

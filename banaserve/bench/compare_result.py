@@ -22,6 +22,14 @@ CHECK_TOKENS = 12
 """Tokens of each answer that is compared with the reference."""
 
 
+_MAX_SAMPLES = 200
+_TIME_IS_REAL = "server_cpu_s: CPU seconds of all of a system's processes for a request"
+_TIME_IS_MODELLED = (
+    "time is MODELLED: all seconds and rates are those of the profile's GPU and model, kept by "
+    "paced engines; simulated: the simulator with the same requests"
+)
+
+
 class Workload(NamedTuple):
     """A dataset, its requests, and the sample whose answers are compared."""
 
@@ -38,6 +46,7 @@ class SystemRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         equal: How many of the checked answers were those of the reference.
         memory_bytes: Of all its processes after the workload, shared pages counted once.
         modelled: Where its time was modelled.
+        decisions: Those of the orchestrator that began steps, as ``decisions_of`` tells them.
     """
 
     cells: list[Summary]
@@ -47,6 +56,7 @@ class SystemRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: int
     modelled: ModelledTime | None = None
     timeline: Timeline = msgspec.field(default_factory=Timeline)
+    decisions: list[dict[str, Any]] = []
 
 
 def kept_path(given: argparse.Namespace, system: System, workload: Workload) -> Path:
@@ -56,17 +66,13 @@ def kept_path(given: argparse.Namespace, system: System, workload: Workload) -> 
 
 def options_of(given: argparse.Namespace) -> dict[str, Any]:
     """Returns what makes two runs comparable, without folders of the machine."""
-    names = ("model", "instances", "requests", "prompt_tokens", "prefix_tokens", "prefixes")
-    return {
-        **{name: getattr(given, name) for name in names},
-        "sessions": given.sessions,
-        "output_tokens": given.output_tokens,
-        "rps": list(given.rps),
-        "seeds": list(given.seeds),
-        "warmup": given.warmup,
-        "check": given.check,
-        "serve_option": given.serve_option,
-    }
+    names = (
+        *("model", "pace", "dilate", "instances", "seeds", "requests", "duration", "warmup"),
+        *("prompt_tokens", "prefix_tokens", "prefixes", "sessions", "output_tokens"),
+        *("max_output_tokens", "slo_ttft", "slo_tpot", "check", "serve_option"),
+    )
+    found = {name: getattr(given, name) for name in names}
+    return {name: list(one) if isinstance(one, tuple) else one for name, one in found.items()}
 
 
 def folder_of(given: argparse.Namespace, system: System, workload: Workload) -> RunFolder:
@@ -78,8 +84,9 @@ def folder_of(given: argparse.Namespace, system: System, workload: Workload) -> 
     asked = {
         **options_of(given),
         "system": system.name,
-        "system_options": list(system.options),
+        "system_options": [*system.options, system.policy],
         "name": workload.name,
+        "rps": list(workload.plan.loads),
     }
     return RunFolder(kept_path(given, system, workload).parent.parent, asked)
 
@@ -116,40 +123,73 @@ def as_result(
     systems: Sequence[System],
     workload: Workload,
     ran: Mapping[str, SystemRun],
+    simulated: Mapping[str, Sequence[Summary]],
     started_at: datetime,
 ) -> result.Result:
-    """Returns the result of one workload; says which systems have not run."""
+    """Returns the result of one workload; says which systems have not run.
+
+    Args:
+        simulated: The simulator's cells by system, where time is modelled.
+    """
     found: dict[str, result.Figure] = {}
     for name, one in ran.items():
         found |= figures(one.cells, f"{name}.")
-        found[f"{name}.server_cpu_s"] = result.figure([one.server_cpu_s], "s")
-        found[f"{name}.memory"] = result.figure([one.memory_bytes], "bytes")
+        if one.modelled is None:
+            found[f"{name}.server_cpu_s"] = result.figure([one.server_cpu_s], "s")
+            found[f"{name}.memory"] = result.figure([one.memory_bytes], "bytes")
         if one.checked:
             found[f"{name}.equal_answers"] = result.figure([one.equal / one.checked], "fraction")
+        if name in simulated:
+            found |= figures(simulated[name], f"{name}.simulated.")
     return result.result(
         "compare",
         seed=given.seeds[0],
-        options={**options_of(given), "workload": workload.name},
+        options={
+            **options_of(given),
+            "rps": list(workload.plan.loads),
+            "workload": workload.name,
+        },
         started_at=started_at,
         figures=found,
-        notes=[
-            *(f"INCOMPLETE: {one.name} has not run" for one in systems if one.name not in ran),
-            *(f"{one.name}: {one.question} ({' '.join(one.options)})" for one in systems),
-            "one system after the other, the same requests at the same times; float32, one thread "
-            "an engine",
-            "server_cpu_s: CPU seconds of all of a system's processes for a request",
-            f"equal_answers: {given.check} requests sent again, together, {CHECK_TOKENS} greedy "
-            "tokens each, against one vLLM engine that got them one by one",
-            *(
-                f"{name}: {change}"
-                for name, one in ran.items()
-                for change in one.timeline.changes()
-            ),
-            "without a store each engine still has vLLM's own prefix cache",
-        ],
+        notes=_notes(given, systems, ran),
         raw={
-            "systems": {name: msgspec.to_builtins(one.cells) for name, one in ran.items()},
+            "systems": {name: _cells(one.cells) for name, one in ran.items()},
+            "simulated": {name: _cells(simulated[name]) for name in ran if name in simulated},
             "timelines": {name: msgspec.to_builtins(one.timeline) for name, one in ran.items()},
+            "decisions": {name: one.decisions for name, one in ran.items() if one.decisions},
         },
         modelled_time=[one.modelled for one in ran.values() if one.modelled is not None],
     )
+
+
+def _notes(
+    given: argparse.Namespace, systems: Sequence[System], ran: Mapping[str, SystemRun]
+) -> list[str]:
+    changes = [
+        f"{name}: {change}" for name, one in ran.items() for change in one.timeline.changes()
+    ]
+    checked = ", ".join(f"{name} {one.equal} of {one.checked}" for name, one in ran.items())
+    return [
+        *(f"INCOMPLETE: {one.name} has not run" for one in systems if one.name not in ran),
+        *(f"{one.name}: {one.told()}" for one in systems),
+        "one system after the other, the same requests at the same times; float32, one thread "
+        "an engine",
+        _TIME_IS_REAL if given.profile is None else _TIME_IS_MODELLED,
+        f"equal answers: {checked}; {given.check} requests sent again, together, {CHECK_TOKENS} "
+        "greedy tokens each, against one vLLM engine that got them one by one",
+        *changes,
+        "without a store each engine still has vLLM's own prefix cache",
+    ]
+
+
+def _cells(cells: Sequence[Summary]) -> list[Any]:
+    """Their figures, and of the samples as many as a plot of their distribution shows."""
+    slim = []
+    for cell in cells:
+        kept = {
+            name: sorted(values)[:: -(-len(values) // _MAX_SAMPLES) or 1]
+            for name, values in cell.samples.items()
+            if name != "itl"
+        }
+        slim.append(msgspec.to_builtins(msgspec.structs.replace(cell, samples=kept)))
+    return slim

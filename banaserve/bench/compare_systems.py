@@ -15,11 +15,24 @@ class System(NamedTuple):
 
     Attributes:
         options: Of ``banaserve serve``, beside those that all systems share.
+        num_servers: Of such servers, behind one balancer where there is more than one.
+        policy: Of that balancer.
     """
 
     name: str
     options: tuple[str, ...]
     question: str
+    num_servers: int = 1
+    policy: str = ""
+
+    @property
+    def has_orchestrator(self) -> bool:
+        return "--orchestrator on" in " ".join(self.options)
+
+    def told(self) -> str:
+        """Returns question and options in a line."""
+        behind = f"{self.num_servers} servers behind route --policy {self.policy}: "
+        return f"{self.question} ({behind if self.policy else ''}{' '.join(self.options)})"
 
 
 REFERENCE = System("reference", ("--colocated", "1", "--no-kv-store"), "one vLLM engine")
@@ -49,6 +62,13 @@ def known_systems(num_instances: int) -> dict[str, System]:
             "colocated-least-requests",
             (*together, *no_store, *still, *routed("least_requests")),
             "vLLM engines behind least requests",
+        ),
+        System(
+            "colocated-prefix-affinity",
+            ("--colocated", "1", *no_store, *still),
+            "vLLM engines behind a balancer that follows prefixes, cache_aware of SGLang's router",
+            num_instances,
+            "cache_aware",
         ),
         System(
             "static-pd",

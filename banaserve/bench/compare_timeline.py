@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
-import time
 import urllib.request
 from collections.abc import AsyncIterator
+from itertools import pairwise
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from banaserve.clock import Clock
+
 _EVERY_S = 1.0
 _IN_FLIGHT = "banaserve_requests_in_flight"
 _READY = "banaserve_instance_ready"
+_BUSY = "banaserve_busy_seconds_total"
+_PACED = "banaserve_paced_modelled_seconds_total"
+_DILATION = "banaserve_paced_dilation"
+_MOST_POINTS = 40
 
 
 class Timeline(msgspec.Struct, forbid_unknown_fields=True):
@@ -24,16 +30,22 @@ class Timeline(msgspec.Struct, forbid_unknown_fields=True):
         at_s: Of each look, from the first one.
         in_flight: By instance: legs that it held at each look.
         roles: By instance: its role at each look; empty where it was not ready.
+        busy_s: By instance: seconds that it had spent in steps by each look, modelled ones where
+            time is modelled; 0 where it does not count them.
     """
 
     at_s: list[float] = []
     in_flight: dict[str, list[float]] = {}
     roles: dict[str, list[str]] = {}
+    busy_s: dict[str, list[float]] = {}
 
     def add(self, at_s: float, page: str) -> None:
         """Adds a look: ``page`` in Prometheus' text format."""
         legs: dict[str, float] = {}
         roles: dict[str, str] = {}
+        busy_s: dict[str, float] = {}
+        paced_s: dict[str, float] = {}
+        dilation = 1.0
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
                 name = sample.labels.get("instance_id", "")
@@ -41,14 +53,39 @@ class Timeline(msgspec.Struct, forbid_unknown_fields=True):
                     legs[name] = sample.value
                 elif sample.name == _READY and sample.value:
                     roles[name] = sample.labels.get("role", "")
-        for name in sorted(legs.keys() | roles.keys()):
+                elif sample.name == _PACED:
+                    paced_s[name] = sample.value
+                elif sample.name == _BUSY:
+                    busy_s[name] = sample.value
+                elif sample.name == _DILATION:
+                    dilation = sample.value
+        busy_s |= {name: spent_s / dilation for name, spent_s in paced_s.items()}
+        for name in sorted(legs.keys() | roles.keys() | busy_s.keys()):
             # One that was not there at the looks before held nothing.
             self.in_flight.setdefault(name, [0.0] * len(self.at_s))
             self.roles.setdefault(name, [""] * len(self.at_s))
+            self.busy_s.setdefault(name, [0.0] * len(self.at_s))
         self.at_s.append(at_s)
         for name, seen in self.in_flight.items():
             seen.append(legs.get(name, 0.0))
             self.roles[name].append(roles.get(name, ""))
+            self.busy_s[name].append(busy_s.get(name, 0.0))
+
+    def utilisation(self) -> dict[str, list[tuple[float, float]]]:
+        """Returns by instance the share of time in steps, between looks some seconds apart."""
+        found = {}
+        for name, spent_s in self.busy_s.items():
+            if not any(spent_s):
+                continue
+            looks = list(zip(self.at_s, spent_s, strict=True))
+            width = max(1, len(looks) // _MOST_POINTS)
+            looks = looks[::width]
+            found[name] = [
+                (at_s, min(1.0, max(0.0, (spent - before) / (at_s - began_s))))
+                for (began_s, before), (at_s, spent) in pairwise(looks)
+                if at_s > began_s
+            ]
+        return found
 
     def changes(self) -> list[str]:
         """Says in a line each when an instance changed its role."""
@@ -61,10 +98,14 @@ class Timeline(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @contextlib.asynccontextmanager
-async def watched(url: str) -> AsyncIterator[Timeline]:
-    """Looks at the server at ``url`` once a second until the block ends, but for failures."""
+async def watched(url: str, clock: Clock) -> AsyncIterator[Timeline]:
+    """Looks at the server at ``url`` once a second until the block ends, but for failures.
+
+    Args:
+        clock: Of the looks' times.
+    """
     timeline = Timeline()
-    watcher = asyncio.create_task(_watch(url, timeline))
+    watcher = asyncio.create_task(_watch(url, timeline, clock))
     try:
         yield timeline
     finally:
@@ -73,12 +114,12 @@ async def watched(url: str) -> AsyncIterator[Timeline]:
             await watcher
 
 
-async def _watch(url: str, timeline: Timeline) -> None:
-    began_s = time.monotonic()
+async def _watch(url: str, timeline: Timeline, clock: Clock) -> None:
+    began_s = clock.now()
     while True:
         with contextlib.suppress(OSError, http.client.HTTPException):
             page = await asyncio.to_thread(_page, url)
-            timeline.add(round(time.monotonic() - began_s, 2), page)
+            timeline.add(round(clock.now() - began_s, 2), page)
         await asyncio.sleep(_EVERY_S)
 
 

@@ -9,9 +9,24 @@ import urllib.request
 from prometheus_client.parser import text_string_to_metric_families
 
 from banaserve.bench.provenance import ModelledTime
+from banaserve.clock import WallClock
 from banaserve.errors import UserError
 
 _INFO = "banaserve_paced_info"
+
+
+class StretchedClock:
+    """A clock whose second takes ``dilation`` seconds on the wall, as a paced server's does."""
+
+    def __init__(self, dilation: float) -> None:
+        self._wall = WallClock()
+        self._dilation = dilation
+
+    def now(self) -> float:
+        return self._wall.now() / self._dilation
+
+    async def sleep(self, seconds: float) -> None:
+        await self._wall.sleep(seconds * self._dilation)
 
 
 def modelled_time(url: str) -> ModelledTime | None:

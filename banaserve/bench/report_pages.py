@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import PurePath
 from typing import Any
 
 import msgspec
 
+from banaserve.bench.compare_pages import Table, extra_tables
 from banaserve.bench.compare_timeline import Timeline
 from banaserve.bench.plot import Plot, Series, style, svg
 from banaserve.bench.result import Figure, Result
@@ -47,21 +48,24 @@ _CSS = (
     "td:first-child,th:first-child{text-align:left}.facts{color:#555;font-size:13px}"
     "@media screen and (prefers-color-scheme:dark){body{color:#ddd;background:#15181c}"
     "td,th{border-color:#555}.facts{color:#aaa}}"
-    "@media print{section{break-inside:avoid}}"
+    "@media print{figure,tr{break-inside:avoid}table{display:table;font-size:10px}}"
 )
-
-Table = list[list[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One result: what it is, its table (the first row are headings) and its plots."""
+    """One result: what it is, its table (the first row are headings) and its plots.
+
+    Attributes:
+        more: Further tables, each with a caption.
+    """
 
     name: str
     facts: list[str]
     table: Table
     plots: list[Plot]
     notes: list[str]
+    more: list[tuple[str, Table]] = field(default_factory=list)
 
 
 def section_of(record: Result) -> Section:
@@ -80,11 +84,31 @@ def section_of(record: Result) -> Section:
         f"seed {record.seed}",
         f"{record.started_at:%Y-%m-%d}",
         ", ".join(f"{name}={value}" for name, value in record.options.items() if value is not None),
+        *_of_modelled_time(record),
     ]
     table = serving_table(systems) if systems else figure_table(record.figures)
     plots = [*load_plots(systems), *cdf_plots(systems)] if systems else []
     plots += timeline_plots(record.raw.get("timelines", {}))
-    return Section(record.name, facts, table, plots, record.notes)
+    more = []
+    if "systems" in record.raw:
+        simulated = _cells(record, record.raw.get("simulated"))
+        more = extra_tables(record.options, record.raw, systems, simulated)
+    workload = record.options.get("workload")
+    name = f"{record.name}: {workload}" if workload else record.name
+    return Section(name, facts, table, plots, record.notes, more)
+
+
+def _of_modelled_time(record: Result) -> list[str]:
+    if not record.modelled_time:
+        return []
+    profiles = {f"{one.profile} ({one.source})" for one in record.modelled_time}
+    dilations = sorted({f"{one.dilation:g}" for one in record.modelled_time})
+    overran = [f"{one.num_overrun / max(1, one.num_steps):.1%}" for one in record.modelled_time]
+    return [
+        f"time is MODELLED, not measured: {', '.join(sorted(profiles))}",
+        f"a modelled second took {' or '.join(dilations)} s; steps that overran, by server: "
+        f"{', '.join(overran)}",
+    ]
 
 
 def _systems(record: Result) -> dict[str, list[Summary]]:
@@ -92,6 +116,10 @@ def _systems(record: Result) -> dict[str, list[Summary]]:
     raw = record.raw.get("systems")
     if raw is None and "cells" in record.raw:
         raw = {record.options.get("system") or record.name: record.raw["cells"]}
+    return _cells(record, raw)
+
+
+def _cells(record: Result, raw: Any) -> dict[str, list[Summary]]:
     try:
         found = msgspec.convert(raw or {}, type=dict[str, list[Summary]])
     except msgspec.ValidationError as error:
@@ -176,7 +204,7 @@ def cdf_plots(systems: Mapping[str, Sequence[Summary]]) -> list[Plot]:
 
 
 def timeline_plots(raw: Mapping[str, Any]) -> list[Plot]:
-    """Returns for each system the legs that its instances held over time.
+    """Returns for each system what its instances held over time, and how busy they were.
 
     Raises:
         UserError: Something else stands where timelines should.
@@ -187,13 +215,16 @@ def timeline_plots(raw: Mapping[str, Any]) -> list[Plot]:
         raise UserError(f"a result has timelines that are none: {error}") from error
     plots = []
     for system, one in timelines.items():
-        series = [
-            Series(name, list(zip(one.at_s, held, strict=True)))
-            for name, held in one.in_flight.items()
-        ]
-        if series:
-            title = f"Legs that each instance held: {system}"
-            plots.append(Plot(title, "s", "legs under way", series, marks=False))
+        held = {
+            name: list(zip(one.at_s, seen, strict=True)) for name, seen in one.in_flight.items()
+        }
+        for title, unit, lines in (
+            (f"Legs that each instance held: {system}", "legs under way", held),
+            (f"Time in steps: {system}", "share of time", one.utilisation()),
+        ):
+            series = [Series(name, points) for name, points in lines.items() if points]
+            if series:
+                plots.append(Plot(title, "s", unit, series, marks=False))
     return plots
 
 
@@ -217,17 +248,29 @@ def as_html(title: str, sections: Sequence[Section]) -> str:
     for section in sections:
         parts.append(f"<section><h2>{escape(section.name)}</h2>")
         parts.append(f'<p class="facts">{escape("; ".join(section.facts))}</p>')
-        head, *rows = section.table
-        parts.append(f"<table><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>")
-        for row in rows:
-            parts.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>")
-        parts.append("</table></section>")
+        parts.append(_html_table(section.table))
+        for caption, table in section.more:
+            parts.append(f"<h3>{escape(caption)}</h3>{_html_table(table)}")
+        parts.append("</section>")
         parts += [f"<figure>{svg(plot, standalone=False)}</figure>" for plot in section.plots]
         if section.notes:
             items = "".join(f"<li>{escape(note)}</li>" for note in section.notes)
             parts.append(f"<ul>{items}</ul>")
     parts.append("</body></html>\n")
     return "\n".join(parts)
+
+
+def _html_table(table: Table) -> str:
+    head, *rows = table
+    parts = [f"<table><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"]
+    parts += [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
+    return "\n".join((*parts, "</table>"))
+
+
+def _markdown_table(table: Table) -> str:
+    head, *rows = table
+    lines = (head, ["---"] * len(head), *rows)
+    return "\n".join("| " + " | ".join(row) + " |" for row in lines)
 
 
 def as_markdown(
@@ -238,9 +281,9 @@ def as_markdown(
     for section, names in zip(sections, plot_names, strict=True):
         parts.append(f"## {section.name}")
         parts.append("; ".join(section.facts))
-        head, *rows = section.table
-        lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
-        parts.append("\n".join(lines))
+        parts.append(_markdown_table(section.table))
+        for caption, table in section.more:
+            parts += [f"### {caption}", _markdown_table(table)]
         parts += [
             f"![{plot.title}]({PurePath(name).as_posix()})"
             for plot, name in zip(section.plots, names, strict=True)

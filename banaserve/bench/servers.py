@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -25,7 +26,24 @@ from banaserve.errors import UserError
 _METRIC = re.compile(r"^([^\s{#]+)(?:\{(.*)\})?\s+(\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _START_TIMEOUT_S = 300.0
+_FOUND_TIMEOUT_S = 20.0
+_AVAILABLE = "banaserve_route_target_available"
 _PR_SET_PDEATHSIG = 1
+
+
+class Running(Protocol):
+    """What runs behind one URL: a server, or several behind a balancer."""
+
+    @property
+    def url(self) -> str: ...
+
+    def cpu_s(self) -> float:
+        """CPU seconds (user and system) of all its processes that live, since they began."""
+        ...
+
+    def memory_bytes(self) -> int:
+        """Memory of all its processes; pages that several share count once in all (PSS)."""
+        ...
 
 
 class Server:
@@ -115,6 +133,45 @@ def banaserve_server(model: str, *options: str) -> Iterator[Server]:
     command = [sys.executable, "-m", "banaserve", "serve", "--model", model]
     with _started([*command, *options], "banaserve") as server:
         yield server
+
+
+class Balanced:
+    """Servers behind one balancer."""
+
+    def __init__(self, balancer: Server, servers: Sequence[Server]) -> None:
+        self.url = balancer.url
+        self._all = (balancer, *servers)
+
+    def cpu_s(self) -> float:
+        return sum(one.cpu_s() for one in self._all)
+
+    def memory_bytes(self) -> int:
+        return sum(one.memory_bytes() for one in self._all)
+
+
+@contextlib.contextmanager
+def balanced_servers(count: int, policy: str, model: str, *options: str) -> Iterator[Balanced]:
+    """``count`` times ``banaserve serve`` behind ``banaserve route``, which has found them all.
+
+    Raises:
+        UserError: One does not start.
+    """
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(banaserve_server(model, *options)) for _ in range(count)]
+        command = [sys.executable, "-m", "banaserve", "route", "--policy", policy]
+        for server in servers:
+            command += ["--replica", server.url]
+        balancer = stack.enter_context(command_server(command, "balancer"))
+        _wait_for_replicas(balancer, count)
+        yield Balanced(balancer, servers)
+
+
+def _wait_for_replicas(balancer: Server, count: int) -> None:
+    until_s = time.monotonic() + _FOUND_TIMEOUT_S
+    while balancer.metric(_AVAILABLE) < count:
+        if time.monotonic() > until_s:
+            raise UserError("the balancer did not find its replicas")
+        time.sleep(0.1)
 
 
 @contextlib.contextmanager

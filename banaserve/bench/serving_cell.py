@@ -60,6 +60,7 @@ class CellRun(NamedTuple):
     """What came of a cell.
 
     Attributes:
+        wall_s: It took, on the machine's clock whatever that of the client is.
         client_cpu_s: CPU seconds of this process, for all it did meanwhile.
     """
 
@@ -159,13 +160,13 @@ async def run_cell(
         if record.error != INTERRUPTED:
             progress.ended(len(found), num_failed)
 
-    began_cpu_s = time.process_time()
+    began_cpu_s, began_s = time.process_time(), time.monotonic()
     if arrivals_s is None:
         await closed_loop(client, calls, int(cell.load or 1), on_record)
     else:
         await open_loop(client, calls, arrivals_s, on_record)
     cpu_s = time.process_time() - began_cpu_s
-    return CellRun([found[call.id] for call in calls], client.clock.now() - start_s, cpu_s)
+    return CellRun([found[call.id] for call in calls], time.monotonic() - began_s, cpu_s)
 
 
 def _call(number: int, item: Item, exact_output: bool) -> Call:

@@ -23,7 +23,7 @@ from banaserve.bench import result
 from banaserve.bench.arrivals import arrival_times_s
 from banaserve.bench.client import OpenAiClient
 from banaserve.bench.serving_cell import CellFile, CellId, Progress, run_cell
-from banaserve.bench.serving_items import Dataset
+from banaserve.bench.serving_items import Dataset, Item
 from banaserve.bench.serving_summary import Slo, Summary, summarize, unit_of
 from banaserve.errors import UserError
 
@@ -172,14 +172,10 @@ async def run_cells(
     return found
 
 
-async def _run_one(
-    plan: Plan,
-    cell: CellId,
-    client: OpenAiClient,
-    dataset: Dataset,
-    folder: RunFolder,
-    progress: Progress,
-) -> Summary:
+def requests_of(
+    plan: Plan, cell: CellId, dataset: Dataset
+) -> tuple[list[Item], list[float] | None]:
+    """Returns what a cell sends and when; None for when with ``closed`` arrivals."""
     items = dataset.items(plan.count(cell), cell.name, plan.cells().index(cell))
     arrivals_s = arrival_times_s(
         plan.arrival,
@@ -189,6 +185,18 @@ async def _run_one(
         variation=plan.variation,
         trace_s=[item.at_s for item in items if item.at_s is not None] or None,
     )
+    return items, arrivals_s
+
+
+async def _run_one(
+    plan: Plan,
+    cell: CellId,
+    client: OpenAiClient,
+    dataset: Dataset,
+    folder: RunFolder,
+    progress: Progress,
+) -> Summary:
+    items, arrivals_s = requests_of(plan, cell, dataset)
     with CellFile(folder.records, cell) as keep:
         ran = await run_cell(
             client,

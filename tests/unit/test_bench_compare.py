@@ -10,7 +10,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from banaserve.bench import compare
+from banaserve.bench import compare, compare_options, result
+from banaserve.bench.compare_pages import extra_tables
 from banaserve.bench.compare_result import (
     SystemRun,
     Workload,
@@ -20,16 +21,20 @@ from banaserve.bench.compare_result import (
     folder_of,
     kept_path,
 )
+from banaserve.bench.compare_simulated import simulated_cells
 from banaserve.bench.compare_systems import REFERENCE, System, chosen_systems, known_systems
 from banaserve.bench.compare_timeline import Timeline
+from banaserve.bench.provenance import ModelledTime
 from banaserve.bench.record import RequestRecord
 from banaserve.bench.report_pages import section_of
 from banaserve.bench.serving_cell import CellId, Sent
+from banaserve.bench.serving_items import Item
 from banaserve.bench.serving_run import write_whole
 from banaserve.bench.serving_summary import Slo, Summary, summarize
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
+from banaserve.orchestrator.replicas import registry as replica_policies
 from banaserve.orchestrator.routing import registry
 
 
@@ -45,13 +50,20 @@ def test_every_system_has_the_same_engines(num_instances: int) -> None:
     for name, system in known_systems(num_instances).items():
         assert system.name == name
         parsed = config(system)
-        assert parsed.prefill + parsed.decode + parsed.colocated == num_instances
+        assert (
+            parsed.prefill + parsed.decode + parsed.colocated
+        ) * system.num_servers == num_instances
         assert parsed.kv_store == (name not in _WITHOUT_STORE)
         assert parsed.migration == (name == "banaserve")
         assert parsed.orchestrator.mode == ("on" if name == "banaserve" else "off")
 
 
-_WITHOUT_STORE = ("colocated-round-robin", "colocated-least-requests", "banaserve-no-store")
+_WITHOUT_STORE = (
+    "colocated-round-robin",
+    "colocated-least-requests",
+    "colocated-prefix-affinity",
+    "banaserve-no-store",
+)
 
 
 def test_pairs_differ_in_one_thing() -> None:
@@ -81,8 +93,7 @@ def test_chosen() -> None:
 def test_what_is_complete_makes_a_result(tmp_path: Path) -> None:
     given = asked(tmp_path)
     systems = list(known_systems(2).values())[:2]
-    plan: Any = None
-    workload = Workload("random", plan, plan)
+    workload = Workload("random", cast(Any, None), _PLAN)
     timeline = Timeline()
     timeline.add(0.0, page(p0=(2, "prefill"), d0=(1, "decode")))
     timeline.add(1.0, page(p0=(0, "decode"), d0=(5, "decode"), d1=(1, "decode")))
@@ -99,7 +110,7 @@ def test_what_is_complete_makes_a_result(tmp_path: Path) -> None:
     path.write_bytes(msgspec.json.encode(run))
     ran = complete_runs(given, systems, workload)
     assert ran == {systems[1].name: run}
-    record = as_result(given, systems, workload, ran, datetime(2026, 1, 1, tzinfo=UTC))
+    record = as_result(given, systems, workload, ran, {}, datetime(2026, 1, 1, tzinfo=UTC))
     assert record.notes[0] == f"INCOMPLETE: {systems[0].name} has not run"
     figures = record.figures
     name = systems[1].name
@@ -114,8 +125,8 @@ def test_what_is_complete_makes_a_result(tmp_path: Path) -> None:
 
 
 def test_what_is_complete_answers_no_other_question(tmp_path: Path) -> None:
-    given, plan = asked(tmp_path), cast(Any, None)
-    workload = Workload("random", plan, plan)
+    given = asked(tmp_path)
+    workload = Workload("random", cast(Any, None), _PLAN)
     [mine] = chosen_systems(["mine=--colocated 2"], 2)
     check_folder(given, [mine], [workload])
     folder_of(given, mine, workload)
@@ -135,6 +146,12 @@ def test_what_is_complete_answers_no_other_question(tmp_path: Path) -> None:
         (("--seeds", "0,0"), "--seeds: each once"),
         (("--rps", "1,1"), "each once"),
         (("--requests", "0"), "--requests: give 1 or more"),
+        (("--requests", "2", "--duration", "3"), "give --requests or --duration"),
+        (("--duration", "-1"), "give more than 0 s"),
+        (("--workload", "random@x"), "give rates as in random@1,2,4"),
+        (("--workload", "random", "--workload", "random@1"), "--workload random: once"),
+        (("--dilate", "2"), "give --pace PROFILE with it"),
+        (("--pace", "opt-13b-a100"), "leave out --model"),
     ],
 )
 def test_no_cell_is_empty_or_asked_twice(
@@ -144,18 +161,109 @@ def test_no_cell_is_empty_or_asked_twice(
         compare.main(["--out", str(tmp_path), "--model", "/nowhere", *options])
 
 
+def test_prefixes_are_followed_by_a_balancer_over_plain_engines() -> None:
+    system = known_systems(3)["colocated-prefix-affinity"]
+    parsed = config(system)
+    assert (parsed.colocated, parsed.kv_store, system.num_servers) == (1, False, 3)
+    assert system.policy in replica_policies.names()
+    assert "3 servers behind route --policy cache_aware" in system.told()
+
+
+def test_a_paced_comparison_has_the_simulator_beside_it(tmp_path: Path) -> None:
+    given = compare_options.parse(
+        [
+            *("--pace", "opt-13b-a100", "--dilate", "4", "--instances", "4", "--out", "x"),
+            *("--workload", "random@1,8", "--duration", "4", "--seeds", "0"),
+            *("--prompt-tokens", "400", "--output-tokens", "20"),
+        ],
+        None,
+    )
+    [plan] = compare_options.plans(given).values()
+    assert [plan.count(cell) for cell in plan.cells()] == [4, 32]
+    dataset = cast(Any, _Lengths(400, 20))
+    workload = Workload("random", dataset, plan)
+    systems = chosen_systems(["static-pd", "banaserve", "mine=--colocated 4"], 4)
+    simulated = simulated_cells(given, systems, workload)
+    assert list(simulated) == ["static-pd", "banaserve"]
+    slow, fast = simulated["static-pd"]
+    assert (slow.load_name, slow.completed, fast.completed) == ("1rps", 4, 32)
+    assert fast.metrics["tpot_p50"] >= slow.metrics["tpot_p50"] > 0.02
+    run = SystemRun(
+        simulated["static-pd"],
+        1.0,
+        2,
+        2,
+        9,
+        ModelledTime("opt-13b-a100", "a fit", 4.0, 200, 1, 0.0),
+    )
+    ours = SystemRun(simulated["banaserve"], 1.0, 2, 2, 9, run.modelled, decisions=[_DECISION])
+    ran = {"static-pd": run, "banaserve": ours}
+    record = as_result(given, systems, workload, ran, simulated, datetime(2026, 1, 1, tzinfo=UTC))
+    result.write(record, tmp_path / "x.json")
+    assert "banaserve.server_cpu_s" not in record.figures
+    assert "static-pd.simulated.ttft_p50_at_8rps" in record.figures
+    section = section_of(result.read(tmp_path / "x.json"))
+    assert any("MODELLED" in fact for fact in section.facts)
+    assert any("0.5%, 0.5%" in fact for fact in section.facts)
+    ratios, errors, steps = (table for _, table in section.more)
+    assert [row[:2] for row in ratios[1:]] == [["static-pd", "1rps"], ["static-pd", "8rps"]]
+    assert {row[2] for row in errors[1:]} == {"1.00"}
+    assert steps[1] == ["banaserve", "1.5", "p0 to decode", "0.10", "2.00", "0.30", "done"]
+
+
+def test_the_paper_stands_beside_its_own_setting() -> None:
+    cells = {"banaserve": [cell(1.0, 0)], "static-pd": [cell(1.0, 0)], "x": [cell(1.0, 0)]}
+    options = {"pace": "opt-13b-a100", "workload": "longbench-like"}
+    [(_, ratios), *_] = extra_tables(options, {}, cells, {"banaserve": [cell(1.0, 0)]})
+    assert [row[-1] for row in ratios[1:]] == ["1.1 to 1.3", "up to 1.3"]
+    [(_, ratios), *_] = extra_tables({}, {}, cells, {})
+    assert "paper" not in " ".join(ratios[0])
+
+
+class _Lengths:
+    """Requests of one length."""
+
+    def __init__(self, prompt_tokens: int, output_tokens: int) -> None:
+        self._item = Item([], prompt_tokens, output_tokens, None, "x", False)
+
+    def items(self, count: int, seed: str, place: int) -> list[Item]:
+        return [self._item] * count
+
+
+_PLAN = compare_options.plans(compare_options.parse(["--workload", "random@1"], None))["random"]
+_DECISION = {
+    "at_s": 1.5,
+    "steps": [
+        {
+            "what": "p0 to decode",
+            "cost_s": 0.1,
+            "benefit_s": 2.0,
+            "took_s": 0.3,
+            "ending": "done",
+            "reason": "",
+        }
+    ],
+}
+
+
 def asked(out: Path) -> argparse.Namespace:
     return argparse.Namespace(
         out=out,
         model="m",
+        pace=None,
+        profile=None,
+        dilate=1.0,
         instances=2,
         requests=1,
+        duration=None,
+        max_output_tokens=None,
+        slo_ttft=None,
+        slo_tpot=None,
         prompt_tokens=1,
         prefix_tokens=1,
         prefixes=1,
         sessions=1,
         output_tokens=2,
-        rps=(1.0,),
         seeds=(0, 1),
         warmup=0.0,
         check=2,

@@ -13,6 +13,7 @@ import pytest
 from banaserve.bench import compare_timeline
 from banaserve.bench.modelled import modelled_time
 from banaserve.bench.target import find_target
+from banaserve.clock import WallClock
 from banaserve.errors import UserError
 
 Answering = Callable[[bytes], str]
@@ -89,6 +90,6 @@ async def test_a_look_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(compare_timeline, "_page", look)
     monkeypatch.setattr(compare_timeline, "_EVERY_S", 0.0)
-    async with compare_timeline.watched("http://nowhere"):
+    async with compare_timeline.watched("http://nowhere", WallClock()):
         await asyncio.wait_for(has_failed.wait(), 30)
     assert set(looks) == {"http://nowhere"}
