@@ -84,6 +84,8 @@ class InstanceReport:
         weight_bytes: Weights of the layers that it holds at present.
         guest_bytes: What guests on it hold for others: weights and KV.
         step_tokens: Tokens of one step, smoothed; 0 where they are not measured.
+        overlap_fraction: How much of a guest's work it would not wait for with its present steps,
+            in [0, 1]; None where that is not known.
         gpu_busy_fraction: Share of time with any kernel running on its GPUs, in [0, 1], by NVML;
             None where there is none.
         gpu_memory_fraction: Of their memory in use, by whomever.
@@ -102,6 +104,7 @@ class InstanceReport:
     step_tokens: float = 0.0
     gpu_busy_fraction: float | None = None
     gpu_memory_fraction: float | None = None
+    overlap_fraction: float | None = None
 
 
 @dataclass(frozen=True, slots=True, order=True)

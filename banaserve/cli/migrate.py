@@ -12,6 +12,7 @@ import typer
 from banaserve.api.admin_client import AdminClient
 from banaserve.cli.admin_options import KeyOption, RunDirOption, UrlOption, admin_client
 from banaserve.cli.console import print_error
+from banaserve.cli.placement import overlap_words, sharing_line
 from banaserve.engine.vllm.moves.words import (
     Ask,
     Migration,
@@ -21,7 +22,6 @@ from banaserve.engine.vllm.moves.words import (
     OverlapAsk,
     Return,
     ShareAsk,
-    Sharing,
 )
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size
@@ -123,8 +123,7 @@ def overlap(
     if as_json:
         print(json.dumps(msgspec.to_builtins(found)))
         return
-    how = "waits for its guests" if parts == 1 else f"cuts steps into up to {parts} parts"
-    print(f"{instance} {how}" + (f", but: {found.why_not}" if found.why_not else ""))
+    print(f"{instance} {overlap_words(found)}")
 
 
 @app.command()
@@ -141,18 +140,7 @@ def share(
     if as_json:
         print(json.dumps(msgspec.to_builtins(found)))
         return
-    print(_shared(found))
-
-
-def _shared(found: Sharing) -> str:
-    line = f"guests beside {found.instance} take at most {found.fraction:.0%} of its device"
-    if not found.num_guests:
-        return line
-    line += f": {found.num_guests} of them {found.busy_fraction:.0%} lately, its steps take "
-    line += f"{found.predicted_slow_down:.2f} times as long"
-    if found.measured_slow_down is not None:
-        line += f" by that, {found.measured_slow_down:.2f} times as measured"
-    return line
+    print(sharing_line(found))
 
 
 def _migrate(client: AdminClient, ask: Ask, as_json: bool) -> None:

@@ -17,7 +17,12 @@ from banaserve.cli.admin_options import (
     admin_client,
 )
 from banaserve.cli.console import print_rows
-from banaserve.engine.vllm.moves.words import InstancePlacement, Placement
+from banaserve.engine.vllm.moves.words import (
+    InstancePlacement,
+    Overlapping,
+    Placement,
+    Sharing,
+)
 from banaserve.kvstore.sizes import format_size
 
 app = typer.Typer(name="placement", add_completion=False)
@@ -42,6 +47,36 @@ def placement(
             f"guest {guest.guest_id} (process {guest.pid}) takes {format_size(guest.num_bytes)} "
             f"and {guest.busy_fraction:.0%} of a core beside {guest.target}"
         )
+    for instance in found.instances:
+        if instance.units and instance.overlap is not None:
+            typer.echo(f"{instance.id} {overlap_words(instance.overlap)}")
+        if instance.sharing is not None and instance.sharing.num_guests:
+            typer.echo(sharing_line(instance.sharing))
+
+
+def overlap_words(found: Overlapping) -> str:
+    """Whether an instance and the guests of its layers compute at once."""
+    if found.most_parts == 1:
+        return "waits for its guests"
+    if found.why_not:
+        return f"waits for its guests, though it may cut steps: {found.why_not}"
+    words = f"cuts steps into up to {found.most_parts} parts"
+    if found.steps_cut:
+        words += f": {found.steps_cut} of {found.steps_cut + found.steps_waited} so far, "
+        words += f"their times predicted within {found.prediction_error:.0%}"
+    return words
+
+
+def sharing_line(found: Sharing) -> str:
+    """What guests may take of an instance's device, take, and cost it."""
+    line = f"guests beside {found.instance} take at most {found.fraction:.0%} of its device"
+    if not found.num_guests:
+        return line
+    line += f": {found.num_guests} of them {found.busy_fraction:.0%} lately, its steps take "
+    line += f"{found.predicted_slow_down:.2f} times as long"
+    if found.measured_slow_down is not None:
+        line += f" by that, {found.measured_slow_down:.2f} times as measured"
+    return line
 
 
 def rows(found: Placement) -> list[tuple[str, ...]]:

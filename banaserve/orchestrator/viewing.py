@@ -22,10 +22,13 @@ class Known:
     Attributes:
         facts: None where it cannot take part in migrations.
         num_kv_blocks: Of its pool at present.
+        overlap_fraction: As in its report; None where its guests are waited for, or it has not
+            been learnt.
     """
 
     facts: InstanceFacts | None
     num_kv_blocks: int = 0
+    overlap_fraction: float | None = None
 
 
 def with_guests(
@@ -83,5 +86,10 @@ def _completed(view: InstanceView, known: Known | None, arrived_s: float | None)
     if report is not None:
         away = sum(p.module.num_layers for p in view.placements if not p.module.heads)
         weight_bytes = (facts.num_layers - away) * facts.layer_weight_bytes
-        report = replace(report, num_kv_blocks=known.num_kv_blocks, weight_bytes=weight_bytes)
+        report = replace(
+            report,
+            num_kv_blocks=known.num_kv_blocks,
+            weight_bytes=weight_bytes,
+            overlap_fraction=known.overlap_fraction,
+        )
     return replace(view, facts=facts, report=report, changed_s=changed_s)

@@ -81,6 +81,29 @@ def test_layers_relieve_compute_only_as_far_as_host_and_guest_overlap(
     assert felt["p1"].compute == pytest.approx(0.2 * 0.9)
 
 
+def test_what_a_host_says_of_overlap_wins_over_the_option() -> None:
+    """Small batches are bound by reading weights: no layers leave for compute."""
+    facts = replace(OPT_13B, can_move_heads=False)
+    hosts = [
+        instance(f"p{n}", load, 0.1, facts=facts, step_s=0.0) for n, load in enumerate((0.9, 0.1))
+    ]
+
+    def plan(said: float | None) -> MigrationPlan:
+        views = [
+            replace(view, report=replace(view.report, overlap_fraction=said))  # type: ignore[type-var]
+            for view in hosts
+        ]
+        options = {"overlap_fraction": 0.5, "max_away_fraction": 0.2, "rho": 0.0}
+        return make("repaired", **options).plan(cluster(*views))
+
+    none = plan(0.0)
+    assert none.steps == ()
+    assert Reason.NO_OVERLAP in reasons(none)
+    for said, relief in ((None, 0.5), (0.8, 0.8)):
+        [step] = plan(said).steps
+        assert dict(step.influence)["p0"].compute == pytest.approx(-relief * 0.2 * 0.9)
+
+
 def test_bytes_that_free_no_block_count_for_nothing() -> None:
     """40 slabs of 100 blocks, granules of 100: a head away gives each other slab a third of one."""
     facts = replace(

@@ -38,7 +38,7 @@ class Instance(doubles.Instance):
         self.inflight_requests = 0
         self.num_changes = 0
         self.budget = self.role
-        self.call_s: float | None = None
+        self.board = SimpleNamespace(meter=SimpleNamespace(call_s=None, overlap_fraction=float))
 
     def set_role(self, role: Role) -> None:
         self.role = role

@@ -25,6 +25,9 @@ LAYERS = MoveLayers("d0", "p0", (10, 20))
 THEN = {"preparing": "prepared", "copying": "copied", "freeing": "freed"}
 
 
+_NO_STEPS = {"steps_cut": 0, "steps_waited": 0, "parts": 0}
+
+
 class Engine:
     """The worker and the scheduler of one instance.
 
@@ -36,6 +39,7 @@ class Engine:
         still: Methods that the host does not come to, as if it were stopped.
         late: Methods that do their work and never answer.
         shares: What each guest was told last.
+        overlap: Of its status.
         busy: Replies of shrinking, one after the other; then none is in the way.
     """
 
@@ -54,6 +58,7 @@ class Engine:
         self.sources: dict[str, str | None] = {}
         self.epoch = 1
         self.shares: dict[str, float] = {}
+        self.overlap = {"most_parts": 1, "why_not": "", "prediction_error": 0.0, **_NO_STEPS}
         self.guests_lost = 0
         self.pool_blocks = NUM_BLOCKS
         self.pool_sizes: list[int] = []
@@ -119,8 +124,8 @@ class Engine:
         return {"phase": "preparing"}
 
     def _overlap(self, most_parts: int) -> dict[str, Any]:
-        facts = {"why_not": "", "steps_cut": 0, "steps_waited": 0, "parts": 0}
-        return {"most_parts": most_parts, "prediction_error": 0.0, **facts}
+        self.overlap["most_parts"] = most_parts
+        return dict(self.overlap)
 
     def _share(self, guest_id: str, fraction: float) -> dict[str, Any]:
         self.shares[guest_id] = fraction
@@ -175,6 +180,7 @@ class Engine:
             "units": list(self.units.values()),
             "guests_lost": self.guests_lost,
             "steps_lost": 0,
+            "overlap": dict(self.overlap),
             "kv": {
                 "num_blocks": NUM_BLOCKS,
                 "max_blocks": 2 * NUM_BLOCKS,

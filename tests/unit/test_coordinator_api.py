@@ -202,6 +202,8 @@ def test_migrate_and_placement(banaserve, capsys):
     assert "heads 5/1,2 6/1,2" in shown
     assert "older blocks of layers 22:24" in shown
     assert "x0        decode  MLA cannot be moved" in shown
+    assert "d0 waits for its guests" in shown
+    assert "guests beside p0 take at most 100% of its device: 1 of them" in shown
     assert banaserve("placement", "--json") == 0
     assert json.loads(capsys.readouterr().out)["migrations"][0]["state"] == "done"
     assert banaserve("migrate", "return", "--from", "d0", "--layers", "10:20", "--json") == 0
@@ -234,9 +236,13 @@ def test_overlap_is_switched_while_an_instance_serves(banaserve, server, capsys)
     switch = ("migrate", "overlap", "--of", "d0", "--parts")
     assert banaserve(*switch, "8") == 0
     assert capsys.readouterr().out == "d0 cuts steps into up to 8 parts\n"
+    server.cluster.engine.overlap["why_not"] = "its tokens look at later ones"
+    assert banaserve(*switch, "8") == 0
+    assert "waits for its guests, though it may cut steps: its tokens" in capsys.readouterr().out
+    server.cluster.engine.overlap["why_not"] = ""
     assert banaserve(*switch, "1", "--json") == 0
     assert json.loads(capsys.readouterr().out)["most_parts"] == 1
-    assert server.cluster.engine.calls.count("overlap") == 2
+    assert server.cluster.engine.calls.count("overlap") == 3
     server.cluster.engine.faults = {"overlap": "a step has 1 to 64 parts, not 65"}
     assert banaserve(*switch, "65") == 2
     assert "1 to 64 parts" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def step(split: SplitAttention) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries of one step, and the attention's output."""
     query = torch.randn(NUM_TOKENS, 6, HEAD_SIZE, generator=torch.Generator().manual_seed(0))
     new = torch.zeros(NUM_TOKENS, 3, HEAD_SIZE)
-    nothing = torch.empty(0)
+    nothing = torch.empty(0, 3)
     split.do_kv_cache_update(None, new, new, nothing, nothing)
     metadata = SimpleNamespace(num_actual_tokens=NUM_TOKENS)
     output = torch.full_like(query, float("nan"))
@@ -141,3 +141,31 @@ def test_an_answer_that_makes_no_sense_costs_the_guest_and_not_the_host(
     assert why in lost[0]
     assert guest.lost is not None
     assert torch.equal(output, torch.zeros_like(output)), "finite: the step's output is dropped"
+
+
+def test_heads_here_are_computed_while_a_guest_has_the_others() -> None:
+    events: list[str] = []
+    layer: Any = SimpleNamespace(num_heads=6, num_kv_heads=3, impl=None)
+    watch: Any = SimpleNamespace(metadata=lambda builder: None)
+    split = SplitAttention(None, layer, "l", watch, lambda *_: None)  # type: ignore[arg-type]
+
+    def collect() -> torch.Tensor:
+        events.append("collected")
+        return torch.ones(NUM_TOKENS, 4, HEAD_SIZE)
+
+    def forward(*_: Any, output: torch.Tensor) -> None:
+        events.append("computed")
+        output.zero_()
+
+    here = SimpleNamespace(forward=forward, do_kv_cache_update=lambda *_: None)
+    split._local = [
+        SimpleNamespace(  # type: ignore[list-item]
+            kv_heads=slice(1, 2), query_heads=slice(2, 4), impl=here, builder=None
+        )
+    ]
+    away: Any = SimpleNamespace(link=None, post=lambda *_: events.append("asked"), collect=collect)
+    split._remote = [(torch.tensor([0, 2]), torch.tensor([0, 1, 4, 5]), away)]
+    _, output = step(split)
+    assert events == ["asked", "computed", "collected"]
+    assert output[:, [0, 1, 4, 5]].eq(1).all()
+    assert output[:, 2:4].eq(0).all()

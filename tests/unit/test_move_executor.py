@@ -131,7 +131,7 @@ async def test_a_module_goes_and_comes_home(world):
     # A move of some milliseconds has taught it that a migration takes less than the first guess.
     assert world.executor.link().sync_s < first.sync_s
     assert world.executor.link().hop_s == first.hop_s
-    world.instances[D0].call_s = 0.01
+    world.instances[D0].board.meter.call_s = 0.01
     assert world.executor.link().hop_s == 0.005
     back = await world.executor.carry_out(step(ReturnModule(D0, P0, LAYERS.module, 0)))
     assert (back.ending, back.blocks_gained) == (Ending.DONE, -150)

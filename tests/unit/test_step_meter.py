@@ -118,3 +118,15 @@ def test_a_step_that_computes_nothing_teaches_nothing():
     meter.record({"busy_seconds": 0.001}, 1.0)
     assert meter.model.fit.num_samples == 0
     assert meter.step_s == 0.0
+
+
+def test_what_overlaps_is_told_once_steps_have_been_learnt() -> None:
+    meter = StepMeter(2048, 0.0)
+    assert meter.overlap_fraction(8) is None
+    work = StepWork(prefill_tokens=1024, prefill_pairs=1024**2)
+    for number in range(30):
+        meter.record(counted(work), float(number))
+    assert meter.overlap_fraction(1) == 0.0
+    told = meter.overlap_fraction(8)
+    assert told is not None
+    assert 0.5 < told <= 1.0

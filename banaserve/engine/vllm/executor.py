@@ -117,8 +117,11 @@ class MoveExecutor:
         key = (name, instance.incarnation, can_move)
         if key not in self._facts:
             self._facts[key] = self._facts_of(llm.vllm_config, instance.role, can_move)
-        grown = self._coordinator.hosts[name].grown_blocks
-        return Known(self._facts[key], (llm.vllm_config.cache_config.num_gpu_blocks or 0) + grown)
+        hosted = self._coordinator.hosts[name]
+        blocks = (llm.vllm_config.cache_config.num_gpu_blocks or 0) + hosted.grown_blocks
+        parts = hosted.most_parts
+        overlap = instance.board.meter.overlap_fraction(parts) if parts > 1 else None
+        return Known(self._facts[key], blocks, overlap)
 
     def _facts_of(self, config: VllmConfig, role: Role, can_move: bool) -> InstanceFacts | None:
         can_switch = role is not Role.COLOCATED
@@ -210,7 +213,8 @@ class MoveExecutor:
     # ---- what it costs
 
     def link(self) -> Link:
-        learnt = [i.call_s for i in self._cluster.instances.values() if i.call_s is not None]
+        meters = [instance.board.meter for instance in self._cluster.instances.values()]
+        learnt = [meter.call_s for meter in meters if meter.call_s is not None]
         if learnt:
             self._hop_s = median(learnt) / 2
         return eased(self._transfer.link(self._hop_s), _FIRST_LINK, self._learnt_age_s())

@@ -265,9 +265,9 @@ class Instance:
         metrics.UP.labels(self.id, role.value).set(self.is_ready)
 
     @property
-    def call_s(self) -> float | None:
-        """What a round trip to a guest adds to its steps; None until that has been learnt."""
-        return self._board.meter.call_s
+    def board(self) -> ReportBoard:
+        """What it reports and what its steps take; another one after a restart."""
+        return self._board
 
     def has_changed(self) -> None:
         """Its role, its placements or its guests are others than before."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from banaserve.orchestrator.model.calibration import StepTime, StepWork
+from banaserve.orchestrator.model.overlapping import overlap_fraction
 
 SMOOTHING_S = 2.0
 _FIRST = StepTime.of(5e-3, 5e-4, 1e-7, 1e-6, 5e-4, doubt=3.0)
@@ -56,6 +57,16 @@ class StepMeter:
     def call_s(self) -> float | None:
         """What a round trip to a guest adds to a step; None until that has been learnt."""
         return self.model.call_s if self._num_remote_samples >= _LEARNT_AFTER else None
+
+    def overlap_fraction(self, most_parts: int) -> float | None:
+        """How much of a guest's work would not be waited for; None until steps have been learnt.
+
+        Args:
+            most_parts: That a step may be cut into.
+        """
+        if self.model.fit.num_samples < _LEARNT_AFTER:
+            return None
+        return overlap_fraction(self.model, self._work, most_parts)
 
     def record(self, counted: Mapping[str, float], now_s: float) -> None:
         """Take what was counted since the last call: sums of ``TransferStats``."""

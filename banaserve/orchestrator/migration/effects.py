@@ -84,6 +84,12 @@ def hop_step_s(host: Projected, module: Module, options: MoveOptions) -> float:
     )
 
 
+def overlap_of(host: Projected, options: RepairedOptions) -> float:
+    """How much of a guest's work ``host`` would not wait for: as it says, else as the option."""
+    said = host.overlap_fraction
+    return options.overlap_fraction if said is None else said
+
+
 def influences(
     host: Projected,
     guest: Projected,
@@ -94,12 +100,12 @@ def influences(
     """Returns what host and guest will feel of a module that leaves, or comes home.
 
     The work of the module, ``share`` of what the host does in all, loads the guest in full. It
-    relieves the host only by ``overlap_fraction``: for the rest host and guest take turns, and
+    relieves the host only by ``overlap_of`` it: for the rest host and guest take turns, and
     the host's step lasts as long as before. Each hop lengthens the step, which costs the host
     compute too. A module that is away already is taken to come home.
     """
     share = module_share(host, module, options.attention_fraction)
-    overlap = options.overlap_fraction
+    overlap = overlap_of(host, options)
     gone = 0.0
     if host.away and overlap:
         gone = sum(module_share(host, other, options.attention_fraction) for other in host.away)

@@ -157,7 +157,7 @@ class RepairedOptions(MoveOptions):
         max_moves: Steps of one plan.
         max_moves_per_instance: Steps that one instance takes part in at once.
         overlap_fraction: How much of a guest's work its host does not wait for: 0 where host and
-            guest take turns, 1 where both always compute.
+            guest take turns, 1 where both always compute; of hosts that do not say it themselves.
         attention_fraction: Share of a layer's time that is attention, what moved heads take along.
         remote_cost: Load that a model wholly away would count as: brings modules home in the end.
         role_switch_s: Cost of a role switch: draining what the instance runs.

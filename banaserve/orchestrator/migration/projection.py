@@ -37,6 +37,7 @@ class Projected:
         kv_blocks: KV blocks that it has; at least one, so that shares of them mean something.
         step_s: Time of a step; 0 where it is not measured.
         batch_tokens: Tokens of a step.
+        overlap_fraction: What it would not wait for of a guest's work; None where unknown.
         away: Modules that run elsewhere.
         moving: Modules that a step under way is about.
         num_guests: Modules of others that it holds.
@@ -57,6 +58,7 @@ class Projected:
     step_s: float
     batch_tokens: float
     changed_s: float | None
+    overlap_fraction: float | None = None
     away: dict[Module, Placement] = field(default_factory=dict)
     moving: list[Module] = field(default_factory=list)
     num_guests: int = 0
@@ -170,6 +172,7 @@ def _projected(view: InstanceView, horizon_s: float) -> Projected:
         step_s=report.step_s,
         batch_tokens=report.step_tokens or assumed_tokens,
         changed_s=view.changed_s,
+        overlap_fraction=report.overlap_fraction,
         away=away,
     )
 

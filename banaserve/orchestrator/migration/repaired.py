@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from banaserve.orchestrator.measure import ScalarLoad, judge
-from banaserve.orchestrator.migration import refusals, seeking, switching, weighing
+from banaserve.orchestrator.migration import effects, refusals, seeking, switching, weighing
 from banaserve.orchestrator.migration.interface import MigrationPlan, Reason, Rejected
 from banaserve.orchestrator.migration.options import RepairedOptions
 from banaserve.orchestrator.migration.projection import Projected, Projection, gap_of, project, take
@@ -75,6 +75,11 @@ class _Search:
     returns: list[tuple[InstanceId, Module]] | None = None
     leading_s: float = float("-inf")
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether any host would not wait for all of a guest's work."""
+        return any(effects.overlap_of(one, self.options) > 0 for one in self.projection.values())
+
     def run(self) -> str:
         """Takes steps until none is worth it; returns why there are no more."""
         while len(self.steps) < self.options.max_moves:
@@ -125,7 +130,7 @@ class _Search:
     def _moves(self) -> Iterator[Weighed | Rejected]:
         """For each resource, from the fullest host that can give anything worth it."""
         seeks = [seeking.memory_pairs]
-        if self.options.overlap_fraction > 0 or not self.steps:
+        if not self.steps or self.overlaps:
             seeks.append(seeking.compute_pairs)  # else it only says why there is none: once a plan
         for seek in seeks:
             helped: InstanceId | None = None

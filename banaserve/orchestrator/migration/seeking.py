@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple
 
-from banaserve.orchestrator.migration import refusals, slabs
+from banaserve.orchestrator.migration import effects, refusals, slabs
 from banaserve.orchestrator.migration.interface import Reason, Rejected
 from banaserve.orchestrator.migration.options import RepairedOptions
 from banaserve.orchestrator.migration.projection import Projected, Projection
@@ -44,12 +44,13 @@ def compute_pairs(
 ) -> list[Pair]:
     """Returns pairs between which compute could be evened out.
 
-    None where host and guest take turns: a remote layer then takes its host as long as one of
-    its own.
+    None of hosts that take turns with their guests: a remote layer then takes its host as long as
+    one of its own.
     """
     pairs = _pairs(projection, _compute_load, now_s, options, refused)
-    if options.overlap_fraction > 0:
-        return pairs
+    able = [pair for pair in pairs if effects.overlap_of(pair.host, options) > 0]
+    if able:
+        return able
     for pair in pairs[:1]:
         words = f"move layers for compute from {pair.host.id} to {pair.guest.id}"
         refused.append(Rejected(words, Reason.NO_OVERLAP, pair.gap))

@@ -94,7 +94,7 @@ def weigh_move(
     if max(host.away_share + share, heads_share) > options.max_away_fraction:
         return Rejected(words, Reason.TOO_MUCH_AWAY, host.away_share + share)
     effect = effects.leaving(host, guest, module, options)
-    if effect.host_blocks <= 0 and options.overlap_fraction == 0:
+    if effect.host_blocks <= 0 and effects.overlap_of(host, options) == 0:
         return Rejected(words, Reason.NO_BLOCK_FREED)
     action = MoveModule(host.id, guest.id, module, effect.moved_bytes)
     return _weigh_module(words, action, host, guest, effect, options)
@@ -107,7 +107,7 @@ def most_net_s(host: Projected, options: RepairedOptions) -> float:
     guest take turns. Where they overlap nothing is said, since the fullest in memory need not be
     the one that can be relieved most.
     """
-    if options.overlap_fraction > 0:
+    if effects.overlap_of(host, options) > 0:
         return inf
     return pressure(host.memory_load) * options.horizon_s - options.rho * options.link_sync_s
 

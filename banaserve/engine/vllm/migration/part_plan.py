@@ -1,8 +1,7 @@
 """In how many parts a step runs fastest where some of its layers are elsewhere. Pure.
 
-A step of m parts flows through stages, this host and its guests, of which each works on one part
-at a time: sum of t_i(m) + (m - 1) max of t_i(m), where t_i(m) is what stage i takes for one part.
-That is the makespan of a pipeline; m = 1 is the proxy that waits.
+The makespan is that of ``orchestrator.model.overlapping``, of stages whose times are learnt from
+every part that runs.
 """
 
 from __future__ import annotations
@@ -11,15 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from banaserve.orchestrator.model.fit import LinearFit
+from banaserve.orchestrator.model.overlapping import LEAST_PART_TOKENS, WORTH, makespan_s
 
 HERE = ""
 """The host, among the names of guests."""
 
-LEAST_TOKENS = 16
-"""Of a part: what the kernels of matrix products work on at a time."""
-
-_WORTH = 0.97
-"""Of the waiting step's time; what gains less is within what such predictions are wrong by."""
+LEAST_TOKENS = LEAST_PART_TOKENS
 
 _FIRST_S = (3e-4, 3e-5, 1e-8)
 """Of one layer, before anything is measured: in itself, for a token, for a pair of tokens."""
@@ -101,7 +97,7 @@ def plan_parts(
     at_most = max(1, min(most_parts, int(work.tokens) // LEAST_TOKENS))
     spans = [_makespan_s(times, stages, work, num) for num in range(1, at_most + 1)]
     best = min(range(at_most), key=spans.__getitem__)
-    if spans[best] > _WORTH * spans[0]:
+    if spans[best] > WORTH * spans[0]:
         best = 0
     return PartPlan(best + 1, spans[best], spans[0])
 
@@ -111,7 +107,7 @@ def _makespan_s(
 ) -> float:
     part = work.share(num_parts)
     each = [times.predict_s(name, num_layers, part) for name, num_layers in stages]
-    return sum(each) + (num_parts - 1) * max(each, default=0.0)
+    return makespan_s(each, num_parts)
 
 
 def part_sizes(num_tokens: int, num_parts: int) -> list[int]:

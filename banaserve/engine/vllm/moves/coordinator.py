@@ -141,7 +141,9 @@ class Coordinator:
             UserError: There is no such instance.
             MigrationError: It does not serve, cannot migrate, or its steps cannot be cut so.
         """
-        reply = await self._hosted(ask.instance).link().call("overlap", ask.most_parts)
+        hosted = self._hosted(ask.instance)
+        reply = await hosted.link().call("overlap", ask.most_parts)
+        await hosted.refresh()
         return msgspec.convert(reply, Overlapping)
 
     # ---- events

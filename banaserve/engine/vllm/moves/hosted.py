@@ -67,6 +67,13 @@ class Hosted:
         self.grown_blocks = 0
         self.since_s.clear()
 
+    @property
+    def most_parts(self) -> int:
+        """That its steps are cut into, as it last said; 1: it waits for its guests."""
+        if self.status is None or self.status["overlap"]["why_not"]:
+            return 1
+        return int(self.status["overlap"]["most_parts"])
+
     async def refresh(self, memory: bool = False) -> Reply:
         """Ask the host what is where.
 

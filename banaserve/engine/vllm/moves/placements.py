@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
 from banaserve.engine.vllm.migration.modules import Modules, write_modules
 from banaserve.engine.vllm.moves.coordinator import Coordinator
 from banaserve.engine.vllm.moves.hosted import Hosted
@@ -12,6 +14,7 @@ from banaserve.engine.vllm.moves.sizes import kv_bytes, weight_bytes
 from banaserve.engine.vllm.moves.words import (
     GuestStatus,
     InstancePlacement,
+    Overlapping,
     Placement,
     UnitPlace,
 )
@@ -61,6 +64,7 @@ async def _of(coordinator: Coordinator, hosted: Hosted) -> InstancePlacement:
         guests_lost=status["guests_lost"],
         steps_lost=status["steps_lost"],
         sharing=sharing_of(coordinator, hosted),
+        overlap=msgspec.convert(status["overlap"], Overlapping),
     )
 
 

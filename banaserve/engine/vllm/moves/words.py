@@ -228,6 +228,7 @@ class InstancePlacement(msgspec.Struct, frozen=True):
         num_blocks: Of its pool at present; ``blocks_gained`` of them are due to what is away.
         kv_bytes: Memory that backs its KV cache at present.
         sharing: With guests beside it; None where it does not answer.
+        overlap: With the guests of its layers, likewise.
     """
 
     id: str
@@ -244,6 +245,7 @@ class InstancePlacement(msgspec.Struct, frozen=True):
     guests_lost: int = 0
     steps_lost: int = 0
     sharing: Sharing | None = None
+    overlap: Overlapping | None = None
 
 
 class Placement(msgspec.Struct, frozen=True):
