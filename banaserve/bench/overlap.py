@@ -3,7 +3,7 @@
 One engine on one core moves layers to a guest on another, which is idle else. Prompts are prefilled
 and batches decode with all layers at home, with ranges away and waited for, and with the same
 ranges away and steps in parts; then by vLLM's own pipeline of two stages, on the same two cores.
-Last, a second engine serves streams of its own on the guest's core, for several shares of it that
+A second engine serves streams of its own on the guest's core, for several shares of it that
 the guest may take.
 """
 
@@ -38,11 +38,38 @@ _FED_TOKENS = 512
 _OWN_STREAMS, _OWN_PROMPT_TOKENS = 4, 64
 
 
+_NOTES = [
+    "one engine of SmolLM2 with one thread on one core; the last LAYERS of its 30 layers "
+    "run in a guest with one thread on another core",
+    "gains: time with all layers at home against time so, for the same prompts",
+    "prefill: prompts that come at once, 16 tokens out; ttft: one prompt, one token out; "
+    "decode_BATCH: requests with few tokens in",
+    "waiting: the host waits for its guest; overlap: steps in parts; stages: vLLM's "
+    "pipeline parallelism, 15 and 15 layers, which overlaps steps and so has smaller ones",
+    "gain_over_waiting: against waiting for the guest; gain_predicted: what the engine "
+    "predicted of that, for a step's layers alone",
+    "prediction_error: mean error of the predicted time of a step's layers, each step "
+    "weighted by its time; without a prefix: with most layers away",
+    "share_S: a second engine decodes four streams on the guest's core, whose share of it "
+    "is bounded by S, while prompts of 512 tokens keep the guest busy; slow_down: against "
+    "the same streams while the guest rests; slow_down_predicted: 1 / (1 - guest_busy)",
+    "equal_answers: whether all tokens are those with all layers at home; random prompts "
+    "in bfloat16 have logits that tie",
+]
+
+
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """Run it and write the result, each time there is more of it; the exit code."""
     given = _parse(argv)
     end_on_sigterm()
-    record = _measure(given, datetime.now(UTC))
+    model = models.resolve(models.PACKAGED, None, lambda line: print(line, flush=True))
+    with Progress(transient=True) as progress:
+        measuring = _Measuring(
+            given, datetime.now(UTC), model.path_or_id, _advancing(progress, given)
+        )
+        for record in measuring.run():
+            if given.json is not None:
+                result.write(record, given.json)
     result.deliver(record, given.json)
     return 0
 
@@ -94,92 +121,113 @@ def _loads(given: argparse.Namespace) -> list[figures.Load]:
     ]
 
 
-def _measure(given: argparse.Namespace, started_at: datetime) -> result.Result:
-    model = models.resolve(models.PACKAGED, None, lambda line: print(line, flush=True))
-    draws = random.Random(given.seed)
-    loads = _loads(given)
-    rounds = [{load.name: _prompts(draws, load) for load in loads} for _ in range(given.runs)]
-    samples: figures.Samples = {}
-    raw: dict[str, Any] = {}
-    with Progress(transient=True) as progress:
-        advance = _advancing(progress, given, len(loads))
-        with _engine(model.path_or_id, "live", given) as engine:
-            home = _pass(engine, loads, rounds, advance)
-            raw["home"] = {"seconds": home.seconds}
-            for layers in given.layers:
-                engine.tell(do="away", layers=[_NUM_LAYERS - layers, _NUM_LAYERS])
-                for parts in (_WAITING, given.parts):
-                    engine.tell(do="overlap", parts=parts)
-                    times = _pass(engine, loads, rounds, advance, home)
-                    if parts == _WAITING:
-                        waiting = times
-                        samples |= figures.gains(f"layers_{layers}.waiting", loads, home, times)
-                name = f"layers_{layers}.overlap"
-                samples |= figures.gains(name, loads, home, times)
-                samples |= figures.beside_waiting(name, loads, waiting, times)
-                raw[f"layers_{layers}"] = engine.tell(do="status")["overlap"] | {
-                    "seconds_waiting": waiting.seconds,
-                    "seconds": times.seconds,
-                }
+class _Measuring:
+    """One run of the benchmark, in an order that has what counts most first.
+
+    Args:
+        advance: Told what has been served.
+    """
+
+    def __init__(
+        self, given: argparse.Namespace, started_at: datetime, model: str, advance: Any
+    ) -> None:
+        draws = random.Random(given.seed)
+        self._given = given
+        self._started_at = started_at
+        self._model = model
+        self._advance = advance
+        self._loads = _loads(given)
+        self._rounds = [
+            {load.name: _prompts(draws, load) for load in self._loads} for _ in range(given.runs)
+        ]
+        self._streams = _streams(draws, given)
+        self._samples: figures.Samples = {}
+        self._raw: dict[str, Any] = {}
+
+    def run(self) -> Iterator[result.Result]:
+        """What has been found so far, again and again; the last one is all of it."""
+        given = self._given
+        with _engine(self._model, "live", given) as engine:
+            home = self._pass(engine)
+            self._raw["home"] = {"seconds": home.seconds}
+            most, *fewer = sorted(given.layers, reverse=True)
+            self._away(engine, most, home)
+            self._samples |= figures.headlines(self._samples, most)
+            yield self._result("stopped before vLLM's own pipeline")
+            if not given.no_stages:
+                self._stages(home)
+                yield self._result("stopped before the guest's share was bounded")
             if given.shares:
-                streams = _streams(draws, given)
-                with _engine(model.path_or_id, "neighbour", given) as neighbour:
-                    samples |= _shared(engine, neighbour, streams, given, advance)
-        if not given.no_stages:
-            with _engine(model.path_or_id, "stages", given) as engine:
-                times = _pass(engine, loads, rounds, advance, home)
-                samples |= figures.gains("stages", loads, home, times)
-                raw["stages"] = {"seconds": times.seconds}
-    samples |= figures.headlines(samples, max(given.layers))
-    return _result(given, started_at, samples, raw)
+                self._shared(engine)
+            for layers in fewer:
+                yield self._result(f"stopped before {layers} layers were away")
+                self._away(engine, layers, home)
+        yield self._result()
 
+    def _away(self, engine: ToldEngine, layers: int, home: figures.Times) -> None:
+        """With so many layers in a guest: waited for, then in parts."""
+        loads, name = self._loads, f"layers_{layers}"
+        engine.tell(do="away", layers=[_NUM_LAYERS - layers, _NUM_LAYERS])
+        engine.tell(do="overlap", parts=_WAITING)
+        waiting = self._pass(engine, home)
+        self._samples |= figures.gains(f"{name}.waiting", loads, home, waiting)
+        engine.tell(do="overlap", parts=self._given.parts)
+        times = self._pass(engine, home)
+        self._samples |= figures.gains(f"{name}.overlap", loads, home, times)
+        self._samples |= figures.beside_waiting(f"{name}.overlap", loads, waiting, times)
+        self._raw[name] = engine.tell(do="status")["overlap"] | {
+            "seconds_waiting": waiting.seconds,
+            "seconds": times.seconds,
+        }
 
-def _pass(
-    engine: ToldEngine,
-    loads: Sequence[figures.Load],
-    rounds: Any,
-    advance: Any,
-    home: figures.Times | None = None,
-) -> figures.Times:
-    """Serve every load once a round, behind one that warms up and teaches."""
-    found = figures.Times.of(loads)
-    for load in loads:
-        prompts = [prompt[:_WARM_PROMPT_TOKENS] for prompt in rounds[0][load.name]]
-        engine.tell(do="run", prompts=prompts, tokens=_WARM_TOKENS)
-    for number, prompts in enumerate(rounds):
-        for load in loads:
-            name, before = load.name, engine.tell(do="sums")
-            answer = engine.tell(do="run", prompts=prompts[name], tokens=load.output_tokens)
-            after = engine.tell(do="sums")
-            advance(name)
-            found.seconds[name].append(answer["seconds"])
-            found.tokens[name].append(answer["tokens"])
-            found.sums_s[name].append({what: after[what] - before[what] for what in after})
-            same = home is None or home.tokens[name][number] == answer["tokens"]
-            found.equal[name].append(float(same))
-    return found
+    def _stages(self, home: figures.Times) -> None:
+        with _engine(self._model, "stages", self._given) as engine:
+            times = self._pass(engine, home)
+        self._samples |= figures.gains("stages", self._loads, home, times)
+        self._raw["stages"] = {"seconds": times.seconds}
 
+    def _pass(self, engine: ToldEngine, home: figures.Times | None = None) -> figures.Times:
+        """Serve every load once a round, behind one that warms up and teaches."""
+        found = figures.Times.of(self._loads)
+        for load in self._loads:
+            prompts = [prompt[:_WARM_PROMPT_TOKENS] for prompt in self._rounds[0][load.name]]
+            engine.tell(do="run", prompts=prompts, tokens=_WARM_TOKENS)
+        for number, prompts in enumerate(self._rounds):
+            for load in self._loads:
+                name, before = load.name, engine.tell(do="sums")
+                answer = engine.tell(do="run", prompts=prompts[name], tokens=load.output_tokens)
+                after = engine.tell(do="sums")
+                self._advance(name)
+                found.seconds[name].append(answer["seconds"])
+                found.tokens[name].append(answer["tokens"])
+                found.sums_s[name].append({what: after[what] - before[what] for what in after})
+                same = home is None or home.tokens[name][number] == answer["tokens"]
+                found.equal[name].append(float(same))
+        return found
 
-def _shared(
-    engine: ToldEngine,
-    neighbour: ToldEngine,
-    streams: overlap_neighbour.Streams,
-    given: argparse.Namespace,
-    advance: Any,
-) -> figures.Samples:
-    samples: figures.Samples = {}
-    for share in given.shares:
-        engine.tell(do="share", fraction=share)
-        runs = []
-        for _ in range(given.runs):
-            runs.append(overlap_neighbour.beside(engine, neighbour, streams))
-            advance(f"share {share:g}")
-        name = f"share_{share:g}"
-        samples[f"{name}.slow_down"] = [run.slow_down for run in runs], "ratio"
-        samples[f"{name}.slow_down_predicted"] = [run.predicted for run in runs], "ratio"
-        samples[f"{name}.guest_busy"] = [run.busy_fraction for run in runs], "fraction"
-        samples[f"{name}.prefill_s"] = [run.prefill_s for run in runs], "s"
-    return samples
+    def _shared(self, engine: ToldEngine) -> None:
+        """Beside an engine on the guest's core, for each share; then without a bound again."""
+        with _engine(self._model, "neighbour", self._given) as neighbour:
+            for share in self._given.shares:
+                engine.tell(do="share", fraction=share)
+                runs = []
+                for _ in range(self._given.runs):
+                    runs.append(overlap_neighbour.beside(engine, neighbour, self._streams))
+                    self._advance(f"share {share:g}")
+                self._samples |= figures.sharing(f"share_{share:g}", runs)
+        engine.tell(do="share", fraction=1.0)
+
+    def _result(self, stopped: str = "") -> result.Result:
+        given = self._given
+        return result.result(
+            "overlap",
+            seed=given.seed,
+            options={name: str(value) for name, value in vars(given).items() if name != "json"},
+            started_at=self._started_at,
+            figures={name: result.figure(*sample) for name, sample in self._samples.items()},
+            notes=([stopped] if stopped else []) + _NOTES,
+            raw=self._raw,
+        )
 
 
 def _streams(draws: random.Random, given: argparse.Namespace) -> overlap_neighbour.Streams:
@@ -197,9 +245,9 @@ def _prompts(draws: random.Random, load: figures.Load) -> list[list[int]]:
     ]
 
 
-def _advancing(progress: Progress, given: argparse.Namespace, num_loads: int) -> Any:
+def _advancing(progress: Progress, given: argparse.Namespace) -> Any:
     passes = 1 + 2 * len(given.layers) + (not given.no_stages)
-    total = given.runs * (passes * num_loads + len(given.shares))
+    total = given.runs * (passes * len(_loads(given)) + len(given.shares))
     task = progress.add_task("starting", total=total)
     return lambda what: progress.update(task, description=what, advance=1)
 
@@ -211,34 +259,3 @@ def _engine(model_path: str, kind: str, given: argparse.Namespace) -> Iterator[T
     module = "banaserve.engine.vllm.overlapped"
     with told_engine(module, model_path, kind, json.dumps(arguments)) as engine:
         yield engine
-
-
-def _result(
-    given: argparse.Namespace, started_at: datetime, samples: figures.Samples, raw: dict[str, Any]
-) -> result.Result:
-    return result.result(
-        "overlap",
-        seed=given.seed,
-        options={name: str(value) for name, value in vars(given).items() if name != "json"},
-        started_at=started_at,
-        figures={name: result.figure(*sample) for name, sample in samples.items()},
-        notes=[
-            "one engine of SmolLM2 with one thread on one core; the last LAYERS of its 30 layers "
-            "run in a guest with one thread on another core",
-            "gains: time with all layers at home against time so, for the same prompts",
-            "prefill: prompts that come at once, 16 tokens out; ttft: one prompt, one token out; "
-            "decode_BATCH: requests with few tokens in",
-            "waiting: the host waits for its guest; overlap: steps in parts; stages: vLLM's "
-            "pipeline parallelism, 15 and 15 layers, which overlaps steps and so has smaller ones",
-            "gain_over_waiting: against waiting for the guest; gain_predicted: what the engine "
-            "predicted of that, for a step's layers alone",
-            "prediction_error: mean error of the predicted time of a step's layers, each step "
-            "weighted by its time; without a prefix: with most layers away",
-            "share_S: a second engine decodes four streams on the guest's core, whose share of it "
-            "is bounded by S, while prompts of 512 tokens keep the guest busy; slow_down: against "
-            "the same streams while the guest rests; slow_down_predicted: 1 / (1 - guest_busy)",
-            "equal_answers: whether all tokens are those with all layers at home; random prompts "
-            "in bfloat16 have logits that tie",
-        ],
-        raw=raw,
-    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from banaserve.bench.overlap_neighbour import Sharing
+
 Samples = dict[str, tuple[list[float], str]]
 """Samples and unit, by the figure's name."""
 
@@ -72,6 +74,16 @@ def beside_waiting(name: str, loads: Sequence[Load], waiting: Times, times: Time
     wrong = [sum(s["wrong"] for s in sums) / sum(s["measured"] for s in sums) for sums in each]
     samples[f"{name}.prediction_error"] = wrong, "fraction"
     return samples
+
+
+def sharing(name: str, runs: Sequence[Sharing]) -> Samples:
+    """What an engine beside a guest felt of it."""
+    return {
+        f"{name}.slow_down": ([run.slow_down for run in runs], "ratio"),
+        f"{name}.slow_down_predicted": ([run.predicted for run in runs], "ratio"),
+        f"{name}.guest_busy": ([run.busy_fraction for run in runs], "fraction"),
+        f"{name}.prefill_s": ([run.prefill_s for run in runs], "s"),
+    }
 
 
 def headlines(samples: Samples, layers: int) -> Samples:
