@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -57,10 +58,16 @@ def _pick(device_type: str, choice: str) -> Picked:
         reason = lacks or f"runs on {device_type} and takes every case"
     elif lacks := missing(choice, device_type):
         raise UserError(f"the {choice} kernels cannot run: {lacks}; choose auto")
-    module, kind = _MODULES[name]
-    kernels: Kernels = getattr(importlib.import_module(module), kind)()
+    kernels = _make(name)
     _log.info("kernels for %s: %s (%s)", device_type, name, reason)
     return Picked(kernels, reason)
+
+
+def _make(name: str) -> Kernels:
+    module, kind = _MODULES[name]
+    make: Callable[..., Kernels] = getattr(importlib.import_module(module), kind)
+    # Where it stands in for kernels it is as exact as they are; float64 is for comparing with them.
+    return make(compute_dtype=torch.float32) if name == "reference" else make()
 
 
 def missing(name: str, device_type: str) -> str | None:

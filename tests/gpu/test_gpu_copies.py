@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ from banaserve.engine.vllm.gpu_copies import GpuCopier
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.pool import Pool, PoolView
 
+ALREADY_REGISTERED = 712
 LAYERS, BLOCKS, SLOTS, PAGE_BYTES = 4, 64, 32, 64 << 10
 FINGERPRINT = Fingerprint(
     model="m",
@@ -105,3 +107,19 @@ def test_both_directions_at_once(view: PoolView) -> None:
     for cache, before in zip(caches, expected, strict=True):
         assert torch.equal(cache[32:48], before[:16])
         assert torch.equal(cache[:32], before[:32])
+
+
+def test_the_pool_is_pinned_for_the_copies_and_given_back(view: PoolView) -> None:
+    copier, runtime = GpuCopier(random_caches(5), PAGE_BYTES, 0), torch.cuda.cudart()
+    pool = view.base_address, view.memory.size, 0
+    copier.save(0, view, [1], [1], copier.mark()).finish()
+    assert int(runtime.cudaHostRegister(*pool)) == ALREADY_REGISTERED
+    with contextlib.suppress(RuntimeError):  # CUDA may report that call once more
+        torch.ones(1, device="cuda")
+    copier.close()
+    assert int(runtime.cudaHostRegister(*pool)) == 0
+    # Pinned by somebody else: used, left alone, and no later launch hears of the refusal.
+    copier.load(0, view, [2], [1], copier.mark()).finish()
+    assert torch.ones(1, device="cuda").item() == 1
+    copier.close()
+    assert int(runtime.cudaHostUnregister(view.base_address)) == 0

@@ -13,9 +13,10 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from banaserve.engine.vllm.migration import kv_pages
 from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
 from banaserve.engine.vllm.migration.context_plan import ContextPlan, split_context
-from banaserve.engine.vllm.migration.kv_pages import KvPages, attend
+from banaserve.engine.vllm.migration.kv_pages import DevicePages, KvPages, Pages
 from banaserve.kernels.interface import Batch, Heads
 from banaserve.kernels.reference import ReferenceKernels
+from banaserve.kernels.registry import pick
 from split_doubles import (
     BLOCK_SIZE,
     GROUP,
@@ -55,8 +56,8 @@ def test_parts_of_a_sequence_merge_to_the_whole(pages: KvPages, seed: int) -> No
     here[gone] = float("nan")
     asking = query[plan.rows]
     parts = [
-        attend(pages, asking, here, plan.local, SCALE, causal=True),
-        attend(pages, asking, there, plan.remote, SCALE, causal=False),
+        pages.attend(asking, here, plan.local, SCALE, causal=True),
+        pages.attend(asking, there, plan.remote, SCALE, causal=False),
     ]
     merged = ReferenceKernels(torch.float32).merge(parts).output
     assert merged.dtype == torch.float32
@@ -109,6 +110,29 @@ def test_only_those_that_have_blocks_away_ask() -> None:
 # ---- pages
 
 
+@pytest.mark.parametrize("seed", [0, 2])
+def test_pages_of_a_device_give_what_those_of_the_processor_give(pages: KvPages, seed: int) -> None:
+    """The same step over vLLM's CPU pages and over plain ones, whose heads lie apart."""
+    common, _, away = random_step(seed)
+    plan = split_context(common, BLOCK_SIZE, away)
+    assert plan is not None
+    generator = torch.Generator().manual_seed(seed)
+    shape = NUM_BLOCKS * BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE
+    key, value = (torch.randn(shape, generator=generator) for _ in range(2))
+    packed = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+    write(key, value, packed, torch.arange(NUM_BLOCKS * BLOCK_SIZE))
+    tokens = torch.cat([key, value], -1).view(NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, -1)
+    plain = tokens.permute(2, 0, 1, 3).contiguous().transpose(0, 1)
+    query = torch.randn(len(plan.rows), NUM_KV_HEADS * GROUP, HEAD_SIZE, generator=generator)
+    on_device: Pages = DevicePages(pick(query.device).kernels)
+    for batch, causal in ((plan.local, True), (plan.remote, False)) * 2:
+        one = pages.attend(query, packed, batch, SCALE, causal=causal)
+        other = on_device.attend(query, plain, batch, SCALE, causal=causal)
+        for mine, theirs in zip(one, other, strict=True):
+            assert mine.dtype == theirs.dtype == torch.float32
+            assert torch.allclose(mine, theirs, atol=2e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_size", [32, 128])
 def test_pages_are_read_as_vllm_packs_them(dtype: torch.dtype, block_size: int) -> None:
@@ -151,8 +175,8 @@ def test_a_long_prompt_is_answered_in_pieces(
     common = batch_of([120], [50], [[3, 0, 2, 1]])
     ends = common.seq_lens
     batch = Batch(common.block_table_tensor, common.query_start_loc, ends - 50, ends * 0, ends)
-    whole = attend(pages, query, cache, batch, SCALE, causal=True)
+    whole = pages.attend(query, cache, batch, SCALE, causal=True)
     monkeypatch.setattr(kv_pages, "_MAX_SCORES", 7 * 120 * NUM_KV_HEADS * GROUP)
-    pieces = attend(pages, query, cache, batch, SCALE, causal=True)
+    pieces = pages.attend(query, cache, batch, SCALE, causal=True)
     for one, other in zip(whole, pieces, strict=True):
         assert torch.allclose(one, other, atol=1e-6)

@@ -9,13 +9,11 @@ import torch
 
 from banaserve.engine.vllm.migration.context_plan import ContextPlan
 from banaserve.engine.vllm.migration.guest_link import GuestLink
-from banaserve.engine.vllm.migration.kv_pages import KvPages, attend
+from banaserve.engine.vllm.migration.kv_pages import Pages
 from banaserve.engine.vllm.migration.step_watch import StepWatch
 from banaserve.errors import GuestLostError
 from banaserve.kernels.interface import Part
-from banaserve.kernels.reference import ReferenceKernels
-
-_merge = ReferenceKernels(torch.float32).merge
+from banaserve.kernels.registry import pick
 
 
 class RemoteContext(Protocol):
@@ -51,7 +49,7 @@ class ContextAttention:
         name: str,
         watch: StepWatch,
         on_lost: Callable[[GuestLink, GuestLostError], None],
-        pages: KvPages,
+        pages: Pages,
     ) -> None:
         self._pages = pages
         self._layer = layer
@@ -97,10 +95,11 @@ class ContextAttention:
             self.inner.forward(layer, *mine, metadata, output=own)
             output[rows] = own
         scale = self.inner.scale
-        parts = [attend(self._pages, asking, kv_cache, plan.local, scale, causal=True)]
+        parts = [self._pages.attend(asking, kv_cache, plan.local, scale, causal=True)]
         if posted:
             self._ask(remote, lambda: parts.append(remote.collect(asking)))
-        output[plan.rows] = _merge(parts).output.to(output.dtype)
+        merged = pick(output.device).kernels.merge(parts)
+        output[plan.rows] = merged.output.to(output.dtype)
         return output
 
     def _ask(self, remote: RemoteContext, question: Callable[[], None]) -> bool:

@@ -9,7 +9,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from banaserve.engine.vllm.migration.kv_pages import KvPages
+from banaserve.engine.vllm.migration.kv_pages import Pages, pages_of
 from banaserve.engine.vllm.migration.messages import AttentionSlice
 
 
@@ -53,10 +53,10 @@ class HeadAttention:
         """What ``run`` needs of a step; the same for every layer with as many heads."""
         return self._builder.build(0, common)
 
-    def pages(self) -> KvPages:
+    def pages(self) -> Pages:
         """How to read keys and values of a KV cache as it is bound to."""
         assert self._kv_cache is not None
-        return KvPages.of(self._attention, self._attention.impl, self._kv_cache)
+        return pages_of(self._attention, self._attention.impl, self._kv_cache)
 
     def run(
         self,

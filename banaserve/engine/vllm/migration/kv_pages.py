@@ -3,20 +3,95 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from banaserve.errors import MigrationError
-from banaserve.kernels.interface import Batch, Part
+from banaserve.kernels.interface import Batch, Heads, Kernels, Part
+from banaserve.kernels.layouts import KvLayout, key_value_views
+from banaserve.kernels.registry import pick
 
 _BITS = 7
 """Of a number that every floating-point type holds exactly."""
+_TENSORS_OF_A_BATCH = (
+    "block_table", "query_start", "query_position", "range_start", "range_end",
+)  # fmt: skip
 _MAX_SCORES = 1 << 22
 """Held at once: what a long prompt asks is answered in pieces."""
 
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Writes keys and values ``[num_tokens, num_kv_heads, head_size]`` to slots of a KV cache."""
+
+
+class Pages(Protocol):
+    """How attention over a KV cache is computed where it lies."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: Batch,
+        scale: float,
+        *,
+        causal: bool,
+    ) -> Part:
+        """Attention over the first ``range_end`` tokens of each sequence's blocks.
+
+        Args:
+            query: ``[num_tokens, num_heads, head_size]``.
+            kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+            batch: See ``kernels.interface``; ranges begin at 0. In host memory.
+            causal: Whether a token sees no position above its own.
+
+        Returns:
+            Output and log-sum-exp, float32.
+        """
+        ...
+
+
+def pages_of(attention: Any, impl: Any, kv_cache: torch.Tensor) -> Pages:
+    """Of one of vLLM's attention modules, whose implementation is ``impl``.
+
+    Raises:
+        MigrationError: Keys and values are not kept as they are written.
+    """
+    if kv_cache.device.type != "cpu":
+        return DevicePages(pick(kv_cache.device).kernels)
+    return KvPages.of(attention, impl, kv_cache)
+
+
+class DevicePages:
+    """Keys and values as vLLM keeps them on GPUs, in any of its layouts: our kernels read them."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._batches: tuple[Batch, Batch] | None = None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: Batch,
+        scale: float,
+        *,
+        causal: bool,
+    ) -> Part:
+        """See ``Pages``."""
+        key, value = key_value_views(kv_cache, KvLayout.CONTENT)
+        num_kv_heads = key.shape[2]
+        heads = Heads(tuple(range(num_kv_heads)), query.shape[1] // num_kv_heads)
+        there = self._on(batch, query.device)
+        part = self._kernels.partial_attention(query, key, value, there, heads, scale, causal)
+        return Part(part.output.float(), part.lse)
+
+    def _on(self, batch: Batch, device: torch.device) -> Batch:
+        """The same batch on the device; copied for the first layer of a step, kept for the rest."""
+        if self._batches is None or self._batches[0] is not batch:
+            there = {name: getattr(batch, name).to(device) for name in _TENSORS_OF_A_BATCH}
+            longest = int(batch.range_end.max()) if len(batch.range_end) else 0
+            self._batches = batch, Batch(**there, max_range_tokens=longest)
+        return self._batches[1]
 
 
 class KvPages:
@@ -64,6 +139,36 @@ class KvPages:
         """A page's keys and values, float32 ``[num_kv_heads, block_size, head_size]``."""
         return self._key.read(page).float(), self._value.read(page).float()
 
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: Batch,
+        scale: float,
+        *,
+        causal: bool,
+    ) -> Part:
+        """See ``Pages``. Pages are multiplied where they lie.
+
+        BanaServe Eq. 6 to 9 in corrected form: ``softmax(scale * q k) v``, each head by itself,
+        with the logarithm of the denominator beside it.
+        """
+        output = torch.zeros(query.shape, dtype=torch.float32)
+        lse = torch.full(query.shape[:2], float("-inf"))
+        starts = batch.query_start.tolist()
+        size = kv_cache.shape[2]
+        for seq, (position, end) in enumerate(
+            zip(batch.query_position.tolist(), batch.range_end.tolist(), strict=True)
+        ):
+            blocks = batch.block_table[seq, : -(-end // size)].tolist()
+            read = [self.read(kv_cache[block]) for block in blocks]
+            step = max(1, _MAX_SCORES // max(1, end * query.shape[1]))
+            for first in range(starts[seq], starts[seq + 1], step) if end else ():
+                rows = slice(first, min(first + step, starts[seq + 1]))
+                last = position + first - starts[seq] if causal else None
+                output[rows], lse[rows] = _attend(query[rows].float() * scale, read, end, last)
+        return Part(output, lse)
+
 
 class _Order:
     """Where in a page the elements of ``[block_size, head_size]`` lie."""
@@ -82,46 +187,6 @@ class _Order:
             return page.flatten(1)[:, self._where]
         shape, strides = (len(page), *self._where.shape), (page.stride(0), *self._strides)
         return page.as_strided(shape, strides, page.storage_offset() + self._first)
-
-
-def attend(
-    pages: KvPages,
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    batch: Batch,
-    scale: float,
-    *,
-    causal: bool,
-) -> Part:
-    """Attention over the first ``range_end`` tokens of each sequence's blocks.
-
-    BanaServe Eq. 6 to 9 in corrected form: ``softmax(scale * q k) v``, each head by itself, with
-    the logarithm of the denominator beside it. Pages are multiplied where they lie.
-
-    Args:
-        query: ``[num_tokens, num_heads, head_size]``.
-        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
-        batch: See ``kernels.interface``; ranges begin at 0.
-        causal: Whether a token sees no position above its own.
-
-    Returns:
-        Output and log-sum-exp, float32.
-    """
-    output = torch.zeros(query.shape, dtype=torch.float32)
-    lse = torch.full(query.shape[:2], float("-inf"))
-    starts = batch.query_start.tolist()
-    size = kv_cache.shape[2]
-    for seq, (position, end) in enumerate(
-        zip(batch.query_position.tolist(), batch.range_end.tolist(), strict=True)
-    ):
-        blocks = batch.block_table[seq, : -(-end // size)].tolist()
-        read = [pages.read(kv_cache[block]) for block in blocks]
-        step = max(1, _MAX_SCORES // max(1, end * query.shape[1]))
-        for first in range(starts[seq], starts[seq + 1], step) if end else ():
-            rows = slice(first, min(first + step, starts[seq + 1]))
-            last = position + first - starts[seq] if causal else None
-            output[rows], lse[rows] = _attend(query[rows].float() * scale, read, end, last)
-    return Part(output, lse)
 
 
 def _attend(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from banaserve.engine.vllm.migration.kv_pages import KvPages, attend
+from banaserve.engine.vllm.migration.kv_pages import Pages
 from banaserve.errors import ProtocolError
 from banaserve.kernels.interface import Batch, Part
 
@@ -22,7 +22,7 @@ class OlderBlocks:
 
     def __init__(
         self,
-        pages: KvPages,
+        pages: Pages,
         kv_caches: Mapping[str, torch.Tensor],
         scales: Mapping[str, float],
     ) -> None:
@@ -65,8 +65,7 @@ class OlderBlocks:
         if self._step is None or self._step[0] != step_id:
             raise ProtocolError(f"step {step_id} has not been described")
         with torch.inference_mode():
-            return attend(
-                self._pages,
+            return self._pages.attend(
                 query,
                 self._kv_caches[name],
                 self._step[1],

@@ -13,7 +13,7 @@ from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
 from banaserve.engine.vllm.migration.block_mover import BlockMover
 from banaserve.engine.vllm.migration.guest_link import GuestLink
 from banaserve.engine.vllm.migration.host_kv import Freed, HostKv
-from banaserve.engine.vllm.migration.kv_pages import KvPages
+from banaserve.engine.vllm.migration.kv_pages import pages_of
 from banaserve.engine.vllm.migration.modules import Context, LayerRange, Modules
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv
 from banaserve.engine.vllm.migration.units import Residence, Unit
@@ -162,6 +162,6 @@ class UnitBuilder:
 
         first = self._attentions[chosen[0]]
         impl = getattr(first.impl, "inner", first.impl)
-        pages = KvPages.of(first, impl, self._kv.tensors[chosen[0]])
+        pages = pages_of(first, impl, self._kv.tensors[chosen[0]])
         away = AwayBlocks(self._kv.max_blocks, heal if self._poisons else None)
         return Unit(unit_id, modules, names, away, pages)

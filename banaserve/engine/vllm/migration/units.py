@@ -12,7 +12,7 @@ from banaserve.engine.vllm.migration import messages
 from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
 from banaserve.engine.vllm.migration.context_plan import ContextPlan, split_context
 from banaserve.engine.vllm.migration.guest_link import GuestLink
-from banaserve.engine.vllm.migration.kv_pages import KvPages
+from banaserve.engine.vllm.migration.kv_pages import Pages
 from banaserve.engine.vllm.migration.modules import Context, HeadSet, LayerRange, Modules
 from banaserve.engine.vllm.migration.parcel import Parcel
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv
@@ -244,7 +244,7 @@ class Unit:
         modules: Modules,
         names: Mapping[int, str],
         away: AwayBlocks | None = None,
-        pages: KvPages | None = None,
+        pages: Pages | None = None,
     ) -> None:
         assert (away is not None) is isinstance(modules, Context)
         self.unit_id = unit_id
