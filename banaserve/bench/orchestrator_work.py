@@ -41,13 +41,15 @@ def cluster(size: int, seed: int, spread: tuple[float, float], facts: InstanceFa
 def system(instances: int, cell_size: int) -> System:
     """Returns prefill and decode apart, half of the instances each, with migration.
 
+    No prefixes are kept: the requests of ``load`` share none, and the cells then share nothing.
+
     Raises:
         UserError: Too few instances, or cells that would lack a role.
     """
     if instances < 2 or instances % 2:
         raise UserError(f"instances is {instances}: give an even number")
     half = instances // 2
-    return preset("banaserve", prefill=half, decode=half, cell_size=cell_size)
+    return preset("banaserve", prefill=half, decode=half, cell_size=cell_size, cache="none")
 
 
 def load(rate_per_s: float, requests: int, seed: int) -> Iterator[SimRequest]:

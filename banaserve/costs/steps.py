@@ -74,9 +74,9 @@ class StepCosts:
 
     def decode_run(self, batch: int, context: int) -> tuple[float, float, float]:
         """Returns the first step's time, what each further one adds, and the first one's work."""
-        fixed_s, context_s, request_s = self._of(batch)
+        fixed_s, context_s, request_s = self._large if batch >= self._large_from else self._small
         work_s = context * context_s + batch * request_s
-        factor = self.factor
+        factor = self.slowdown * (1 - self.relief) * (1 + self.guest_share)
         return (
             factor * (fixed_s + work_s) + self.hop_s,
             factor * context_s * batch,

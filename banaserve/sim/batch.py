@@ -71,11 +71,16 @@ class Batch:
 
     def _has_room(self, request: SimRequest) -> bool:
         """Whether ``request`` may be admitted: there is room for the whole of what it needs."""
-        running = self.num_running
+        # ``num_running`` and ``needed_tokens`` written out: asked at every step and arrival.
+        running = len(self.decoding) + len(self.prefilling) + len(self.loading)
+        running += len(self._joining)
         if running >= self.limits.max_requests:
             return False
-        reserve = int(self.kv_tokens * self.limits.watermark_fraction) if running else 0
-        return request.needed_tokens + reserve <= self.kv_tokens - self.used_tokens
+        computed = request.to_compute
+        needed = computed + request.cached_tokens if computed else request.kv_tokens
+        if running:
+            needed += int(self.kv_tokens * self.limits.watermark_fraction)
+        return needed <= self.kv_tokens - self.used_tokens
 
     def _admit(self) -> None:
         """First come, first served."""

@@ -70,6 +70,7 @@ class Cell:
             instance.id: instance
             for instance in (self._start(name, role, profile) for name, role in roles)
         }
+        self._everyone = tuple(self.instances.values())
         self._views: dict[InstanceId, InstanceView] = {}
         self.placing = Placing(
             timeline, self.instances, profile, system.overlap_fraction, system.attention_fraction
@@ -77,7 +78,7 @@ class Cell:
 
     def _start(self, name: str, role: Role, profile: Profile) -> SimInstance:
         engine = SimEngine(
-            name,
+            InstanceId(name),
             self._timeline,
             StepCosts(profile),
             self._system.limits,
@@ -106,9 +107,9 @@ class Cell:
     def view(self) -> ClusterView:
         """Returns the instances as router and policy see them at this moment."""
         now_s, views = self._timeline.now_s, self._views
-        for name, instance in self.instances.items():
+        for instance in self._everyone:
             if instance.is_dirty or now_s > instance.view_old_s:
-                views[name] = instance.view(now_s)
+                views[instance.id] = instance.view(now_s)
         return ClusterView(now_s, views, tuple(self.placing.under_way))
 
     def _send(self, request: SimRequest) -> None:
@@ -140,7 +141,7 @@ class Cell:
 
     def _prefilled(self, engine: SimEngine, request: SimRequest) -> bool:
         """A prompt is computed: hand it over, unless it decodes where it is."""
-        here = self.instances[InstanceId(engine.name)]
+        here = self.instances[engine.name]
         here.inflight_prefill_tokens -= request.uncounted_tokens
         request.uncounted_tokens = 0
         here.is_dirty = True
@@ -166,7 +167,7 @@ class Cell:
 
     def _fetch(self, engine: SimEngine, request: SimRequest) -> None:
         """The engine has room: fetches queue up at its link."""
-        instance = self.instances[InstanceId(engine.name)]
+        instance = self.instances[engine.name]
         start_s = max(self._timeline.now_s, instance.link_free_s)
         done_s = start_s + request.kv_tokens * self._token_s + 2 * self._hop_s
         instance.link_free_s = done_s
@@ -185,7 +186,7 @@ class Cell:
         engine.join(request)
 
     def _end(self, engine: SimEngine, request: SimRequest) -> None:
-        instance = self.instances[InstanceId(engine.name)]
+        instance = self.instances[engine.name]
         instance.inflight -= 1
         instance.is_dirty = True
         self.load -= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import heapq
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from banaserve.costs.profile import Profile
 from banaserve.errors import UserError
@@ -21,10 +22,22 @@ _GIVE_UP_S = 60.0
 """A cluster in which nothing has happened for so long is left as it is, its requests unfinished."""
 
 
+class Part(NamedTuple):
+    """Every ``of``-th cell of a cluster, from the one at ``place`` on."""
+
+    place: int
+    of: int
+
+
+WHOLE = Part(0, 1)
+
+
 class SimCluster:
     """Cells side by side; a request goes to the one with the fewest for its size."""
 
-    def __init__(self, timeline: Timeline, profile: Profile, system: System) -> None:
+    def __init__(
+        self, timeline: Timeline, profile: Profile, system: System, part: Part = WHOLE
+    ) -> None:
         self._timeline = timeline
         self._system = system
         self._is_running = True
@@ -35,7 +48,7 @@ class SimCluster:
             else None
         )
         self.store = store
-        groups = _groups(system)
+        groups = cells_of(system)[part.place :: part.of]
         self._least_first: list[tuple[float, int]] = []
         self._lighter: set[int] = set()
         self.cells = [
@@ -122,8 +135,12 @@ def _load(cell: Cell) -> float:
     return cell.load / len(cell.instances)
 
 
-def _groups(system: System) -> list[list[tuple[str, Role]]]:
-    """Splits the instances into cells in which every role of the system occurs."""
+def cells_of(system: System) -> list[list[tuple[str, Role]]]:
+    """Splits the instances into cells in which every role of the system occurs.
+
+    Raises:
+        UserError: A cell would lack one.
+    """
     everyone = system.roles()
     size = system.cell_size or len(everyone)
     groups = [everyone[first : first + size] for first in range(0, len(everyone), size)]

@@ -14,6 +14,7 @@ from banaserve.costs.transfers import overlapped_s
 from banaserve.sim.batch import Batch, EngineLimits
 from banaserve.sim.request import SimRequest
 from banaserve.sim.timeline import Timeline
+from banaserve.types import InstanceId
 
 
 class SimEngine(Batch):
@@ -32,7 +33,7 @@ class SimEngine(Batch):
 
     def __init__(
         self,
-        name: str,
+        name: InstanceId,
         timeline: Timeline,
         costs: StepCosts,
         limits: EngineLimits,

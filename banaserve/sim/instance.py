@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from banaserve.orchestrator.migration import slabs
 from banaserve.sim.engine import SimEngine
-from banaserve.types import InstanceFacts, InstanceId, InstanceReport, InstanceView, Placement, Role
+from banaserve.types import InstanceFacts, InstanceReport, InstanceView, Placement, Role
 
 REPORT_S = 0.5
 """An instance that nothing happened to reports this often."""
@@ -29,7 +29,7 @@ class SimInstance:
     def __init__(
         self, engine: SimEngine, role: Role, facts: InstanceFacts, tokens_per_s: float
     ) -> None:
-        self.id = InstanceId(engine.name)
+        self.id = engine.name
         self.engine = engine
         self.role = role
         self.facts = facts
@@ -92,12 +92,11 @@ class SimInstance:
         self._smooth(now_s)
         engine = self.engine
         blocks = engine.kv_tokens // self.facts.block_tokens
+        used = engine.used_tokens / engine.kv_tokens if engine.kv_tokens > 0 else 1.0
         return InstanceReport(
             num_running=engine.num_running,
             num_waiting=len(engine.waiting),
-            kv_used_fraction=min(1.0, engine.used_tokens / engine.kv_tokens)
-            if engine.kv_tokens > 0
-            else 1.0,
+            kv_used_fraction=used if used < 1.0 else 1.0,
             busy_fraction=self.busy_fraction,
             at_s=now_s,
             step_fill_fraction=self._fill,

@@ -8,8 +8,7 @@ from math import ceil
 from typing import Any
 
 from banaserve.errors import UserError
-from banaserve.sim.cluster import SimCluster
-from banaserve.sim.request import SimRequest
+from banaserve.sim.tally import Tally
 
 SIMULATED = "simulated: step times come from a cost model, nothing was run"
 
@@ -41,59 +40,47 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered), max(1, rank)) - 1]
 
 
-def summary(cluster: SimCluster, num_requests: int, limits: Limits) -> dict[str, Any]:
+def summary(tally: Tally, limits: Limits) -> dict[str, Any]:
     """Returns the figures of a run: times in seconds, rates a second, of simulated time."""
-    done = cluster.finished
-    ttft = sorted(r.first_s - r.arrival_s for r in done)
-    tpot = sorted(_tpot_s(r) for r in done if r.output_tokens > 1)
-    e2e = sorted(r.end_s - r.arrival_s for r in done)
-    total_s = max((r.end_s for r in done), default=0.0)
-    good = sum(
-        r.first_s - r.arrival_s <= limits.ttft_s and _tpot_s(r) <= limits.tpot_s for r in done
-    )
-    output_tokens = sum(r.output_tokens for r in done)
-    cells = cluster.cells
-    engines = [i.engine for cell in cells for i in cell.instances.values()]
+    served, num_requests = tally.served, tally.num_requests
+    each = [(first - at, _tpot_s(first, end, tokens)) for at, first, end, tokens in served]
+    ttft = sorted(ttft_s for ttft_s, _ in each)
+    tpot = sorted(each[n][1] for n, one in enumerate(served) if one[3] > 1)
+    e2e = sorted(end - at for at, _, end, _ in served)
+    total_s = max((end for _, _, end, _ in served), default=0.0)
+    good = sum(ttft_s <= limits.ttft_s and tpot_s <= limits.tpot_s for ttft_s, tpot_s in each)
+    output_tokens = sum(tokens for *_, tokens in served)
+    asked = tally.asked_tokens
     return {
         "time": SIMULATED,
         "num_requests": num_requests,
-        "num_finished": len(done),
-        "finished_fraction": len(done) / num_requests if num_requests else 0.0,
-        "num_refused": sum(cell.num_refused for cell in cells),
-        "num_restarted": sum(cell.num_restarted for cell in cells),
-        "num_preemptions": sum(engine.num_preemptions for engine in engines),
-        "num_moves": sum(len(cell.placing.done) for cell in cells),
-        "num_moves_aborted": sum(cell.placing.num_aborted for cell in cells),
+        "num_finished": len(served),
+        "finished_fraction": len(served) / num_requests if num_requests else 0.0,
+        "num_refused": tally.num_refused,
+        "num_restarted": tally.num_restarted,
+        "num_preemptions": tally.num_preemptions,
+        "num_moves": len(tally.steps),
+        "num_moves_aborted": tally.num_moves_aborted,
         "total_s": total_s,
         "output_tokens_per_s": output_tokens / total_s if total_s else 0.0,
-        "requests_per_s": len(done) / total_s if total_s else 0.0,
+        "requests_per_s": len(served) / total_s if total_s else 0.0,
         "goodput_fraction": good / num_requests if num_requests else 0.0,
-        "ttft_mean_s": sum(ttft) / len(ttft) if ttft else 0.0,
+        "ttft_mean_s": _mean(ttft),
         "ttft_p50_s": percentile(ttft, 0.5),
         "ttft_p99_s": percentile(ttft, 0.99),
-        "tpot_mean_s": sum(tpot) / len(tpot) if tpot else 0.0,
+        "tpot_mean_s": _mean(tpot),
         "tpot_p50_s": percentile(tpot, 0.5),
         "tpot_p99_s": percentile(tpot, 0.99),
-        "e2e_mean_s": sum(e2e) / len(e2e) if e2e else 0.0,
+        "e2e_mean_s": _mean(e2e),
         "e2e_p99_s": percentile(e2e, 0.99),
-        "busy_fraction": _mean([engine.busy()[0] / total_s for engine in engines if total_s]),
-        "cache_hit_fraction": _hits(cluster),
+        "busy_fraction": _mean([busy_s / total_s for busy_s in tally.busy_s if total_s]),
+        "cache_hit_fraction": tally.hit_tokens / asked if asked else 0.0,
     }
 
 
-def _tpot_s(request: SimRequest) -> float:
-    if request.output_tokens < 2:
-        return 0.0
-    return (request.end_s - request.first_s) / (request.output_tokens - 1)
+def _tpot_s(first_s: float, end_s: float, output_tokens: int) -> float:
+    return (end_s - first_s) / (output_tokens - 1) if output_tokens > 1 else 0.0
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-def _hits(cluster: SimCluster) -> float:
-    caches = [cache for cell in cluster.cells for cache in cell.caches.values()]
-    if cluster.store is not None:
-        caches.append(cluster.store)
-    asked = sum(cache.asked_tokens for cache in caches)
-    return sum(cache.hit_tokens for cache in caches) / asked if asked else 0.0

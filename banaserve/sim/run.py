@@ -7,11 +7,12 @@ from typing import Any
 
 from banaserve.costs.profile import Profile
 from banaserve.sim.case import Case
-from banaserve.sim.cluster import SimCluster
+from banaserve.sim.cluster import WHOLE, Part, SimCluster
 from banaserve.sim.events import Event, arrange
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import SIMULATED, Limits, summary
 from banaserve.sim.system import System
+from banaserve.sim.tally import Tally, tally
 from banaserve.sim.timeline import Timeline
 
 
@@ -30,8 +31,20 @@ def simulate(
     Args:
         watch: Called with the cluster before anything happens.
     """
+    return told(tallied(profile, system, requests, events, watch), profile, system, limits)
+
+
+def tallied(
+    profile: Profile,
+    system: System,
+    requests: Iterable[SimRequest],
+    events: Sequence[Event] = (),
+    watch: Callable[[SimCluster], None] | None = None,
+    part: Part = WHOLE,
+) -> Tally:
+    """Returns what ``simulate`` tells of; ``requests`` are those of the ``part`` of the cells."""
     timeline = Timeline()
-    cluster = SimCluster(timeline, profile, system)
+    cluster = SimCluster(timeline, profile, system, part)
     if watch is not None:
         watch(cluster)
     for event in events:
@@ -45,15 +58,18 @@ def simulate(
             yield request
 
     cluster.run(counted())
-    result = summary(cluster, num_requests, limits or Limits())
+    return tally(cluster, timeline, num_requests)
+
+
+def told(
+    found: Tally, profile: Profile, system: System, limits: Limits | None = None
+) -> dict[str, Any]:
+    """Returns the result of a run, as JSON has it."""
+    result = summary(found, limits or Limits())
     result["profile"] = profile.name
     result["system"] = system.kind
-    result["num_events"] = timeline.num_events
-    result["steps"] = [
-        {"at_s": at_s, "step": words}
-        for cell in cluster.cells
-        for at_s, words in cell.placing.told()
-    ]
+    result["num_events"] = found.num_events
+    result["steps"] = [{"at_s": at_s, "step": words} for at_s, words in found.steps]
     return result
 
 

@@ -18,7 +18,18 @@ def test_a_small_run_writes_every_figure(
 ) -> None:
     monkeypatch.setattr(orchestrator, "_SIZES", (8, 16))
     path = tmp_path / "orchestrator.json"
-    argv = ["--json", str(path), "--runs", "2", "--requests", "200", "--instances", "16"]
+    argv = [
+        "--json",
+        str(path),
+        "--runs",
+        "2",
+        "--requests",
+        "200",
+        "--instances",
+        "16",
+        "--processes",
+        "2",
+    ]
     assert orchestrator.main(argv) == 0
     record = result.read(path)
     assert record.figures["decision_ms_8"].unit == "ms"
