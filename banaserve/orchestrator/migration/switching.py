@@ -97,8 +97,10 @@ def switches(
         able = [p for p in free if p.facts.can_switch_role]
         if not able:
             continue
-        willing = [p for p in able if may_change(p, new)]
-        least = min(willing or able, key=_both_loads)
+        least = min(able, key=_both_loads)
+        if not may_change(least, new):
+            willing = [p for p in able if may_change(p, new)]
+            least = min(willing or able, key=_both_loads)
         fall = pressure_fall(compute[old], compute[new], least.compute_load)
         fall += pressure_fall(memory[old], memory[new], least.memory_load)
         found.append(Switch(least, old, new, fall))
@@ -118,15 +120,20 @@ def influence(
     joined = [p for p in projection.values() if p.role is switch.new]
     on_each = _part(leaver, 1 / len(stays), horizon_s)
     shares = {p.id: on_each for p in stays}
-    ratio = len(joined) / (len(joined) + 1)
-    shares |= {p.id: _part(p, ratio - 1, horizon_s) for p in joined}
-    total_compute = sum(p.compute for p in joined) / (len(joined) + 1)
-    total_waiting = sum(p.waiting for p in joined) / (len(joined) + 1)
-    total_memory = sum(p.memory_load for p in joined) / (len(joined) + 1)
+    total_compute = total_waiting = total_memory = 0.0
+    falls = len(joined) / (len(joined) + 1) - 1
+    for p in joined:
+        compute, waiting, memory = p.compute, p.waiting, p.wanted_blocks / p.kv_blocks
+        total_compute, total_waiting = total_compute + compute, total_waiting + waiting
+        total_memory += memory
+        shares[p.id] = Influence(
+            compute=compute * falls, waiting_s=waiting * falls * horizon_s, memory=memory * falls
+        )
+    members = len(joined) + 1
     shares[leaver.id] = Influence(
-        compute=total_compute - leaver.compute,
-        waiting_s=(total_waiting - leaver.waiting) * horizon_s,
-        memory=total_memory - leaver.memory_load,
+        compute=total_compute / members - leaver.compute,
+        waiting_s=(total_waiting / members - leaver.waiting) * horizon_s,
+        memory=total_memory / members - leaver.memory_load,
     )
     return tuple(sorted(shares.items()))
 
