@@ -98,12 +98,13 @@ std::size_t PrefixTree::target_bytes(std::string_view target) const {
   return id == nullptr ? 0 : target_bytes_[*id];
 }
 
-void PrefixTree::add(std::string_view prompt, std::string_view target_name) {
+std::optional<PrefixTree::Target> PrefixTree::add(std::string_view prompt,
+                                                  std::string_view target_name) {
   ++num_adds_;
   const std::size_t bound = std::min(max_target_bytes_, max_bytes_);
   std::string_view rest = prompt.substr(0, bound < kEntryBytes ? 0 : bound - kEntryBytes);
   rest.remove_suffix(rest.size() % unit_bytes_);
-  if (rest.empty()) return;
+  if (rest.empty()) return std::nullopt;
   const Target target = intern(target_name);
   split_.clear();
   Node* node = &root_;
@@ -130,6 +131,7 @@ void PrefixTree::add(std::string_view prompt, std::string_view target_name) {
   shrink_split();
   shrink_all();
   release_name(target);
+  return target;
 }
 
 std::vector<PrefixTree::Match> PrefixTree::match(std::string_view prompt) const {

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -45,7 +46,9 @@ class PrefixTree {
   PrefixTree(const PrefixTree&) = delete;
   PrefixTree& operator=(const PrefixTree&) = delete;
 
-  void add(std::string_view prompt, std::string_view target);
+  // Returns the target's number, which stays its own as long as the tree has anything of it; no
+  // number where the prompt is too short to keep.
+  std::optional<Target> add(std::string_view prompt, std::string_view target);
   std::vector<Match> match(std::string_view prompt) const;
   void trim(std::string_view prompt, std::string_view target, std::size_t num_units);
   void forget(std::string_view target);
