@@ -82,4 +82,4 @@ def without_tried(view: FleetView, tried: set[str]) -> FleetView:
     """Returns ``view`` without the targets in ``tried``."""
     left = [one for one in view.replicas if one.id not in tried]
     peers = [one for one in view.peers if one.id not in tried]
-    return replace(view, replicas=left, peers=peers)
+    return replace(view, replicas=left, peers=peers, by_id={one.id: one for one in left})

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 
+from msgspec import structs
+
 from banaserve.balancer.asked import blind_request, read_request, without_tried
 from banaserve.balancer.client import Client
 from banaserve.balancer.door import (
@@ -116,6 +118,7 @@ class Balancer:
         self._regions = Regions(settings.tenants)
         has_models = any(one.models for one in settings.replicas)
         is_alone = not (settings.peers or settings.tenants or settings.decision_log)
+        self.fleet.policy.hold_safe(settings.policy.hold_safe)
         self._is_blind = settings.policy.name in BLIND and not has_models and is_alone
         self.roster.take_settings(settings)
 
@@ -126,7 +129,11 @@ class Balancer:
             UserError: They make no sense, or differ in what needs a restart; nothing is changed.
         """
         settings.check()
-        fixed = [key for key in FIXED if getattr(settings, key) != getattr(self.settings, key)]
+        before = structs.replace(
+            self.settings,
+            policy=structs.replace(self.settings.policy, hold_safe=settings.policy.hold_safe),
+        )
+        fixed = [key for key in FIXED if getattr(settings, key) != getattr(before, key)]
         if fixed:
             raise UserError(f"{', '.join(fixed)} cannot change while serving: start again")
         self._take_settings(settings)

@@ -74,6 +74,8 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         preset: The policy's default where empty.
         seed: Of its random choices.
         state_file: Where what it has learned survives a restart; empty for nowhere.
+        hold_safe: Weights that tuning has found are taken back, and no others are tried as long
+            as this holds. It may change while serving.
     """
 
     name: str = "round_robin"
@@ -81,6 +83,7 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     options: dict[str, Any] = {}
     seed: int = 0
     state_file: str = ""
+    hold_safe: bool = False
 
 
 class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -13,6 +13,7 @@ from banaserve.balancer.settings import (
     PolicySettings,
     ReplicaSettings,
 )
+from banaserve.errors import UserError
 
 HEALTH = HealthSettings(interval_s=0.02, report_interval_s=0.02, breaker_pause_s=0.05)
 PROMPT = b'{"prompt": "%b"}' % (b"the same long beginning " * 20)
@@ -40,6 +41,28 @@ async def test_other_limits_forget_no_prefix_and_no_count(house):
         assert (await house.ask(body=PROMPT)).status == 200
     assert len(served.asked) == 4
     assert served.asked[-1].field("authorization") == "Bearer secret"
+
+
+async def test_weights_are_taken_back_while_serving_and_held(house):
+    told = PolicySettings(name="gorgo", options={"tuner": {"window": 8}})
+    balancer = await house.balance(await house.replica(), policy=told, health=HEALTH)
+    policy = balancer.fleet.policy
+
+    async def tried(num_requests):
+        seen = set()
+        for _ in range(num_requests):
+            assert (await house.ask(body=PROMPT)).status == 200
+            seen.add(policy.weights)
+        return seen
+
+    assert len(await tried(24)) > 1
+    for is_held in (True, False):
+        held = structs.replace(told, hold_safe=is_held)
+        balancer.change(structs.replace(balancer.settings, policy=held))
+        assert policy.weights == (1.0, 1.0)
+        assert (await tried(24) == {(1.0, 1.0)}) is is_held
+    with pytest.raises(UserError, match="policy cannot change while serving"):
+        balancer.change(structs.replace(balancer.settings, policy=PolicySettings()))
 
 
 async def test_limits_that_change_hold(house):

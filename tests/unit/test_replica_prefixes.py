@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from banaserve.balancer.asked import without_tried
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
 from banaserve.orchestrator.replicas.interface import (
     Decision,
@@ -172,6 +173,14 @@ def test_skywalker_s_prefix_decides_above_half_and_only_among_the_free():
     served(fleet, SYSTEM[:100], "c")
     fleet.reported(ReplicaId("b"), Report(NOW_S, pending=1))
     assert ask(fleet, SYSTEM) == ("c", Reason.PREFIX, 100)
+
+
+def test_who_was_asked_in_vain_is_not_asked_again_for_its_prefix():
+    fleet = fleet_of("skywalker", {"a": told(), "b": told()})
+    served(fleet, SYSTEM, "a")
+    request, view = request_of(SYSTEM), fleet.view(NOW_S)
+    assert fleet.policy.choose(request, view).target == "a"
+    assert fleet.policy.choose(request, without_tried(view, {"a"})).target == "b"
 
 
 def test_skywalker_knows_what_it_forwarded():

@@ -6,7 +6,7 @@ the simulator drives the same code in virtual time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import TypeVar
@@ -136,9 +136,11 @@ class Fleet:
         if self._sorted is None:
             self._sorted = (_by_id(self._replicas.values()), _by_id(self._peers.values()))
         replicas, peers = self._sorted
+        by_id: Mapping[ReplicaId, ReplicaView] = self._replicas
         if self._staleness_s:
             replicas, peers = self._stale(now_s, replicas, peers)
-        return FleetView(now_s, self.region, self.queue_length, replicas, peers)
+            by_id = {view.id: view for view in replicas}
+        return FleetView(now_s, self.region, self.queue_length, replicas, peers, by_id)
 
     def choose(self, request: Request, now_s: float) -> Decision:
         """Asks the policy about ``request``."""

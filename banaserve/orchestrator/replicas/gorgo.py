@@ -125,6 +125,7 @@ class Gorgo(TreePolicy):
         elif options.tuning == CODED:
             self.tuner = CodedTuner(self.generator)
         self._phases: dict[int, int] = {}
+        self._is_held = False
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -161,7 +162,7 @@ class Gorgo(TreePolicy):
 
     def on_sent(self, flight: Flight) -> None:
         super().on_sent(flight)
-        if self.tuner is not None:
+        if self.tuner is not None and not self._is_held:
             self._phases[id(flight)] = self.tuner.phase
 
     def on_first_token(self, flight: Flight) -> None:
@@ -185,10 +186,10 @@ class Gorgo(TreePolicy):
         if self.tuner is not None and phase is not None and flight.is_fault:
             self.tuner.failed(phase)
 
-    def return_to_safe_weights(self) -> None:
-        """Takes back what tuning found; for an operator who sees that it does harm."""
-        if self.tuner is not None:
+    def hold_safe(self, is_held: bool) -> None:
+        if self.tuner is not None and is_held and not self._is_held:
             self.tuner.return_to_safe()
+        self._is_held = is_held
 
     def state(self) -> State:
         state = self.tuner.state() if self.tuner is not None else {}

@@ -125,13 +125,15 @@ class FleetView:
         queue_length: Requests held by this balancer, the one asked about not counted.
         replicas: In the order of their ids; views may be stale on purpose (``Fleet``).
         peers: In the order of their ids.
+        by_id: The replicas once more.
     """
 
     now_s: float
     region: str
     queue_length: int
     replicas: Sequence[ReplicaView]
-    peers: Sequence[PeerView] = ()
+    peers: Sequence[PeerView]
+    by_id: Mapping[ReplicaId, ReplicaView]
 
 
 class Reason(StrEnum):
@@ -241,6 +243,10 @@ class ReplicaPolicy(Protocol):
 
     def tick(self, now_s: float) -> None:
         """Does periodic work; called about once a second."""
+        ...
+
+    def hold_safe(self, is_held: bool) -> None:
+        """Goes back to what tuning started from and stays there; False: tuning may go on."""
         ...
 
     def state(self) -> State:

@@ -41,6 +41,8 @@ class Deaf:
 
     def tick(self, now_s: float) -> None: ...
 
+    def hold_safe(self, is_held: bool) -> None: ...
+
     def state(self) -> State:
         return {}
 

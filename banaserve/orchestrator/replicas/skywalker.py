@@ -6,7 +6,7 @@ region that has such replicas, else it stays in the queue (the listing leaves th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,13 +21,16 @@ from banaserve.orchestrator.replicas.interface import (
     Request,
 )
 from banaserve.orchestrator.replicas.peer_prefixes import PeerPrefixes
-from banaserve.orchestrator.replicas.policy import check_choice, check_range
+from banaserve.orchestrator.replicas.policy import Policy, check_choice, check_range, may_serve
 from banaserve.orchestrator.replicas.prefix_tree import FIFO
 from banaserve.orchestrator.replicas.registry import register
 from banaserve.orchestrator.replicas.ring import Ring, session_key
 from banaserve.orchestrator.replicas.tree_policy import TreeOptions, TreePolicy
 
 PENDING, OUTSTANDING, BLIND = "pending", "outstanding", "blind"
+
+Filter = Callable[[Sequence[ReplicaView], FleetView], Iterator[ReplicaView]]
+"""Yields those of a layer that take more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,23 @@ class SkyWalker(TreePolicy):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.peer_prefixes: PeerPrefixes | None = None
+        self._hits: dict[ReplicaId, int] | None = None
+
+    def choose(self, request: Request, fleet: FleetView) -> Decision:
+        # Few have enough of the prompt, and one of them decides most requests: they are asked
+        # first, and all the others only where they do not. Long prompts that wait are not matched
+        # again and again while nobody is free.
+        self._hits = None
+        if not fleet.queue_length or any(
+            view.is_available for view in self._free(fleet.replicas, fleet)
+        ):
+            self._hits = hits = self.hits(request)
+            views = [fleet.by_id.get(one) for one in sorted(self._enough(request, hits))]
+            have = [one for one in views if one and one.is_available and may_serve(one, request)]
+            longest = self.longest_hit(list(self._free(have, fleet)), hits) if have else None
+            if longest is not None:
+                return Decision(longest[0].id, Reason.PREFIX, longest[1])
+        return super().choose(request, fleet)
 
     def on_sent(self, flight: Flight) -> None:
         super().on_sent(flight)
@@ -125,45 +145,58 @@ class SkyWalker(TreePolicy):
         if fleet.peers:
             local = [view for view in candidates if not isinstance(view, PeerView)]
             peers = [view for view in candidates if isinstance(view, PeerView)]
-        free = self._free(local, fleet.now_s)
-        if free:
-            return self.among(request, free, fleet)
-        open_peers = [view for view in peers if self._is_open(view, fleet)]
-        if not open_peers:
-            return Decision(None, Reason.ALL_BUSY)
-        found = self.among(request, open_peers, fleet)
-        return Decision(found.target, Reason.FORWARDED, found.hit_tokens)
+        found = self.among(request, local, fleet, self._free)
+        if found is None and peers:
+            found = self.among(request, peers, fleet, self._open)
+            if found is not None:
+                return Decision(found.target, Reason.FORWARDED, found.hit_tokens)
+        return found or Decision(None, Reason.ALL_BUSY)
 
-    def among(self, request: Request, free: Sequence[ReplicaView], fleet: FleetView) -> Decision:
-        """Returns the choice in one layer; ``free`` has at least one."""
-        hits = self.hits(request)
-        if self.peer_prefixes is not None and isinstance(free[0], PeerView):
-            told = self.peer_prefixes.hits(request)
-            hits = {one: max(hits.get(one, 0), told.get(one, 0)) for one in hits.keys() | told}
-        longest = self.longest_hit(free, hits)
-        if longest is not None and longest[1] > self.options.prefix_threshold * request.num_tokens:
-            return Decision(longest[0].id, Reason.PREFIX, longest[1])
+    def among(
+        self, request: Request, layer: Sequence[ReplicaView], fleet: FleetView, takes_more: Filter
+    ) -> Decision | None:
+        """Returns the choice in one layer, or None where nobody takes more."""
+        free = list(takes_more(layer, fleet))
+        if not free:
+            return None
+        hits = self.hits(request) if self._hits is None else self._hits
+        if isinstance(free[0], PeerView):
+            if self.peer_prefixes is not None:
+                told = self.peer_prefixes.hits(request)
+                hits = {one: max(hits.get(one, 0), told.get(one, 0)) for one in hits.keys() | told}
+            longest = self.longest_hit(free, self._enough(request, hits))
+            if longest is not None:
+                return Decision(longest[0].id, Reason.PREFIX, longest[1])
         target = free[self.least([view.outstanding for view in free])].id
         return Decision(target, Reason.EXPLORE, hits.get(target, 0))
 
-    def _free(self, views: Sequence[ReplicaView], now_s: float) -> Sequence[ReplicaView]:
-        """Returns those of ``views`` that take more."""
+    def _enough(self, request: Request, hits: dict[ReplicaId, int]) -> dict[ReplicaId, int]:
+        """Returns those of ``hits`` that decide."""
+        limit = self.options.prefix_threshold * request.num_tokens
+        return {one: hit for one, hit in hits.items() if hit > limit}
+
+    def _free(self, views: Sequence[ReplicaView], fleet: FleetView) -> Iterator[ReplicaView]:
+        """Yields those of ``views``, replicas of this region, that take more."""
         options = self.options
-        if options.push == BLIND:
-            return views
-        if options.push == OUTSTANDING:
-            return [view for view in views if view.outstanding < options.max_outstanding]
-        since_s = now_s - options.stale_after_s
+        since_s = fleet.now_s - options.stale_after_s
         credit, most = options.credit or float("inf"), options.max_outstanding
-        return [
+        if options.push == BLIND:
+            return iter(views)
+        if options.push == OUTSTANDING:
+            return (view for view in views if view.outstanding < most)
+        return (
             view
             for view in views
             if (
                 view.pending == 0 and view.sent_since_report < credit
-                if view.reported_at_s is not None and view.reported_at_s >= since_s
+                if (at_s := view.reported_at_s) is not None and at_s >= since_s
                 else view.outstanding < most
             )
-        ]
+        )
+
+    def _open(self, peers: Sequence[ReplicaView], fleet: FleetView) -> Iterator[ReplicaView]:
+        """Yields the peers that take more."""
+        return (one for one in peers if isinstance(one, PeerView) and self._is_open(one, fleet))
 
     def _is_open(self, peer: PeerView, fleet: FleetView) -> bool:
         if self.options.push == BLIND:
@@ -186,7 +219,15 @@ class SkyWalkerCH(SkyWalker):
         super().__init__(*arguments)
         self._rings = {kind: Ring(self.options.virtual_nodes) for kind in (False, True)}
 
-    def among(self, request: Request, free: Sequence[ReplicaView], fleet: FleetView) -> Decision:
+    def choose(self, request: Request, fleet: FleetView) -> Decision:
+        return Policy.choose(self, request, fleet)
+
+    def among(
+        self, request: Request, layer: Sequence[ReplicaView], fleet: FleetView, takes_more: Filter
+    ) -> Decision | None:
+        free = list(takes_more(layer, fleet))
+        if not free:
+            return None
         is_peer = isinstance(free[0], PeerView)
         everyone: Sequence[ReplicaView] = fleet.peers if is_peer else fleet.replicas
         key = session_key(request, self.unit_bytes)

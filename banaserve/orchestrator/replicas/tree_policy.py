@@ -64,12 +64,18 @@ class TreePolicy(Policy):
         self, candidates: Sequence[ReplicaView], hits: dict[ReplicaId, int]
     ) -> tuple[ReplicaView, int] | None:
         """Returns who has most of the prompt, fewest outstanding requests first, and how much."""
-        have = [view for view in candidates if view.id in hits]
-        if not have:
+        most = 0
+        best: list[ReplicaView] = []
+        for view in [view for view in candidates if view.id in hits]:
+            hit = hits[view.id]
+            if hit > most or not best:
+                most, best = hit, [view]
+            elif hit == most:
+                best.append(view)
+        if not best:
             return None
-        most = max(hits[view.id] for view in have)
-        best = [view for view in have if hits[view.id] == most]
-        return best[self.least([view.outstanding for view in best])], most
+        place = self.least([view.outstanding for view in best]) if len(best) > 1 else 0
+        return best[place], most
 
     def on_sent(self, flight: Flight) -> None:
         self.tree.add(flight.request.prompt, flight.target)
