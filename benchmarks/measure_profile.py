@@ -1,0 +1,284 @@
+"""Step times of a real engine on this machine, fitted to a profile for simulator and pacing.
+
+Usage: ``python benchmarks/measure_profile.py [--out banaserve/costs/profiles] [--json FILE]``.
+One engine of SmolLM2-135M on one thread is stepped by hand: prompts of several lengths alone, and
+batches that decode with several contexts. Two least-squares fits of the relative error give the
+coefficients; steps of both kinds at once, which no fit has seen, say how far they hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from banaserve import models
+from banaserve.bench import result
+from banaserve.bench.provenance import machine
+from banaserve.bench.statistics import median
+from banaserve.costs.profile import DecodeSection, PrefillSection
+from banaserve.engine.vllm.environment import set_environment
+from banaserve.errors import UserError
+
+NAME = "smollm2-135m-cpu"
+KV_BYTES = 768 << 20
+STEP_TOKENS = 2048
+MAX_CONTEXT = 8192
+PROMPTS = (16, 64, 128, 256, 512, 1024, 1536, 2048)
+DECODES = (
+    (1, 16),
+    (1, 512),
+    (1, 2000),
+    (4, 128),
+    (8, 64),
+    (8, 512),
+    (16, 64),
+    (16, 512),
+    (32, 256),
+)
+"""Requests that decode, and the context of each."""
+MIXED = ((4, 64, 256), (8, 128, 512), (16, 256, 1024))
+"""The same, and prompt tokens that the step computes too."""
+PREFILL_STEPS, DECODE_STEPS = 3, 12
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kind of step and how long it took, once a run."""
+
+    tokens: int
+    batch: int
+    context: int
+    seconds: tuple[float, ...]
+
+    @property
+    def took_s(self) -> float:
+        return median(list(self.seconds))
+
+
+class Stepped:
+    """An engine whose steps are taken one by one."""
+
+    def __init__(self, model: str, seed: int) -> None:
+        from vllm import LLM
+
+        self._engine: Any = LLM(
+            model=model,
+            dtype="float32",
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            async_scheduling=False,
+            max_num_batched_tokens=STEP_TOKENS,
+            max_model_len=MAX_CONTEXT,
+            kv_cache_memory_bytes=KV_BYTES,
+            disable_log_stats=True,
+        ).llm_engine
+        self._draws = random.Random(seed)
+        self._count = 0
+
+    def prefill_s(self, tokens: int) -> float:
+        """Median time of steps that compute a prompt, each of them its request's last."""
+        taken_s = []
+        for _ in range(PREFILL_STEPS):
+            self._ask(tokens, 1)
+            taken_s.append(self._step())
+        self._finish()
+        return median(taken_s)
+
+    def decode_s(self, batch: int, context: int, more_prompt: int = 0) -> float:
+        """Median time of steps in which ``batch`` requests of about ``context`` tokens decode.
+
+        Args:
+            more_prompt: Where not 0, time of one such step that computes as many prompt tokens too.
+        """
+        for _ in range(batch):
+            # Half of the steps lie before the context that is asked for, half behind it.
+            self._ask(max(1, context - DECODE_STEPS // 2), 4 * DECODE_STEPS + batch)
+        while self._is_prefilling(batch):
+            self._step()
+        self._step()
+        if more_prompt:
+            self._ask(more_prompt, 1)
+            took_s = self._step()
+        else:
+            took_s = median([self._step() for _ in range(DECODE_STEPS)])
+        self._finish()
+        return took_s
+
+    def _ask(self, tokens: int, output: int) -> None:
+        from vllm import SamplingParams
+
+        prompt = self._draws.choices(range(100, 40_000), k=tokens)
+        params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+        self._count += 1
+        self._engine.add_request(str(self._count), {"prompt_token_ids": prompt}, params)
+
+    def _is_prefilling(self, batch: int) -> bool:
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        decoding = [r for r in scheduler.running if r.num_computed_tokens >= r.num_prompt_tokens]
+        return len(decoding) < batch
+
+    def _step(self) -> float:
+        began_s = time.perf_counter()
+        self._engine.step()
+        return time.perf_counter() - began_s
+
+    def _finish(self) -> None:
+        self._engine.abort_request([str(n) for n in range(1, self._count + 1)])
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+
+def fitted(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Returns coefficients above 0 of the least relative error; what would be below is left out."""
+    wanted = np.asarray(seconds)
+    rows = np.asarray(features, dtype=float) / wanted[:, None]
+    kept = list(range(rows.shape[1]))
+    while True:
+        found, *_ = np.linalg.lstsq(rows[:, kept], np.ones(len(wanted)), rcond=None)
+        if (found > 0).all():
+            break
+        kept.pop(int(np.argmin(found)))
+    whole = [1e-12] * rows.shape[1]
+    for place, value in zip(kept, found, strict=True):
+        whole[place] = float(value)
+    return whole
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("banaserve/costs/profiles"))
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/profile.json"))
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(list(argv))
+    started_at = datetime.now(UTC)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    set_environment()
+    model = models.resolve(models.PACKAGED, None, lambda line: print(line, file=sys.stderr))
+    steps = measured(Stepped(model.path_or_id, given.seed), given.runs)
+    prefill, decode = fits(steps)
+    errors = {kind: error_of(steps[kind], prefill, decode) for kind in steps}
+    (given.out / f"{NAME}.toml").write_text(written(prefill, decode, errors))
+    figures = {f"error_{kind}": result.figure(found, "fraction") for kind, found in errors.items()}
+    record = result.result(
+        "profile",
+        seed=given.seed,
+        options={"runs": given.runs},
+        started_at=started_at,
+        figures=figures,
+        notes=("error: |profile - measured| / measured, a sample for each kind of step",),
+        raw={kind: [asdict(step) for step in found] for kind, found in steps.items()},
+    )
+    result.deliver(record, given.json)
+    return 0
+
+
+def measured(engine: Stepped, runs: int) -> dict[str, list[Step]]:
+    """Returns steps by kind; rounds go over all of them, so that a slow moment hits one of each."""
+    engine.prefill_s(512)
+    engine.decode_s(4, 64)
+    prefill: list[list[float]] = [[] for _ in PROMPTS]
+    decode: list[list[float]] = [[] for _ in DECODES]
+    mixed: list[list[float]] = [[] for _ in MIXED]
+    for _ in range(runs):
+        for place, tokens in enumerate(PROMPTS):
+            prefill[place].append(engine.prefill_s(tokens))
+        for place, (batch, context) in enumerate(DECODES):
+            decode[place].append(engine.decode_s(batch, context))
+        for place, (batch, context, tokens) in enumerate(MIXED):
+            mixed[place].append(engine.decode_s(batch, context, tokens))
+    return {
+        "prefill": [Step(n, 0, 0, tuple(s)) for n, s in zip(PROMPTS, prefill, strict=True)],
+        "decode": [Step(0, b, c, tuple(s)) for (b, c), s in zip(DECODES, decode, strict=True)],
+        "mixed": [Step(n, b, c, tuple(s)) for (b, c, n), s in zip(MIXED, mixed, strict=True)],
+    }
+
+
+def fits(steps: dict[str, list[Step]]) -> tuple[PrefillSection, DecodeSection]:
+    """Returns the coefficients of prefill and decode."""
+    prompts, batches = steps["prefill"], steps["decode"]
+    prefill = fitted([(1, s.tokens, s.tokens**2) for s in prompts], [s.took_s for s in prompts])
+    decode = fitted(
+        [(1, s.batch * s.context, s.batch) for s in batches], [s.took_s for s in batches]
+    )
+    return PrefillSection(*prefill), DecodeSection(*decode)
+
+
+def error_of(steps: Sequence[Step], prefill: PrefillSection, decode: DecodeSection) -> list[float]:
+    """Returns the relative error of each; a step of both kinds has the larger fixed part once."""
+    errors = []
+    for step in steps:
+        work_s = step.tokens * prefill.token_s + step.tokens**2 * prefill.pair_s
+        work_s += step.batch * (step.context * decode.context_token_s + decode.request_s)
+        fixed_s = max(
+            prefill.fixed_s if step.tokens else 0.0, decode.fixed_s if step.batch else 0.0
+        )
+        errors.append(abs(fixed_s + work_s - step.took_s) / step.took_s)
+    return errors
+
+
+def written(prefill: PrefillSection, decode: DecodeSection, errors: dict[str, list[float]]) -> str:
+    """Returns the profile as a file."""
+    worst = ", ".join(f"{kind} {max(found):.0%}" for kind, found in errors.items())
+    here = machine()
+    return f"""\
+# SmolLM2-135M in float32 on one thread of a {here.cpu_model} ({here.num_cores} cores), with
+# vLLM. Written by benchmarks/measure_profile.py from steps measured there; the raw times are in
+# benchmarks/results/profile.json. Largest error of a kind of step: {worst}
+# (mixed ones were not fitted).
+
+name = "{NAME}"
+source = "measured: SmolLM2-135M, float32, one thread, benchmarks/measure_profile.py"
+
+[model]
+num_layers = 30
+hidden_size = 576
+num_heads = 9
+num_kv_heads = 3
+# 2 h^2 + 2 h k + 3 h m + 2 h with h = 576, k = 192, m = 1536
+layer_weights = 3_540_096
+# Embeddings, 49152 x 576, tied to the output head
+fixed_weights = 28_311_552
+max_context_tokens = {MAX_CONTEXT}
+element_bytes = 4
+
+[prefill]
+fixed_s = {prefill.fixed_s:.4g}
+token_s = {prefill.token_s:.4g}
+pair_s = {prefill.pair_s:.4g}
+
+[decode.small]
+fixed_s = {decode.fixed_s:.4g}
+context_token_s = {decode.context_token_s:.4g}
+request_s = {decode.request_s:.4g}
+
+# 768 MiB of KV, {KV_BYTES // 46_080 // 16 * 16} tokens of 46,080 bytes.
+[memory]
+kv_tokens = {KV_BYTES // 46_080 // 16 * 16}
+block_tokens = 16
+
+# Measured with the store and with live migration on such a machine, in round numbers
+# (benchmarks/results/kvstore.json, store_get_gb_per_s; benchmarks/LOG.md).
+[link]
+bytes_per_s = 3.2e9
+sync_s = 3e-3
+hop_s = 0.4e-3
+"""
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
