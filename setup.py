@@ -7,6 +7,7 @@ With ``BANASERVE_CUDA=1`` it also builds csrc/cuda/ into ``banaserve._native_cud
 import os
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 import nanobind
@@ -18,6 +19,10 @@ NANOBIND = Path(nanobind.source_dir()).parent
 NANOBIND_SOURCE = os.path.relpath(NANOBIND / "src" / "nb_combined.cpp")
 NANOBIND_INCLUDES = [str(NANOBIND / "include"), str(NANOBIND / "ext" / "robin_map" / "include")]
 MACROS = [("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)]
+# nanobind's stable ABI begins with 3.12: from there on one wheel is for all that have a GIL.
+STABLE = sys.version_info >= (3, 12) and not sysconfig.get_config_var("Py_GIL_DISABLED")
+if STABLE:
+    MACROS.append(("Py_LIMITED_API", "0x030C0000"))
 FLAGS = ["-std=c++20", "-O3", "-fvisibility=hidden", "-fno-strict-aliasing"]
 # Each gets code of its own; the last one also code that newer GPUs translate.
 GPUS = ("80", "90", "100")
@@ -48,6 +53,7 @@ native = Extension(
     define_macros=MACROS,
     extra_compile_args=FLAGS,
     language="c++",
+    py_limited_api=STABLE,
 )
 
 
@@ -101,6 +107,7 @@ def cuda_extension():
         define_macros=MACROS,
         extra_compile_args=FLAGS,
         language="c++",
+        py_limited_api=STABLE,
     )
 
 
@@ -108,4 +115,8 @@ extensions = [native]
 if os.environ.get("BANASERVE_CUDA", "") == "1":
     extensions.append(cuda_extension())
 
-setup(ext_modules=extensions, cmdclass={"build_ext": BuildWithNvcc})
+setup(
+    ext_modules=extensions,
+    cmdclass={"build_ext": BuildWithNvcc},
+    options={"bdist_wheel": {"py_limited_api": "cp312"}} if STABLE else {},
+)

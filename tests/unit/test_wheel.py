@@ -66,6 +66,8 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
         "banaserve", wheel.name.split("-cp")[0] + ".dist-info",
     }  # fmt: skip
     assert sum(name.endswith(".so") for name in names) == 1
+    # From 3.12 on one wheel is for all versions.
+    assert ("-abi3-" in wheel.name) == (sys.version_info >= (3, 12))
     assert not any("py3-none" in name for name in (wheel.name,)), "it is not pure"
 
 
