@@ -85,6 +85,21 @@ def many_rigs(guest_parents: Any) -> Callable[..., Iterator[Any]]:
     return start
 
 
+@pytest.fixture(scope="module")
+def as_many_parts_as_can_be() -> Iterator[None]:
+    """How many parts pay is what a machine is fast at; here every step has as many as it may."""
+    from banaserve.engine.vllm.migration import overlap, part_plan
+
+    def most(times: Any, stages: Any, work: Any, most_parts: int) -> part_plan.PartPlan:
+        part_plan.plan_parts(times, stages, work, most_parts)
+        return part_plan.PartPlan(min(most_parts, int(work.tokens)), 1.0, 1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part_plan, "LEAST_TOKENS", 1)
+        patch.setattr(overlap, "plan_parts", most)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Six random layers with three KV heads: where many runs matter more than a real model."""

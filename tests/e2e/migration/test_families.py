@@ -11,6 +11,7 @@ import pytest
 pytestmark = pytest.mark.e2e
 
 NUM_TOKENS = 24
+PARTS = 3
 SIZES = {
     "hidden_size": 128,
     "num_hidden_layers": 6,
@@ -77,7 +78,9 @@ LIKE_LLAMA = ("qwen2", "mistral")
         for family in FAMILIES
     ],
 )
-def test_tokens_do_not_change(rigs: Any, family: str, let_pass: Any) -> None:
+def test_tokens_do_not_change(
+    rigs: Any, family: str, let_pass: Any, as_many_parts_as_can_be: None
+) -> None:
     rig = next(rigs)
     prompts = [
         [(7 * n + 3 * i) % 2000 + 5 for i in range(length)] for n, length in enumerate((5, 40, 300))
@@ -94,6 +97,11 @@ def test_tokens_do_not_change(rigs: Any, family: str, let_pass: Any) -> None:
 
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, travel()), expected)
     assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected), "wholly remote"
+    rig.do("overlap", PARTS)
+    before = rig.do("status")["overlap"]
+    assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected), "in parts"
+    after = rig.do("status")["overlap"]
+    assert (after["why_not"], after["steps_cut"] > before["steps_cut"]) == ("", True)
 
     def home() -> Generator[None, None, None]:
         layers, some_heads = sorted(rig.do("status")["units"], key=lambda u: u["guest"])

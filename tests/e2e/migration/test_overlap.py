@@ -18,7 +18,7 @@ import pytest
 
 from banaserve.kvstore.admin import fetch_stats
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("as_many_parts_as_can_be")]
 
 NUM_TOKENS = 24
 PARTS = 5
@@ -64,20 +64,6 @@ def rig(one_rig: Any, engine_arguments: Any, tiny_llama: str, store: Path) -> It
     )
     with one_rig(arguments) as rig:
         yield rig
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _as_many_parts_as_can_be() -> Iterator[None]:
-    from banaserve.engine.vllm.migration import overlap, part_plan
-
-    def most(times: Any, stages: Any, work: Any, most_parts: int) -> part_plan.PartPlan:
-        part_plan.plan_parts(times, stages, work, most_parts)
-        return part_plan.PartPlan(min(most_parts, int(work.tokens)), 1.0, 1.0)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part_plan, "LEAST_TOKENS", 1)
-        patch.setattr(overlap, "plan_parts", most)
-        yield
 
 
 @pytest.fixture(scope="module")
