@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 from banaserve.orchestrator.replicas.interface import Request
 from banaserve.orchestrator.replicas.registry import make
+from banaserve.sim.regions.arrivals import Arrivals
 from banaserve.sim.regions.balancer import RoundTrips, SimBalancer
 from banaserve.sim.regions.programs import Ask, MakeProgram, Program
 from banaserve.sim.regions.replica import (
@@ -49,6 +50,7 @@ class Setting:
 
     Attributes:
         clients: For each region, how many run which program.
+        arrivals: For each region, who comes when (``regions/arrivals``).
         round_trips_ms: Between different regions, either order.
         start_within_s: Clients start at random within it; with programs of one request and the
             whole duration that is an open loop.
@@ -60,10 +62,11 @@ class Setting:
     accelerator: Accelerator = field(default_factory=Accelerator)
     duration_s: float = 120.0
     start_within_s: float = 5.0
+    arrivals: Mapping[str, Arrivals] = field(default_factory=dict)
 
     def matrix(self) -> RoundTrips:
         """Returns the round trip between every two regions, either order."""
-        names = sorted({*self.replicas, *self.clients})
+        names = sorted({*self.replicas, *self.clients, *self.arrivals})
         given = self.round_trips_ms
         return {
             (one, other): NEAR_MS
@@ -164,21 +167,28 @@ def simulate(setting: Setting, system: System, seed: int) -> Outcome:
     ]
     doors = _doors(setting, system, replicas, round_trips_ms, timeline, seed)
     records: list[Record] = []
-    for region, groups in sorted(setting.clients.items()):
-        numbers = (
-            (place, number) for place, (count, _) in enumerate(groups) for number in range(count)
-        )
-        for place, number in numbers:
-            name = f"{region}-{place}-{number}"
-            program = groups[place][1](Random(f"{seed}/{name}"), name)
-            door = doors[region]
-            one_way_s = round_trips_ms[region, door.region] / 2000
-            client = _Client(region, program, door, one_way_s, timeline, records)
-            start_s = Random(f"{seed}/start/{name}").random() * setting.start_within_s
-            timeline.at(start_s, client.go_on)
+    for region, name, make_program, start_s in _starts(setting, seed):
+        door = doors[region]
+        one_way_s = round_trips_ms[region, door.region] / 2000
+        program = make_program(Random(f"{seed}/{name}"), name)
+        client = _Client(region, program, door, one_way_s, timeline, records)
+        timeline.at(start_s, client.go_on)
     timeline.run(setting.duration_s)
     most = [replica.most_outstanding for replica in replicas]
     return Outcome(setting.duration_s, records, most)
+
+
+def _starts(setting: Setting, seed: int) -> Iterator[tuple[str, str, MakeProgram, float]]:
+    """Yields region, name, program and start of every client."""
+    for region, groups in sorted(setting.clients.items()):
+        for place, (count, program) in enumerate(groups):
+            for number in range(count):
+                name = f"{region}-{place}-{number}"
+                start = Random(f"{seed}/start/{name}").random()
+                yield region, name, program, start * setting.start_within_s
+    for region, arrivals in sorted(setting.arrivals.items()):
+        for number, (start_s, program) in enumerate(arrivals):
+            yield region, f"{region}-{number}", program, start_s
 
 
 def _doors(
@@ -203,7 +213,7 @@ def _doors(
 
     if system.central:
         only = balancer(next(iter(setting.replicas)), replicas)
-        return dict.fromkeys(setting.clients, only)
+        return dict.fromkeys([*setting.clients, *setting.arrivals], only)
     doors = {
         region: balancer(region, [one for one in replicas if one.region == region])
         for region in setting.replicas

@@ -1,0 +1,87 @@
+"""Requests that come when they come: load that follows the day, and traces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import cos, pi
+from random import Random
+
+from banaserve.errors import UserError
+from banaserve.sim.regions.programs import Ask, MakeProgram, Program
+from banaserve.sim.regions.replica import BLOCK_TOKENS, UNIT_BYTES
+from banaserve.sim.trace import Arrival, cut
+
+Arrivals = Sequence[tuple[float, MakeProgram]]
+"""When somebody comes, in seconds, and what they do; waiting for nobody else."""
+
+HASH_TOKENS = 512
+"""Of a block that ``hash_ids`` of Mooncake's traces stand for; 256 in ART-Chat's."""
+
+
+def diurnal(
+    program: MakeProgram,
+    per_s: float,
+    swing_fraction: float,
+    period_s: float,
+    peak_s: float,
+    duration_s: float,
+    seed: int,
+) -> Arrivals:
+    """Returns Poisson arrivals whose rate follows a cosine.
+
+    Args:
+        program: Of each who comes.
+        per_s: The mean rate.
+        swing_fraction: Of the rate: 0 for none, 1 for nights without anybody.
+        period_s: Of a day.
+        peak_s: When the rate is highest; regions far apart differ in it.
+
+    Raises:
+        UserError: ``swing_fraction`` is not in [0, 1].
+    """
+    if not 0 <= swing_fraction <= 1:
+        raise UserError(f"swing_fraction is {swing_fraction:g}: give 0 to 1")
+    found: list[tuple[float, MakeProgram]] = []
+    rng, now_s = Random(f"{seed}/{peak_s}"), 0.0
+    highest = per_s * (1 + swing_fraction)
+    while (now_s := now_s + rng.expovariate(highest)) < duration_s:
+        rate = per_s * (1 + swing_fraction * cos(2 * pi * (now_s - peak_s) / period_s))
+        if rng.random() * highest < rate:
+            found.append((now_s, program))
+    return found
+
+
+def replay(
+    rows: Sequence[Arrival],
+    time_scale: float = 1.0,
+    max_tokens: int | None = None,
+    hash_tokens: int = HASH_TOKENS,
+) -> Arrivals:
+    """Returns the requests of a trace in Mooncake's format; equal ids are equal prefixes.
+
+    Args:
+        time_scale: What lies between arrivals, times this: 2 is half the rate (GORGO's).
+        max_tokens: Longer requests are cut to this context.
+    """
+    return [
+        (row.at_s * time_scale, _once(_ask(number, row, max_tokens, hash_tokens)))
+        for number, row in enumerate(rows)
+    ]
+
+
+def _ask(number: int, row: Arrival, max_tokens: int | None, hash_tokens: int) -> Ask:
+    prompt_tokens, output_tokens = cut(row.prompt_tokens, row.output_tokens, max_tokens)
+    units = hash_tokens // BLOCK_TOKENS * UNIT_BYTES
+    known = b"".join(Random(f"block {one}").randbytes(units) for one in row.hash_ids)
+    size = max(1, prompt_tokens // BLOCK_TOKENS) * UNIT_BYTES
+    own = Random(f"own {number}")
+    # What no id stands for is nowhere else.
+    prompt = known[:size] + own.randbytes(max(0, size - len(known)))
+    return Ask(prompt, own.randbytes(max(1, output_tokens // BLOCK_TOKENS) * UNIT_BYTES), "")
+
+
+def _once(ask: Ask) -> MakeProgram:
+    def run(rng: Random, client: str) -> Program:
+        yield [ask]
+
+    return run
