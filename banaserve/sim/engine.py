@@ -134,7 +134,9 @@ class SimEngine(Batch):
 
     def _has_news(self) -> bool:
         """Whether the next step could differ from this one."""
-        if self._joining or self._has_lost_kv or self._free() < len(self.decoding):
+        if self._joining or self._has_lost_kv:
+            return True
+        if len(self.decoding) > self.kv_tokens - self.used_tokens:
             return True
         return bool(self.waiting) and self._has_room(self.waiting[0])
 
@@ -167,7 +169,8 @@ class SimEngine(Batch):
             growth_s, steps = 0.0, 1
         else:
             first_s, growth_s, work_s = self.costs.decode_run(batch, self._context)
-            steps = min(self._to_next_end(), max(1, self._free() // batch))
+            room = (self.kv_tokens - self.used_tokens) // batch
+            steps = min(self._to_next_end(), room if room > 1 else 1)
         self._is_stepping = True
         self._version += 1
         self._run = (now_s, first_s, growth_s, work_s, steps)
@@ -191,7 +194,7 @@ class SimEngine(Batch):
         start_s, first_s, growth_s, work_s, steps = self._run
         took_s = run_s(first_s, growth_s, steps)
         if self.observe is not None:
-            tokens = sum(chunk for _, chunk in self._chunks)
+            tokens = sum([chunk for _, chunk in self._chunks])
             self.observe(start_s, took_s, steps, len(self.decoding), tokens)
         self._busy_s += took_s
         self._work_s += work_s * steps + growth_s * steps * (steps - 1) / 2

@@ -45,15 +45,16 @@ class Lengths:
             raise UserError(f"spread is {self.spread}: give a number in [0, 5]")
 
     def draw(self, draws: random.Random) -> int:
-        if self.kind == "fixed":
+        if self.kind == "lognormal":
+            value = draws.lognormvariate(math.log(self.mean) - self.spread**2 / 2, self.spread)
+        elif self.kind == "fixed":
             value = self.mean
         elif self.kind == "uniform":
             value = draws.randint(self.low, self.high)
-        elif self.kind == "measured":
-            value = draw_measured(self.of, draws)
         else:
-            value = draws.lognormvariate(math.log(self.mean) - self.spread**2 / 2, self.spread)
-        return min(self.high, max(self.low, round(value)))
+            value = draw_measured(self.of, draws)
+        count = round(value)
+        return self.low if count < self.low else min(count, self.high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

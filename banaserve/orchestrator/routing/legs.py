@@ -10,6 +10,8 @@ from typing import NamedTuple
 from banaserve.errors import NoInstanceError, UserError
 from banaserve.types import ClusterView, InstanceView, RequestView, Role
 
+_ID = attrgetter("id")
+
 
 class LegReason(StrEnum):
     """Why a request has the legs it has: the ``reason`` of a route, and a metric's label."""
@@ -64,16 +66,12 @@ def plan_legs(request: RequestView, cluster: ClusterView, options: LegOptions) -
     Raises:
         NoInstanceError: A leg has no candidate and no fallback; names the missing role.
     """
-    ready = [view for view in cluster.instances.values() if view.ready]
-    colocated = [view for view in ready if view.role is Role.COLOCATED]
-    dedicated_prefill = [view for view in ready if view.role is Role.PREFILL]
-    prefill = _by_id(dedicated_prefill + colocated)
-    decode = _by_id([view for view in ready if view.role is not Role.PREFILL])
+    prefill, decode, num_colocated = _ready(cluster)
     if not prefill and not decode:
         raise NoInstanceError("no prefill, decode or colocated instance is ready")
     if not decode:
         return _fallback(Role.DECODE, prefill, LegReason.NO_DECODE_INSTANCE, options)
-    if len(colocated) == len(decode) and not dedicated_prefill:
+    if num_colocated == len(decode) == len(prefill):
         return Legs((), decode, LegReason.COLOCATED)
     if request.uncached_tokens <= options.skip_prefill_below_tokens:
         return Legs((), decode, LegReason.SHORT_PROMPT)
@@ -82,8 +80,25 @@ def plan_legs(request: RequestView, cluster: ClusterView, options: LegOptions) -
     return Legs(prefill, decode, LegReason.TWO_LEGS)
 
 
-def _by_id(views: list[InstanceView]) -> tuple[InstanceView, ...]:
-    return tuple(sorted(views, key=attrgetter("id")))
+def _ready(
+    cluster: ClusterView,
+) -> tuple[tuple[InstanceView, ...], tuple[InstanceView, ...], int]:
+    """Returns those that may prefill, those that may decode, and how many are among both."""
+    prefill, decode, num_colocated = [], [], 0
+    for view in cluster.instances.values():
+        if not view.ready:
+            continue
+        if view.role is Role.PREFILL:
+            prefill.append(view)
+        elif view.role is Role.DECODE:
+            decode.append(view)
+        else:
+            prefill.append(view)
+            decode.append(view)
+            num_colocated += 1
+    prefill.sort(key=_ID)
+    decode.sort(key=_ID)
+    return tuple(prefill), tuple(decode), num_colocated
 
 
 def _fallback(

@@ -1,0 +1,56 @@
+"""An orchestrator that begins again finds out from the instances what is where."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import executor_doubles as doubles
+from banaserve.clock import WallClock
+from banaserve.engine.interface import Ending
+from banaserve.engine.vllm.executor import MoveExecutor
+from banaserve.types import InstanceId, Module, MoveModule, ReturnModule, Step
+from waiting import until
+
+D0, P0 = InstanceId("d0"), InstanceId("p0")
+LAYERS = Module(10, 20)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[doubles.World]:
+    made = doubles.World(tmp_path)
+    made.overseer.start()
+    await made.executor.discover()
+    yield made
+    await made.roles.stop()
+    await made.overseer.stop()
+    await made.cluster.close()
+
+
+async def test_a_new_executor_finds_what_is_away_and_can_take_it_home(world):
+    move = MoveModule(D0, P0, LAYERS, 1000)
+    assert (await world.executor.carry_out(Step(move, (), 1.0, 2.0, 20.0))).ending is Ending.DONE
+    await until(lambda: world.instances[D0].placements)
+    coordinator = world.cluster.coordinator
+    for hosted in coordinator.hosts.values():
+        hosted.status = None
+    world.instances[D0].placements = ()
+
+    again = MoveExecutor(
+        SimpleNamespace(instances=world.instances), coordinator, world.roles, WallClock(), 2.0
+    )
+    await again.discover()
+    await until(lambda: world.instances[D0].placements)
+    seen = again.view()
+    (placement,) = seen.instances[D0].placements
+    assert (placement.module, placement.guest) == (LAYERS, P0)
+    assert seen.instances[D0].facts.can_move_layers
+    assert seen.under_way == ()
+    home = Step(ReturnModule(D0, P0, LAYERS, 0), (), 1.0, 2.0, 20.0)
+    assert (await again.carry_out(home)).ending is Ending.DONE
+    await until(lambda: not world.instances[D0].placements)
