@@ -83,7 +83,7 @@ class LinkSection:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A modelled GPU with a modelled model; no time that comes out of it was measured here.
+    """A modelled device with a modelled model; a time that comes out of it is computed, not measured.
 
     Raises:
         ValueError: The model's dimensions do not fit together.

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from banaserve.costs import profile
+from banaserve.costs.steps import StepCosts, run_s
 from banaserve.errors import UserError
 from banaserve.sim import case
 from banaserve.sim.run import run_case
@@ -100,7 +101,7 @@ def test_a_wrong_event_is_named(tmp_path: Path, old: str, new: str, words: str) 
 
 
 def test_the_profiles_that_come_with_the_package() -> None:
-    assert profile.names() == ["llama-13b-a100", "opt-13b-a100"]
+    assert profile.names() == ["llama-13b-a100", "opt-13b-a100", "smollm2-135m-cpu"]
     opt = profile.load("opt-13b-a100")
     assert opt.shape.token_bytes == 819_200
     assert opt.shape.layer_weight_bytes == 629_278_720
@@ -119,6 +120,18 @@ def test_the_llama_estimate_follows_its_derivation() -> None:
         opt.decode_small.fixed_s + weights_s * (ratio - 1), abs=1e-5
     )
     assert llama.decode_small.context_token_s == opt.decode_small.context_token_s
+
+
+def test_the_profile_of_this_engine_gives_the_runs_that_it_was_made_of() -> None:
+    costs = StepCosts(profile.load("smollm2-135m-cpu"))
+    long_s = costs.mixed_s(2048, 2048**2, 0, 0)[0]
+    long_s += costs.mixed_s(1952, 1952 * (1952 + 2 * 2048), 0, 0)[0]
+    assert long_s == pytest.approx(36.6, rel=0.1)
+    assert costs.mixed_s(768, 768**2, 0, 0)[0] == pytest.approx(3.80, rel=0.1)
+    for batch, run_took_s in ((1, 3.55), (8, 5.65), (32, 11.07)):
+        first_s, growth_s, _ = costs.decode_run(batch, 16 * batch)
+        took_s = costs.mixed_s(16 * batch, 16**2 * batch, 0, 0)[0] + run_s(first_s, growth_s, 31)
+        assert took_s == pytest.approx(run_took_s, rel=0.1)
 
 
 @pytest.mark.parametrize(
