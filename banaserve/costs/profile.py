@@ -83,7 +83,7 @@ class LinkSection:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A modelled device with a modelled model; a time that comes out of it is computed, not measured.
+    """A modelled device with a modelled model; times that come out of it are computed.
 
     Raises:
         ValueError: The model's dimensions do not fit together.
