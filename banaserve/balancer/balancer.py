@@ -85,6 +85,7 @@ class Balancer:
                 **policy.options,
             ),
             settings.region,
+            policy.staleness_s,
         )
         self._state: StateFile | None = None
         if policy.state_file:

@@ -74,6 +74,8 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         preset: The policy's default where empty.
         seed: Of its random choices.
         state_file: Where what it has learned survives a restart; empty for nowhere.
+        staleness_s: How old the counters may get that the policy sees; 0: live. What balancers do
+            that read metrics, for comparison.
         hold_safe: Weights that tuning has found are taken back, and no others are tried as long
             as this holds. It may change while serving.
     """
@@ -83,6 +85,7 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     options: dict[str, Any] = {}
     seed: int = 0
     state_file: str = ""
+    staleness_s: float = 0.0
     hold_safe: bool = False
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from msgspec import structs
 
@@ -41,6 +43,28 @@ async def test_other_limits_forget_no_prefix_and_no_count(house):
         assert (await house.ask(body=PROMPT)).status == 200
     assert len(served.asked) == 4
     assert served.asked[-1].field("authorization") == "Bearer secret"
+
+
+async def test_counters_may_be_stale_for_comparison(house):
+    go_on = asyncio.Event()
+
+    async def hold(asked):
+        await go_on.wait()
+        await asked.answer()
+
+    busiest = {}
+    for staleness_s in (0.0, 1e6):
+        go_on.clear()
+        replicas = [await house.replica(hold) for _ in range(2)]
+        told = PolicySettings(name="least_requests", seed=2, staleness_s=staleness_s)
+        await house.balance(*replicas, policy=told, health=HEALTH)
+        asked = [asyncio.create_task(house.ask()) for _ in range(8)]
+        await house.until(lambda: sum(len(one.asked) for one in replicas) == 8)  # noqa: B023
+        busiest[staleness_s] = max(len(one.asked) for one in replicas)
+        go_on.set()
+        assert [(await one).status for one in asked] == [200] * 8
+    # Equals are drawn while nothing is seen of what was sent; live counts alternate.
+    assert busiest[0.0] == 4 < busiest[1e6]
 
 
 async def test_weights_are_taken_back_while_serving_and_held(house):

@@ -58,7 +58,7 @@ class Fleet:
 
         Positive values copy what balancers do that scrape metrics: for comparison.
         """
-        if staleness_s < 0:
+        if not 0 <= staleness_s < float("inf"):
             raise UserError(f"staleness_s is {staleness_s}: give 0 or more")
         self.policy = policy
         self.region = region
