@@ -29,6 +29,7 @@ from banaserve.bench.statistics import median
 from banaserve.costs.profile import load as load_profile
 from banaserve.errors import UserError
 from banaserve.orchestrator.migration import registry
+from banaserve.sim.cluster import cells_of
 from banaserve.sim.parts import simulate_in_parts
 
 _SIZES = (8, 64, 512, 4096)
@@ -92,13 +93,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--requests", type=int, default=1_000_000, help="about as many are simulated")
     add("--instances", type=int, default=1000, help="of the simulated cluster")
     add("--cell-size", type=int, default=8, help="instances under one router and one policy")
-    cores = len(os.sched_getaffinity(0))
-    add("--processes", type=positive, default=cores, help="that simulate; else one a core")
+    add("--processes", type=positive, help="that simulate; else one a core, or one a cell")
     add("--rps", type=float, default=5.0, help="of each simulated instance")
     add("--seed", type=int, default=0)
     given = parser.parse_args(list(argv))
     if given.runs < 1 or given.sim_runs < 0 or given.requests < 1:
         raise UserError("runs and requests are at least 1, sim-runs at least 0")
+    num_cells = len(cells_of(system(given.instances, given.cell_size)))
+    given.processes = given.processes or min(len(os.sched_getaffinity(0)), num_cells)
     return given
 
 

@@ -18,18 +18,8 @@ def test_a_small_run_writes_every_figure(
 ) -> None:
     monkeypatch.setattr(orchestrator, "_SIZES", (8, 16))
     path = tmp_path / "orchestrator.json"
-    argv = [
-        "--json",
-        str(path),
-        "--runs",
-        "2",
-        "--requests",
-        "200",
-        "--instances",
-        "16",
-        "--processes",
-        "2",
-    ]
+    argv = ["--json", str(path), "--runs", "2", "--requests", "200"]
+    argv += ["--instances", "16", "--processes", "2"]
     assert orchestrator.main(argv) == 0
     record = result.read(path)
     assert record.figures["decision_ms_8"].unit == "ms"
@@ -58,3 +48,5 @@ def test_what_makes_no_sense_is_refused() -> None:
         system(7, 8)
     with pytest.raises(UserError, match="at least 1"):
         orchestrator.main(["--runs", "0"])
+    with pytest.raises(UserError, match="would lack a role"):
+        orchestrator.main(["--instances", "10", "--cell-size", "3"])
