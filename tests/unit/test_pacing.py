@@ -15,6 +15,7 @@ from banaserve.engine.vllm.pacing import step_log
 from banaserve.engine.vllm.pacing.away import ATTENTION_FRACTION, Away, modelled
 from banaserve.engine.vllm.pacing.device import Device
 from banaserve.engine.vllm.pacing.pacer import Pacer
+from banaserve.engine.vllm.pacing.parts import in_parts
 from banaserve.engine.vllm.pacing.step_log import PacedStep, StepLog, StepReader
 from banaserve.kvstore.overlap import pipeline
 from banaserve.orchestrator.model.calibration import StepWork
@@ -209,6 +210,45 @@ def test_remote_layers_slow_the_device_that_they_run_on(profile, tmp_path, time)
     target.begin(DECODE, Copied())
     target.end()
     assert last_step(tmp_path, "p0").modelled_s == pytest.approx(DECODE_S), "it was idle then"
+
+
+LONG = StepWork(prefill_tokens=2048, prefill_pairs=2048 * 2048)
+
+
+def long_part_s(num_parts: int) -> float:
+    return 18.10e-3 + (2048 * 0.10191e-3 + 2048 * 2048 * 7.122e-9) / num_parts
+
+
+def test_half_the_layers_at_once_by_hand(profile):
+    """m parts of two equal stages: (m + 1) / 2 of a part, each with the fixed part once more."""
+    costs = StepCosts(profile)
+    assert in_parts(costs, LONG, (0.5,), 1) == pytest.approx((0.0, long_part_s(1)))
+    for most in (2, 4):
+        expected_s = (most + 1) / 2 * long_part_s(most)
+        found = in_parts(costs, LONG, (0.5,), most)
+        assert found.relief == pytest.approx(1 - expected_s / long_part_s(1))
+        assert found.busy_s == pytest.approx(most * long_part_s(most))
+    best = in_parts(costs, LONG, (0.5,), 64)
+    assert best.relief == pytest.approx(
+        1 - min((m + 1) / 2 * long_part_s(m) for m in range(1, 65)) / long_part_s(1), abs=1e-3
+    )
+    assert 1.2 < 1 / (1 - best.relief) < 1.5, "the fixed part keeps it from 2"
+    assert in_parts(costs, LONG, (), 64).relief == 0.0, "nothing is away"
+    assert in_parts(costs, DECODE, (0.5,), 64).relief == 0.0, "ten requests are one part"
+
+
+def test_a_step_in_parts_takes_less_and_its_guest_more(profile, tmp_path, time):
+    host, guest = pacer(profile, tmp_path, time), pacer(profile, tmp_path, time, "p0")
+    guest.begin(PREFILL, Copied())
+    guest.end()
+    layers = [(LayerRange(6, 12), "p0")]
+    host.away = Away.of(profile, ModelShape(12, 3), layers, most_parts=4)
+    host.begin(LONG, Copied())
+    host.end()
+    hop_s = host.away.hop_s + 2048 * host.away.hop_token_s
+    assert last_step(tmp_path).modelled_s == pytest.approx(2.5 * long_part_s(4) + hop_s)
+    busy_s = StepReader(tmp_path / "d0.steps").taken("p0")
+    assert busy_s == pytest.approx(0.5 * 4 * long_part_s(4))
 
 
 def test_nothing_ends_that_has_not_begun(profile, tmp_path, time):

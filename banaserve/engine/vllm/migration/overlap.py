@@ -113,6 +113,11 @@ class Overlap:
         """Why steps are not cut; empty where they may be."""
         return self._why_never or self._order.why_not or self._why_here
 
+    @property
+    def parts_allowed(self) -> int:
+        """As many parts as a step may be cut into as things lie."""
+        return 1 if self.why_not else self.most_parts
+
     def status(self) -> dict[str, Any]:
         """Plain values for the coordinator."""
         return {

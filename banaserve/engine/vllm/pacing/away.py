@@ -53,17 +53,29 @@ class Away:
         hop_s: What messages add to a step, whatever its size.
         hop_token_s: And for each of its tokens.
         shares: Of the step's own time, by the instance whose device it takes.
+        elsewhere: What of it are ranges of layers, for each such device: with them a step in parts
+            computes at once.
+        most_parts: That a step is cut into; 1: the host waits.
     """
 
     hop_s: float = 0.0
     hop_token_s: float = 0.0
     shares: tuple[tuple[str, float], ...] = ()
+    elsewhere: tuple[float, ...] = ()
+    most_parts: int = 1
 
     @classmethod
-    def of(cls, profile: Profile, own: OwnShape, placed: Iterable[tuple[Modules, str]]) -> Away:
+    def of(
+        cls,
+        profile: Profile,
+        own: OwnShape,
+        placed: Iterable[tuple[Modules, str]],
+        most_parts: int = 1,
+    ) -> Away:
         """Of ``placed``: what is away, each with the instance that it runs beside."""
         hop_s = hop_token_s = 0.0
         shares: dict[str, float] = {}
+        elsewhere: dict[str, float] = {}
         for modules, target in placed:
             for module in modelled(profile, own, modules):
                 first_s = costs.hop_s(profile, module, 0)
@@ -71,4 +83,7 @@ class Away:
                 hop_token_s += costs.hop_s(profile, module, 1) - first_s
                 share = costs.share(profile, module, ATTENTION_FRACTION)
                 shares[target] = shares.get(target, 0.0) + share
-        return cls(hop_s, hop_token_s, tuple(shares.items()))
+                if not module.heads:
+                    elsewhere[target] = elsewhere.get(target, 0.0) + share
+        each = tuple(elsewhere.values())
+        return cls(hop_s, hop_token_s, tuple(shares.items()), each, most_parts)

@@ -65,7 +65,7 @@ class PacedSteps:
     def __init__(self, pacer: Pacer, shape: ModelShape) -> None:
         self._pacer = pacer
         self._shape = shape
-        self._epoch = 1
+        self._seen = 1, 1
 
     def begin(self, runner: Any, output: Any) -> None:
         """The runner begins a step, or has been told that there is nothing to run."""
@@ -95,9 +95,13 @@ class PacedSteps:
         )
 
     def _look_away(self, host: Any) -> None:
-        if isinstance(host, MigrationHost) and host.epoch != self._epoch:
-            self._epoch = host.epoch
-            self._pacer.away = Away.of(self._pacer.profile, self._shape, _placed(host))
+        if not isinstance(host, MigrationHost):
+            return
+        seen = host.epoch, host.placement.overlap.parts_allowed
+        if seen != self._seen:
+            self._seen = seen
+            profile, placed = self._pacer.profile, _placed(host)
+            self._pacer.away = Away.of(profile, self._shape, placed, most_parts=seen[1])
 
 
 def _placed(host: MigrationHost) -> Iterator[tuple[Modules, str]]:

@@ -12,6 +12,7 @@ from banaserve.costs.transfers import Copied, StepTimes, step_times
 from banaserve.engine.vllm.pacing.away import Away
 from banaserve.engine.vllm.pacing.device import Device
 from banaserve.engine.vllm.pacing.lodgers import Lodgers
+from banaserve.engine.vllm.pacing.parts import in_parts
 from banaserve.engine.vllm.pacing.step_log import SUFFIX, PacedStep, StepLog
 from banaserve.orchestrator.model.calibration import StepWork
 
@@ -49,7 +50,7 @@ class Pacer:
         self._costs = StepCosts(profile)
         self._log = StepLog(folder / f"{instance_id}{SUFFIX}", dilation)
         self._device = Device(now_s())
-        self._step: tuple[StepWork, StepTimes, float] | None = None
+        self._step: tuple[StepWork, float, float] | None = None
         self._lodgers = Lodgers(folder, instance_id)
 
     def woke(self) -> None:
@@ -62,6 +63,9 @@ class Pacer:
         """A step of ``work`` begins; returns its times, in wall seconds."""
         tokens = work.prefill_tokens + work.decode_requests
         self._costs.hop_s = self.away.hop_s + self.away.hop_token_s * tokens
+        self._costs.relief = 0.0
+        parts = in_parts(self._costs, work, self.away.elsewhere, self.away.most_parts)
+        self._costs.relief = parts.relief
         found = step_times(self._costs, work, copied)
         times = StepTimes(
             found.step_s * self.dilation,
@@ -71,14 +75,14 @@ class Pacer:
         # What guests took of this device while the last step ran, this one pays.
         step_s = times.step_s + self._lodgers.taken(self.now_s())
         self._device.begin(step_s)
-        self._step = work, times, step_s
+        self._step = work, parts.busy_s * self.dilation, step_s
         return times
 
     def end(self) -> None:
         """The step's work is done: return when its time is up."""
         if self._step is None:
             return
-        (work, times, step_s), self._step = self._step, None
+        (work, busy_s, step_s), self._step = self._step, None
         began_s, deadline_s, worked_s = self._device.free_s, self._device.deadline_s, self.now_s()
         if worked_s < deadline_s:
             self._sleep(deadline_s - worked_s)
@@ -87,9 +91,8 @@ class Pacer:
         tokens, requests = work.prefill_tokens, work.decode_requests
         step = PacedStep(began_s, step_s, worked_s - began_s, took_s, tokens, requests)
         self._log.add(step, overran)
-        own_s = times.compute_s - self._costs.hop_s * self.dilation
         for target, share in self.away.shares:
-            self._log.take(target, share * own_s)
+            self._log.take(target, share * busy_s)
 
     def hold(self, began_s: float, modelled_s: float) -> None:
         """Return when ``modelled_s`` seconds of the model have passed since ``began_s``."""
