@@ -148,7 +148,7 @@ class _Measuring:
         """What has been found so far, again and again; the last one is all of it."""
         given = self._given
         with _engine(self._model, "live", given) as engine:
-            home = self._pass(engine)
+            (home,) = self._passes(engine, (None,))
             self._raw["home"] = {"seconds": home.seconds}
             most, *fewer = sorted(given.layers, reverse=True)
             self._away(engine, most, home)
@@ -165,14 +165,11 @@ class _Measuring:
         yield self._result()
 
     def _away(self, engine: ToldEngine, layers: int, home: figures.Times) -> None:
-        """With so many layers in a guest: waited for, then in parts."""
+        """With so many layers in a guest: waited for and in parts, one right after the other."""
         loads, name = self._loads, f"layers_{layers}"
         engine.tell(do="away", layers=[_NUM_LAYERS - layers, _NUM_LAYERS])
-        engine.tell(do="overlap", parts=_WAITING)
-        waiting = self._pass(engine, home)
+        waiting, times = self._passes(engine, (_WAITING, self._given.parts), home)
         self._samples |= figures.gains(f"{name}.waiting", loads, home, waiting)
-        engine.tell(do="overlap", parts=self._given.parts)
-        times = self._pass(engine, home)
         self._samples |= figures.gains(f"{name}.overlap", loads, home, times)
         self._samples |= figures.beside_waiting(f"{name}.overlap", loads, waiting, times)
         self._raw[name] = engine.tell(do="status")["overlap"] | {
@@ -182,28 +179,52 @@ class _Measuring:
 
     def _stages(self, home: figures.Times) -> None:
         with _engine(self._model, "stages", self._given) as engine:
-            times = self._pass(engine, home)
+            (times,) = self._passes(engine, (None,), home)
         self._samples |= figures.gains("stages", self._loads, home, times)
         self._raw["stages"] = {"seconds": times.seconds}
 
-    def _pass(self, engine: ToldEngine, home: figures.Times | None = None) -> figures.Times:
-        """Serve every load once a round, behind one that warms up and teaches."""
-        found = figures.Times.of(self._loads)
-        for load in self._loads:
-            prompts = [prompt[:_WARM_PROMPT_TOKENS] for prompt in self._rounds[0][load.name]]
-            engine.tell(do="run", prompts=prompts, tokens=_WARM_TOKENS)
-        for number, prompts in enumerate(self._rounds):
+    def _passes(
+        self,
+        engine: ToldEngine,
+        each_parts: Sequence[int | None],
+        home: figures.Times | None = None,
+    ) -> list[figures.Times]:
+        """Serve every load once a round, behind one that warms up and teaches.
+
+        Args:
+            each_parts: Of a step at most, one after the other for each load; None leaves it.
+        """
+        for parts in each_parts:
+            _allow(engine, parts)
             for load in self._loads:
-                name, before = load.name, engine.tell(do="sums")
-                answer = engine.tell(do="run", prompts=prompts[name], tokens=load.output_tokens)
-                after = engine.tell(do="sums")
-                self._advance(name)
-                found.seconds[name].append(answer["seconds"])
-                found.tokens[name].append(answer["tokens"])
-                found.sums_s[name].append({what: after[what] - before[what] for what in after})
-                same = home is None or home.tokens[name][number] == answer["tokens"]
-                found.equal[name].append(float(same))
+                prompts = [prompt[:_WARM_PROMPT_TOKENS] for prompt in self._rounds[0][load.name]]
+                engine.tell(do="run", prompts=prompts, tokens=_WARM_TOKENS)
+        found = [figures.Times.of(self._loads) for _ in each_parts]
+        for number in range(len(self._rounds)):
+            for load in self._loads:
+                for parts, times in zip(each_parts, found, strict=True):
+                    _allow(engine, parts)
+                    self._serve(engine, number, load, times, home)
         return found
+
+    def _serve(
+        self,
+        engine: ToldEngine,
+        number: int,
+        load: figures.Load,
+        times: figures.Times,
+        home: figures.Times | None,
+    ) -> None:
+        name, before = load.name, engine.tell(do="sums")
+        prompts = self._rounds[number][name]
+        answer = engine.tell(do="run", prompts=prompts, tokens=load.output_tokens)
+        after = engine.tell(do="sums")
+        self._advance(name)
+        times.seconds[name].append(answer["seconds"])
+        times.tokens[name].append(answer["tokens"])
+        times.sums_s[name].append({what: after[what] - before[what] for what in after})
+        same = home is None or home.tokens[name][number] == answer["tokens"]
+        times.equal[name].append(float(same))
 
     def _shared(self, engine: ToldEngine) -> None:
         """Beside an engine on the guest's core, for each share; then without a bound again."""
@@ -228,6 +249,11 @@ class _Measuring:
             notes=([stopped] if stopped else []) + _NOTES,
             raw=self._raw,
         )
+
+
+def _allow(engine: ToldEngine, parts: int | None) -> None:
+    if parts is not None:
+        engine.tell(do="overlap", parts=parts)
 
 
 def _streams(draws: random.Random, given: argparse.Namespace) -> overlap_neighbour.Streams:

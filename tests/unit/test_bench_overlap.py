@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -95,3 +96,40 @@ def test_a_host_is_fed_until_its_neighbour_has_ended() -> None:
     fed = host.orders[1:-1]
     assert [order["prompts"] for order in fed[:2]] in ([[[1]], [[2]]], [[[1]]])
     assert len(fed) >= 1
+
+
+class Serving:
+    """An engine that answers at once; its steps take as long as it may cut them."""
+
+    def __init__(self) -> None:
+        self.parts = 0
+        self.log: list[Any] = []
+
+    def tell(self, **order: Any) -> dict[str, Any]:
+        if order["do"] == "overlap":
+            self.parts = order["parts"]
+            return {}
+        if order["do"] == "sums":
+            return {"measured": float(len(self.log))}
+        self.log.append((self.parts, len(order["prompts"][0]), order["tokens"]))
+        tokens = [prompt[:1] for prompt in order["prompts"]]
+        return {"seconds": float(self.parts), "tokens": tokens}
+
+
+def test_waiting_and_parts_are_measured_one_right_after_the_other() -> None:
+    argv = ["--runs", "2", "--batches", "--requests", "1", "--prompt-tokens", "600"]
+    given = overlap._parse([*argv, "--long-prompt-tokens", "700"])
+    measuring = overlap._Measuring(given, datetime.now(UTC), "model", lambda what: None)
+    engine = Serving()
+    waiting, parts = measuring._passes(engine, (1, 32))  # type: ignore[arg-type]
+    warm, served = engine.log[:4], engine.log[4:]
+    assert [entry[1] for entry in warm] == [512] * 4
+    assert served == [(1, 600, 16), (32, 600, 16), (1, 700, 1), (32, 700, 1)] * 2
+    assert waiting.seconds == {"prefill": [1.0, 1.0], "ttft": [1.0, 1.0]}
+    assert parts.seconds == {"prefill": [32.0, 32.0], "ttft": [32.0, 32.0]}
+    assert parts.sums_s["ttft"] == [{"measured": 1.0}] * 2
+    (again,) = measuring._passes(engine, (None,), waiting)  # type: ignore[arg-type]
+    assert again.equal == {"prefill": [1.0, 1.0], "ttft": [1.0, 1.0]}
+    other = waiting._replace(tokens={"prefill": [[[1]], [[2]]], "ttft": waiting.tokens["ttft"]})
+    (odd,) = measuring._passes(engine, (None,), other)  # type: ignore[arg-type]
+    assert odd.equal["prefill"] == [0.0, 0.0]

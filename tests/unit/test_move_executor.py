@@ -364,3 +364,15 @@ async def test_one_slow_move_does_not_forbid_all_others(world, monkeypatch):
     clock = SimpleNamespace(now=lambda: now_s + 20 * EASED_AFTER_S)
     monkeypatch.setattr(world.executor, "_clock", clock)
     assert world.executor.link().sync_s < budget_s / 2
+
+
+async def test_what_overlap_would_bring_is_in_the_view_where_steps_may_be_cut(world):
+    async def told() -> float | None:
+        await world.executor.discover()
+        return world.executor.view().instances[D0].report.overlap_fraction
+
+    assert await told() is None, "it waits for its guests"
+    world.engine.overlap["most_parts"] = 8
+    assert await told() == 8.0, "whatever its meter says"
+    world.engine.overlap["why_not"] = "its tokens look at later ones"
+    assert await told() is None
