@@ -96,8 +96,9 @@ class MoveExecutor:
     def _ask_again(self) -> None:
         self._asking = {name: task for name, task in self._asking.items() if not task.done()}
         for name, host in self._coordinator.hosts.items():
-            is_known = name in self._cannot or name in self._asking
-            if not is_known and host.instance.is_ready:
+            cannot = self._cannot.get(name)
+            is_known = bool(cannot) or (cannot is not None and host.status is not None)
+            if not is_known and name not in self._asking and host.instance.is_ready:
                 self._asking[name] = asyncio.create_task(self._ask(name))
 
     def view(self) -> ClusterView:
