@@ -108,7 +108,7 @@ def test_the_pipeline_is_measured_and_predicted(monkeypatch: pytest.MonkeyPatch)
         "cudart": lambda: runtime,
     }.items():
         monkeypatch.setattr(torch.cuda, name, double)
-    monkeypatch.setattr(gpu_copies, "choose_copies", lambda page_bytes, is_pinned: copy)
+    monkeypatch.setattr(gpu_copies, "choose_copies", lambda *_: copy)
     for name, size in {"_LAYERS": 3, "_BLOCKS": 2, "_SIDE": 16}.items():
         monkeypatch.setattr(kernels_pipeline, name, size)
     samples: dict[str, list[float]] = defaultdict(list)

@@ -20,6 +20,7 @@ import torch
 from banaserve.engine.vllm import gpu_copies, gpu_pinning
 from banaserve.engine.vllm.copies import make_copier
 from banaserve.engine.vllm.gpu_copies import GpuCopier
+from banaserve.errors import UserError
 from banaserve.kernels import packed_pages
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.pool import Pool, PoolView
@@ -96,7 +97,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
             ctypes.memmove(target, source, num_bytes)
         return ()
 
-    monkeypatch.setattr(gpu_copies, "choose_copies", lambda page_bytes, is_pinned: copy)
+    monkeypatch.setattr(gpu_copies, "choose_copies", lambda *_: copy)
     return cuda
 
 
@@ -206,3 +207,9 @@ def test_a_pool_that_another_has_pinned_is_left_to_it(cuda: Cuda, views: list[Po
     assert pool.pin(views[0])
     pool.release()
     assert [name for name, _ in cuda.calls] == ["pin", "launch"]
+
+
+def test_without_cuda_and_vllm_there_is_a_word_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_copies, "_native_cuda", None)
+    with pytest.raises(UserError, match="no GPU copies: set BANASERVE_CUDA=1"):
+        gpu_copies.choose_copies(PAGE_BYTES, True, None)

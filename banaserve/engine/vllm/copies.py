@@ -70,8 +70,9 @@ def make_copier(layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> B
     """
     if layers[0].device.type != "cpu":
         from banaserve.engine.vllm.gpu_copies import GpuCopier
+        from banaserve.engine.vllm.gpu_copies_of_vllm import copies_of_vllm
 
-        return GpuCopier(layers, page_bytes, part)
+        return GpuCopier(layers, page_bytes, part, copies_of_vllm)
     for tensor in layers:
         stride_bytes = tensor.stride(0) * tensor.element_size()
         block_bytes = tensor[0].numel() * tensor.element_size()

@@ -16,21 +16,33 @@ except ImportError:  # built without BANASERVE_CUDA=1
     _native_cuda = None  # type: ignore[assignment]
 from banaserve.engine.vllm.gpu_pages import Addresses, CopyPages, gpu_pages
 from banaserve.engine.vllm.gpu_pinning import PinnedPool
+from banaserve.errors import UserError
 from banaserve.kvstore.pool import PoolView
 
 logger = logging.getLogger(__name__)
 QueueCopies = Callable[[Addresses, Addresses, int, int], tuple[torch.Tensor, ...]]
 """``(targets, sources, num_bytes, stream)``; returns what the copies still read while they run."""
 
+MakeCopies = Callable[[], QueueCopies]
+
 # By arithmetic, not measured: a copy engine begins a copy in about a microsecond, in which PCIe
 # moves 16 KiB or more.
 KERNEL_BELOW_BYTES = 16 * 1024
 
 
-def choose_copies(page_bytes: int, is_pinned: bool) -> QueueCopies:
-    """How pages of this size are copied between host and GPU: ours where built, else vLLM's."""
+def choose_copies(page_bytes: int, is_pinned: bool, otherwise: MakeCopies | None) -> QueueCopies:
+    """How pages of this size are copied between host and GPU.
+
+    Args:
+        otherwise: Makes the copies of a build without CUDA; None where there are none.
+
+    Raises:
+        UserError: This build is without CUDA, and there is nothing else to copy with.
+    """
     if _native_cuda is None:
-        return _copies_of_vllm()
+        if otherwise is None:
+            raise UserError("this build of banaserve has no GPU copies: set BANASERVE_CUDA=1")
+        return otherwise()
     # A kernel would fault on host memory that is not pinned.
     by_kernel = is_pinned and page_bytes < KERNEL_BELOW_BYTES
     queue = _native_cuda.copy_by_kernel if by_kernel else _native_cuda.copy_batch
@@ -40,23 +52,6 @@ def choose_copies(page_bytes: int, is_pinned: bool) -> QueueCopies:
     ) -> tuple[torch.Tensor, ...]:
         queue(target, source, num_bytes, stream)
         return ()
-
-    return copy
-
-
-def _copies_of_vllm() -> QueueCopies:
-    from banaserve.engine.vllm import compat  # our own copies run where there is no vLLM
-
-    swap = compat.batch_copier()
-
-    def copy(
-        target: Addresses, source: Addresses, num_bytes: int, stream: int
-    ) -> tuple[torch.Tensor, ...]:
-        pointers = torch.from_numpy(source), torch.from_numpy(target)
-        sizes = torch.full_like(pointers[0], num_bytes)
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-            swap(*pointers, sizes)
-        return (*pointers, sizes)
 
     return copy
 
@@ -91,14 +86,22 @@ class GpuCopier:
         layers: One tensor a layer, of equal shape and strides, its first dimension the blocks.
         page_bytes: Of a block of one layer.
         part: This worker's part of a slot.
+        otherwise: See ``choose_copies``.
 
     Raises:
         ValueError: See ``gpu_pages``.
+        UserError: See ``choose_copies``.
     """
 
     is_synchronous = False
 
-    def __init__(self, layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[torch.Tensor],
+        page_bytes: int,
+        part: int,
+        otherwise: MakeCopies | None = None,
+    ) -> None:
         self._pages = gpu_pages(layers, page_bytes)
         self._page_bytes = page_bytes
         self._part = part
@@ -106,8 +109,8 @@ class GpuCopier:
         self._load_stream = torch.cuda.Stream(self._gpu)
         self._save_stream = torch.cuda.Stream(self._gpu)
         self._pool = PinnedPool(self._gpu, self._wait_for_copies)
-        self._pinned_copies = choose_copies(page_bytes, is_pinned=True)
-        self._other_copies = choose_copies(page_bytes, is_pinned=False)
+        self._pinned_copies = choose_copies(page_bytes, True, otherwise)
+        self._other_copies = choose_copies(page_bytes, False, otherwise)
         logger.info("GPU copies by %s", "banaserve" if _native_cuda else "vLLM")
 
     def mark(self) -> torch.cuda.Event:
