@@ -126,12 +126,18 @@ def _plan(given: argparse.Namespace, rates: tuple[float, ...]) -> Plan:
 
 
 def workloads(given: argparse.Namespace, asked: dict[str, Plan], words: Words) -> list[Workload]:
-    """Returns them with their requests.
+    """Returns them with their requests; a file's is called as the file, without its folder.
 
     Raises:
-        UserError: An unknown dataset, or data with wrong fields.
+        UserError: An unknown dataset, data with wrong fields, or two files of one name.
     """
-    return [Workload(name, _dataset(given, name, words), plan) for name, plan in asked.items()]
+    found = [
+        Workload(Path(name).name, _dataset(given, name, words), plan)
+        for name, plan in asked.items()
+    ]
+    if len({one.name for one in found}) < len(found):
+        raise UserError("--workload: two files of the same name: give one of them another")
+    return found
 
 
 def _dataset(given: argparse.Namespace, name: str, words: Words) -> Dataset:

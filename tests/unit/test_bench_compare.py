@@ -10,8 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from banaserve.bench import compare, compare_options, result
-from banaserve.bench.compare_pages import extra_tables
+from banaserve.bench import compare, compare_options
 from banaserve.bench.compare_result import (
     SystemRun,
     Workload,
@@ -21,14 +20,11 @@ from banaserve.bench.compare_result import (
     folder_of,
     kept_path,
 )
-from banaserve.bench.compare_simulated import simulated_cells
 from banaserve.bench.compare_systems import REFERENCE, System, chosen_systems, known_systems
 from banaserve.bench.compare_timeline import Timeline
-from banaserve.bench.provenance import ModelledTime
 from banaserve.bench.record import RequestRecord
 from banaserve.bench.report_pages import section_of
 from banaserve.bench.serving_cell import CellId, Sent
-from banaserve.bench.serving_items import Item
 from banaserve.bench.serving_run import write_whole
 from banaserve.bench.serving_summary import Slo, Summary, summarize
 from banaserve.cli.serve_options import parse_serve_argv
@@ -169,81 +165,22 @@ def test_prefixes_are_followed_by_a_balancer_over_plain_engines() -> None:
     assert "3 servers behind route --policy cache_aware" in system.told()
 
 
-def test_a_paced_comparison_has_the_simulator_beside_it(tmp_path: Path) -> None:
-    given = compare_options.parse(
-        [
-            *("--pace", "opt-13b-a100", "--dilate", "4", "--instances", "4", "--out", "x"),
-            *("--workload", "random@1,8", "--duration", "4", "--seeds", "0"),
-            *("--prompt-tokens", "400", "--output-tokens", "20"),
-        ],
-        None,
-    )
-    [plan] = compare_options.plans(given).values()
-    assert [plan.count(cell) for cell in plan.cells()] == [4, 32]
-    dataset = cast(Any, _Lengths(400, 20))
-    workload = Workload("random", dataset, plan)
-    systems = chosen_systems(["static-pd", "banaserve", "mine=--colocated 4"], 4)
-    simulated = simulated_cells(given, systems, workload)
-    assert list(simulated) == ["static-pd", "banaserve"]
-    slow, fast = simulated["static-pd"]
-    assert (slow.load_name, slow.completed, fast.completed) == ("1rps", 4, 32)
-    assert fast.metrics["tpot_p50"] >= slow.metrics["tpot_p50"] > 0.02
-    run = SystemRun(
-        simulated["static-pd"],
-        1.0,
-        2,
-        2,
-        9,
-        ModelledTime("opt-13b-a100", "a fit", 4.0, 200, 1, 0.0),
-    )
-    ours = SystemRun(simulated["banaserve"], 1.0, 2, 2, 9, run.modelled, decisions=[_DECISION])
-    ran = {"static-pd": run, "banaserve": ours}
-    record = as_result(given, systems, workload, ran, simulated, datetime(2026, 1, 1, tzinfo=UTC))
-    result.write(record, tmp_path / "x.json")
-    assert "banaserve.server_cpu_s" not in record.figures
-    assert "static-pd.simulated.ttft_p50_at_8rps" in record.figures
-    section = section_of(result.read(tmp_path / "x.json"))
-    assert any("MODELLED" in fact for fact in section.facts)
-    assert any("0.5%, 0.5%" in fact for fact in section.facts)
-    ratios, errors, steps = (table for _, table in section.more)
-    assert [row[:2] for row in ratios[1:]] == [["static-pd", "1rps"], ["static-pd", "8rps"]]
-    assert {row[2] for row in errors[1:]} == {"1.00"}
-    assert steps[1] == ["banaserve", "1.5", "p0 to decode", "0.10", "2.00", "0.30", "done"]
-
-
-def test_the_paper_stands_beside_its_own_setting() -> None:
-    cells = {"banaserve": [cell(1.0, 0)], "static-pd": [cell(1.0, 0)], "x": [cell(1.0, 0)]}
-    options = {"pace": "opt-13b-a100", "workload": "longbench-like"}
-    [(_, ratios), *_] = extra_tables(options, {}, cells, {"banaserve": [cell(1.0, 0)]})
-    assert [row[-1] for row in ratios[1:]] == ["1.1 to 1.3", "up to 1.3"]
-    [(_, ratios), *_] = extra_tables({}, {}, cells, {})
-    assert "paper" not in " ".join(ratios[0])
-
-
-class _Lengths:
-    """Requests of one length."""
-
-    def __init__(self, prompt_tokens: int, output_tokens: int) -> None:
-        self._item = Item([], prompt_tokens, output_tokens, None, "x", False)
-
-    def items(self, count: int, seed: str, place: int) -> list[Item]:
-        return [self._item] * count
+def test_a_file_is_kept_under_its_own_name(tmp_path: Path) -> None:
+    paths = [tmp_path / "a" / "x.jsonl", tmp_path / "b" / "x.jsonl"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text('{"input_length": 3, "output_length": 2}\n')
+    words = cast(Any, None)
+    given = compare_options.parse(["--workload", str(paths[0]), "--out", str(tmp_path)], None)
+    [one] = compare_options.workloads(given, compare_options.plans(given), words)
+    assert one.name == "x.jsonl"
+    assert kept_path(given, REFERENCE, one).is_relative_to(tmp_path / "systems")
+    both = compare_options.parse([f"--workload={path}" for path in paths], None)
+    with pytest.raises(UserError, match="two files of the same name"):
+        compare_options.workloads(both, compare_options.plans(both), words)
 
 
 _PLAN = compare_options.plans(compare_options.parse(["--workload", "random@1"], None))["random"]
-_DECISION = {
-    "at_s": 1.5,
-    "steps": [
-        {
-            "what": "p0 to decode",
-            "cost_s": 0.1,
-            "benefit_s": 2.0,
-            "took_s": 0.3,
-            "ending": "done",
-            "reason": "",
-        }
-    ],
-}
 
 
 def asked(out: Path) -> argparse.Namespace:
