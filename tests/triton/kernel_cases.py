@@ -182,7 +182,7 @@ def check_split(
         return
     # Each part's output is rounded before the merge.
     error = (merged.output.double() - exact.output).norm()
-    assert error <= 1.5 * torch.finfo(dtype).eps * exact.output.norm()
+    assert error <= min(1.5 * torch.finfo(dtype).eps, 1e-2) * exact.output.norm()
     assert not merged.output.isnan().any()
 
 
