@@ -21,7 +21,10 @@ DOCUMENTS = [
 FOLDERS = ("banaserve", "benchmarks", "csrc", "tests")
 # Of pip and of vLLM, which banaserve passes on.
 OTHERS = {"--extra-index-url", "--no-build-isolation", "--no-deps", "--dtype"}
-SUBCOMMANDS = [("migrate", "layers"), ("migrate", "heads"), ("bench", "router")]
+SUBCOMMANDS = [
+    *(("migrate", name) for name in ("layers", "heads", "context", "overlap", "share")),
+    ("bench", "router"),
+]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
