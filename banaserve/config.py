@@ -18,8 +18,9 @@ SCHEDULERS = ("vllm", "preble")
 MINIATURE = "miniature"
 """The model that runs in the place of a modelled one."""
 MOST_STEP_PARTS = 64
-LEAST_GUEST_SHARE = 0.05
 """Beyond that a part of the largest steps is smaller than it pays to send."""
+LEAST_GUEST_SHARE = 0.05
+"""With less a guest makes its host wait twenty times as long as it computes."""
 
 _MAX_DILATION = 1000.0
 
