@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import re
 import signal
 import socket
@@ -29,6 +30,9 @@ _START_TIMEOUT_S = 300.0
 _FOUND_TIMEOUT_S = 20.0
 _AVAILABLE = "banaserve_route_target_available"
 _PR_SET_PDEATHSIG = 1
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 10240
+_PORT_TRIES = 100
 
 
 class Running(Protocol):
@@ -224,7 +228,18 @@ def end_with_parent() -> None:
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of the loopback that nobody listens on at this moment.
+
+    Below those that the kernel gives to connections: one of them would keep a server that is
+    started again from its port, and a client that tries a port in vain may even reach itself.
+
+    Raises:
+        UserError: None was found.
+    """
+    first_given = int(_GIVEN_PORTS.read_text().split()[0])
+    for _ in range(_PORT_TRIES):
+        port = random.SystemRandom().randrange(_FIRST_PORT, max(first_given, 2 * _FIRST_PORT))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise UserError("no port of 127.0.0.1 is free: end some servers")

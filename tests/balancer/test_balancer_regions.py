@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 from collections import Counter
 
 import pytest
@@ -19,6 +18,7 @@ from banaserve.balancer.settings import (
     TenantSettings,
 )
 from banaserve.balancer.succession import heir
+from banaserve.bench.servers import free_port
 
 ROUND_TRIP_MS = {("us", "asia"): 145.4, ("us", "eu"): 99.1, ("asia", "eu"): 222.5}
 """us-east-2, ap-northeast-1 and eu-central-1 of AWS, SkyWalker's regions; from
@@ -30,11 +30,6 @@ HEALTH = HealthSettings(
 )
 IDLE = b"vllm:num_requests_waiting 0\n"
 BUSY = b"vllm:num_requests_waiting 3\n"
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
 
 
 class World:

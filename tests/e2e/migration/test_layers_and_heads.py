@@ -111,7 +111,7 @@ def test_random_plans_at_random_moments(
     rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any
 ) -> None:
     dice = random.Random(20)
-    for _ in range(6):
+    for _ in range(4):
         guest = rig.guest()
         start = dice.randrange(0, 29)
         plan = {"type": "layers", "start": start, "end": dice.randrange(start + 1, 30)}
