@@ -73,6 +73,7 @@ def all_ready(server: Server) -> bool:
     [
         ("p0", signal.SIGKILL, 0),
         ("d0", signal.SIGKILL, 4),
+        ("d0", signal.SIGTERM, 4),
         ("d1", signal.SIGSTOP, 4),
         ("kvstore", signal.SIGKILL, 4),
     ],

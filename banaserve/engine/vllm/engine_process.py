@@ -12,7 +12,14 @@ from pathlib import Path
 import torch
 from vllm.config import VllmConfig
 
-from banaserve.engine.vllm import compat, compat_budgets, cpu_seeds, options
+from banaserve.engine.vllm import (
+    compat,
+    compat_budgets,
+    compat_ending,
+    compat_migration,
+    cpu_seeds,
+    options,
+)
 from banaserve.engine.vllm.migration import guest_process
 from banaserve.engine.vllm.migration import install as migration
 from banaserve.engine.vllm.migration.guest_address import GuestAddress
@@ -41,10 +48,13 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
     os.environ[INSTANCE_VARIABLE] = f"{instance_id}.{os.getpid()}"
     _keep_files_in(Path(handshake_address.removeprefix("ipc://")).parent)
     compat_budgets.install()
+    compat_ending.install()
     if options.is_on_cpu():
         cpu_seeds.install(compat.cpu_model_runner())
         migration.install(config, compat.cpu_model_runner())
         pacing.install(config, compat.cpu_model_runner(), instance_id)
+    else:
+        migration.install(config, compat_migration.gpu_model_runner(config))
     if config.model_config.enforce_eager and options.is_on_cpu():
         # vLLM still compiles parts of its sampler at their first use: all streams would wait 10 s
         # for the first request with logprobs, and the engine would die where no compiler is.
