@@ -18,12 +18,13 @@ from starlette.types import ASGIApp
 
 from banaserve import __version__
 from banaserve.api.auth import KeyMiddleware
-from banaserve.api.errors import error_response
+from banaserve.api.errors import answer_engines_died, error_response
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
 from banaserve.api.metrics import MetricsPage
 from banaserve.engine.vllm import compat
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.journey import EnginesDiedError
 from banaserve.errors import UserError
 
 
@@ -54,6 +55,7 @@ async def make_app(
     args.api_key = None  # ours guards more paths and knows tenants
     tasks = await client.get_supported_tasks()
     app = compat.build_app(args, tasks, client.model_config)
+    app.add_exception_handler(EnginesDiedError, answer_engines_died)
     await compat.init_app_state(client, app.state, args, tasks)
     app.state.server = StaysUp()
     app.router.routes[:0] = [

@@ -20,8 +20,10 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from banaserve.api.app import StaysUp
+from banaserve.api.errors import answer_engines_died
 from banaserve.engine.vllm import compat
 from banaserve.engine.vllm.client import DisaggregatedClient, tenant
+from banaserve.engine.vllm.journey import EnginesDiedError
 
 MAX_MODEL_LEN = 16
 
@@ -178,6 +180,36 @@ async def test_an_error_of_an_engine_is_answered_in_the_api_s_form() -> None:
         answer = await door.post("/v1/x")
     assert answer.status_code == 500
     assert answer.json()["error"]["message"]
+
+
+async def test_a_client_is_told_not_to_send_again_what_engines_died_of() -> None:
+    app = FastAPI()
+    init_exception_handler(app)
+    app.add_exception_handler(EnginesDiedError, answer_engines_died)
+    made = client([_dying(), _dying()])
+
+    @app.post("/v1/x")
+    async def pool() -> None:
+        await anext(made.encode(prompt(3), PoolingParams(), "r"))
+
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://door") as door:
+        answer = await door.post("/v1/x")
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (500, "false")
+    assert answer.json()["error"]["code"] == "engines_died"
+    assert "3 instances died" in answer.json()["error"]["message"]
+
+
+def _dying() -> Any:
+    async def die(*_: Any) -> Any:
+        raise compat.EngineDeadError
+        yield
+
+    return SimpleNamespace(
+        llm=SimpleNamespace(encode=die),
+        view=lambda: SimpleNamespace(inflight_requests=0),
+        holding=lambda _: _Nothing(),
+    )
 
 
 class _Nothing:

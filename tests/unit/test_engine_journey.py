@@ -20,7 +20,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats
 
 from banaserve.engine.vllm import compat
-from banaserve.engine.vllm.journey import Job, travel
+from banaserve.engine.vllm.journey import EnginesDiedError, Job, travel
 from banaserve.types import InstanceId, Route
 
 WORDS = [f"{chr(97 + i)}{chr(97 + i)} " for i in range(20)]
@@ -184,6 +184,44 @@ async def test_a_stream_that_goes_on_elsewhere_lacks_nothing(options: dict[str, 
         await reader.read()
     assert reader.text == "".join(WORDS[1:11])
     assert second.legs[0].prompt_token_ids == list(range(11))
+
+
+@pytest.mark.parametrize("obstacle", [None, "sampling"])
+async def test_a_request_that_no_engine_survives_ends_before_it_has_had_them_all(
+    obstacle: str | None,
+) -> None:
+    engines = [Engine(f"d{i}") for i in range(4)]
+    whole = SamplingParams(temperature=0.0, max_tokens=10, output_kind=RequestOutputKind.FINAL_ONLY)
+    reader = Reader(job(whole, obstacle=obstacle), Engines(*engines))
+    for engine in engines[:3]:
+        await reader.reaches(engine)
+        engine.compute(5 if obstacle or engine is engines[0] else 0)
+        compat.mark_dead(engine)
+    with pytest.raises(EnginesDiedError, match="3 instances died"):
+        await reader.read()
+    assert engines[3].legs == []
+
+
+async def test_a_stream_that_comes_further_outlives_any_number_of_engines() -> None:
+    engines = [Engine(f"d{i}") for i in range(6)]
+    reader = Reader(job(streamed()), Engines(*engines))
+    for engine in engines[:5]:
+        await reader.reaches(engine)
+        engine.compute(1)
+        compat.mark_dead(engine)
+    await reader.reaches(engines[5])
+    engines[5].compute(5)
+    while not reader.finished:
+        await reader.read()
+    assert reader.text == "".join(WORDS[1:11])
+
+
+async def test_an_instance_that_is_not_there_is_passed_by() -> None:
+    gone, there = Engine("d0"), Engine("d1")
+    gone.llm = None
+    reader = Reader(job(streamed()), Engines(gone, there))
+    await reader.reaches(there)
+    assert gone.legs == []
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -21,7 +22,8 @@ from banaserve.engine.vllm.requests import decode_leg, prefill_leg
 from banaserve.errors import DeadlineExceededError, InstanceDeadError
 from banaserve.types import Route
 
-MAX_ATTEMPTS = 4
+MAX_DEATHS = 3
+"""So many instances may die one after the other under a request that comes no further."""
 DEAD = (compat.EngineDeadError, InstanceDeadError)
 
 
@@ -42,6 +44,7 @@ class Job:
         first: The prefill leg's token and why it stopped there, until it has been sent.
         num_sent: Outputs that have gone to the client.
         aborted: By its id, from outside: it ends where it stands.
+        num_deaths: Instances that have died under it since it last came further.
     """
 
     request: compat.EngineCoreRequest
@@ -58,6 +61,14 @@ class Job:
     first: RequestOutput | None = None
     num_sent: int = 0
     aborted: bool = False
+    num_deaths: int = 0
+    _furthest: int = 0
+
+    def died(self) -> None:
+        """An instance has died under it: it may be the cause, less so where it had come further."""
+        come = len(self.tokens_so_far) + self.prefilled
+        self.num_deaths = 1 if come > self._furthest else self.num_deaths + 1
+        self._furthest = max(come, self._furthest)
 
     @property
     def tokens_so_far(self) -> list[int]:
@@ -66,6 +77,17 @@ class Job:
     @property
     def can_resume(self) -> bool:
         return self.num_sent == 0 or (self.obstacle is None and self.state is not None)
+
+
+class EnginesDiedError(GracefulHTTPError):
+    """Instances have died under a request: tried again and again, it may take down all."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"{MAX_DEATHS} instances died one after the other under this request, which may be "
+            "the cause: it is not tried again",
+            HTTPStatus.INTERNAL_SERVER_ERROR,
+        )
 
 
 async def prefill(job: Job, instance: Instance) -> None:
@@ -218,7 +240,7 @@ async def _abort(llm: compat.AsyncLLM, request_id: str) -> None:
 
 async def travel(job: Job, cluster: Cluster) -> AsyncGenerator[RequestOutput, None]:
     """Run all legs, elsewhere again after a death; one clear error where that is impossible."""
-    for attempt in range(1, MAX_ATTEMPTS + 1):
+    for attempt in itertools.count(1):
         leg = "route"
         try:
             async with asyncio.timeout_at(job.deadline):
@@ -245,12 +267,14 @@ async def travel(job: Job, cluster: Cluster) -> AsyncGenerator[RequestOutput, No
                 raise compat.EngineGenerateError(
                     f"instance {route.decode} died in mid-stream; send the request again"
                 ) from death
+            job.died()
+            if job.num_deaths == MAX_DEATHS:
+                raise EnginesDiedError from death
             metrics.RETRIES.labels(leg).inc()
             if job.obstacle is not None:
                 job.state = None  # begins again from the prompt: nothing has been sent
         except (DeadlineExceededError, TimeoutError):
             raise out_of_time() from None
-    raise died_too_often()
 
 
 def out_of_time() -> GracefulHTTPError:
@@ -258,13 +282,6 @@ def out_of_time() -> GracefulHTTPError:
     metrics.DEADLINES.inc()
     return GracefulHTTPError(
         "the request ran out of its time budget (--request-timeout)", HTTPStatus.GATEWAY_TIMEOUT
-    )
-
-
-def died_too_often() -> GracefulHTTPError:
-    return GracefulHTTPError(
-        f"{MAX_ATTEMPTS} instances died under this request; send it again later",
-        HTTPStatus.SERVICE_UNAVAILABLE,
     )
 
 

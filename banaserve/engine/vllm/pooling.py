@@ -12,7 +12,7 @@ from vllm.outputs import PoolingRequestOutput
 
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.cluster import Cluster
-from banaserve.engine.vllm.journey import DEAD, MAX_ATTEMPTS, died_too_often, out_of_time
+from banaserve.engine.vllm.journey import DEAD, MAX_DEATHS, EnginesDiedError, out_of_time
 from banaserve.engine.vllm.outputs import next_output
 
 
@@ -25,9 +25,9 @@ async def pool(
         request: As vLLM's ``encode`` takes it.
 
     Raises:
-        GracefulHTTPError: Nobody serves, or not in time.
+        GracefulHTTPError: Nobody serves, or not in time, or instances die of it.
     """
-    for _ in range(MAX_ATTEMPTS):
+    for _ in range(MAX_DEATHS):
         serving = [instance for instance in cluster.serving() if instance.llm is not None]
         if not serving:
             raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
@@ -44,4 +44,4 @@ async def pool(
             metrics.RETRIES.labels("pooling").inc()
         except TimeoutError:
             raise out_of_time() from None
-    raise died_too_often()
+    raise EnginesDiedError
