@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 
 from fastapi import FastAPI
 from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.serve.dev.rpc.api_router import attach_router
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import GracefulHTTPError
 from vllm.pooling_params import PoolingParams
@@ -105,6 +106,30 @@ async def test_what_vllms_client_offers_is_done_or_refused_in_plain_words() -> N
     assert inherited == set()
     with pytest.raises(NotImplementedError, match="restart it"):
         await client().update_weights(None)
+
+
+@pytest.mark.parametrize("method", ["reload_weights", "update_weights", "load_model", "sleep"])
+async def test_weights_change_by_no_call_of_the_workers(method: str) -> None:
+    called: list[str] = []
+
+    async def collective_rpc(name: str, *_: Any) -> list[Any]:
+        called.append(name)
+        return [None]
+
+    app = FastAPI()
+    init_exception_handler(app)
+    app.state.args = SimpleNamespace(log_error_stack=False)
+    attach_router(app)
+    made = client([SimpleNamespace(llm=SimpleNamespace(collective_rpc=collective_rpc))])
+    app.state.engine_client = made
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://door") as door:
+        refused = await door.post("/collective_rpc", json={"method": method})
+        taken = await door.post("/collective_rpc", json={"method": "check_health"})
+    assert (refused.status_code, taken.status_code, called) == (501, 200, ["check_health"])
+    assert "restart it" in refused.json()["error"]["message"]
+    with pytest.raises(NotImplementedError, match="level 1"):
+        await made.sleep(2)
 
 
 async def test_pooling_where_nobody_serves_is_refused_in_plain_words() -> None:

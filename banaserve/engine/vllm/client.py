@@ -6,32 +6,31 @@ import asyncio
 import contextlib
 import copy
 import inspect
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError
-from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.sampling_params import SamplingParams
 
 from banaserve.engine.vllm import compat
+from banaserve.engine.vllm.all_instances import AllInstances
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.first_token import obstacle
 from banaserve.engine.vllm.journey import Job, travel
 from banaserve.engine.vllm.pooling import pool
-from banaserve.engine.vllm.refusals import Refusals
 from banaserve.engine.vllm.requests import end_with_context
 
 tenant: ContextVar[str | None] = ContextVar("tenant", default=None)
 """Whose request the current task serves; set by the front door where there are several keys."""
 
 
-class DisaggregatedClient(Refusals):
+class DisaggregatedClient(AllInstances):
     """``generate`` is two legs; everything else goes to one instance or to all.
 
     Args:
@@ -214,72 +213,6 @@ class DisaggregatedClient(Refusals):
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.renderer.shutdown()
-
-    # ---- to all instances
-
-    async def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        llms = [i.llm for i in self._cluster.serving() if i.llm is not None]
-        return await asyncio.gather(*(getattr(llm, method)(*args, **kwargs) for llm in llms))
-
-    async def start_profile(self, profile_prefix: str | None = None, **options: Any) -> None:
-        await self._all("start_profile", profile_prefix, **options)
-
-    async def stop_profile(self) -> None:
-        await self._all("stop_profile")
-
-    async def reset_mm_cache(self) -> None:
-        await self._all("reset_mm_cache")
-
-    async def reset_encoder_cache(self) -> None:
-        await self._all("reset_encoder_cache")
-
-    async def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        return all(await self._all("reset_prefix_cache", reset_running_requests, reset_connector))
-
-    async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
-        await self._all("sleep", level, mode)
-
-    async def release_kv_cache_memory(self) -> None:
-        await self._all("release_kv_cache_memory")
-
-    async def wake_up(self, tags: list[str] | None = None) -> bool:
-        return all(await self._all("wake_up", tags))
-
-    async def is_sleeping(self) -> bool:
-        return any(await self._all("is_sleeping"))
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        return all(await self._all("add_lora", lora_request))
-
-    async def pause_generation(self, *, mode: Any = "abort", clear_cache: bool = True) -> None:
-        await self._all("pause_generation", mode=mode, clear_cache=clear_cache)
-
-    async def resume_generation(self) -> None:
-        await self._all("resume_generation")
-
-    async def is_paused(self) -> bool:
-        return any(await self._all("is_paused"))
-
-    async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        answers = await self._all("collective_rpc", method, timeout, args, kwargs)
-        return [one for answer in answers for one in answer]
-
-    async def notify_kv_transfer_request_rejected(
-        self,
-        request_id: str,
-        kv_transfer_params: Mapping[str, Any],
-        *,
-        data_parallel_rank: int | None = None,
-    ) -> None:
-        """Nothing to clean up: leases end with their request."""
 
 
 def _own(cache_salt: str | None) -> str | None:

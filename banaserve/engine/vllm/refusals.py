@@ -14,6 +14,30 @@ _FAULTS = "banaserve starts failed engines again by itself: see /ready and `bana
 _SCALE = "the number of instances is set at start, with --pd"
 
 
+_CHANGE_WEIGHTS = frozenset({"discard", "load_model", "sleep"})
+_LIGHT_SLEEP = 1
+
+
+def check_weights_stay(method: str) -> None:
+    """Return if this method of vLLM's workers leaves the weights that the store's KV is of.
+
+    Raises:
+        NotImplementedError: It does not, as ``reload_weights``.
+    """
+    if "weight" in method or method in _CHANGE_WEIGHTS:
+        raise NotImplementedError(f"{method}: {_WEIGHTS}")
+
+
+def check_sleep(level: int) -> None:
+    """Return if a sleep of this level keeps the weights.
+
+    Raises:
+        NotImplementedError: What wakes up would compute with none, into the store.
+    """
+    if level > _LIGHT_SLEEP:
+        raise NotImplementedError(f"sleep level {level} throws weights away: use level 1")
+
+
 def _refusing(words: str) -> Callable[..., Coroutine[Any, Any, NoReturn]]:
     async def refuse(*_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(words)
