@@ -91,6 +91,19 @@ async def test_an_abort_by_id_is_told_to_the_request_and_to_both_legs() -> None:
     assert (other.aborted, job.aborted, told) == (False, True, [["r", "r-p"]])
 
 
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+async def test_a_pause_tells_those_that_it_ends(mode: str) -> None:
+    told: list[str] = []
+
+    async def pause_generation(*, mode: str, clear_cache: bool) -> None:
+        told.append(mode)
+
+    made = client([SimpleNamespace(llm=SimpleNamespace(pause_generation=pause_generation))])
+    made._jobs = {1: await prepared(made, 4)}
+    await made.pause_generation(mode=mode)
+    assert (made._jobs[1].aborted, told) == (mode == "abort", [mode])
+
+
 async def test_a_logits_processor_of_the_users_sees_the_whole_output() -> None:
     job = await prepared(client(logits_processors=["some.Processor"]), 4)
     assert (job.obstacle, job.one_leg_because) == ("logits_processors", None)

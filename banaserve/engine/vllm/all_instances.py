@@ -9,6 +9,7 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 
 from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.journey import Job
 from banaserve.engine.vllm.refusals import Refusals, check_sleep, check_weights_stay
 
 
@@ -16,10 +17,17 @@ class AllInstances(Refusals):
     """Asks all instances that serve; requests themselves go other ways."""
 
     _cluster: Cluster
+    _jobs: dict[int, Job]
 
     async def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         llms = [i.llm for i in self._cluster.serving() if i.llm is not None]
         return await asyncio.gather(*(getattr(llm, method)(*args, **kwargs) for llm in llms))
+
+    def _end_all(self, mode: Any) -> None:
+        """A prefill leg that ends by this is no death, after which it would be tried again."""
+        if mode == "abort":
+            for job in self._jobs.values():
+                job.aborted = True
 
     async def start_profile(self, profile_prefix: str | None = None, **options: Any) -> None:
         await self._all("start_profile", profile_prefix, **options)
@@ -40,6 +48,7 @@ class AllInstances(Refusals):
 
     async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
         check_sleep(level)
+        self._end_all(mode)
         await self._all("sleep", level, mode)
 
     async def release_kv_cache_memory(self) -> None:
@@ -55,6 +64,7 @@ class AllInstances(Refusals):
         return all(await self._all("add_lora", lora_request))
 
     async def pause_generation(self, *, mode: Any = "abort", clear_cache: bool = True) -> None:
+        self._end_all(mode)
         await self._all("pause_generation", mode=mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
