@@ -23,6 +23,7 @@ from vllm.sampling_params import SamplingParams
 from banaserve.api.app import StaysUp
 from banaserve.api.errors import answer_engines_died
 from banaserve.engine.vllm import compat
+from banaserve.engine.vllm.adapters import Adapters
 from banaserve.engine.vllm.client import DisaggregatedClient, tenant
 from banaserve.engine.vllm.journey import EnginesDiedError
 
@@ -57,6 +58,7 @@ def client(serving: list[Any] | None = None, **model: Any) -> Any:
     made.model_config = SimpleNamespace(
         max_model_len=MAX_MODEL_LEN, **{"logits_processors": None} | model
     )
+    made._adapters = Adapters()
     made._cluster = SimpleNamespace(serving=lambda: serving or [])
     made._supported_tasks = ("generate",)
     made._request_timeout_s, made._lookup_above_tokens = 60.0, MAX_MODEL_LEN

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.lora.request import LoRARequest
 
+from banaserve.engine.vllm.adapters import Adapters
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.journey import Job
 from banaserve.engine.vllm.refusals import Refusals, check_sleep, check_weights_stay
@@ -17,6 +18,7 @@ class AllInstances(Refusals):
     """Asks all instances that serve; requests themselves go other ways."""
 
     _cluster: Cluster
+    _adapters: Adapters
     _jobs: dict[int, Job]
 
     async def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -61,7 +63,10 @@ class AllInstances(Refusals):
         return any(await self._all("is_sleeping"))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        return all(await self._all("add_lora", lora_request))
+        self._adapters.begin(lora_request)
+        added = all(await self._all("add_lora", lora_request))
+        await self._adapters.loaded(lora_request)
+        return added
 
     async def pause_generation(self, *, mode: Any = "abort", clear_cache: bool = True) -> None:
         self._end_all(mode)

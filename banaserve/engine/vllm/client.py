@@ -19,6 +19,7 @@ from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.sampling_params import SamplingParams
 
 from banaserve.engine.vllm import compat
+from banaserve.engine.vllm.adapters import Adapters
 from banaserve.engine.vllm.all_instances import AllInstances
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.first_token import obstacle
@@ -51,6 +52,7 @@ class DisaggregatedClient(AllInstances):
         self.renderer = compat.renderer_from_config(self.vllm_config)
         self.input_processor = compat.InputProcessor(self.vllm_config, self.renderer)
         self._cluster = cluster
+        self._adapters = Adapters()
         self._request_timeout_s = request_timeout_s
         self._lookup_above_tokens = lookup_above_tokens
         self._supported_tasks: tuple[Any, ...] = ()
@@ -75,6 +77,7 @@ class DisaggregatedClient(AllInstances):
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Prefill leg, then decode leg; see ``journey``."""
+        options = self._adapters.told_apart(options)
         if inspect.isasyncgen(prompt):
             stream = self._streaming_input(prompt, sampling_params, request_id, options)
         else:
@@ -160,6 +163,7 @@ class DisaggregatedClient(AllInstances):
         if isinstance(prompt, dict) and (salt := _own(prompt.get("cache_salt"))) is not None:
             prompt["cache_salt"] = salt
         request = (prompt, pooling_params, request_id)
+        options = self._adapters.told_apart(options)
         stream = pool(self._cluster, self._deadline(), *request, **options)
         async with contextlib.aclosing(stream) as outputs:
             async for output in outputs:

@@ -16,6 +16,7 @@ from huggingface_hub.errors import HFValidationError
 _WHOLE_BYTES = 2**20
 _NUM_WINDOWS = 64
 _WINDOW_BYTES = 4096
+_CONFIGS = {"adapter_config.json", "config.json"}
 _SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
@@ -42,11 +43,28 @@ def describe_weights(model_config: Any, load_format: str) -> str:
         "length": _length(model_config),
     }
     digest = xxhash.xxh3_128(msgspec.json.encode(said, order="sorted", enc_hook=str))
-    model = _local(str(model_config.model), model_config.revision)
-    for path in _files(model):
+    _add_files(digest, _local(str(model_config.model), model_config.revision, "config.json"))
+    return digest.hexdigest()
+
+
+def describe_adapter(path: str) -> str:
+    """32 hex digits that differ where a LoRA adapter's weights or settings differ.
+
+    Args:
+        path: Its folder or its name on the hub, as it was loaded.
+
+    Raises:
+        OSError: A file of it cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    _add_files(digest, _local(os.path.expanduser(path), None, "adapter_config.json"))
+    return digest.hexdigest()
+
+
+def _add_files(digest: xxhash.xxh3_128, folder: Path) -> None:
+    for path in _files(folder):
         digest.update(path.name.encode() + b"\0")
         _add_file(digest, path)
-    return digest.hexdigest()
 
 
 def _length(model_config: Any) -> int | None:
@@ -56,12 +74,12 @@ def _length(model_config: Any) -> int | None:
     return int(model_config.max_model_len) if "long_factor" in rope else None
 
 
-def _local(model: str, revision: str | None) -> Path:
-    """Where a model's files lie: itself, or the hub's snapshot that its configuration came from."""
+def _local(model: str, revision: str | None, config: str) -> Path:
+    """Where a model's files lie: itself, or the hub's snapshot that ``config`` came from."""
     # Not every name is one of the hub's: a URL of a bucket, for instance.
     with suppress(HFValidationError):
         if not Path(model).exists():
-            cached = try_to_load_from_cache(model, "config.json", revision=revision)
+            cached = try_to_load_from_cache(model, config, revision=revision)
             if isinstance(cached, str):
                 return Path(cached).parent
     return Path(model)
@@ -72,7 +90,7 @@ def _files(model: Path) -> Iterator[Path]:
         yield model
     elif model.is_dir():
         for path in sorted(model.iterdir()):
-            if (path.name == "config.json" or path.suffix in _SUFFIXES) and path.is_file():
+            if (path.name in _CONFIGS or path.suffix in _SUFFIXES) and path.is_file():
                 yield path
 
 

@@ -1,0 +1,127 @@
+"""KV of an adapter is found again only for the weights that it was computed with."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.lora.request import LoRARequest
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+
+from banaserve.engine.vllm import compat
+from banaserve.engine.vllm.adapters import Adapters
+from banaserve.engine.vllm.client import DisaggregatedClient
+
+BLOCK_SIZE = 4
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    train(tmp_path)
+    return tmp_path
+
+
+def train(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").write_bytes(os.urandom(2000))
+
+
+def scale(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 32}')
+
+
+async def loaded(by: Adapters, folder: Path, number: int = 1, **more: Any) -> LoRARequest:
+    adapter = LoRARequest("sql", number, str(folder), **more)
+    by.begin(adapter)
+    await by.loaded(adapter)
+    return adapter
+
+
+def keys(by: Adapters, adapter: LoRARequest) -> list[bytes]:
+    hash_function = compat.get_hash_fn_by_name("sha256_cbor")
+    compat.init_none_hash(hash_function)
+    request = compat.EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=list(range(2 * BLOCK_SIZE)),
+        mm_features=None,
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=by.told_apart({"lora_request": adapter})["lora_request"],
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    hasher = compat.get_request_block_hasher(BLOCK_SIZE, hash_function)
+    return list(compat.Request.from_engine_core_request(request, hasher).block_hashes)
+
+
+@pytest.mark.parametrize("change", [train, scale])
+@pytest.mark.parametrize("in_place", [False, True])
+async def test_an_adapter_whose_files_were_replaced_finds_no_kv_of_the_old_ones(
+    folder: Path, change: Any, in_place: bool
+) -> None:
+    adapters = Adapters()
+    old = await loaded(adapters, folder)
+    under_way = copy.copy(old)
+    before = keys(adapters, old)
+    change(folder)
+    new = await loaded(adapters, folder, old.lora_int_id, load_inplace=in_place)
+    assert not set(keys(adapters, new)) & set(before)
+    assert (new.lora_int_id != old.lora_int_id, new.load_inplace) == (True, False)
+    assert keys(adapters, under_way) == before
+
+
+async def test_kv_of_an_adapter_is_found_after_a_restart_if_its_files_are_the_same(
+    folder: Path,
+) -> None:
+    first, second, third = Adapters(), Adapters(), Adapters()
+    before = keys(first, await loaded(first, folder))
+    assert keys(second, await loaded(second, folder)) == before
+    train(folder)
+    assert not set(keys(third, await loaded(third, folder))) & set(before)
+
+
+async def test_engines_are_told_the_adapter_and_the_user_its_name(folder: Path) -> None:
+    added: list[LoRARequest] = []
+    seen: list[Any] = []
+
+    async def add_lora(adapter: LoRARequest) -> bool:
+        added.append(adapter)
+        return True
+
+    async def encode(*_: Any, **options: Any) -> Any:
+        seen.append(options["lora_request"])
+        yield "output"
+
+    made: Any = DisaggregatedClient.__new__(DisaggregatedClient)
+    made._adapters, made._request_timeout_s = Adapters(), 60.0
+    instance = SimpleNamespace(
+        llm=SimpleNamespace(add_lora=add_lora, encode=encode),
+        view=lambda: SimpleNamespace(inflight_requests=0),
+        holding=lambda _: _Nothing(),
+    )
+    made._cluster = SimpleNamespace(serving=lambda: [instance])
+    adapter = LoRARequest("sql", 7, str(folder))
+    assert await made.add_lora(adapter)
+    prompt = {"type": "token", "prompt_token_ids": [1, 2]}
+    async for _ in made.encode(prompt, PoolingParams(), "r", lora_request=adapter):
+        pass
+    assert (adapter.lora_name, added, seen[0].lora_path) == ("sql", [adapter], str(folder))
+    assert seen[0].lora_name.startswith("sql@1.")
+    assert seen[0].lora_int_id == added[0].lora_int_id
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
