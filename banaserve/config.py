@@ -19,6 +19,7 @@ MINIATURE = "miniature"
 """The model that runs in the place of a modelled one."""
 MOST_STEP_PARTS = 64
 """Beyond that a part of the largest steps is smaller than it pays to send."""
+MIGRATION_ATTENTION = "auto", "vllm", "kernels", "reference", "triton"
 LEAST_GUEST_SHARE = 0.05
 """With less a guest makes its host wait twenty times as long as it computes."""
 
@@ -94,6 +95,7 @@ class ServeConfig:
             of its layers compute at once; 1: it waits for them.
         migration_guest_share: Of an instance's device that guests beside it may take.
         migration_poison: Overwrite KV that has moved away with NaN: for tests.
+        migration_attention: What instances and guests attend with: vLLM's kernels or ours.
         pace: Profile of the GPU and model whose time is modelled; empty for real time.
         dilate: Wall seconds of one modelled second.
         orchestrator: Who decides what moves by itself.
@@ -137,6 +139,7 @@ class ServeConfig:
     migration_overlap: int = 1
     migration_guest_share: float = 1.0
     migration_poison: bool = False
+    migration_attention: str = "auto"
     pace: str = ""
     dilate: float = 1.0
     orchestrator: OrchestratorConfig = OrchestratorConfig()

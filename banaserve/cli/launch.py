@@ -128,6 +128,7 @@ def _vllm_argv(
                 stall_s=config.migration_stall_s,
                 overlap=config.migration_overlap,
                 poison=config.migration_poison,
+                attention=config.migration_attention,
             ),
             options.parse_vllm_argv(argv).additional_config,
         )

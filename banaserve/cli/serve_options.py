@@ -13,6 +13,7 @@ from banaserve.cli.budget_options import add_budgets, budget_of
 from banaserve.cli.orchestrator_options import add_orchestrator, orchestrator_of
 from banaserve.cli.pairs import read_pair
 from banaserve.config import (
+    MIGRATION_ATTENTION,
     MINIATURE,
     SCHEDULERS,
     ServeConfig,
@@ -109,6 +110,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         migration_overlap=known.migration_overlap,
         migration_guest_share=known.migration_guest_share,
         migration_poison=known.migration_poison,
+        migration_attention=known.migration_attention,
         pace=known.pace,
         dilate=known.dilate,
         orchestrator=orchestrator_of(known),
@@ -280,6 +282,14 @@ def _add_migration(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.migration_guest_share,
         metavar="FRACTION",
         help="of an instance's device, that guests of others beside it may take together",
+    )
+    add(
+        "--migration-attention",
+        choices=MIGRATION_ATTENTION,
+        default=_DEFAULTS.migration_attention,
+        help="what instances and guests attend with: vLLM's kernels, or ours, which know parts of "
+        "the heads and of the context on every device; auto: vLLM's on a CPU, ours for what has "
+        "moved on a GPU",
     )
     add("--migration-poison", action="store_true", help="fill what moved away with NaN: for tests")
 

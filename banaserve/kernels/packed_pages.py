@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -48,27 +49,47 @@ class PackedPages:
         num_pages = max(1, STAGE_BYTES // self.page_bytes)
         return torch.empty((num_pages, self.page_bytes), dtype=torch.uint8, device=self._device)
 
-    def pack(self, layer: int, blocks: Sequence[int], stage: torch.Tensor) -> None:
+    def pack(
+        self,
+        layer: int,
+        blocks: Sequence[int],
+        stage: torch.Tensor,
+        heads: Sequence[int] | None = None,
+    ) -> None:
         """Copy blocks to the first pages of ``stage``, on the current stream.
 
         Args:
             blocks: Without repeats, no more than ``stage`` has pages.
+            heads: Which; the bytes of others keep their values. None: all.
         """
-        self._kernels.pack_blocks(self._copies(layer, blocks, stage))
+        self._kernels.pack_blocks(self._copies(layer, blocks, stage, heads))
 
-    def unpack(self, layer: int, blocks: Sequence[int], stage: torch.Tensor) -> None:
+    def unpack(
+        self,
+        layer: int,
+        blocks: Sequence[int],
+        stage: torch.Tensor,
+        heads: Sequence[int] | None = None,
+    ) -> None:
         """Copy the first pages of ``stage`` to blocks: ``pack`` the other way."""
-        self._kernels.unpack_blocks(self._copies(layer, blocks, stage))
+        self._kernels.unpack_blocks(self._copies(layer, blocks, stage, heads))
 
-    def _copies(self, layer: int, blocks: Sequence[int], stage: torch.Tensor) -> BlockCopies:
+    def _copies(
+        self,
+        layer: int,
+        blocks: Sequence[int],
+        stage: torch.Tensor,
+        heads: Sequence[int] | None,
+    ) -> BlockCopies:
+        chosen = self._heads if heads is None else tuple(heads)
         return BlockCopies(
             caches=[self._layers[layer]],
             layout=KvLayout.CONTENT,
             block_ids=torch.tensor(blocks, dtype=torch.int64, device=self._device),
-            kv_heads=self._heads,
+            kv_heads=chosen,
             slots=stage,
             slot_ids=torch.arange(len(blocks), dtype=torch.int64, device=self._device),
-            pages=self._pages,
+            pages=self._pages if heads is None else replace(self._pages, heads=chosen),
         )
 
 

@@ -14,8 +14,9 @@ import torch
 
 from banaserve.engine.vllm.migration import messages
 from banaserve.engine.vllm.migration.guest_link import GuestLink
+from banaserve.engine.vllm.migration.local_heads import VllmHeads
 from banaserve.engine.vllm.migration.parcel import from_wire, to_wire
-from banaserve.engine.vllm.migration.split_attention import SplitAttention
+from banaserve.engine.vllm.migration.split_attention import SplitAttention, _Away
 from banaserve.engine.vllm.migration.units import HeadsHere
 from banaserve.errors import GuestLostError
 from banaserve.transport.channel import StreamChannel
@@ -158,13 +159,15 @@ def test_heads_here_are_computed_while_a_guest_has_the_others() -> None:
         output.zero_()
 
     here = SimpleNamespace(forward=forward, do_kv_cache_update=lambda *_: None)
-    split._local = [
+    local = VllmHeads(None, layer, None, "l", [], watch)  # type: ignore[arg-type]
+    local._groups = [
         SimpleNamespace(  # type: ignore[list-item]
             kv_heads=slice(1, 2), query_heads=slice(2, 4), impl=here, builder=None
         )
     ]
+    split._local = local
     away: Any = SimpleNamespace(link=None, post=lambda *_: events.append("asked"), collect=collect)
-    split._remote = [(torch.tensor([0, 2]), torch.tensor([0, 1, 4, 5]), away)]
+    split._remote = [_Away((0, 2), torch.tensor([0, 2]), torch.tensor([0, 1, 4, 5]), away)]
     _, output = step(split)
     assert events == ["asked", "computed", "collected"]
     assert output[:, [0, 1, 4, 5]].eq(1).all()

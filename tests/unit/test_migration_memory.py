@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from banaserve.engine.vllm.migration.giving_way import run_giving_way, start_threads
+from banaserve.engine.vllm.migration.gpu_slab import GpuSlab
 from banaserve.engine.vllm.migration.host_kv import HostKv, blocks_gained, make_slab, spans
 from banaserve.engine.vllm.migration.parcel import Parcel, from_wire, restore, to_wire
 from banaserve.engine.vllm.migration.slab import Slab, merged
@@ -246,7 +247,16 @@ def test_a_pulse_is_seen_while_a_process_works_and_not_while_it_stands() -> None
 )
 def test_a_slab_on_a_gpu_needs_a_build_with_cuda() -> None:
     with pytest.raises(UserError, match="BANASERVE_CUDA=1"):
-        make_slab(PAGE, torch.device("cuda", 0))
+        GpuSlab(PAGE, torch.device("cuda", 0))
+
+
+def test_a_device_without_slabs_keeps_what_it_holds() -> None:
+    slab = make_slab(2 * PAGE, torch.device("meta"))
+    tensor = slab.tensor((2, 3), torch.float32)
+    assert (tensor.device.type, tensor.shape, slab.num_bytes) == ("meta", (2, 3), 2 * PAGE)
+    assert slab.populate(PAGE)
+    assert slab.give_back([(0, PAGE)]) == 0
+    assert slab.resident_bytes() == 2 * PAGE
 
 
 def test_work_gives_way_and_nothing_else_does() -> None:

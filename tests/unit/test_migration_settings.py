@@ -6,6 +6,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from banaserve.engine.vllm import options
@@ -18,7 +19,7 @@ from banaserve.engine.vllm.migration.settings import (
 from banaserve.errors import UserError
 
 SETTINGS = MigrationSettings(kv_growth=3.0)
-OURS = {"kv_growth": 3.0, "stall_s": 1.0, "overlap": 1, "poison": False}
+OURS = msgspec.to_builtins(SETTINGS)
 
 
 def parsed(argv: list[str]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ __all__ = [
     "add_utility",
     "adopt_kv_layout",
     "end_alone",
+    "gpu_model_runner",
     "grow_pool",
     "hold_blocks",
     "initialize_model",
@@ -83,6 +84,17 @@ def end_alone() -> None:
 
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
+
+
+def gpu_model_runner(config: VllmConfig) -> type[Any]:
+    """The class of an engine's model runner on a GPU."""
+    if config.use_v2_model_runner:
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondModelRunner
+
+        return SecondModelRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    return GPUModelRunner
 
 
 def adopt_kv_layout(config: VllmConfig, layout: str, block_size: int) -> None:

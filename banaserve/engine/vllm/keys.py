@@ -10,6 +10,7 @@ from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
 from banaserve.engine.vllm import compat
+from banaserve.engine.vllm.migration.settings import packs_nothing, settings_of
 from banaserve.engine.vllm.weights import describe_weights
 from banaserve.errors import UserError
 from banaserve.kvstore.fingerprint import Fingerprint
@@ -36,7 +37,7 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
         num_kv_heads=spec.num_kv_heads * parallel.tensor_parallel_size,
         head_size=spec.head_size,
         layout=str(kv_cache_config.kv_cache_layout or "default"),
-        isa=_instruction_set(spec),
+        isa=_instruction_set(config, spec),
         page_bytes=spec.page_size_bytes,
         num_parts=parallel.tensor_parallel_size,
         salt=str(config.kv_transfer_config.get_from_extra_config("salt", "")),
@@ -77,10 +78,15 @@ def _plain_attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
     return spec
 
 
-def _instruction_set(spec: FullAttentionSpec) -> str:
-    """CPU attention packs K inside a block for the instruction set: part of the layout."""
+def _instruction_set(config: VllmConfig, spec: FullAttentionSpec) -> str:
+    """CPU attention packs K inside a block for the instruction set: part of the layout.
+
+    Our kernels do not.
+    """
     if torch.cuda.is_available():
         return "cuda"
+    if packs_nothing(settings_of(config)):
+        return "plain"
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     return str(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size))

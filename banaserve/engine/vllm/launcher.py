@@ -110,16 +110,13 @@ class SpawnLauncher:
 
     async def start(self, instance_id: str, handshake_address: str, log_path: Path) -> int:
         launch = Launch(instance_id, self._vllm_argv, handshake_address, str(log_path))
-        environment = dict(os.environ)
-        if instance_id in self._devices:
-            environment["CUDA_VISIBLE_DEVICES"] = self._devices[instance_id]
         command = [
             sys.executable,
             "-m",
             "banaserve.engine.vllm.engine_main",
             msgspec.json.encode(launch).decode(),
         ]
-        return self._spawn(command, environment).pid
+        return self._spawn(command, self._environment(instance_id)).pid
 
     async def start_guest(self, address: GuestAddress, log_path: Path) -> int:
         launch = GuestLaunch(address, self._vllm_argv, str(log_path))
@@ -129,7 +126,13 @@ class SpawnLauncher:
             "banaserve.engine.vllm.migration.guest_main",
             msgspec.json.encode(launch).decode(),
         ]
-        return self._spawn(command, dict(os.environ)).pid
+        return self._spawn(command, self._environment(address.target)).pid
+
+    def _environment(self, instance_id: str) -> dict[str, str]:
+        environment = dict(os.environ)
+        if instance_id in self._devices:
+            environment["CUDA_VISIBLE_DEVICES"] = self._devices[instance_id]
+        return environment
 
     def _spawn(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
         self._processes = [p for p in self._processes if p.poll() is None]

@@ -5,14 +5,20 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from banaserve.engine.vllm.migration.device_kv import DeviceKv
 from banaserve.engine.vllm.migration.host_kv import HostKv
+from banaserve.engine.vllm.migration.landed_kv import LandedKv
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv, wait_all
-from banaserve.engine.vllm.migration.units import Unit
 from banaserve.transport.local_region import reserve
 from banaserve.transport.memory import Memory
+
+if TYPE_CHECKING:
+    from banaserve.engine.vllm.migration.units import Unit  # needs vLLM, copies do not
 
 _BOUNCE_BYTES = 8 << 20
 _ROUND_BYTES = 64 << 20
@@ -66,6 +72,8 @@ class BlockMover:
         return copied
 
     def _with_host(self, blocks: Sequence[int], stop: Callable[[], bool]) -> int:
+        if self._host.device is not None:
+            return self._with_device(self._host.device, blocks, stop)
         remote, to_guest = self._target or self._source, self._target is not None
         assert remote is not None
         local, starts = self._host_memory()
@@ -85,6 +93,43 @@ class BlockMover:
                 wait_all(tickets, len(part) * each_bytes)
                 num_bytes += len(part) * each_bytes
         return num_bytes
+
+    def _with_device(
+        self, device: DeviceKv, blocks: Sequence[int], stop: Callable[[], bool]
+    ) -> int:
+        """Blocks are packed into host memory before they leave, or unpacked when they have come."""
+        remote, to_guest = self._target or self._source, self._target is not None
+        assert isinstance(remote, LandedKv)
+        names, page_bytes = self._unit.names, self._host.page_bytes
+        per_time = max(1, _BOUNCE_BYTES // (len(names) * page_bytes))
+        num_bytes = 0
+        for first in range(0, len(blocks), per_time):
+            if stop():
+                break
+            with self._still_there(blocks[first : first + per_time]) as part:
+                if not part:
+                    continue
+                memory = self._room(per_time * len(names) * page_bytes)
+                used = memory.view()[: len(part) * len(names) * page_bytes]
+                rows = torch.from_numpy(used).view(-1, page_bytes)
+                pages = {n: rows[i * len(part) :][: len(part)] for i, n in enumerate(names)}
+                offsets = np.arange(len(part) * len(names), dtype=np.int64) * page_bytes
+                local = dict(zip(names, np.split(offsets, len(names)), strict=True))
+                if to_guest:
+                    for name in names:
+                        device.pack(name, part, pages[name], self._unit.heads(name))
+                remote.exchange(part, memory, local, to_guest=to_guest)
+                if not to_guest:
+                    for name in names:
+                        device.unpack(name, part, pages[name], self._unit.heads(name))
+                num_bytes += len(part) * sum(self._block_bytes.values())
+        return num_bytes
+
+    def _room(self, num_bytes: int) -> Memory:
+        """Memory of this process, kept for the next time."""
+        if self._bounce is None:
+            self._bounce = reserve(num_bytes)
+        return self._bounce
 
     def _still_there(
         self, blocks: Sequence[int]
@@ -113,9 +158,7 @@ class BlockMover:
         with self._still_there(blocks) as found:
             blocks = found  # what comes home meanwhile may be copied: nobody reads it
         per_time = max(1, _BOUNCE_BYTES // self._host.page_bytes)
-        if self._bounce is None:
-            self._bounce = reserve(per_time * self._host.page_bytes)
-        memory = self._bounce
+        memory = self._room(per_time * self._host.page_bytes)
         for name in self._unit.names:
             for first in range(0, len(blocks), per_time):
                 if stop():

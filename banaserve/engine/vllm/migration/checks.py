@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
-from vllm.config import CompilationMode, VllmConfig
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from banaserve.engine.vllm.migration.modules import HeadSet, LayerRange, Modules
@@ -15,6 +15,8 @@ from banaserve.errors import MigrationError
 from banaserve.kernels.interface import HEAD_SIZES
 
 _PARTIAL_LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "mistral", "dummy")
+LAYOUT = "LBHNC"
+"""Layer, block, head, token, key and value: the order in which pages travel."""
 _WHOLE_MODEL_QUANTISATION = ("bitsandbytes", "gguf", "torchao")
 
 
@@ -37,6 +39,8 @@ def _why_not(config: VllmConfig) -> str | None:
         return "speculative decoding reads states of layers that may be elsewhere"
     if config.compilation_config.mode != CompilationMode.NONE:
         return "compiled graphs hold the layers that would move; start it with --enforce-eager"
+    if str(config.device_config.device_type) != "cpu" and (reason := _why_not_there(config)):
+        return reason
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
         return "tensor and pipeline parallel engines need a guest for each worker"
     if config.lora_config is not None:
@@ -46,6 +50,18 @@ def _why_not(config: VllmConfig) -> str | None:
     load_format = str(config.load_config.load_format)
     if load_format not in _PARTIAL_LOAD_FORMATS:
         return f"weights of format {load_format} cannot be loaded for some layers alone"
+    return None
+
+
+def _why_not_there(config: VllmConfig) -> str | None:
+    """On another device than a CPU."""
+    kind = str(config.device_config.device_type)
+    if kind != "cuda":
+        return f"its KV lies on {kind}, for which there are no kernels"
+    if config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+        return "CUDA graphs replay layers that would move; start it with --enforce-eager"
+    if config.use_v2_model_runner:
+        return "vLLM's second model runner is not known; start it with VLLM_USE_V2_MODEL_RUNNER=0"
     return None
 
 
@@ -158,15 +174,29 @@ def check_context(attention: Any, name: str) -> None:
         )
 
 
-def check_tensors(kv_caches: Mapping[str, Any]) -> None:
+def check_tensors(kv_caches: Mapping[str, Any], layout: str) -> None:
     """Refuse a KV cache that cannot be given slabs of its own.
 
+    Args:
+        layout: vLLM's name of it.
+
     Raises:
-        MigrationError: Not in host memory, shared by layers, or of different shapes.
+        MigrationError: A block is not one run of bytes, head by head, or caches are on several
+            devices, shared by layers, or of different shapes.
     """
     tensors = list(kv_caches.values())
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        raise MigrationError("this engine cannot migrate: its KV does not lie in host memory")
+    if layout != LAYOUT:
+        raise MigrationError(
+            f"this engine cannot migrate: its KV is laid out as {layout}, and not each block in "
+            f"one run, head by head; start it with VLLM_KV_CACHE_LAYOUT={LAYOUT}"
+        )
+    if any(tensor.dim() != 4 for tensor in tensors):
+        raise MigrationError(
+            "this engine cannot migrate: its KV has other dimensions than blocks, heads, tokens, "
+            "and key and value"
+        )
+    if len({tensor.device for tensor in tensors}) != 1:
+        raise MigrationError("this engine cannot migrate: its KV lies on several devices")
     if len({tensor.data_ptr() for tensor in tensors}) != len(tensors):
         raise MigrationError("this engine cannot migrate: layers share one KV cache")
     if len({(tensor.shape, tensor.dtype) for tensor in tensors}) != 1:

@@ -106,7 +106,7 @@ def _without(
     which = torch.from_numpy(rest)
     query_start = _int32(np.concatenate([[0], np.cumsum(asking)]))
     changed = {
-        "query_start_loc": query_start,
+        "query_start_loc": query_start.to(common.query_start_loc.device),
         "query_start_loc_cpu": query_start,
         "seq_lens": common.seq_lens[which],
         "num_reqs": len(rest),

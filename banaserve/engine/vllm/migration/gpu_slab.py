@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
@@ -72,6 +73,43 @@ class GpuSlab:
     def _bytes(self, offset: int, num_bytes: int) -> torch.Tensor:
         part = _Bytes(self.address + offset, num_bytes, self._slab)
         return torch.as_tensor(part, device=self._device)
+
+
+class PlainSlab:
+    """Memory of ``num_bytes`` on ``device`` from torch: what it holds it keeps.
+
+    In the place of ``GpuSlab`` in a build without CUDA.
+
+    Attributes:
+        num_bytes: All of them are backed.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self._all = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.address = self._all.data_ptr()
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """``shape`` from the first byte on, contiguous; keeps the memory alive."""
+        count = int(np.prod(shape)) * dtype.itemsize
+        return self._all[:count].view(dtype).view(shape)
+
+    def populate(self, num_bytes: int) -> bool:
+        """True: all of it is there."""
+        return True
+
+    def give_back(self, ranges: Iterable[tuple[int, int]]) -> int:
+        """0: torch takes back no part of a tensor."""
+        return 0
+
+    def resident_bytes(self) -> int:
+        """All of them."""
+        return self.num_bytes
+
+
+def has_gpu_slabs() -> bool:
+    """Whether this build of banaserve has those."""
+    return importlib.util.find_spec("banaserve._native_cuda") is not None
 
 
 class _Bytes:

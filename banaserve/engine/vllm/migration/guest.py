@@ -100,6 +100,8 @@ class Guest:
             case messages.Release():
                 if unit := self._units.pop(request.unit_id, None):
                     unit.close()
+            case messages.CopyPages():
+                self._unit(request.unit_id).copy_pages(request)
             case messages.SetShare():
                 self._share.bound(request.fraction)
             case messages.GetUsage():
@@ -132,7 +134,12 @@ class Guest:
         self._units[request.unit_id] = unit
         seconds = time.perf_counter() - began_s
         return messages.Built(
-            request.unit_id, unit.descriptor, unit.places, unit.weight_bytes, seconds
+            request.unit_id,
+            unit.descriptor,
+            unit.places,
+            unit.weight_bytes,
+            seconds,
+            landing_bytes=unit.landing_bytes,
         )
 
     def _serves(self) -> bool:
@@ -157,7 +164,7 @@ class Guest:
         if not isinstance(unit, HeadsUnit):
             raise ProtocolError(f"{request.unit_id} are no heads")
         if request.step is not None:
-            self._step = request.step_id, HeadsUnit.read_step(request.step, message.tensors)
+            self._step = request.step_id, unit.read_step(request.step, message.tensors)
         if self._step is None or self._step[0] != request.step_id:
             raise ProtocolError(f"step {request.step_id} has not been described")
         query, key, value = (from_wire(tensor) for tensor in message.tensors[:3])

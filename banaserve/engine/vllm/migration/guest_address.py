@@ -26,6 +26,7 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         folder: Private folder of the run.
         secret: Of the transports of the run, in hex, at least 32 digits.
         listen_host: Address for transports that use TCP.
+        target: Id of the instance beside which the guest runs, on the same devices.
     """
 
     guest_id: str
@@ -35,6 +36,7 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     folder: str
     secret: str
     listen_host: str = "127.0.0.1"
+    target: str = ""
 
     def make_transport(self) -> Transport:
         """For either side.

@@ -11,14 +11,23 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from banaserve import linux
-from banaserve.engine.vllm.migration.head_attention import HeadAttention
+from banaserve.engine.vllm.migration.crossing import to_device
+from banaserve.engine.vllm.migration.guest_device import attends_with, device_of
+from banaserve.engine.vllm.migration.head_attention import HeadAttention, head_attention
+from banaserve.engine.vllm.migration.landing import Landing, make_kv
 from banaserve.engine.vllm.migration.layer_chain import Around
-from banaserve.engine.vllm.migration.messages import Build, BuildContext, BuildHeads, BuildLayers
+from banaserve.engine.vllm.migration.messages import (
+    Build,
+    BuildContext,
+    BuildHeads,
+    BuildLayers,
+    CopyPages,
+)
 from banaserve.engine.vllm.migration.older_blocks import OlderBlocks
 from banaserve.engine.vllm.migration.parcel import dtype_named, from_wire, restore
 from banaserve.engine.vllm.migration.stage import Stage
 from banaserve.engine.vllm.migration.step_fields import common_from
-from banaserve.errors import MigrationError
+from banaserve.errors import MigrationError, ProtocolError
 from banaserve.kernels.interface import Part
 from banaserve.transport.interface import OfferedRegion, RegionDescriptor, Tensor, Transport
 from banaserve.transport.memory import PAGE_BYTES
@@ -38,11 +47,13 @@ class _Unit:
 
     def __init__(self) -> None:
         self._region: OfferedRegion | None = None
+        self._landing: Landing | None = None
         self.places: dict[str, int] = {}
         self.epoch: int | None = None
 
     def _offer(
         self,
+        config: VllmConfig,
         transport: Transport,
         request: Build,
         heads: Mapping[str, int],
@@ -57,6 +68,12 @@ class _Unit:
             MigrationError: There is no memory for the blocks that are to be backed by it.
         """
         kv = request.kv
+        kernels = attends_with(config)
+        if kernels is not None:
+            caches = make_kv(kv, heads, request.num_backed_blocks, device_of(config))
+            self._landing = Landing(transport, caches, kernels, epoch)
+            self._region = self._landing.region
+            return caches
         dtype = dtype_named(kv.dtype)
         end = 0
         shapes: dict[str, tuple[int, ...]] = {}
@@ -94,6 +111,21 @@ class _Unit:
         assert self._region is not None
         return self._region.descriptor
 
+    @property
+    def landing_bytes(self) -> int:
+        """Of a region that only has pages on their way; 0: the region holds the KV itself."""
+        return 0 if self._landing is None else self._landing.region.memory.num_bytes
+
+    def copy_pages(self, request: CopyPages) -> None:
+        """Take pages that have landed, or let pages be fetched.
+
+        Raises:
+            ProtocolError: The KV lies in the region, or the request makes no sense.
+        """
+        if self._landing is None:
+            raise ProtocolError(f"the KV of {request.unit_id} lies in its region")
+        self._landing.copy(request)
+
     def activate(self, epoch: int) -> None:
         """Run for messages of ``epoch`` only, and take no copies of an older one."""
         assert self._region is not None
@@ -104,7 +136,7 @@ class _Unit:
         """Let go of the KV."""
         if self._region is not None:
             self._region.close()
-            self._region = None
+            self._region = self._landing = None
 
 
 class LayersUnit(_Unit):
@@ -114,11 +146,12 @@ class LayersUnit(_Unit):
         self, config: VllmConfig, transport: Transport, request: BuildLayers, epoch: int
     ) -> None:
         super().__init__()
-        device = torch.device("cpu")
-        self._stage = Stage(config, request.path, request.start, request.end, device)
+        device = self._device = device_of(config)
+        kernels = attends_with(config)
+        self._stage = Stage(config, request.path, request.start, request.end, device, kernels)
         self.weight_bytes = self._stage.weight_bytes
         heads = dict.fromkeys(self._stage.attentions, request.kv.block_shape[0])
-        self._stage.bind(self._offer(transport, request, heads, epoch))
+        self._stage.bind(self._offer(config, transport, request, heads, epoch))
 
     def run(
         self,
@@ -127,8 +160,8 @@ class LayersUnit(_Unit):
         tensors: Sequence[Tensor],
         around: Around,
     ) -> Any:
-        common = common_from(restore(step, tensors))
-        return self._stage.run(common, restore(arguments, tensors), around)
+        common = common_from(restore(step, tensors, self._device))
+        return self._stage.run(common, restore(arguments, tensors, self._device), around)
 
     def close(self) -> None:
         self._stage.close()
@@ -150,26 +183,28 @@ class HeadsUnit(_Unit):
                 self._built[num_kv_heads] = attention.metadata(self.common)
             return self._built[num_kv_heads]
 
-    @staticmethod
-    def read_step(step: Mapping[str, Any], tensors: Sequence[Tensor]) -> Step:
-        return HeadsUnit.Step(common_from(restore(step, tensors)))
+    def read_step(self, step: Mapping[str, Any], tensors: Sequence[Tensor]) -> Step:
+        """What describes a step, for all units of heads in this guest."""
+        return HeadsUnit.Step(common_from(restore(step, tensors, self._device)))
 
     def __init__(
         self, config: VllmConfig, transport: Transport, request: BuildHeads, epoch: int
     ) -> None:
         super().__init__()
-        device = torch.device("cpu")
         heads = {part.name: part.num_kv_heads for part in request.slices}
-        kv_caches = self._offer(transport, request, heads, epoch)
-        self._attentions: dict[str, HeadAttention] = {}
-        for part in request.slices:
-            attention = HeadAttention(config, part, request.unit_id, device)
-            attention.bind(kv_caches[part.name])
-            self._attentions[part.name] = attention
+        kv_caches = self._offer(config, transport, request, heads, epoch)
+        kernels = attends_with(config)
+        self._device = device_of(config)
+        self._attentions: dict[str, HeadAttention] = {
+            part.name: head_attention(config, part, request.unit_id, kv_caches[part.name], kernels)
+            for part in request.slices
+        }
 
     def run(
         self, name: str, step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
+        """Attention of one layer's heads; query, key and value as they came."""
+        query, key, value = (to_device(tensor, self._device) for tensor in (query, key, value))
         attention = self._attentions[name]
         metadata = step.metadata(attention, key.shape[1])
         return attention.run(metadata, step.common.slot_mapping, query, key, value)
@@ -189,9 +224,12 @@ class ContextUnit(_Unit):
     ) -> None:
         super().__init__()
         heads = {part.name: part.num_kv_heads for part in request.slices}
-        kv_caches = self._offer(transport, request, heads, epoch)
-        first = HeadAttention(config, request.slices[0], request.unit_id, torch.device("cpu"))
-        first.bind(kv_caches[request.slices[0].name])
+        kv_caches = self._offer(config, transport, request, heads, epoch)
+        one = request.slices[0]
+        first = head_attention(
+            config, one, request.unit_id, kv_caches[one.name], attends_with(config)
+        )
+        self._device = device_of(config)
         scales = {part.name: part.scale for part in request.slices}
         self._older: OlderBlocks | None = OlderBlocks(first.pages(), kv_caches, scales)
         first.close()
@@ -207,7 +245,7 @@ class ContextUnit(_Unit):
         assert self._older is not None
         if step is not None:
             self._older.describe(step_id, restore(step, tensors))
-        return self._older.run(name, step_id, from_wire(tensors[0]))
+        return self._older.run(name, step_id, to_device(from_wire(tensors[0]), self._device))
 
     def close(self) -> None:
         self._older = None

@@ -9,9 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from banaserve.engine.vllm.migration.gpu_slab import GpuSlab
+import banaserve._native as _native
+from banaserve.engine.vllm.migration.device_kv import DeviceKv
+from banaserve.engine.vllm.migration.gpu_slab import GpuSlab, PlainSlab, has_gpu_slabs
 from banaserve.engine.vllm.migration.messages import KvShape
 from banaserve.engine.vllm.migration.slab import Slab
+from banaserve.kernels.interface import Kernels
 from banaserve.transport.memory import Memory
 
 
@@ -42,17 +45,33 @@ class Freed(NamedTuple):
 class HostKv:
     """Every layer's KV in address space of its own, with room for ``growth`` times the blocks.
 
+    On a GPU, where memory is there or not, it takes the place of ``kv_caches``, which must not be
+    touched any more, and there is no growth.
+
+    Args:
+        kernels: That attend with it; None: vLLM's on a CPU do.
+
     Attributes:
         tensors: ``[max_blocks, heads, ...]`` by the name of the attention, in layer order.
         num_blocks: Of the pool when the engine started.
         max_blocks: Room that is reserved.
         page_bytes: Of one block of one layer.
         head_bytes: Of one KV head in it.
+        device: Blocks as pages in host memory, where copies cannot touch them as they lie; None
+            where they can.
     """
 
-    def __init__(self, kv_caches: Mapping[str, torch.Tensor], growth: float) -> None:
+    def __init__(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        growth: float,
+        kernels: Kernels | None = None,
+    ) -> None:
         first = next(iter(kv_caches.values()))
         self.num_blocks = int(first.shape[0])
+        self._on_cpu = first.device.type == "cpu"
+        # What a GPU has not backed must not be touched, and nothing tells when the pool has grown.
+        growth = growth if self._on_cpu else 1.0
         self.max_blocks = max(self.num_blocks, int(self.num_blocks * growth))
         self.num_heads = int(first.shape[1])
         self.page_bytes = first[0].numel() * first.element_size()
@@ -61,10 +80,14 @@ class HostKv:
         self.dtype = first.dtype
         shape = (self.max_blocks, *self.block_shape)
         slab_bytes = self.max_blocks * self.page_bytes
-        self._slabs = {name: make_slab(slab_bytes, first.device) for name in kv_caches}
+        device = first.device
+        if not self._on_cpu:
+            release(kv_caches.values())
+        self._slabs = {name: make_slab(slab_bytes, device) for name in kv_caches}
         self.tensors = {name: slab.tensor(shape, self.dtype) for name, slab in self._slabs.items()}
         for slab in self._slabs.values():
             slab.populate(self.num_blocks * self.page_bytes)
+        self.device = DeviceKv(self.tensors, kernels) if kernels is not None else None
 
     def shape(self, layout: str, block_size_tokens: int) -> KvShape:
         """For a guest, which lays its own out alike."""
@@ -86,7 +109,11 @@ class HostKv:
     def free(
         self, name: str, heads: Sequence[int] | None, blocks: Sequence[int] | None = None
     ) -> Freed:
-        """Give the memory of a layer, or of some of its heads or blocks, back to the system."""
+        """Give the memory of a layer, or of some of its heads or blocks, back to the system.
+
+        On a GPU that of a whole layer only: single blocks are smaller than what can be given back,
+        and are written again without asking.
+        """
         slab = self._slabs[name]
         ranges = [
             (block * self.page_bytes + run.in_page, run.num_bytes)
@@ -95,6 +122,8 @@ class HostKv:
         ]
         num_blocks = self.num_blocks if blocks is None else len(blocks)
         predicted = num_blocks * sum(run.num_bytes for run in self.runs(heads))
+        if not self._on_cpu and (heads is not None or blocks is not None):
+            return Freed(predicted, 0)
         return Freed(predicted, slab.give_back(ranges))
 
     def poison(self, name: str, heads: Sequence[int] | None, blocks: Iterable[int]) -> None:
@@ -112,6 +141,41 @@ class HostKv:
         """The same for single blocks of a layer."""
         self.tensors[name][torch.from_numpy(blocks)] = 0
 
+    def copy_run(
+        self,
+        name: str,
+        run: Run,
+        blocks: Sequence[int],
+        other: Memory,
+        offsets: npt.NDArray[np.int64],
+        *,
+        saves: bool,
+    ) -> None:
+        """Copy a run of each block's page between here and other memory of this process.
+
+        Args:
+            offsets: In ``other``, of each block's run.
+            saves: From here to there.
+        """
+        if self.device is None:
+            own, pages = self.memory(name), np.asarray(blocks, np.int64) * self.page_bytes
+        else:
+            rows = torch.empty(len(blocks), self.page_bytes, dtype=torch.uint8)
+            own = Memory(rows.data_ptr(), rows.numel(), True, rows)
+            pages = np.arange(len(blocks), dtype=np.int64) * self.page_bytes
+            first = run.in_page // self.head_bytes
+            heads = range(first, first + run.num_bytes // self.head_bytes)
+            if saves:
+                self.device.pack(name, blocks, rows, heads)
+        both = (other, offsets), (own, pages + run.in_page)
+        (target, to), (source, at) = both if saves else both[::-1]
+        _native.copy_regions(
+            target.address, source.address, to, at,
+            run.num_bytes, target.num_bytes, source.num_bytes,
+        )  # fmt: skip
+        if self.device is not None and not saves:
+            self.device.unpack(name, blocks, rows, heads)
+
     def populate(self, name: str, num_blocks: int) -> None:
         """Back the first blocks of a layer with memory before it comes home."""
         self._slabs[name].populate(num_blocks * self.page_bytes)
@@ -121,9 +185,21 @@ class HostKv:
         return sum(slab.resident_bytes() for slab in self._slabs.values())
 
 
-def make_slab(num_bytes: int, device: torch.device) -> Slab | GpuSlab:
+def make_slab(num_bytes: int, device: torch.device) -> Slab | GpuSlab | PlainSlab:
     """A slab in the memory of ``device``."""
-    return Slab(num_bytes) if device.type == "cpu" else GpuSlab(num_bytes, device)
+    if device.type == "cpu":
+        return Slab(num_bytes)
+    if device.type == "cuda" and has_gpu_slabs():
+        return GpuSlab(num_bytes, device)
+    return PlainSlab(num_bytes, device)
+
+
+def release(tensors: Iterable[torch.Tensor]) -> None:
+    """Give the memory of tensors back to their device; nobody may touch them any more."""
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def spans(heads: Sequence[int]) -> list[tuple[int, int]]:

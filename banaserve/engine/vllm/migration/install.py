@@ -12,8 +12,10 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from banaserve.engine.vllm import compat_migration as compat
 from banaserve.engine.vllm.copies import BlockCopier
 from banaserve.engine.vllm.migration import checks
+from banaserve.engine.vllm.migration.attention_door import kernels_for
 from banaserve.engine.vllm.migration.host import MigrationHost
 from banaserve.engine.vllm.migration.host_kv import HostKv
+from banaserve.engine.vllm.migration.kernels_attention import take_kernels
 from banaserve.engine.vllm.migration.moved_copies import MovedCopier
 from banaserve.engine.vllm.migration.pool import AsyncPoolScheduler, PoolScheduler
 from banaserve.engine.vllm.migration.settings import MigrationSettings, settings_of
@@ -35,6 +37,14 @@ def install(config: VllmConfig, runner_class: type[Any]) -> bool:
     settings = settings_of(config)
     if settings is None:
         return False
+    if str(config.device_config.device_type) != "cpu":
+        try:
+            checks.check_config(config)
+        except MigrationError as reason:
+            # vLLM's own classes stay, and calls are told why.
+            logger.warning("%s", reason)
+            setattr(runner_class, HOST_ATTRIBUTE, str(reason))
+            return False
     scheduler = config.scheduler_config
     scheduler.scheduler_cls = AsyncPoolScheduler if scheduler.async_scheduling else PoolScheduler
     install_utilities()
@@ -81,16 +91,19 @@ def _become_host(
     runner: Any, settings: MigrationSettings, kv_caches: dict[str, Any]
 ) -> dict[str, Any]:
     """Give each layer's KV a slab of its own, and watch the runner's steps from the first on."""
+    context = runner.vllm_config.compilation_config.static_forward_context
     try:
         checks.check_config(runner.vllm_config)
         checks.check_groups(runner.kv_cache_config.kv_cache_groups)
-        checks.check_tensors(kv_caches)
+        checks.check_tensors(kv_caches, str(runner.cache_config.kv_cache_layout))
+        device = next(iter(kv_caches.values())).device
+        kernels = kernels_for(settings.attention, device)
+        take_kernels(kernels, context, kv_caches)
     except MigrationError as reason:
         logger.warning("%s", reason)
         setattr(runner, HOST_ATTRIBUTE, str(reason))
         return kv_caches
-    host_kv = HostKv(kv_caches, settings.kv_growth)
-    context = runner.vllm_config.compilation_config.static_forward_context
+    host_kv = HostKv(kv_caches, settings.kv_growth, kernels)
     for name, tensor in host_kv.tensors.items():
         context[name].bind_kv_cache(tensor)
     runner.kv_caches[:] = list(host_kv.tensors.values())

@@ -10,7 +10,6 @@ import torch
 from banaserve.errors import MigrationError
 from banaserve.kernels.interface import Batch, Heads, Kernels, Part
 from banaserve.kernels.layouts import KvLayout, key_value_views
-from banaserve.kernels.registry import pick
 
 _BITS = 7
 """Of a number that every floating-point type holds exactly."""
@@ -50,19 +49,27 @@ class Pages(Protocol):
         ...
 
 
-def pages_of(attention: Any, impl: Any, kv_cache: torch.Tensor) -> Pages:
+def pages_of(
+    attention: Any, impl: Any, kv_cache: torch.Tensor, kernels: Kernels | None = None
+) -> Pages:
     """Of one of vLLM's attention modules, whose implementation is ``impl``.
+
+    Args:
+        kernels: That attend with it; None: vLLM's own.
 
     Raises:
         MigrationError: Keys and values are not kept as they are written.
     """
-    if kv_cache.device.type != "cpu":
-        return DevicePages(pick(kv_cache.device).kernels)
+    if kernels is not None:
+        return DevicePages(kernels)
     return KvPages.of(attention, impl, kv_cache)
 
 
 class DevicePages:
-    """Keys and values as vLLM keeps them on GPUs, in any of its layouts: our kernels read them."""
+    """Keys and values as vLLM keeps them on GPUs, in any of its layouts: our kernels read them.
+
+    On a CPU so are those that our kernels have written.
+    """
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -104,6 +104,23 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     unit_id: str
 
 
+class CopyPages(msgspec.Struct, frozen=True, tag=True):
+    """Take pages from the unit's region to its device, or give them: where KV is not in the region.
+
+    Attributes:
+        epoch: As the region's.
+        start: Of the first page in the region, in bytes; pages lie attention by attention.
+        blocks: Of each of the attentions.
+    """
+
+    unit_id: str
+    epoch: int
+    to_device: bool
+    start: int
+    names: tuple[str, ...]
+    blocks: tuple[int, ...]
+
+
 class RunLayers(msgspec.Struct, frozen=True, tag=True):
     """One step of a range of layers.
 
@@ -166,7 +183,7 @@ class SetShare(msgspec.Struct, frozen=True, tag=True):
 
 Build = BuildLayers | BuildHeads | BuildContext
 Run = RunLayers | RunHeads | RunContext
-Request = Hello | Build | Activate | Release | Run | GetUsage | SetShare
+Request = Hello | Build | Activate | Release | CopyPages | Run | GetUsage | SetShare
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -177,10 +194,12 @@ class Built(msgspec.Struct, frozen=True, tag=True):
     """A unit is there and its KV is offered.
 
     Attributes:
-        region: With the KV of all its attentions.
+        region: With the KV of all its attentions, or pages on their way to it.
         places: Offset of each attention's KV in the region, by name.
         weight_bytes: Of the parameters that were loaded.
         seconds: That it took.
+        landing_bytes: Of a region that only has pages on their way, see ``CopyPages``; 0: the
+            region holds the KV itself.
     """
 
     unit_id: str
@@ -188,6 +207,7 @@ class Built(msgspec.Struct, frozen=True, tag=True):
     places: dict[str, int]
     weight_bytes: int
     seconds: float
+    landing_bytes: int = 0
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

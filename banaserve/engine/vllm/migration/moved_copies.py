@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-import banaserve._native as _native
 from banaserve.engine.vllm.copies import BlockCopier, Copy, EndedCopy
 from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
 from banaserve.engine.vllm.migration.host_kv import HostKv, Run
@@ -124,31 +123,8 @@ class MovedCopier:
                 tickets += kv.copy(name, blocks, pool, pages, to_guest=not saves, urgent=True)
             for run, held_by in parts:
                 if held_by is None:
-                    self._copy_own(name, run, blocks, pool, pages, saves)
+                    self._host.copy_run(name, run, blocks, pool, pages + run.in_page, saves=saves)
             wait_all(tickets, len(blocks) * self._host.page_bytes)
         except GuestLostError as lost:
             self._on_lost(lost)
         return EndedCopy(time.perf_counter() - began_s)
-
-    def _copy_own(
-        self,
-        name: str,
-        run: Run,
-        blocks: Sequence[int],
-        pool: Memory,
-        pages: npt.NDArray[np.int64],
-        saves: bool,
-    ) -> None:
-        own = self._host.memory(name)
-        offsets = np.asarray(blocks, np.int64) * self._host.page_bytes + run.in_page
-        there = pages + run.in_page
-        if saves:
-            _native.copy_regions(
-                pool.address, own.address, there, offsets,
-                run.num_bytes, pool.num_bytes, own.num_bytes,
-            )  # fmt: skip
-        else:
-            _native.copy_regions(
-                own.address, pool.address, offsets, there,
-                run.num_bytes, own.num_bytes, pool.num_bytes,
-            )  # fmt: skip

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from banaserve.engine.vllm.migration.crossing import to_device, to_host
 from banaserve.errors import ProtocolError
 from banaserve.transport.interface import Tensor
 
 _PLAIN = (bool, int, float, str, type(None))
 _AS_NUMPY = "numpy"
+_ON_DEVICE = "device"
+_HOST = torch.device("cpu")
 
 
 class Parcel:
@@ -35,7 +38,8 @@ class Parcel:
         packed: dict[str, Any] = {}
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
-                packed[name] = [self.put(value)]
+                mark = [] if value.device.type == "cpu" else [_ON_DEVICE]
+                packed[name] = [self.put(value), *mark]
             elif isinstance(value, np.ndarray):
                 packed[name] = [self.put(torch.from_numpy(value)), _AS_NUMPY]
             elif isinstance(value, _PLAIN):
@@ -46,8 +50,8 @@ class Parcel:
 
 
 def to_wire(tensor: torch.Tensor) -> Tensor:
-    """The bytes of a tensor; copied only where it is not contiguous."""
-    flat = tensor.detach().contiguous()
+    """The bytes of a tensor; copied only where it is not contiguous, or not in host memory."""
+    flat = to_host(tensor)
     data = flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
     return Tensor(str(flat.dtype).removeprefix("torch."), tuple(flat.shape), data)
 
@@ -76,8 +80,13 @@ def dtype_named(name: str) -> torch.dtype:
     return found
 
 
-def restore(packed: Mapping[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
+def restore(
+    packed: Mapping[str, Any], tensors: Sequence[Tensor], device: torch.device = _HOST
+) -> dict[str, Any]:
     """The inverse of ``Parcel.put_all``.
+
+    Args:
+        device: Of what was on one when it was sent.
 
     Raises:
         ProtocolError: An index points beside the tensors.
@@ -90,5 +99,7 @@ def restore(packed: Mapping[str, Any], tensors: Sequence[Tensor]) -> dict[str, A
         if not value or not isinstance(value[0], int) or not 0 <= value[0] < len(tensors):
             raise ProtocolError(f"{name} names a tensor that did not come")
         tensor = from_wire(tensors[value[0]])
+        if _ON_DEVICE in value[1:]:
+            tensor = to_device(tensor, device)
         values[name] = tensor.numpy() if _AS_NUMPY in value[1:] else tensor
     return values

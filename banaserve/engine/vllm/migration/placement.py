@@ -100,6 +100,8 @@ class Placement:
         for unit in self:
             assert unit.residence is not None
             link = unit.residence.link
+            if self._config.kv_transfer_config is not None and unit.residence.has_landed:
+                return "a guest that computes a part cannot take what the store loads for the next"
             if not isinstance(unit.modules, LayerRange | HeadSet):
                 return "older blocks of some layers are elsewhere"
             if guests.setdefault(link, unit.is_layers) != unit.is_layers:

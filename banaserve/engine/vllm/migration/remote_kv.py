@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from banaserve.transport.memory import Memory
 OPEN_TIMEOUT_S = 5.0
 _SLOWEST_BYTES_PER_S = 50e6
 _GRACE_S = 2.0
+
+_Plan = tuple[Memory, Offsets, Offsets, int, int]
+"""Local memory, offsets in it and in the region, bytes at each, epoch."""
 
 
 class RemoteKv:
@@ -91,15 +94,11 @@ class RemoteKv:
                 here.setdefault(length, []).append(ids * page_bytes + starts[name] + run.in_page)
                 there.setdefault(length, []).append(ids * self._strides[name] + packed)
                 packed += length
-        tickets: list[Ticket] = []
-        try:
-            for length, offsets in here.items():
-                plan = np.concatenate(offsets), np.concatenate(there[length]), length, self.epoch
-                tickets.append(self._bulk.submit((local, *plan), to_guest))
-        except TransportError as error:
-            cancel_all(tickets)
-            raise GuestLostError(str(error)) from error
-        return tickets
+        plans = (
+            (local, np.concatenate(offsets), np.concatenate(there[length]), length, self.epoch)
+            for length, offsets in here.items()
+        )
+        return self._begin(plans, to_guest, urgent=False)
 
     def copy(
         self,
@@ -119,16 +118,21 @@ class RemoteKv:
         Raises:
             GuestLostError: The guest is gone, or takes copies of another epoch.
         """
-        connection = self._urgent if urgent else self._bulk
         pages = np.asarray(blocks, np.int64) * self._strides[name] + self._places[name]
-        tickets: list[Ticket] = []
+        plans: list[_Plan] = []
         packed = 0
+        for run in self.runs[name]:
+            offsets = local_offsets + run.in_page
+            plans.append((local, offsets, pages + packed, run.num_bytes, self.epoch))
+            packed += run.num_bytes
+        return self._begin(plans, to_guest, urgent)
+
+    def _begin(self, plans: Iterable[_Plan], to_guest: bool, urgent: bool) -> list[Ticket]:
+        connection = self._urgent if urgent else self._bulk
+        tickets: list[Ticket] = []
         try:
-            for run in self.runs[name]:
-                offsets = local_offsets + run.in_page
-                plan = local, offsets, pages + packed, run.num_bytes, self.epoch
+            for plan in plans:
                 tickets.append(connection.submit(plan, to_guest))
-                packed += run.num_bytes
         except TransportError as error:
             cancel_all(tickets)
             raise GuestLostError(str(error)) from error
@@ -154,7 +158,7 @@ class _Connection:
         self._lock = threading.Lock()
         self._closed = False
 
-    def submit(self, plan: tuple[Memory, Offsets, Offsets, int, int], to_guest: bool) -> Ticket:
+    def submit(self, plan: _Plan, to_guest: bool) -> Ticket:
         """Begin a copy.
 
         Raises:
@@ -175,7 +179,7 @@ class _Connection:
             self._closed = True
             self.region.close()
 
-    def _begin(self, plan: tuple[Memory, Offsets, Offsets, int, int], to_guest: bool) -> Ticket:
+    def _begin(self, plan: _Plan, to_guest: bool) -> Ticket:
         return (self.region.submit_write if to_guest else self.region.submit_read)(*plan)
 
     def _open_again(self) -> None:

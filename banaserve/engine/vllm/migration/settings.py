@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 
 from banaserve.config import MOST_STEP_PARTS
 from banaserve.engine.vllm.additional_config import section
+from banaserve.engine.vllm.migration.attention_door import KERNELS, check_choice
 from banaserve.errors import UserError
 
 KEY = "banaserve_migration"
@@ -26,12 +27,14 @@ class MigrationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         overlap: Parts that a step is cut into at most, so that host and guests compute at once; 1:
             guests are waited for.
         poison: Overwrite KV that has moved away with NaN: for tests.
+        attention: What the engine and its guests attend with, see ``attention_door``.
     """
 
     kv_growth: float = 2.0
     stall_s: float = 1.0
     overlap: int = 1
     poison: bool = False
+    attention: str = "auto"
 
 
 def settings_of(config: VllmConfig) -> MigrationSettings | None:
@@ -47,7 +50,13 @@ def settings_of(config: VllmConfig) -> MigrationSettings | None:
         raise UserError(f"{KEY}: kv_growth is at least 1 and stall_s above 0")
     if not 1 <= settings.overlap <= MOST_STEP_PARTS:
         raise UserError(f"{KEY}: overlap is 1 to {MOST_STEP_PARTS} parts")
+    check_choice(settings.attention)
     return settings
+
+
+def packs_nothing(settings: MigrationSettings | None) -> bool:
+    """Whether KV on a CPU lies as our kernels write it, and not as vLLM's do."""
+    return settings is not None and settings.attention in KERNELS
 
 
 def migration_options(settings: MigrationSettings, given: Mapping[str, Any]) -> list[str]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig
 
 from banaserve.engine.vllm.migration.guest_link import GuestLink
-from banaserve.engine.vllm.migration.host_kv import spans
+from banaserve.engine.vllm.migration.kernels_attention import KernelsAttention
+from banaserve.engine.vllm.migration.local_heads import (
+    KernelsHeads,
+    LocalHeads,
+    Remote,
+    VllmHeads,
+)
 from banaserve.engine.vllm.migration.step_watch import StepWatch
 from banaserve.errors import GuestLostError
 
@@ -26,48 +31,26 @@ class RemoteHeads(Protocol):
     def collect(self) -> torch.Tensor: ...
 
 
+class _Away(NamedTuple):
+    """Some heads that are in one guest; ``query_heads`` and ``kv_heads`` are their places."""
+
+    heads: tuple[int, ...]
+    kv_heads: torch.Tensor
+    query_heads: torch.Tensor
+    where: RemoteHeads
+
+
 class _Posted(NamedTuple):
     """Heads whose output is awaited.
 
     Attributes:
-        where: None where the guest is lost.
+        is_lost: Whether their guest is.
         parts: Query, key and value, where the guest is still to be asked.
     """
 
-    query_heads: torch.Tensor
-    where: RemoteHeads | None
+    away: _Away
+    is_lost: bool = False
     parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-
-
-class _LocalGroup:
-    """Neighbouring heads that stay: the kernel takes a strided view of the layer's KV."""
-
-    def __init__(
-        self, config: VllmConfig, layer: Any, inner: Any, name: str, first: int, count: int
-    ) -> None:
-        group = layer.num_heads // layer.num_kv_heads
-        self.kv_heads = slice(first, first + count)
-        self.query_heads = slice(first * group, (first + count) * group)
-        window = inner.sliding_window
-        with set_current_vllm_config(config):
-            self.impl = type(inner)(
-                count * group,
-                layer.head_size,
-                inner.scale,
-                count,
-                None,
-                None if window is None or window < 0 else window,
-                inner.kv_cache_dtype,
-                inner.logits_soft_cap or None,
-            )
-            spec = replace(layer.get_kv_cache_spec(config), num_kv_heads=count)
-            isa = layer.isa
-            self.builder = layer.get_attn_backend().get_builder_cls()(
-                spec, [name], config, layer.kv_cache.device
-            )
-            layer.isa = isa
-        # The builder counts the query heads of the whole layer.
-        self.builder.num_heads = count * group
 
 
 class SplitAttention:
@@ -92,8 +75,8 @@ class SplitAttention:
         self._watch = watch
         self._on_lost = on_lost
         self._group = layer.num_heads // layer.num_kv_heads
-        self._local: list[_LocalGroup] = []
-        self._remote: list[tuple[torch.Tensor, torch.Tensor, RemoteHeads]] = []
+        self._local: LocalHeads | None = None
+        self._remote: list[_Away] = []
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
         self.inner = layer.impl
 
@@ -106,22 +89,22 @@ class SplitAttention:
         here = [head for head in range(self._layer.num_kv_heads) if head not in away]
         if not away:
             self._layer.impl = self.inner
-            self._local, self._remote = [], []
+            self._local, self._remote = None, []
             return
-        self._local = [
-            _LocalGroup(self._config, self._layer, self.inner, self._name, first, count)
-            for first, count in spans(here)
-        ]
+        self._local = self._stay(here)
         self._remote = [
-            (torch.tensor(sorted(heads)), self._query_heads(heads), where)
-            for heads, where in remote.items()
+            _Away(tuple(heads), torch.tensor(heads), self._query_heads(heads), where)
+            for heads, where in ((sorted(heads), where) for heads, where in remote.items())
         ]
         self._layer.impl = self
 
+    def _stay(self, here: Sequence[int]) -> LocalHeads:
+        if isinstance(self.inner, KernelsAttention):
+            return KernelsHeads(self._layer, self.inner, here)
+        return VllmHeads(self._config, self._layer, self.inner, self._name, here, self._watch)
+
     def _query_heads(self, heads: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(
-            [h * self._group + i for h in sorted(heads) for i in range(self._group)]
-        )
+        return torch.tensor([h * self._group + i for h in heads for i in range(self._group)])
 
     def do_kv_cache_update(
         self,
@@ -133,14 +116,8 @@ class SplitAttention:
     ) -> None:
         """Write the new keys and values of the heads that are here; keep the others' to send."""
         self._new = key, value
-        for part in self._local:
-            part.impl.do_kv_cache_update(
-                layer,
-                key[:, part.kv_heads].contiguous(),
-                value[:, part.kv_heads].contiguous(),
-                kv_cache[:, part.kv_heads],
-                slot_mapping,
-            )
+        if self._local is not None:
+            self._local.write(layer, key, value, kv_cache, slot_mapping)
 
     def forward(
         self,
@@ -154,26 +131,16 @@ class SplitAttention:
         **kwargs: Any,
     ) -> torch.Tensor:
         """As vLLM's: fills ``output`` ``[num_tokens, num_heads, head_size]``."""
-        if attn_metadata is None or self._new is None:
+        local = self._local
+        if attn_metadata is None or self._new is None or local is None:
             return output
         num_tokens = attn_metadata.num_actual_tokens
+        query, filled = query[:num_tokens], output[:num_tokens]
         new_key, new_value = (tensor[:num_tokens] for tensor in self._new)
         self._new = None
-        posted = self._post(query[:num_tokens], new_key, new_value)
-        for part in self._local:
-            mine = query[:num_tokens, part.query_heads].contiguous()
-            own = torch.empty_like(mine)
-            part.impl.forward(
-                layer,
-                mine,
-                key,
-                value,
-                kv_cache[:, part.kv_heads],
-                self._watch.metadata(part.builder),
-                output=own,
-            )
-            output[:num_tokens, part.query_heads] = own
-        self._collect(posted, output, num_tokens)
+        posted = self._post(query, new_key, new_value)
+        local.attend(layer, query, kv_cache, attn_metadata, filled)
+        local.join(filled, self._collect(posted))
         return output
 
     def _post(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[_Posted]:
@@ -184,28 +151,33 @@ class SplitAttention:
         """
         posted: list[_Posted] = []
         asked: set[GuestLink] = set()
-        for kv_heads, query_heads, where in self._remote:
-            parts = query[:, query_heads], key[:, kv_heads], value[:, kv_heads]
-            if where.link in asked:
-                posted.append(_Posted(query_heads, where, parts))
+        for away in self._remote:
+            parts = query[:, away.query_heads], key[:, away.kv_heads], value[:, away.kv_heads]
+            link = away.where.link
+            if link in asked:
+                posted.append(_Posted(away, parts=parts))
                 continue
-            asked.add(where.link)
+            asked.add(link)
             try:
-                where.post(*parts)
-                posted.append(_Posted(query_heads, where))
+                away.where.post(*parts)
+                posted.append(_Posted(away))
             except GuestLostError as lost:
-                self._on_lost(where.link, lost)
-                posted.append(_Posted(query_heads, None))
+                self._on_lost(link, lost)
+                posted.append(_Posted(away, is_lost=True))
         return posted
 
-    def _collect(self, posted: Sequence[_Posted], output: torch.Tensor, num_tokens: int) -> None:
-        for query_heads, where, parts in posted:
-            output[:num_tokens, query_heads] = 0
-            if where is None:
-                continue
-            try:
-                if parts is not None:
-                    where.post(*parts)
-                output[:num_tokens, query_heads] = where.collect()
-            except GuestLostError as lost:
-                self._on_lost(where.link, lost)
+    def _collect(self, posted: Sequence[_Posted]) -> list[Remote]:
+        """Waits for all of them, whatever becomes of one."""
+        return [Remote(p.away.heads, p.away.query_heads, self._output(p)) for p in posted]
+
+    def _output(self, posted: _Posted) -> torch.Tensor | None:
+        if posted.is_lost:
+            return None
+        where = posted.away.where
+        try:
+            if posted.parts is not None:
+                where.post(*posted.parts)
+            return where.collect()
+        except GuestLostError as lost:
+            self._on_lost(where.link, lost)
+            return None

@@ -17,12 +17,20 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from banaserve.engine.vllm import compat_migration as compat
 from banaserve.engine.vllm.migration.giving_way import run_giving_way
+from banaserve.engine.vllm.migration.guest_device import device_of
+from banaserve.engine.vllm.migration.kernels_attention import KernelsAttention, StepBatches
 from banaserve.engine.vllm.migration.layer_chain import Around, LayerChain
 from banaserve.errors import MigrationError
+from banaserve.kernels.interface import Kernels
 
 
 class Stage:
     """Layers ``start`` to ``end - 1`` with their weights; KV is bound afterwards.
+
+    Args:
+        path: Of the model's list of layers.
+        device: Of weights and KV.
+        kernels: That attend; None: vLLM's own.
 
     Attributes:
         attentions: The attention modules by name, in layer order.
@@ -30,9 +38,16 @@ class Stage:
     """
 
     def __init__(
-        self, config: VllmConfig, path: str, start: int, end: int, device: torch.device
+        self,
+        config: VllmConfig,
+        path: str,
+        start: int,
+        end: int,
+        device: torch.device,
+        kernels: Kernels | None = None,
     ) -> None:
         self._config = config
+        self._kernels = kernels
         self._device = device
         context = config.compilation_config.static_forward_context
         known = set(context)
@@ -51,7 +66,8 @@ class Stage:
         model_config = self._config.model_config
         with set_default_torch_dtype(model_config.dtype):
             with compat.pipeline_stage(start, end), set_current_vllm_config(self._config):
-                model: nn.Module = compat.initialize_model(self._config)
+                with self._device:
+                    model: nn.Module = compat.initialize_model(self._config)
                 get_model_loader(self._config.load_config).load_weights(model, model_config)
             # Some kernels pack weights into memory of their own, which counts as none.
             self.weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -63,6 +79,11 @@ class Stage:
         """Give each attention its KV cache, ``[num_blocks, heads, ...]``."""
         for name, attention in self.attentions.items():
             attention.bind_kv_cache(kv_caches[name])
+        if self._kernels is not None:
+            batches = StepBatches()
+            for name, attention in self.attentions.items():
+                KernelsAttention(attention, name, self._kernels, batches)
+            return
         first = next(iter(self.attentions.values()))
         spec = first.get_kv_cache_spec(self._config)
         with set_current_vllm_config(self._config):
@@ -84,7 +105,8 @@ class Stage:
         Returns:
             What the last layer returns.
         """
-        metadata = self._builder.build(0, common)
+        # Our kernels make their own of the batch.
+        metadata = common if self._builder is None else self._builder.build(0, common)
         with (
             torch.inference_mode(),
             set_forward_context(
@@ -117,6 +139,9 @@ def _submodule(model: nn.Module, path: str) -> Sequence[nn.Module]:
 @contextlib.contextmanager
 def guest_environment(config: VllmConfig, rendezvous: str) -> Iterator[None]:
     """vLLM's process groups for one process alone, as its layers expect them."""
+    device = device_of(config)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     with set_current_vllm_config(config):
         run_giving_way(lambda: compat.start_alone(rendezvous))
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,10 @@ from banaserve.engine.vllm.migration import messages
 from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
 from banaserve.engine.vllm.migration.block_mover import BlockMover
 from banaserve.engine.vllm.migration.guest_link import GuestLink
-from banaserve.engine.vllm.migration.host_kv import Freed, HostKv
+from banaserve.engine.vllm.migration.host_kv import Freed, HostKv, Run
+from banaserve.engine.vllm.migration.kernels_attention import kernels_of
 from banaserve.engine.vllm.migration.kv_pages import pages_of
+from banaserve.engine.vllm.migration.landed_kv import LandedKv
 from banaserve.engine.vllm.migration.modules import Context, LayerRange, Modules
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv
 from banaserve.engine.vllm.migration.units import Residence, Unit
@@ -81,7 +83,7 @@ class UnitBuilder:
         runs = {name: self._kv.runs(unit.heads(name)) for name in unit.names}
         residence: Residence | None = None
         try:
-            kv = RemoteKv(link.transport, built.region, built.places, runs)
+            kv = self._remote_kv(unit.unit_id, link, built, runs)
             residence = Residence(unit.unit_id, link, kv, built.weight_bytes)
             kv.warm(written.ids())
         except TransportError as error:
@@ -93,6 +95,14 @@ class UnitBuilder:
                 residence.leave()
             raise MigrationError(f"its KV cannot be mapped here: {error.strerror}") from error
         return residence
+
+    @staticmethod
+    def _remote_kv(
+        unit_id: str, link: GuestLink, built: messages.Built, runs: Mapping[str, Sequence[Run]]
+    ) -> RemoteKv:
+        if built.landing_bytes:
+            return LandedKv(link, unit_id, built.region, runs, built.landing_bytes)
+        return RemoteKv(link.transport, built.region, built.places, runs)
 
     def _slice(self, unit: Unit, name: str) -> messages.AttentionSlice:
         layer = self._attentions[name]
@@ -162,6 +172,6 @@ class UnitBuilder:
 
         first = self._attentions[chosen[0]]
         impl = getattr(first.impl, "inner", first.impl)
-        pages = pages_of(first, impl, self._kv.tensors[chosen[0]])
+        pages = pages_of(first, impl, self._kv.tensors[chosen[0]], kernels_of(first.impl))
         away = AwayBlocks(self._kv.max_blocks, heal if self._poisons else None)
         return Unit(unit_id, modules, names, away, pages)

@@ -11,8 +11,10 @@ import torch
 from banaserve.engine.vllm.migration import messages
 from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
 from banaserve.engine.vllm.migration.context_plan import ContextPlan, split_context
+from banaserve.engine.vllm.migration.crossing import to_device
 from banaserve.engine.vllm.migration.guest_link import GuestLink
 from banaserve.engine.vllm.migration.kv_pages import Pages
+from banaserve.engine.vllm.migration.landed_kv import LandedKv
 from banaserve.engine.vllm.migration.modules import Context, HeadSet, LayerRange, Modules
 from banaserve.engine.vllm.migration.parcel import Parcel
 from banaserve.engine.vllm.migration.remote_kv import RemoteKv
@@ -53,6 +55,11 @@ class Residence:
             return
         except MigrationError as refused:
             self.link.give_up(str(refused))
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether the guest has to be asked for each copy of its KV."""
+        return isinstance(self.kv, LandedKv)
 
     @property
     def working_epoch(self) -> int:
@@ -131,7 +138,8 @@ class LayersHere:
         for number, tensor in enumerate(returned or [None]):
             if tensor is not None or not number:
                 self.link.check_shape(tensor, hidden_states)
-        return returned
+        device = hidden_states.device
+        return [None if tensor is None else to_device(tensor, device) for tensor in returned]
 
 
 class HeadsHere:
@@ -167,7 +175,8 @@ class HeadsHere:
         query, self._query = self._query, None
         assert query is not None
         outputs = self.link.collect(self._watch.num_tokens)
-        return self.link.check_shape(outputs[0] if outputs else None, query)
+        output = self.link.check_shape(outputs[0] if outputs else None, query)
+        return to_device(output, query.device)
 
 
 class ContextThere:
@@ -221,9 +230,9 @@ class ContextThere:
             raise self.link.give_up("a step over older blocks was answered without log-sum-exp")
         output, lse = outputs
         wanted = query.float()
-        return Part(
-            self.link.check_shape(output, wanted), self.link.check_shape(lse, wanted[..., 0])
-        )
+        self.link.check_shape(output, wanted)
+        self.link.check_shape(lse, wanted[..., 0])
+        return Part(*(to_device(tensor, query.device) for tensor in (output, lse)))
 
 
 class Unit:

@@ -168,6 +168,7 @@ class Guests:
             transport=self._transport,
             folder=str(self._sockets),
             secret=self._secret,
+            target=target,
         )
 
     async def _until_ready(self, guest: Guest, link: HostLink) -> None:

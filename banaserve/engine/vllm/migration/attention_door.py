@@ -1,0 +1,46 @@
+"""Which attention an engine and its guests compute with: vLLM's, or the kernels of the device."""
+
+from __future__ import annotations
+
+import torch
+
+from banaserve.config import MIGRATION_ATTENTION
+from banaserve.errors import MigrationError, UserError
+from banaserve.kernels import registry
+from banaserve.kernels.interface import Kernels
+from banaserve.names import check_known
+
+KERNELS = tuple(choice for choice in MIGRATION_ATTENTION if choice not in ("auto", "vllm"))
+"""``kernels`` lets the registry pick; the others name what it has to pick."""
+
+
+def check_choice(choice: str) -> None:
+    """Refuse what is no choice of attention.
+
+    Raises:
+        UserError: It is none.
+    """
+    check_known("migration attention", choice, MIGRATION_ATTENTION)
+
+
+def kernels_for(choice: str, device: torch.device) -> Kernels | None:
+    """The kernels that attend on ``device``; None: vLLM's own attention does.
+
+    ``auto`` is vLLM's on a CPU, whose kernels are several times faster than our reference, and
+    ours everywhere else: vLLM's on a GPU take no part of the heads of a layer's KV.
+
+    Raises:
+        MigrationError: The choice cannot run on the device.
+    """
+    on_cpu = device.type == "cpu"
+    if choice == "vllm" and not on_cpu:
+        raise MigrationError(
+            f"vLLM's attention cannot be split on {device.type}: leave --migration-attention at "
+            "auto"
+        )
+    if choice not in KERNELS and on_cpu:
+        return None
+    try:
+        return registry.pick(device, choice if choice in registry.CHOICES else "auto").kernels
+    except UserError as refused:
+        raise MigrationError(str(refused)) from None
