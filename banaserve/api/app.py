@@ -27,6 +27,9 @@ from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.journey import EnginesDiedError
 from banaserve.errors import UserError
 
+_MAX_HELD_BYTES = 2**30
+"""Of all bodies together: what 512 of the longest would take is more than many machines have."""
+
 
 @dataclass(frozen=True, slots=True)
 class DoorOptions:
@@ -65,7 +68,8 @@ async def make_app(
         Route("/scale_elastic_ep", _no_scaling, methods=["POST"]),
     ]
     # Around the whole application: vLLM has sealed its own list of middleware by now.
-    limited = BodyLimit(app, options.max_body_bytes)
+    held_bytes = max(_MAX_HELD_BYTES, options.max_body_bytes)
+    limited = BodyLimit(app, options.max_body_bytes, held_bytes)
     counted = ConcurrencyLimit(limited, options.max_concurrent_requests)
     return KeyMiddleware(counted, options.api_keys)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from banaserve.api.errors import error_response
@@ -40,19 +41,27 @@ class ConcurrencyLimit:
 
 
 class BodyLimit:
-    """Answers 413 to a body of more than ``max_bytes``, announced or not."""
+    """Answers 413 to a body that is too long, announced or not, and 503 to one that is too much.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    Args:
+        max_bytes: Of one body.
+        max_held_bytes: Of the bodies of all requests under way, as far as they have come.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_held_bytes: int | None = None) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._max_held_bytes = max_held_bytes
+        self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         announced = Headers(scope=scope).get("content-length", "0")
-        if announced.isdigit() and int(announced) > self._max_bytes:
-            await self._refuse(scope, receive, send)
+        refusal = self._refusal(int(announced), int(announced)) if announced.isdigit() else None
+        if refusal is not None:
+            await refusal(scope, receive, send)
             return
         await self._guard(scope, receive, send)
 
@@ -62,37 +71,51 @@ class BodyLimit:
         The application takes the cut for a broken body and answers so; our refusal replaces that.
         """
         num_bytes, started = 0, False
+        refusal: Response | None = None
 
         async def counted() -> Message:
-            nonlocal num_bytes
+            nonlocal num_bytes, refusal
             message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise _BodyTooLargeError
+            came = len(message.get("body", b""))
+            num_bytes += came
+            self._held_bytes += came
+            refusal = refusal or self._refusal(num_bytes)
+            if refusal is not None:
+                raise _CutOffError
             return message
 
         async def watched(message: Message) -> None:
             nonlocal started
-            if started or num_bytes <= self._max_bytes:
+            if started or refusal is None:
                 started = True
                 await send(message)
 
         try:
             await self._app(scope, counted, watched)
-        except _BodyTooLargeError:
+        except _CutOffError:
             if started:
                 raise
-        if num_bytes > self._max_bytes and not started:
-            await self._refuse(scope, receive, send)
+        finally:
+            self._held_bytes -= num_bytes
+        if refusal is not None and not started:
+            await refusal(scope, receive, send)
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = error_response(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"the body is larger than {self._max_bytes} bytes (--max-body-size)",
-            {"Connection": "close"},
+    def _refusal(self, num_bytes: int, num_more: int = 0) -> Response | None:
+        """What is answered to a body of ``num_bytes``, of which ``num_more`` are still to come."""
+        if num_bytes > self._max_bytes:
+            return error_response(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the body is larger than {self._max_bytes} bytes (--max-body-size)",
+                {"Connection": "close"},
+            )
+        if self._max_held_bytes is None or self._held_bytes + num_more <= self._max_held_bytes:
+            return None
+        return error_response(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            f"requests under way hold {self._max_held_bytes} bytes; try again shortly",
+            {"Connection": "close", "Retry-After": str(RETRY_AFTER_S)},
         )
-        await refusal(scope, receive, send)
 
 
-class _BodyTooLargeError(Exception):
+class _CutOffError(Exception):
     """More bytes came than are allowed."""

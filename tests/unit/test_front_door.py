@@ -92,6 +92,32 @@ async def test_a_body_over_the_limit_is_refused_however_it_comes(
         assert (await door.post("/", content=chunks())).status_code == status
 
 
+async def test_bodies_that_are_too_much_together_get_503_and_a_time_to_come_back() -> None:
+    read, leave = asyncio.Event(), asyncio.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        message = await receive()
+        read.set()
+        await leave.wait()
+        num_bytes = len(message["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": str(num_bytes).encode()})
+
+    async def unannounced() -> AsyncIterator[bytes]:
+        yield b"x" * 50
+
+    async with client(BodyLimit(slow, 60, 100)) as door:
+        first = asyncio.create_task(door.post("/", content=b"x" * 60))
+        await read.wait()
+        for body in (b"x" * 50, unannounced()):
+            refused = await door.post("/", content=body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        leave.set()
+        assert ((await first).status_code, (await first).text) == (200, "60")
+        for body in (b"x" * 50, unannounced()):
+            assert (await door.post("/", content=body)).text == "50"
+
+
 async def test_more_than_the_limit_at_once_gets_429_and_a_time_to_come_back() -> None:
     entered, leave = asyncio.Event(), asyncio.Event()
 
