@@ -128,5 +128,8 @@ def test_what_is_run_on_a_gpu_machine_needs_no_vllm() -> None:
         "import sys; sys.modules['vllm'] = None\n"
         "import banaserve.bench.kernels, banaserve.engine.vllm.gpu_copies\n"
         "import banaserve.engine.vllm.migration.gpu_slab\n"
+        "import banaserve.engine.vllm.migration.block_mover\n"
+        "import banaserve.engine.vllm.migration.kernels_attention\n"
+        "import banaserve.engine.vllm.migration.landing\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,203 @@
+"""Tensors of a step come and go between messages and a device; the device is torch's "meta"."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from banaserve.engine.vllm.launcher import SpawnLauncher
+from banaserve.engine.vllm.migration import crossing, guest_units, parcel
+from banaserve.engine.vllm.migration.guest_address import GuestAddress
+from banaserve.engine.vllm.migration.guest_units import ContextUnit, HeadsUnit
+from banaserve.engine.vllm.migration.messages import (
+    AttentionSlice,
+    BuildContext,
+    BuildHeads,
+    KvShape,
+)
+from banaserve.engine.vllm.migration.parcel import Parcel, restore, to_wire
+from banaserve.engine.vllm.migration.units import ContextThere, HeadsHere, LayersHere
+from banaserve.kernels.interface import Batch, Part
+
+META = torch.device("meta")
+HEADS, SIZE, HEAD_SIZE = 2, 4, 64
+
+
+@pytest.fixture
+def crossed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Tensors that left the device: "meta" holds no values, so zeros leave in their place."""
+    left: list[Any] = []
+
+    def to_host(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device == META:
+            left.append(tuple(tensor.shape))
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    monkeypatch.setattr(parcel, "to_host", to_host)
+    return left
+
+
+def test_a_message_says_which_of_its_tensors_were_on_a_device(crossed: list[Any]) -> None:
+    values = {
+        "there": torch.empty(3, dtype=torch.int32, device=META),
+        "here": torch.ones(2, dtype=torch.int32),
+        "numbers": np.arange(2),
+        "plain": 4,
+    }
+    packed_in = Parcel()
+    packed = packed_in.put_all(values)
+    assert crossed == [(3,)]
+    again = restore(packed, packed_in.tensors, META)
+    assert again["there"].device == META
+    assert again["here"].device.type == "cpu"
+    assert isinstance(again["numbers"], np.ndarray)
+    assert again["plain"] == 4
+    on_cpu = restore(packed, packed_in.tensors)
+    assert on_cpu["there"].device.type == "cpu", "as a guest on a CPU takes it"
+
+
+def link_of(*values: torch.Tensor) -> Any:
+    return SimpleNamespace(
+        collect=lambda num_tokens: list(values), check_shape=lambda tensor, wanted: tensor
+    )
+
+
+def test_a_guests_answers_go_to_the_hosts_device() -> None:
+    watch: Any = SimpleNamespace(num_tokens=3)
+    residence: Any = SimpleNamespace(link=link_of(torch.zeros(3, 8), torch.zeros(3, 8)))
+    hidden = torch.empty(3, 8, device=META)
+    layers = LayersHere(residence, watch).collect(hidden)
+    assert [value.device for value in layers if value is not None] == [META] * 2
+    heads = HeadsHere(residence, "l", watch)
+    heads._query = hidden
+    assert heads.collect().device == META
+    part = ContextThere(residence, None, watch).collect(hidden)  # type: ignore[arg-type]
+    assert {tensor.device for tensor in part} == {META}
+
+
+class Kernels:
+    """Notes where everything lies that it is called with."""
+
+    name = "noting"
+
+    def __init__(self) -> None:
+        self.seen: set[torch.device] = set()
+
+    def partial_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Batch, *_: Any
+    ) -> Part:
+        self.seen |= {t.device for t in (query, key, value, batch.block_table, batch.range_end)}
+        return Part(torch.empty_like(query), torch.empty(query.shape[:2], device=query.device))
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """Of an engine whose device is "meta"."""
+    kernels = Kernels()
+    monkeypatch.setattr(guest_units, "device_of", lambda config: META)
+    monkeypatch.setattr(guest_units, "attends_with", lambda config: kernels)
+    region: Any = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(guest_units, "Landing", lambda *_: SimpleNamespace(region=region))
+    return kernels
+
+
+SHAPE = KvShape(5, (HEADS, SIZE, 2 * HEAD_SIZE), "float32", "LBHNC", SIZE)
+SLICE = AttentionSlice("l", HEADS, HEADS, HEAD_SIZE, 0.125, None, None)
+
+
+def test_heads_of_a_guest_are_written_and_attended_on_its_device(
+    kernels: Kernels, crossed: list[Any]
+) -> None:
+    unit = HeadsUnit(None, None, BuildHeads("u", (SLICE,), SHAPE, 2), 1)  # type: ignore[arg-type]
+    ints = {
+        "query_start_loc": [0, 2], "query_start_loc_cpu": [0, 2], "seq_lens": [2],
+        "block_table_tensor": [[1]], "slot_mapping": [4, 5],
+    }  # fmt: skip
+    there: dict[str, Any] = {
+        name: torch.empty(
+            np.shape(value), dtype=torch.int64 if name == "slot_mapping" else torch.int32,
+            device="cpu" if name.endswith("cpu") else META,
+        )
+        for name, value in ints.items()
+    }  # fmt: skip
+    plain = {"num_reqs": 1, "num_actual_tokens": 2, "max_query_len": 2, "max_seq_len": 2}
+    parcel = Parcel()
+    packed = parcel.put_all({**there, **plain, "causal": True})
+    step = unit.read_step(packed, parcel.tensors)
+    assert step.common.slot_mapping.device == META
+    assert step.common.query_start_loc_cpu.device.type == "cpu"
+    new = torch.zeros(2, HEADS, HEAD_SIZE)
+    assert unit.run("l", step, new, new, new).device == META
+    assert kernels.seen == {META}
+    unit.close()
+
+
+def test_older_blocks_of_a_guest_are_read_on_its_device(kernels: Kernels) -> None:
+    unit = ContextUnit(None, None, BuildContext("u", (SLICE,), SHAPE), 1)  # type: ignore[arg-type]
+    ints = torch.int32
+    fields = {
+        "block_table": torch.tensor([[1, 2]], dtype=ints),
+        "query_start": torch.tensor([0, 1], dtype=ints),
+        "num_tokens": torch.tensor([8], dtype=ints),
+    }
+    query = torch.zeros(1, HEADS, HEAD_SIZE)
+    parcel = Parcel()
+    parcel.put(query)
+    packed = parcel.put_all(fields)
+    part = unit.run("l", 1, packed, parcel.tensors)
+    assert part.output.device == META
+    assert kernels.seen == {META}
+
+
+def test_values_leave_a_gpu_through_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class OnGpu:
+        """What torch is asked of a tensor there."""
+
+        device, shape, dtype = torch.device("cuda", 0), (2,), torch.float32
+
+        def detach(self) -> OnGpu:
+            return self
+
+    def empty(shape: Any, dtype: Any, pin_memory: bool) -> Any:
+        calls.append(("pinned", pin_memory))
+        return SimpleNamespace(copy_=lambda source: calls.append("copied") or "values")
+
+    monkeypatch.setattr(crossing, "torch", SimpleNamespace(empty=empty))
+    assert crossing.to_host(OnGpu()) == "values"  # type: ignore[arg-type, comparison-overlap]
+    assert calls == [("pinned", True), "copied"]
+
+
+def test_nothing_is_copied_that_is_in_its_place() -> None:
+    tensor = torch.arange(6).view(2, 3)
+    assert crossing.to_host(tensor).data_ptr() == tensor.data_ptr()
+    assert crossing.to_device(tensor, torch.device("cpu")) is tensor
+    assert to_wire(tensor).data.ctypes.data == tensor.data_ptr()
+
+
+async def test_a_guest_sees_the_devices_of_the_instance_that_it_runs_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = SpawnLauncher(["--model", "m"], {"d0": "0,1", "p0": "2"})
+    seen: list[str | None] = []
+
+    def spawn(command: list[str], environment: dict[str, str]) -> Any:
+        seen.append(environment.get("CUDA_VISIBLE_DEVICES"))
+        return SimpleNamespace(pid=os.getpid(), poll=lambda: None)
+
+    monkeypatch.setattr(launcher, "_spawn", spawn)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for target in ("p0", "d0", ""):
+        address = GuestAddress("g", "c", "t", "shm", str(tmp_path), "00", target=target)
+        await launcher.start_guest(address, tmp_path / "log")
+    await launcher.start("p0", "ipc://x", tmp_path / "log")
+    assert seen == ["2", "0,1", None, "2"]
