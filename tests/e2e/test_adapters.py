@@ -1,0 +1,110 @@
+"""LoRA adapters are replaced while a server runs: answers are by the weights that are there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from safetensors.torch import save_file
+
+from banaserve import models
+from banaserve.bench import workloads
+from banaserve.bench.servers import banaserve_server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+RANK, NUM_LAYERS, HIDDEN, KV_HIDDEN = 8, 30, 576, 192
+NUM_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def door() -> Iterator[httpx.Client]:
+    options = ("--dtype", "float32", "--max-model-len", "2048")
+    adapters = ("--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "2")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+        environment.setenv("VLLM_SERVER_DEV_MODE", "1")
+        with (
+            banaserve_server(models.PACKAGED, *options, *adapters, "--migration", "off") as server,
+            httpx.Client(base_url=server.url, timeout=120.0) as client,
+        ):
+            yield client
+
+
+@pytest.fixture(scope="module")
+def prompt() -> str:
+    """Longer than a block, so that its beginning is kept."""
+    (made,) = workloads.prompts("synthetic", 1, 300, 300, 4, str.split)
+    return made.text
+
+
+def write(folder: Path, seed: int) -> None:
+    """An adapter whose keys and values are others for each seed."""
+    folder.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(NUM_LAYERS):
+        for name in ("k_proj", "v_proj"):
+            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{stem}.lora_A.weight"] = torch.randn(RANK, HIDDEN, generator=generator) / 10
+            weights[f"{stem}.lora_B.weight"] = (
+                torch.randn(KV_HIDDEN, RANK, generator=generator) / 10
+            )
+    save_file(weights, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "bias": "none"}
+    settings |= {"target_modules": ["k_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def load(door: httpx.Client, name: str, folder: Path, **more: Any) -> None:
+    body = {"lora_name": name, "lora_path": str(folder), **more}
+    answer = door.post("/v1/load_lora_adapter", json=body)
+    assert answer.status_code == 200, answer.text
+
+
+def answered(door: httpx.Client, name: str, prompt: str) -> list[int]:
+    body = {"model": name, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+    answer = door.post("/v1/completions", json={**body, "return_token_ids": True})
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["choices"][0]["token_ids"])
+
+
+def test_an_adapter_that_was_replaced_answers_by_its_own_weights(
+    door: httpx.Client, prompt: str, tmp_path: Path
+) -> None:
+    one, two, changing = tmp_path / "one", tmp_path / "two", tmp_path / "changing"
+    write(one, 1)
+    write(two, 2)
+    load(door, "one", one)
+    load(door, "two", two)
+    expected = [answered(door, name, prompt) for name in ("one", "two")]
+    assert expected[0] != expected[1]
+
+    write(changing, 1)
+    load(door, "changing", changing)
+    assert answered(door, "changing", prompt) == expected[0]
+    assert answered(door, "changing", prompt) == expected[0]
+    write(changing, 2)
+    unloaded = door.post("/v1/unload_lora_adapter", json={"lora_name": "changing"})
+    assert unloaded.status_code == 200, unloaded.text
+    load(door, "changing", changing)
+    assert answered(door, "changing", prompt) == expected[1]
+    write(changing, 1)
+    load(door, "changing", changing, load_inplace=True)
+    assert answered(door, "changing", prompt) == expected[0]
+
+
+def test_weights_of_the_model_stay(door: httpx.Client, prompt: str) -> None:
+    before = answered(door, "smollm2-135m", prompt)
+    refused = door.post("/collective_rpc", json={"method": "reload_weights"})
+    assert refused.status_code == 501, refused.text
+    assert "restart it" in refused.json()["error"]["message"]
+    assert answered(door, "smollm2-135m", prompt) == before
