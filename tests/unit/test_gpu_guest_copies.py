@@ -205,6 +205,34 @@ def test_other_devices_get_a_stage_and_all_of_the_kv_at_once(
     assert populated[2:] == [2 * PAGE_BYTES], "on a CPU only what is asked for"
 
 
+def test_pages_of_a_gpu_are_pinned_until_their_region_closes(
+    transports: list[Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Any] = []
+
+    class Pinned:
+        """In the place of CUDA's."""
+
+        def __init__(self, gpu: Any, wait_for_copies: Any) -> None:
+            events.append(gpu.type)
+
+        def pin(self, view: Any) -> None:
+            events.append((view.base_address, view.memory.size))
+
+        def release(self) -> None:
+            events.append(f"released, {len(closed)} closed")
+
+    monkeypatch.setattr(landing, "PinnedPool", Pinned)
+    monkeypatch.setattr(landing, "DeviceKv", lambda *_: SimpleNamespace(page_bytes={"a": 64}))
+    cache: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    made = Landing(transports[0], {"a": cache}, KERNELS, 1)
+    memory, close, closed = made.region.memory, made.region.close, []
+    monkeypatch.setattr(made.region, "close", lambda: closed.append(1) or close())
+    made.close()
+    assert events == ["cuda", (memory.address, landing.LANDING_BYTES), "released, 0 closed"]
+    assert closed == [1]
+
+
 def test_kv_that_finds_no_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise MemoryError("7 of 9 granules")

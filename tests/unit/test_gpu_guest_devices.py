@@ -104,8 +104,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     kernels = Kernels()
     monkeypatch.setattr(guest_units, "device_of", lambda config: META)
     monkeypatch.setattr(guest_units, "attends_with", lambda config: kernels)
-    region: Any = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(guest_units, "Landing", lambda *_: SimpleNamespace(region=region))
+    landing = SimpleNamespace(region=None, close=lambda: None)
+    monkeypatch.setattr(guest_units, "Landing", lambda *_: landing)
     return kernels
 
 

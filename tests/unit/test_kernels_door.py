@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from banaserve.engine.vllm import keys
 from banaserve.engine.vllm.migration import attention_door, checks, guest_device
 from banaserve.engine.vllm.migration.attention_door import check_choice, kernels_for
 from banaserve.engine.vllm.migration.head_attention import KernelsHeadAttention
@@ -22,6 +23,7 @@ from banaserve.engine.vllm.migration.kernels_attention import (
     write_tokens,
 )
 from banaserve.engine.vllm.migration.messages import AttentionSlice
+from banaserve.engine.vllm.migration.settings import KEY
 from banaserve.engine.vllm.migration.split_attention import SplitAttention
 from banaserve.errors import GuestLostError, MigrationError, UserError
 from banaserve.kernels.layouts import KvLayout, key_value_views
@@ -75,6 +77,18 @@ def test_a_guest_computes_where_its_engine_does() -> None:
     for kind, device in (("cpu", CPU), ("cuda", CUDA)):
         config: Any = SimpleNamespace(device_config=SimpleNamespace(device_type=kind))
         assert guest_device.device_of(config) == device
+
+
+@pytest.mark.parametrize("choice", ["kernels", "reference"])
+def test_blocks_that_kernels_have_written_are_no_blocks_of_vllms(choice: str) -> None:
+    spec: Any = SimpleNamespace(dtype=torch.float32, block_size=32, head_size=HEAD_SIZE)
+    of = {name: keys._instruction_set(config_with(name), spec) for name in (choice, "auto", "vllm")}
+    assert of[choice] == "plain"
+    assert of["auto"] == of["vllm"] != "plain"
+
+
+def config_with(attention: str) -> Any:
+    return SimpleNamespace(additional_config={KEY: {"attention": attention}})
 
 
 # ---- refusals

@@ -1,4 +1,7 @@
-"""The store's pool, locked for this process's GPU: only then do copies run on their own."""
+"""Memory that is shared with others, locked for this process's GPU: copies run on their own then.
+
+Of the store's pool, and of the pages in which KV lands.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,31 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from typing import Any, Protocol
 
+import numpy.typing as npt
 import torch
 
-from banaserve.kvstore.pool import PoolView
 from banaserve.kvstore.sizes import format_size
 
 logger = logging.getLogger(__name__)
 _ALREADY_REGISTERED = 712
 """cudaErrorHostMemoryAlreadyRegistered."""
+
+
+class View(Protocol):
+    """Shared memory as this process sees it.
+
+    Attributes:
+        base_address: Of its first byte.
+        memory: Its bytes.
+    """
+
+    @property
+    def base_address(self) -> int: ...
+
+    @property
+    def memory(self) -> npt.NDArray[Any]: ...
 
 
 class PinnedPool:
@@ -32,10 +51,10 @@ class PinnedPool:
         self._gpu = gpu
         self._wait_for_copies = wait_for_copies
         self._lock = threading.Lock()
-        self._view: PoolView | None = None
+        self._view: View | None = None
         self._is_ours = self._is_pinned = False
 
-    def pin(self, view: PoolView) -> bool:
+    def pin(self, view: View) -> bool:
         """Whether ``view`` is pinned. Another view is released first, and forgotten.
 
         A view that cannot be pinned is told of in the log, once, and not tried again.
@@ -52,7 +71,7 @@ class PinnedPool:
         with self._lock:
             self._release()
 
-    def _register(self, view: PoolView) -> None:
+    def _register(self, view: View) -> None:
         runtime = torch.cuda.cudart()
         code = int(runtime.cudaHostRegister(view.base_address, view.memory.size, 0))
         self._is_ours = not code
@@ -61,8 +80,8 @@ class PinnedPool:
             self._take_error()
         if not self._is_pinned:
             logger.warning(
-                "the pool of %s cannot be pinned (CUDA error %d), so copies are slower: look at "
-                "ulimit -l, or make the pool smaller",
+                "%s of shared memory cannot be pinned (CUDA error %d), so copies are slower: look "
+                "at ulimit -l, or make the store's pool smaller",
                 format_size(view.memory.size),
                 code,
             )
@@ -73,7 +92,7 @@ class PinnedPool:
             code = int(torch.cuda.cudart().cudaHostUnregister(self._view.base_address))
             if code:
                 self._take_error()
-                logger.warning("the pool cannot be unpinned (CUDA error %d)", code)
+                logger.warning("shared memory cannot be unpinned (CUDA error %d)", code)
         self._view, self._is_ours, self._is_pinned = None, False, False
 
     def _take_error(self) -> None:

@@ -128,7 +128,8 @@ class BlockMover:
     def _room(self, num_bytes: int) -> Memory:
         """Memory of this process, kept for the next time."""
         if self._bounce is None:
-            self._bounce = reserve(num_bytes)
+            device = self._host.device
+            self._bounce = reserve(num_bytes) if device is None else device.room(num_bytes)
         return self._bounce
 
     def _still_there(

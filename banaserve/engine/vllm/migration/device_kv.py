@@ -9,6 +9,8 @@ import torch
 
 from banaserve.kernels.interface import Kernels
 from banaserve.kernels.packed_pages import STAGE_BYTES, PackedPages
+from banaserve.transport.local_region import reserve
+from banaserve.transport.memory import Memory
 
 
 class DeviceKv:
@@ -83,6 +85,12 @@ class DeviceKv:
                     room.copy_(pages[part])
                 self._packed[name].unpack(0, blocks[part], room, heads)
             self._wait()
+
+    def room(self, num_bytes: int) -> Memory:
+        """Memory of this process for pages; for a GPU it is pinned."""
+        if self._device.type != "cuda":
+            return reserve(num_bytes)
+        return Memory.of(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy())
 
     def _pieces(
         self, name: str, count: int, pages: torch.Tensor

@@ -134,9 +134,11 @@ class _Unit:
 
     def close(self) -> None:
         """Let go of the KV."""
-        if self._region is not None:
+        if self._landing is not None:
+            self._landing.close()
+        elif self._region is not None:
             self._region.close()
-            self._region = self._landing = None
+        self._region = self._landing = None
 
 
 class LayersUnit(_Unit):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from banaserve.engine.vllm.gpu_pinning import PinnedPool
 from banaserve.engine.vllm.migration.device_kv import DeviceKv
 from banaserve.engine.vllm.migration.host_kv import make_slab
 from banaserve.engine.vllm.migration.messages import CopyPages, KvShape
@@ -46,6 +50,13 @@ def make_kv(
     return caches
 
 
+class _Pages(NamedTuple):
+    """See ``gpu_pinning.View``."""
+
+    base_address: int
+    memory: npt.NDArray[np.uint8]
+
+
 class Landing:
     """An offered region of pages, and the KV that they are for.
 
@@ -67,7 +78,20 @@ class Landing:
         self._kv = DeviceKv(caches, kernels)
         one_block = sum(self._kv.page_bytes.values())
         self.region: OfferedRegion = transport.offer(max(LANDING_BYTES, 2 * one_block), epoch)
-        self._bytes = torch.from_numpy(self.region.memory.view())
+        view = self.region.memory.view()
+        self._bytes = torch.from_numpy(view)
+        device = next(iter(caches.values())).device
+        self._pinned: PinnedPool | None = None
+        if device.type == "cuda":
+            # Nothing is queued behind a call that has returned.
+            self._pinned = PinnedPool(device, lambda: None)
+            self._pinned.pin(_Pages(self.region.memory.address, view))
+
+    def close(self) -> None:
+        """Let go of the region."""
+        if self._pinned is not None:
+            self._pinned.release()
+        self.region.close()
 
     def copy(self, request: CopyPages) -> None:
         """Take pages to the device, or give them; they are there when this returns.
