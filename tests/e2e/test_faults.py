@@ -73,7 +73,6 @@ def all_ready(server: Server) -> bool:
     [
         ("p0", signal.SIGKILL, 0),
         ("d0", signal.SIGKILL, 4),
-        ("d0", signal.SIGTERM, 4),
         ("d1", signal.SIGSTOP, 4),
         ("kvstore", signal.SIGKILL, 4),
     ],
@@ -116,6 +115,32 @@ def test_a_death_under_load_breaks_no_answer(
     until(lambda: server.metric("banaserve_kvstore_writing_slots") == 0, "nothing half written")
     assert server.metric("banaserve_requests_in_flight") == 0
     assert writer(run_dir, victim) != pid
+
+
+def test_two_ends_one_after_the_other_break_no_answer(
+    server: Server, run_dir: Path, calls: list[Call], expected: list[list[int]]
+) -> None:
+    """The same streams are on both engines, and neither end is their doing."""
+    first, second = writer(run_dir, "d0"), writer(run_dir, "d1")
+
+    async def grown(num_tokens: int) -> None:
+        enough = await asyncio.to_thread(generated, server) + num_tokens
+        await asyncio.to_thread(until, lambda: generated(server) >= enough, "streams go on")
+
+    async def load_and_end() -> list[RequestRecord]:
+        streams = asyncio.create_task(stream_all(server, calls))
+        await grown(4 * NUM_STREAMS)
+        os.kill(first, signal.SIGTERM)
+        await grown(4 * NUM_STREAMS)
+        os.kill(second, signal.SIGKILL)
+        return await streams
+
+    records = asyncio.run(load_and_end())
+    assert [record.error for record in records] == [None] * NUM_STREAMS
+    assert [record.token_ids for record in records] == expected
+    until(lambda: all_ready(server), "all instances are back")
+    assert first != writer(run_dir, "d0")
+    assert second != writer(run_dir, "d1")
 
 
 def test_answers_are_the_same_after_all_that(
