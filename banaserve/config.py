@@ -94,6 +94,7 @@ class ServeConfig:
         migration_overlap: Parts that a step is cut into at most, so that an instance and the guests
             of its layers compute at once; 1: it waits for them.
         migration_guest_share: Of an instance's device that guests beside it may take.
+        migration_guest_saves: Whether guests save the KV of their layers to the store themselves.
         migration_poison: Overwrite KV that has moved away with NaN: for tests.
         migration_attention: What instances and guests attend with: vLLM's kernels or ours.
         pace: Profile of the GPU and model whose time is modelled; empty for real time.
@@ -138,6 +139,7 @@ class ServeConfig:
     migration_stall_s: float = 1.0
     migration_overlap: int = 1
     migration_guest_share: float = 1.0
+    migration_guest_saves: bool = True
     migration_poison: bool = False
     migration_attention: str = "auto"
     pace: str = ""

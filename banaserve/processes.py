@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
+import signal
+import threading
 from pathlib import Path
 
 
@@ -26,6 +29,46 @@ async def wait_ended(pid: int) -> None:
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
+
+
+class Leash:
+    """Ends a process for certain.
+
+    Args:
+        descriptor: Of the process: another one that has its id since is never meant.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+
+    @classmethod
+    def on(cls, pid: int) -> Leash | None:
+        """For process ``pid``; None where there is none, or it cannot be watched."""
+        try:
+            return cls(os.pidfd_open(pid))
+        except OSError:
+            return None
+
+    def kill(self) -> None:
+        """Kill it and return when it has ended: no memory is written by it any more."""
+        with self._lock:
+            if self._descriptor < 0:
+                return
+            try:
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+            poll = select.poll()
+            poll.register(self._descriptor, select.POLLIN)
+            poll.poll()
+
+    def close(self) -> None:
+        """Let go of it."""
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            self._descriptor = -1
 
 
 class Pulse:

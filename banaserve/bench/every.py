@@ -43,6 +43,7 @@ QUICK: Mapping[str, tuple[str, ...]] = {
         *("--runs", "1", "--requests", "3", "--concurrency", "2", "--max-tokens", "400"),
         *("--output-tokens", "16"),
     ),
+    "handover-moved": ("--runs", "1", "--requests", "1", "--prompt-tokens", "400"),
     "pacing": ("--dilations", "2", "--requests", "16"),
     "front": ("--runs", "1", "--streams", "1,64", "--system", "colocated"),
     "prefix-ttft": ("--runs", "1", "--prompt-tokens", "768"),

@@ -38,6 +38,10 @@ BENCHMARKS = {
     "handover": Benchmark(
         "banaserve.bench.handover", "What does a request cost that is handed over?"
     ),
+    "handover-moved": Benchmark(
+        "banaserve.bench.handover_moved",
+        "What is handed over where layers of the prefill instance run beside the decode instance?",
+    ),
     "short-prompts": Benchmark(
         "banaserve.bench.short_prompts", "From how many tokens on does a prefill leg pay?"
     ),

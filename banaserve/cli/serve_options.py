@@ -109,6 +109,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         migration_stall_s=known.migration_stall,
         migration_overlap=known.migration_overlap,
         migration_guest_share=known.migration_guest_share,
+        migration_guest_saves=known.migration_guest_saves == "on",
         migration_poison=known.migration_poison,
         migration_attention=known.migration_attention,
         pace=known.pace,
@@ -282,6 +283,13 @@ def _add_migration(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.migration_guest_share,
         metavar="FRACTION",
         help="of an instance's device, that guests of others beside it may take together",
+    )
+    add(
+        "--migration-guest-saves",
+        choices=("on", "off"),
+        default="on" if _DEFAULTS.migration_guest_saves else "off",
+        help="whether a guest saves the KV of its layers to the store, or sends it to its host, "
+        "which does",
     )
     add(
         "--migration-attention",

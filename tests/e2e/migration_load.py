@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from banaserve import models
@@ -113,6 +113,24 @@ class Load:
             if record.token_ids != self._reference.tokens[int(record.id)]
         ]
         assert wrong == [], f"{len(wrong)} of {len(self.records)} answers have other tokens"
+
+
+def answers(
+    server: Server, reference: Reference, which: Sequence[int], salt: str
+) -> list[RequestRecord]:
+    """To some prompts one after the other, which share no block with those of another salt."""
+
+    async def ask() -> list[RequestRecord]:
+        extra = {"ignore_eos": True, "cache_salt": salt}
+        async with OpenAiClient(server.url, models.PACKAGED, return_token_ids=True) as client:
+            return [
+                await client.send(
+                    Call(str(n), reference.prompts[n], max_tokens=OUTPUT_TOKENS, extra=extra)
+                )
+                for n in which
+            ]
+
+    return asyncio.run(ask())
 
 
 def generated(server: Server) -> float:

@@ -103,6 +103,16 @@ def test_prefill_lends_to_decode_and_decode_to_prefill_at_once(server, admin, re
         loads.done(admin, Return("d0"))
 
 
+def test_a_guest_saves_its_layers_of_what_is_handed_over(server, admin, reference):
+    loads.done(admin, MoveLayers("p0", "d0", (15, 30)))
+    longest = range(len(reference.prompts))[-3:]
+    saved = server.metric("banaserve_guest_saved_bytes_total", instance_id="p0")
+    records = loads.answers(server, reference, longest, salt="nobody has asked this before")
+    assert [r.token_ids for r in records] == [reference.tokens[i] for i in longest]
+    assert server.metric("banaserve_guest_saved_bytes_total", instance_id="p0") > saved
+    loads.done(admin, Return("p0"))
+
+
 def test_heads_layers_and_older_blocks_of_one_instance_and_on_to_a_third(server, admin, reference):
     with loads.streaming(server, reference, NUM_STREAMS) as load:
         loads.done(admin, MoveHeads("d0", "p0", {2: (0, 2), 5: (1,)}))

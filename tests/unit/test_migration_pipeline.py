@@ -115,7 +115,9 @@ class Host:
         self.overlap = Overlap(self.layers, self.watch, "", most_parts)
         self.ranges = []
         for begin, end, guest in ranges:
-            residence: Any = SimpleNamespace(unit_id="u", working_epoch=1, link=guest.link)
+            residence: Any = SimpleNamespace(
+                unit_id="u", working_epoch=1, link=guest.link, saves=False
+            )
             where = LayersHere(residence, self.watch)
             names = [f"l{n}" for n in range(begin, end)]
             found = RemoteRange(self.layers, begin, end, names, where, self._on_lost)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from banaserve.engine.vllm.connector_worker import WorkerSide
 from banaserve.engine.vllm.engine_process import INSTANCE_VARIABLE
 from banaserve.engine.vllm.keys import TailHasher, describe_blocks
 from banaserve.engine.vllm.transfer_plan import StepDone, StepPlan, TransferStats, stats_from_wire
+from banaserve.engine.vllm.visible import Visible
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.cost_gate import CostGate
 
@@ -45,6 +46,7 @@ class StoreConnector(KVConnectorBase_V1):
     Its options are those of ``ConnectorOptions``, in ``kv_connector_extra_config``.
 
     Attributes:
+        client_name: Of this instance at the store.
         holds_saves: Layers go by without being saved: the tokens that run are not the step's last.
     """
 
@@ -56,10 +58,11 @@ class StoreConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self.fingerprint = describe_blocks(vllm_config, kv_cache_config)
         options = ConnectorOptions.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self.client_name = os.environ.get(INSTANCE_VARIABLE, f"engine-{os.getpid()}")
         client = StoreClient(
             options.socket,
             self.fingerprint,
-            client_name=os.environ.get(INSTANCE_VARIABLE, f"engine-{os.getpid()}"),
+            client_name=self.client_name,
             maps_pool=role is KVConnectorRole.WORKER,  # the scheduler reads no block
         )
         client.connect(within_s=_CONNECT_WITHIN_S)
@@ -185,6 +188,16 @@ class StoreConnector(KVConnectorBase_V1):
         """Let the worker's copies go through another copier."""
         assert self._worker is not None
         self._worker.wrap_copier(wrap)
+
+    def slots_to_fill(self) -> Visible:
+        """This step's saves, for who holds some of the layers to make instead of the worker."""
+        assert self._worker is not None
+        return self._worker.slots_to_fill(self._plan())
+
+    def saved_elsewhere(self, layer_names: Sequence[str], seconds: float) -> None:
+        """These layers lie in the slots that ``slots_to_fill`` named; in place of their hooks."""
+        assert self._worker is not None
+        self._worker.saved_elsewhere(layer_names, seconds)
 
     def abandon_step(self) -> None:
         """Commit nothing of the step under way, or of the next one."""

@@ -6,44 +6,26 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
 import torch
 
 from banaserve.costs.transfers import StepTimes
 from banaserve.engine.vllm.connector_options import ConnectorOptions
-from banaserve.engine.vllm.copies import BlockCopier, Copy, ThrottledCopier, make_copier
+from banaserve.engine.vllm.connector_step import RunningStep
+from banaserve.engine.vllm.copies import (
+    BlockCopier,
+    Copy,
+    EndedCopy,
+    ThrottledCopier,
+    make_copier,
+)
 from banaserve.engine.vllm.trace import Moment, Tracer
 from banaserve.engine.vllm.transfer_plan import BlockCopy, Counters, StepDone, StepPlan
 from banaserve.engine.vllm.visible import Visible
 from banaserve.kvstore.client import StoreClient
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Step:
-    """What is known of the step that runs.
-
-    Attributes:
-        early: Fetches that the forward pass begins behind.
-        loads: A fetch for each layer, in the order of the layers; empty where nothing is fetched.
-        saves: A save for each layer so far.
-        target: Where this step's saves go, once the first of them has begun.
-        deferred: Layers whose save waits for the end of the forward pass.
-        waited_s: How long the engine's thread has waited for fetches.
-    """
-
-    began_s: float
-    early: list[Copy] = field(default_factory=list)
-    loads: list[Future[Copy]] = field(default_factory=list)
-    saves: list[Future[Copy | None]] = field(default_factory=list)
-    target: Visible | None = None
-    deferred: list[int] = field(default_factory=list)
-    waited_s: float = 0.0
-    fetched_blocks: int = 0
-    fetch_s: float = 0.0
-    compute_s: float | None = None
 
 
 class WorkerSide:
@@ -64,7 +46,7 @@ class WorkerSide:
         self._copier: BlockCopier | None = None
         self._layer_index: dict[str, int] = {}
         self._page_bytes = 0
-        self._step = _Step(0.0)
+        self._step = RunningStep(0.0)
         self._failed_blocks: set[int] = set()
         self._last_failed_step = 0
         self._is_abandoned = False
@@ -104,7 +86,7 @@ class WorkerSide:
     # ---- one step, in the order in which vLLM calls
 
     def begin_step(self, plan: StepPlan) -> None:
-        self._step = _Step(time.perf_counter())
+        self._step = RunningStep(time.perf_counter())
         self._client.let_go_if_lost()
         if plan.loads or plan.early_loads or plan.saves:
             self.trace.begin(plan.step, self._step.began_s)
@@ -162,6 +144,25 @@ class WorkerSide:
         after = self._copier.mark()
         save = self._saver.submit(self._save, self._step, layer, plan.saves, after)
         self._step.saves.append(save)
+
+    def slots_to_fill(self, plan: StepPlan) -> Visible:
+        """This step's saves for somebody else to make; none where saves are held back or wait."""
+        options = self.options
+        if not plan.saves or options.arrangement != "pipelined" or options.save_bytes_per_s:
+            return Visible()
+        return self._step.target_of(plan.saves, self._client)
+
+    def saved_elsewhere(self, layer_names: Sequence[str], seconds: float) -> None:
+        """What ``slots_to_fill`` said has been copied for these layers, in ``seconds``."""
+        assert self._step.target is not None
+        for name in layer_names:
+            for moment in (Moment.ATTENDED, Moment.SAVE, Moment.SAVED):
+                self.trace.stamp(self._layer_index[name], moment)
+            save: Future[Copy | None] = Future()
+            save.set_result(EndedCopy(seconds / len(layer_names)))
+            self._step.saves.append(save)
+        num_bytes = len(layer_names) * len(self._step.target.copies) * self._page_bytes
+        self.stats.add(saved_bytes=num_bytes, guest_saved_bytes=num_bytes)
 
     def end_step(self, plan: StepPlan) -> None:
         """Wait for the copies; what was saved is readable by every instance on return."""
@@ -255,13 +256,11 @@ class WorkerSide:
         return copy
 
     def _save(
-        self, step: _Step, layer: int, copies: Sequence[BlockCopy], after: object
+        self, step: RunningStep, layer: int, copies: Sequence[BlockCopy], after: object
     ) -> Copy | None:
         assert self._copier is not None
-        # Once a step: a slot that was visible for some layers only must not be committed.
-        if step.target is None:
-            step.target = Visible.of(copies, self._client)
-        view, same = step.target.view, step.target.copies
+        target = step.target_of(copies, self._client)
+        view, same = target.view, target.copies
         if view is None:
             return None
         blocks, slots = [c.block_id for c in same], [c.slot.index for c in same]

@@ -44,6 +44,7 @@ _TRANSFERS = {
         "loaded_bytes": "Bytes fetched from the store",
         "saved_blocks": "KV blocks committed to the store",
         "saved_bytes": "Bytes saved to the store",
+        "guest_saved_bytes": "Of these, bytes of layers elsewhere that were not sent back first",
         "lost_blocks": "KV blocks leased and gone before they were fetched",
         "load_seconds": "Seconds spent fetching, in the background",
         "save_seconds": "Seconds spent saving, in the background",

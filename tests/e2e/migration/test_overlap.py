@@ -233,6 +233,7 @@ def test_what_was_saved_in_parts_is_read_at_home_and_the_other_way(
     rig.finish(rig.away(MIDDLE, rig.guest()))
     before = cut(rig)
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, salt="parts"), expected)
+    assert any(guest.get("steps_saved") for guest in rig.do("status")["guests"].values())
     assert rig.agrees(again("home"), expected), "saved at home, read in parts"
     assert rig.agrees(again("parts"), expected), "saved in parts, read in parts"
     assert cut(rig) > before

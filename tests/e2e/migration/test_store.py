@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import types
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,12 @@ def stats(store: Path) -> StoreStats:
     return fetch_stats(store, DEADLINE_S)
 
 
+def steps_saved(rig: Any) -> int:
+    """Steps whose blocks guests have saved themselves."""
+    guests = rig.do("status")["guests"].values()
+    return sum(guest.get("steps_saved", 0) for guest in guests)
+
+
 def move_all(rig: Any) -> Generator[None, None, None]:
     yield from rig.away(LAYERS, rig.guest())
     yield from rig.away(HEADS, rig.guest())
@@ -82,9 +90,72 @@ def test_saved_from_guests_and_loaded_at_home(rig: Any, store: Path) -> None:
     committed = stats(store).commits
     while_away = rig.run(prompts, NUM_TOKENS)
     assert stats(store).commits > committed
+    assert steps_saved(rig) > 0, "the layers' guest has saved them itself"
     assert rig.agrees(from_store(rig, store, prompts), while_away), "into guests"
     rig.all_home()
     assert rig.agrees(from_store(rig, store, prompts), while_away), "at home"
+
+
+def test_what_a_guest_has_saved_outlives_it(rig: Any, store: Path) -> None:
+    prompts = prompts_about(rig, "the port of Tyre")
+    guest = rig.guest()
+    rig.finish(rig.away(LAYERS, guest))
+    saved = steps_saved(rig)
+    while_away = rig.run(prompts, NUM_TOKENS)
+    assert steps_saved(rig) > saved
+    rig.kill(guest)
+    rig.until(lambda: rig.do("status")["guests"][guest]["state"] == "lost")
+    assert rig.do("status")["units"] == []
+    assert rig.agrees(from_store(rig, store, prompts), while_away)
+
+
+def test_a_guest_that_is_given_up_while_it_saves_is_dead_before_its_slots_are_free(
+    rig: Any, store: Path
+) -> None:
+    prompts = prompts_about(rig, "the abbey of Cluny")
+    expected = rig.run(prompts, NUM_TOKENS, salt="other")
+    guest = rig.guest()
+    rig.finish(rig.away(LAYERS, guest))
+    link, lives = rig.host.links[guest], []
+    post, give_up = link.post, link.give_up
+
+    def stop_and_post(request: Any, parcel: Any) -> None:
+        if request.saves is not None:
+            rig.kill(guest, signal.SIGSTOP)
+        post(request, parcel)
+
+    def give_up_and_look(reason: str) -> Any:
+        lost = give_up(reason)
+        lives.append(rig.lives(guest))
+        return lost
+
+    link.post, link.give_up = stop_and_post, give_up_and_look
+    assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected)
+    assert lives == [False], "it stood still with a step's slots in its hands"
+    assert rig.do("status")["units"] == []
+    assert rig.agrees(from_store(rig, store, prompts), expected)
+
+
+def test_where_a_guest_knows_another_life_of_the_store_its_host_saves(
+    rig: Any, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from banaserve.engine.vllm.migration import layer_proxy, store_hooks
+    from banaserve.engine.vllm.migration.messages import SlotCopies
+
+    def of_another_life() -> SlotCopies | None:
+        found = store_hooks.slots_to_fill()
+        return found and SlotCopies(found.generation + 1, found.blocks, found.slots)
+
+    prompts = prompts_about(rig, "the hills of Rome")
+    rig.finish(rig.away(LAYERS, rig.guest()))
+    saved, committed = steps_saved(rig), stats(store).commits
+    hooks = types.SimpleNamespace(**{**vars(store_hooks), "slots_to_fill": of_another_life})
+    monkeypatch.setattr(layer_proxy, "store_hooks", hooks)
+    while_away = rig.run(prompts, NUM_TOKENS)
+    assert steps_saved(rig) == saved
+    assert stats(store).commits > committed
+    rig.all_home()
+    assert rig.agrees(from_store(rig, store, prompts), while_away)
 
 
 def test_blocks_loaded_during_a_move_are_copied_again(rig: Any, store: Path, let_pass: Any) -> None:

@@ -63,10 +63,11 @@ class Guest:
         """Answer the host until it is gone."""
         with contextlib.suppress(PeerGoneError):
             while True:
-                try:
+                with contextlib.suppress(TransferTimeoutError):
                     self._answer(self._post.receive(_IDLE_S))
-                except TransferTimeoutError:
-                    continue
+                for unit in self._units.values():
+                    if unit.slots is not None:
+                        unit.slots.let_go_if_lost()
         self._close()
 
     def _answer(self, message: Message) -> None:
@@ -133,13 +134,15 @@ class Guest:
         unit = make() if self._serves() else run_giving_way(make)
         self._units[request.unit_id] = unit
         seconds = time.perf_counter() - began_s
+        saves = unit.slots is not None
         return messages.Built(
             request.unit_id,
             unit.descriptor,
             unit.places,
             unit.weight_bytes,
             seconds,
-            landing_bytes=unit.landing_bytes,
+            saves,
+            unit.landing_bytes,
         )
 
     def _serves(self) -> bool:
@@ -157,7 +160,8 @@ class Guest:
         indices = tuple(None if value is None else parcel.put(value) for value in values)
         self._num_runs += 1
         seconds = time.perf_counter() - began_s
-        return messages.Outputs(isinstance(returned, tuple), indices, seconds), parcel
+        save_s = unit.save(request.saves, self._share.computing)
+        return messages.Outputs(isinstance(returned, tuple), indices, seconds, save_s), parcel
 
     def _run_heads(self, request: messages.RunHeads, message: Message) -> Answer:
         unit = self._unit(request.unit_id, request.epoch)

@@ -14,17 +14,16 @@ from typing import TypeVar
 import torch
 
 from banaserve.engine.vllm.migration import messages
+from banaserve.engine.vllm.migration.answer_times import AnswerTimes
 from banaserve.engine.vllm.migration.parcel import Parcel, from_wire
 from banaserve.errors import GuestLostError, MigrationError, ProtocolError
-from banaserve.processes import Pulse
+from banaserve.processes import Leash, Pulse
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
 from banaserve.transport.interface import Channel, Message, Transport
 
 R = TypeVar("R", bound=messages.Reply)
 
 CONTROL_TIMEOUT_S = 5.0
-_FACTOR = 10.0
-_SMOOTHING = 0.2
 _LOOKS = 4
 """How often a guest is looked at within the time for which it may be still."""
 
@@ -43,6 +42,8 @@ class GuestLink:
         described_step: Whose metadata it has last been sent with heads.
         run_s: What it took to compute the layers that it has answered with last.
         share: Fraction of the time that it may compute for: it stands still in between.
+        save_s: What saving the blocks of what it has answered with last took; None: it has not.
+        num_saved: Steps whose blocks it has saved.
     """
 
     def __init__(
@@ -58,8 +59,11 @@ class GuestLink:
         self.lost: str | None = None
         self.round_trips = 0
         self.described_step = 0
-        self.run_s = 0.0
-        self.share = 1.0
+        self.run_s, self.share = 0.0, 1.0
+        self.save_s: float | None = None
+        self.num_saved = 0
+        self._may_write = False
+        self._leash: Leash | None = None
         self._posted_s: deque[float] = deque()
         self._answered_s = 0.0
         self._channel = channel
@@ -67,7 +71,7 @@ class GuestLink:
         self._stall_s = stall_s
         self._pulse = Pulse(None)
         self._lock = threading.RLock()
-        self._seconds_per_token = 0.0
+        self._times = AnswerTimes(stall_s)
         self._sent_s = 0.0
 
     # ---- control
@@ -108,6 +112,12 @@ class GuestLink:
     def watch(self, pid: int) -> None:
         """The guest's process runs on this machine: look whether it works when it is silent."""
         self._pulse = Pulse(pid)
+        self._leash = Leash.on(pid)
+
+    @property
+    def can_be_ended(self) -> bool:
+        """Whether it is certain, once the guest is given up, that it writes nowhere any more."""
+        return self._leash is not None
 
     def check(self) -> None:
         """Notice a guest that has died while nobody talked to it.
@@ -153,6 +163,8 @@ class GuestLink:
         self._lock.acquire()
         try:
             self._refuse_lost()
+            if isinstance(request, messages.RunLayers) and request.saves is not None:
+                self._may_write = True
             self._send(request, parcel, self._stall_s / self.share)
             self._posted_s.append(self._sent_s)
         except TransportError as error:
@@ -170,10 +182,11 @@ class GuestLink:
         """
         began_s = max(self._posted_s.popleft(), self._answered_s)
         try:
-            answer = self._await_answer(self._deadline_s(num_tokens))
+            answer = self._await_answer(self._times.deadline_s(num_tokens))
             self._answered_s = time.perf_counter()
-            self._learn(self._answered_s - began_s, num_tokens)
+            self._times.learn(self._answered_s - began_s, num_tokens)
             reply, tensors = self._read(answer)
+            self._may_write = self._may_write and bool(self._posted_s)
         except (TransportError, ProtocolError) as error:
             raise self.give_up(str(error)) from error
         finally:
@@ -203,16 +216,23 @@ class GuestLink:
 
         A guest that has failed once is not trusted with another step.
         """
-        self.lost = self.lost or reason
-        self._channel.close()
+        self._let_go(reason)
         return GuestLostError(f"guest {self.guest_id}: {reason}")
 
     def close(self) -> None:
         """End the connection; the guest ends by itself."""
-        self.lost = self.lost or "closed"
-        self._channel.close()
+        self._let_go("closed")
 
     # ---- inside
+
+    def _let_go(self, reason: str) -> None:
+        self.lost = self.lost or reason
+        self._channel.close()
+        if self._leash is not None:
+            # The slots of the store that it may be writing to are somebody else's next.
+            if self._may_write:
+                self._leash.kill()
+            self._leash.close()
 
     def _send(self, request: messages.Request, parcel: Parcel, timeout_s: float) -> None:
         message = Message(messages.encode(request), tuple(parcel.tensors), self._epoch())
@@ -261,7 +281,8 @@ class GuestLink:
         if any(index is not None and not 0 <= index < len(tensors) for index in reply.values):
             raise self.give_up("a step's answer names a tensor that did not come")
         self.round_trips += 1
-        self.run_s = reply.seconds
+        self.run_s, self.save_s = reply.seconds, reply.save_s
+        self.num_saved += reply.save_s is not None
         return [None if index is None else tensors[index] for index in reply.values]
 
     def check_shape(self, tensor: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
@@ -277,14 +298,3 @@ class GuestLink:
     def _refuse_lost(self) -> None:
         if self.lost is not None:
             raise GuestLostError(f"guest {self.guest_id} is lost: {self.lost}")
-
-    def _deadline_s(self, num_tokens: int) -> float:
-        if not self._seconds_per_token:
-            return _FACTOR * self._stall_s
-        return self._stall_s + _FACTOR * self._seconds_per_token * num_tokens
-
-    def _learn(self, seconds: float, num_tokens: int) -> None:
-        sample = seconds / max(1, num_tokens)
-        if not self._seconds_per_token:
-            self._seconds_per_token = sample
-        self._seconds_per_token += _SMOOTHING * (sample - self._seconds_per_token)

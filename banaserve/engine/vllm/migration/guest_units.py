@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,9 +23,11 @@ from banaserve.engine.vllm.migration.messages import (
     BuildHeads,
     BuildLayers,
     CopyPages,
+    SlotCopies,
 )
 from banaserve.engine.vllm.migration.older_blocks import OlderBlocks
 from banaserve.engine.vllm.migration.parcel import dtype_named, from_wire, restore
+from banaserve.engine.vllm.migration.slot_writer import SlotWriter
 from banaserve.engine.vllm.migration.stage import Stage
 from banaserve.engine.vllm.migration.step_fields import common_from
 from banaserve.errors import MigrationError, ProtocolError
@@ -41,9 +44,11 @@ class _Unit:
     Attributes:
         places: Offset of each attention's KV in the region, by name.
         epoch: None until the host has activated the unit.
+        slots: Copies blocks to the host's store; None where the host does that.
     """
 
     weight_bytes = 0
+    slots: SlotWriter | None = None
 
     def __init__(self) -> None:
         self._region: OfferedRegion | None = None
@@ -154,6 +159,10 @@ class LayersUnit(_Unit):
         self.weight_bytes = self._stage.weight_bytes
         heads = dict.fromkeys(self._stage.attentions, request.kv.block_shape[0])
         self._stage.bind(self._offer(config, transport, request, heads, epoch))
+        if request.store is not None and self._landing is None:
+            places = dict(enumerate(self.places.values(), start=request.start))
+            assert self._region is not None
+            self.slots = SlotWriter.open(request.store, self._region.memory, places)
 
     def run(
         self,
@@ -165,8 +174,18 @@ class LayersUnit(_Unit):
         common = common_from(restore(step, tensors, self._device))
         return self._stage.run(common, restore(arguments, tensors, self._device), around)
 
+    def save(self, copies: SlotCopies | None, around: Around) -> float | None:
+        """Copy blocks to the host's store; the seconds, or None where they were not copied."""
+        began_s = time.perf_counter()
+        if copies is None or self.slots is None or not self.slots.write(copies, around):
+            return None
+        return time.perf_counter() - began_s
+
     def close(self) -> None:
         self._stage.close()
+        if self.slots is not None:
+            self.slots.close()
+        self.slots = None
         super().close()
 
 

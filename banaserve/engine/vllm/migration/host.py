@@ -39,6 +39,7 @@ class MigrationHost:
     may come in the middle of one.
 
     Attributes:
+        builder: Makes units in guests.
         epoch: Of the placement; grows with each change of it.
         links: Guests by id.
         attaching: Guests that are not linked yet: ``state`` and ``reason``.
@@ -63,7 +64,7 @@ class MigrationHost:
         spec = group.kv_cache_spec
         self.watch = StepWatch(group.get_metadata_builder(0), spec.block_size, host_kv.max_blocks)
         kv_shape = host_kv.shape(runner.cache_config.kv_cache_layout, spec.block_size)
-        self._builder = UnitBuilder(path, kv_shape, host_kv, self._attentions, settings.poison)
+        self.builder = UnitBuilder(path, kv_shape, host_kv, self._attentions, settings.poison)
         self._shape = ModelShape(len(self._names), host_kv.num_heads)
         self.lost_steps = LostSteps(runner)
         self.placement = Placement(
@@ -91,7 +92,7 @@ class MigrationHost:
         moving = {m.unit.unit_id: m.unit.modules for m in self.moves if m.is_open}
         check_free(modules, away | moving)
         checks.check_modules(modules, self._attentions, self._names)
-        unit = self._builder.unit(move_id, modules, self._names)
+        unit = self.builder.unit(move_id, modules, self._names)
         return self._begin(move_id, unit, self._link(guest_id))
 
     def prepare_again(self, move_id: str, unit_id: str, guest_id: str | None) -> Move:
@@ -115,7 +116,7 @@ class MigrationHost:
     def _begin(self, move_id: str, unit: Unit, target: GuestLink | None) -> Move:
         move = Move(move_id, unit, target)
         self.moves.add(move)
-        move.prepare(self._builder, self.watch.written)
+        move.prepare(self.builder, self.watch.written)
         return move
 
     def precopy(self, move_id: str) -> Move:
@@ -158,7 +159,7 @@ class MigrationHost:
             "stall_s": ended_s - began_s,
         }
         if move.source is None:
-            self._builder.poison(move.unit)
+            self.builder.poison(move.unit)
         return move
 
     def _copy_left(self, move: Move) -> list[int]:
@@ -182,7 +183,7 @@ class MigrationHost:
             if move.source is not None:
                 move.source.leave()
                 return
-            freed = self._builder.free(move.unit)
+            freed = self.builder.free(move.unit)
             move.facts["predicted_bytes"] = sum(f.predicted_bytes for f in freed)
             move.facts["freed_bytes"] = sum(f.freed_bytes for f in freed)
 
@@ -226,7 +227,7 @@ class MigrationHost:
             unit.residence.kv.close()
             self.placement.put(unit, None)
             if self.settings.poison:
-                self._builder.heal(unit)
+                self.builder.heal(unit)
         self.epoch += 1
         self.watch.written.forget()
         self.lost_steps.kv_lost()

@@ -45,5 +45,9 @@ def status_of(host: MigrationHost, memory: bool) -> dict[str, Any]:
 
 def _guest(link: GuestLink) -> dict[str, Any]:
     state = "ready" if link.lost is None else "lost"
-    facts = {"round_trips": link.round_trips, "share": link.share}
+    facts = {
+        "round_trips": link.round_trips,
+        "share": link.share,
+        "steps_saved": link.num_saved,
+    }
     return {"state": state, "reason": link.lost or "", **facts}

@@ -16,6 +16,7 @@ from banaserve.engine.vllm.migration.attention_door import kernels_for
 from banaserve.engine.vllm.migration.host import MigrationHost
 from banaserve.engine.vllm.migration.host_kv import HostKv
 from banaserve.engine.vllm.migration.kernels_attention import take_kernels
+from banaserve.engine.vllm.migration.messages import StorePlace
 from banaserve.engine.vllm.migration.moved_copies import MovedCopier
 from banaserve.engine.vllm.migration.pool import AsyncPoolScheduler, PoolScheduler
 from banaserve.engine.vllm.migration.settings import MigrationSettings, settings_of
@@ -133,3 +134,6 @@ def _join_store(runner: Any) -> None:
         )
 
     connector.wrap_copier(wrap)
+    if host.settings.guest_saves and runner.device.type == "cpu":
+        socket, name = connector.worker.options.socket, connector.client_name
+        host.builder.store = StorePlace(socket, name, connector.fingerprint)

@@ -12,6 +12,7 @@ from vllm.forward_context import get_forward_context
 
 from banaserve.engine.vllm.migration import store_hooks
 from banaserve.engine.vllm.migration.layer_chain import by_name
+from banaserve.engine.vllm.migration.messages import SlotCopies
 from banaserve.engine.vllm.migration.units import LayersHere
 from banaserve.errors import GuestLostError
 
@@ -75,7 +76,7 @@ class RemoteRange:
             return self.zeros(arguments)
         try:
             self.wait_for_loads()
-            returned = self.returned(self.where.run(arguments))
+            returned = self.returned(self.where.run(arguments, self.slots_to_fill()))
         except GuestLostError as lost:
             self.lost(lost)
             return self.zeros(arguments)
@@ -88,9 +89,17 @@ class RemoteRange:
         """Return when the blocks that the range reads have been fetched."""
         store_hooks.wait_for_loads(self._names)
 
+    def slots_to_fill(self) -> SlotCopies | None:
+        """The blocks of this step that the guest is to save; None where it is not to."""
+        return store_hooks.slots_to_fill() if self.where.can_save else None
+
     def save(self, metadata: Any) -> None:
-        """Say that the range's blocks of this step may be saved."""
-        store_hooks.save_layers(self._names, metadata)
+        """Say that the range's blocks of this step may be saved, or that the guest has."""
+        save_s = self.where.link.save_s
+        if save_s is None:
+            store_hooks.save_layers(self._names, metadata)
+        else:
+            store_hooks.saved_elsewhere(self._names, save_s)
 
     def returned(self, values: Sequence[torch.Tensor | None]) -> Any:
         """A guest's values as the last layer returns them."""

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from banaserve.errors import ProtocolError
+from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.transport.interface import RegionDescriptor
 
 
@@ -47,6 +48,33 @@ class KvShape(msgspec.Struct, frozen=True):
     block_size_tokens: int
 
 
+class StorePlace(msgspec.Struct, frozen=True):
+    """The store of a host.
+
+    Attributes:
+        socket: Where it listens.
+        client_name: Of the host there: what the host has reserved is given to nobody else before
+            every process that connects by this name is dead.
+    """
+
+    socket: str
+    client_name: str
+    fingerprint: Fingerprint
+
+
+class SlotCopies(msgspec.Struct, frozen=True):
+    """Blocks of a unit, and the slots of the store that the host has reserved for them.
+
+    Attributes:
+        generation: Of the store's pool.
+        slots: Of each block, which slot of the pool.
+    """
+
+    generation: int
+    blocks: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """First of all messages; ``token`` is the secret that the guest was started with."""
 
@@ -59,6 +87,7 @@ class BuildLayers(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         num_backed_blocks: The first ones, which get their memory before the answer.
+        store: Where the guest may save blocks itself; None where it may not.
     """
 
     unit_id: str
@@ -67,6 +96,7 @@ class BuildLayers(msgspec.Struct, frozen=True, tag=True):
     end: int
     kv: KvShape
     num_backed_blocks: int
+    store: StorePlace | None = None
 
 
 class BuildHeads(msgspec.Struct, frozen=True, tag=True):
@@ -129,6 +159,7 @@ class RunLayers(msgspec.Struct, frozen=True, tag=True):
             a tensor.
         arguments: Of the first layer by parameter name, likewise.
         num_follow: Messages that the host sends next without waiting for this one's answer.
+        saves: Blocks to copy to the store before the answer, as they are after the step.
     """
 
     unit_id: str
@@ -136,6 +167,7 @@ class RunLayers(msgspec.Struct, frozen=True, tag=True):
     step: dict[str, Any]
     arguments: dict[str, Any]
     num_follow: int = 0
+    saves: SlotCopies | None = None
 
 
 class RunHeads(msgspec.Struct, frozen=True, tag=True):
@@ -198,6 +230,7 @@ class Built(msgspec.Struct, frozen=True, tag=True):
         places: Offset of each attention's KV in the region, by name.
         weight_bytes: Of the parameters that were loaded.
         seconds: That it took.
+        saves: Whether the guest can save blocks of it to the store.
         landing_bytes: Of a region that only has pages on their way, see ``CopyPages``; 0: the
             region holds the KV itself.
     """
@@ -207,6 +240,7 @@ class Built(msgspec.Struct, frozen=True, tag=True):
     places: dict[str, int]
     weight_bytes: int
     seconds: float
+    saves: bool = False
     landing_bytes: int = 0
 
 
@@ -219,11 +253,13 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         seconds: That computing it took.
+        save_s: That saving took; None where the host has to save.
     """
 
     is_tuple: bool
     values: tuple[int | None, ...]
     seconds: float = 0.0
+    save_s: float | None = None
 
 
 class Usage(msgspec.Struct, frozen=True, tag=True):

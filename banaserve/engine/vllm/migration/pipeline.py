@@ -67,6 +67,11 @@ class Pipeline:
         except GuestLostError as error:
             self._end(error, max(part.common.num_actual_tokens for part in parts))
             return False
+        except BaseException:
+            # The engine ends with this, and what guests write to the store ends before it.
+            for _, span in self._waiting:
+                span.where.link.give_up("the step has failed here")
+            raise
         finally:
             store_hooks.hold_saves(False)
         here = sum(len(s) for s in self._segments if isinstance(s, LayerChain))
@@ -94,7 +99,8 @@ class Pipeline:
 
     def _post(self, part: Part, span: RemoteRange) -> None:
         span.wait_for_loads()
-        span.where.post(part.arguments, part.num_behind)
+        saves = None if part.num_behind else span.slots_to_fill()
+        span.where.post(part.arguments, part.num_behind, saves)
         self._waiting.append((part, span))
 
     def _can_feed_another(self) -> bool:

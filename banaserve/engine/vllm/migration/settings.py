@@ -26,6 +26,7 @@ class MigrationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         stall_s: How long a guest may neither answer nor use its processor.
         overlap: Parts that a step is cut into at most, so that host and guests compute at once; 1:
             guests are waited for.
+        guest_saves: Whether guests copy the KV of their layers to the store themselves.
         poison: Overwrite KV that has moved away with NaN: for tests.
         attention: What the engine and its guests attend with, see ``attention_door``.
     """
@@ -33,6 +34,7 @@ class MigrationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     kv_growth: float = 2.0
     stall_s: float = 1.0
     overlap: int = 1
+    guest_saves: bool = True
     poison: bool = False
     attention: str = "auto"
 

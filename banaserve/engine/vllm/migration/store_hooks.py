@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+from banaserve.engine.vllm.migration.messages import SlotCopies
 
 _NOTHING = torch.empty(0)
 
@@ -33,6 +35,26 @@ def save_layers(names: Iterable[str], metadata: Any) -> None:
         for name in names:
             of_layer = metadata[name] if isinstance(metadata, dict) else metadata
             connector.save_kv_layer(name, _NOTHING, of_layer)
+
+
+def slots_to_fill() -> SlotCopies | None:
+    """What this step saves, for a guest to save of its layers; None where it is not to."""
+    connector = _connector()
+    if connector is None:
+        return None
+    found = connector.slots_to_fill()
+    if found.view is None:
+        return None
+    blocks = tuple(copy.block_id for copy in found.copies)
+    slots = tuple(copy.slot.index for copy in found.copies)
+    return SlotCopies(found.view.generation, blocks, slots)
+
+
+def saved_elsewhere(names: Sequence[str], seconds: float) -> None:
+    """Say that a guest has saved these layers' blocks of this step, in so many seconds."""
+    connector = _connector()
+    if connector is not None:
+        connector.saved_elsewhere(names, seconds)
 
 
 def hold_saves(hold: bool) -> None:

@@ -34,6 +34,9 @@ class UnitBuilder:
         kv_shape: How a guest has to lay out its KV.
         attentions: By name.
         poisons: Whether KV that has moved away is overwritten.
+
+    Attributes:
+        store: That guests may save layers to; None where there is none.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class UnitBuilder:
         attentions: Mapping[str, Any],
         poisons: bool,
     ) -> None:
+        self.store: messages.StorePlace | None = None
         self._poisons = poisons
         self._path = path
         self._kv_shape = kv_shape
@@ -63,8 +67,9 @@ class UnitBuilder:
         request: messages.Request
         if isinstance(unit.modules, LayerRange):
             start, end = unit.modules.start, unit.modules.end
+            shape, num_backed = self._kv_shape, self._kv.num_blocks
             request = messages.BuildLayers(
-                unit.unit_id, self._path, start, end, self._kv_shape, self._kv.num_blocks
+                unit.unit_id, self._path, start, end, shape, num_backed, self.store
             )
         else:
             slices = tuple(self._slice(unit, name) for name in unit.names)
@@ -85,6 +90,7 @@ class UnitBuilder:
         try:
             kv = self._remote_kv(unit.unit_id, link, built, runs)
             residence = Residence(unit.unit_id, link, kv, built.weight_bytes)
+            residence.saves = built.saves
             kv.warm(written.ids())
         except TransportError as error:
             if residence is not None:

@@ -31,7 +31,10 @@ class Residence:
         kv: The unit's KV there.
         epoch: In which it was put to work; None until then.
         weight_bytes: That the guest has loaded for it.
+        saves: Whether the guest can save it to the store.
     """
+
+    saves = False
 
     def __init__(self, unit_id: str, link: GuestLink, kv: RemoteKv, weight_bytes: int) -> None:
         self.unit_id = unit_id
@@ -90,26 +93,42 @@ class LayersHere:
     def link(self) -> GuestLink:
         return self._residence.link
 
-    def run(self, arguments: Mapping[str, Any]) -> Sequence[torch.Tensor | None]:
+    @property
+    def can_save(self) -> bool:
+        """Whether the guest can save blocks of the layers to the store."""
+        return self._residence.saves and self.link.can_be_ended
+
+    def run(
+        self, arguments: Mapping[str, Any], saves: messages.SlotCopies | None = None
+    ) -> Sequence[torch.Tensor | None]:
         """One step there and back: the first layer's arguments by name, the last one's values.
+
+        Args:
+            saves: Blocks that the guest copies to the store; ``link.save_s`` says whether it has.
 
         Raises:
             GuestLostError: The guest is lost.
         """
-        request, parcel = self._message(arguments, 0)
+        request, parcel = self._message(arguments, 0, saves)
         returned = self.link.run(request, parcel, self._watch.num_tokens)
         return self._checked(returned, arguments["hidden_states"])
 
-    def post(self, arguments: Mapping[str, Any], num_follow: int) -> None:
+    def post(
+        self,
+        arguments: Mapping[str, Any],
+        num_follow: int,
+        saves: messages.SlotCopies | None = None,
+    ) -> None:
         """Send a part of a step without waiting.
 
         Args:
             num_follow: Parts that are posted before anything else is asked of this guest.
+            saves: As for ``run``; of the whole step, with its last part.
 
         Raises:
             GuestLostError: The guest is lost.
         """
-        self.link.post(*self._message(arguments, num_follow))
+        self.link.post(*self._message(arguments, num_follow, saves))
 
     def collect(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor | None]:
         """What the layers return for the part that was posted first, with ``hidden_states``.
@@ -120,7 +139,7 @@ class LayersHere:
         return self._checked(self.link.collect(hidden_states.shape[0]), hidden_states)
 
     def _message(
-        self, arguments: Mapping[str, Any], num_follow: int
+        self, arguments: Mapping[str, Any], num_follow: int, saves: messages.SlotCopies | None
     ) -> tuple[messages.RunLayers, Parcel]:
         parcel = Parcel()
         request = messages.RunLayers(
@@ -129,6 +148,7 @@ class LayersHere:
             parcel.put_all(self._watch.fields()),
             parcel.put_all(arguments),
             num_follow,
+            saves,
         )
         return request, parcel
 

@@ -30,7 +30,8 @@ one line that says why nothing was done.
     banaserve_migration_abort(move_id)
         Any time before commit.
     banaserve_migration_status(memory)
-        ``can_migrate`` (empty or the reason why not), ``epoch``, ``guests``, ``moves``, ``units``
+        ``can_migrate`` (empty or the reason why not), ``epoch``, ``guests`` (``steps_saved``:
+        steps whose blocks a guest has saved to the store itself), ``moves``, ``units``
         (away: ``unit_id``, ``modules``, ``guest``, ``epoch``, ``num_older_blocks`` of a context),
         ``guests_lost``, ``steps_lost``,
         ``kv``: ``num_blocks`` of the start, ``max_blocks``, ``blocks_gained`` (by how much the
