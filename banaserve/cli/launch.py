@@ -69,7 +69,9 @@ def prepared(
         check_parallel(engine_config.parallel_config)
     paced.begin(config, engine_config.parallel_config.world_size, on_cpu, run.logs)
     if on_cpu:
-        _check_memory(config, model, engine_config.cache_config.kv_cache_memory_bytes or 0)
+        cache_config = engine_config.cache_config
+        kv_bytes, fraction = cache_config.kv_cache_memory_bytes, cache_config.gpu_memory_utilization
+        _check_memory(config, model, kv_bytes, fraction)
     if config.engine_start == "fork" or (config.engine_start == "auto" and on_cpu):
         pre_import()
         pid, control = fork_engine_parent(engine_config)
@@ -127,7 +129,6 @@ def _vllm_argv(
                 kv_growth=config.migration_kv_growth,
                 stall_s=config.migration_stall_s,
                 overlap=config.migration_overlap,
-                guest_saves=config.migration_guest_saves,
                 poison=config.migration_poison,
                 attention=config.migration_attention,
             ),
@@ -141,16 +142,29 @@ def _gives(argv: tuple[str, ...], *names: str) -> bool:
     return bool(spelt & set(names))
 
 
-def _check_memory(config: ServeConfig, model: ResolvedModel, kv_bytes: int) -> None:
-    weights = _weight_bytes(model)
-    each = _ENGINE_BYTES + weights + kv_bytes
+def _check_memory(
+    config: ServeConfig, model: ResolvedModel, kv_bytes: int | None, fraction: float
+) -> None:
+    """Return if the machine has what all instances and the store take.
+
+    Args:
+        kv_bytes: KV cache of one instance; None where it is what is left of ``fraction``.
+        fraction: Of the machine's memory, for all of one instance.
+
+    Raises:
+        UserError: It has not.
+    """
+    each = _ENGINE_BYTES + _weight_bytes(model) + (kv_bytes or 0)
+    if kv_bytes is None:
+        each = max(each, int(fraction * psutil.virtual_memory().total))
     pool = parse_size(config.kv_store_size) if config.kv_store else 0
     needed, available = config.num_instances * each + pool, psutil.virtual_memory().available
     if needed > available:
         raise UserError(
             f"{config.num_instances} instances need about {format_size(needed)} of memory and "
             f"{format_size(available)} are available: fewer instances (--pd), a smaller "
-            "--kv-cache-memory-bytes or --kv-store-size, or a smaller model"
+            "--kv-cache-memory-bytes, --gpu-memory-utilization or --kv-store-size, or a smaller "
+            "model"
         )
 
 

@@ -12,6 +12,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -31,6 +32,7 @@ from banaserve.config import ServeConfig
 from banaserve.engine.vllm import options
 from banaserve.engine.vllm.client import tenant
 from banaserve.errors import UserError
+from banaserve.models import ResolvedModel
 from banaserve.run_dir import open_run_dir
 
 
@@ -153,6 +155,25 @@ def test_command_lines(
     assert config.model == model
     assert (config.prefill, config.decode, config.colocated) == shape
     assert config.vllm_argv == vllm_argv
+
+
+@pytest.mark.parametrize(
+    ("kv_bytes", "fraction", "fits"),
+    [(2**30, 0.9, True), (2**32, 0.9, False), (None, 0.2, True), (None, 0.3, False)],
+)
+def test_what_all_engines_take_has_to_be_there(
+    kv_bytes: int | None,
+    fraction: float,
+    fits: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = SimpleNamespace(total=16 * 2**30, available=8 * 2**30)
+    monkeypatch.setattr(launch.psutil, "virtual_memory", lambda: machine)
+    model = ResolvedModel("m", str(tmp_path), "m", is_local=True)
+    refused = pytest.raises(UserError, match="--gpu-memory-utilization")
+    with contextlib.nullcontext() if fits else refused:
+        launch._check_memory(ServeConfig(), model, kv_bytes, fraction)
 
 
 def test_no_option_of_vllm_counts_as_one_of_ours_misspelt() -> None:
