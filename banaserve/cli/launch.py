@@ -129,6 +129,7 @@ def _vllm_argv(
                 kv_growth=config.migration_kv_growth,
                 stall_s=config.migration_stall_s,
                 overlap=config.migration_overlap,
+                guest_saves=config.migration_guest_saves,
                 poison=config.migration_poison,
                 attention=config.migration_attention,
             ),
