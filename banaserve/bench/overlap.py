@@ -4,7 +4,7 @@ One engine on one core moves layers to a guest on another, which is idle else. P
 and batches decode with all layers at home, with ranges away and waited for, and with the same
 ranges away and steps in parts; then by vLLM's own pipeline of two stages, on the same two cores.
 A second engine serves streams of its own on the guest's core, for several shares of it that
-the guest may take.
+the guest may take. With --pace: of two instances of a server, in the time of a modelled GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.progress import Progress
 from banaserve import models
 from banaserve.arguments import Parser, positive
 from banaserve.bench import overlap_figures as figures
-from banaserve.bench import overlap_neighbour, result
+from banaserve.bench import overlap_neighbour, overlap_paced, result
 from banaserve.bench.servers import end_on_sigterm
 from banaserve.bench.told_engine import ToldEngine, told_engine
 from banaserve.config import LEAST_GUEST_SHARE, MOST_STEP_PARTS
@@ -62,6 +62,9 @@ def main(argv: Sequence[str]) -> int:
     """Run it and write the result, each time there is more of it; the exit code."""
     given = _parse(argv)
     end_on_sigterm()
+    if given.pace is not None:
+        result.deliver(overlap_paced.run(given), given.json)
+        return 0
     model = models.resolve(models.PACKAGED, None, lambda line: print(line, flush=True))
     with Progress(transient=True) as progress:
         measuring = _Measuring(
@@ -79,7 +82,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")
     add("--runs", type=positive, default=5)
-    add("--layers", type=int, nargs="+", default=[5, 10, 15], help="that are away, of 30")
+    add("--pace", metavar="PROFILE", help="paced engines: all seconds are those of this model")
+    add("--dilate", type=float, default=4.0, metavar="N", help="of a modelled second")
+    add(
+        "--layers", type=int, nargs="+", help="that are away: 5 10 15 of 30; with --pace of its own"
+    )
     add("--parts", type=int, default=32, help="of a step, at most")
     add("--requests", type=positive, default=4, help="of the load of prompts")
     add("--prompt-tokens", type=int, default=2000)
@@ -95,7 +102,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--own-tokens", type=positive, default=96, help="of each stream on the guest's core")
     add("--seed", type=int, default=0)
     given = parser.parse_args(list(argv))
-    if not all(0 < layers < _NUM_LAYERS for layers in given.layers):
+    if given.dilate <= 0:
+        raise UserError(f"--dilate {given.dilate:g}: give more than 0")
+    if given.pace is None and given.layers is None:
+        given.layers = [5, 10, 15]
+    if given.pace is None and not all(0 < layers < _NUM_LAYERS for layers in given.layers):
         raise UserError(f"--layers: between 1 and {_NUM_LAYERS - 1} of them can be away")
     if not 1 < given.parts <= MOST_STEP_PARTS:
         raise UserError(f"--parts {given.parts}: 2 to {MOST_STEP_PARTS} parts of a step")

@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.bench import overlap, overlap_neighbour
+from banaserve.bench import overlap, overlap_neighbour, overlap_paced
 from banaserve.bench import overlap_figures as figures
+from banaserve.costs import profile as profiles
 from banaserve.errors import UserError
 
 
@@ -26,11 +27,30 @@ from banaserve.errors import UserError
         (["--parts", "65"], "2 to 64 parts"),
         (["--shares", "0.5", "0"], "0.05 to 1"),
         (["--shares", "1.5"], "0.05 to 1"),
+        (["--pace", "opt-13b-a100", "--dilate", "0"], "more than 0"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(argv: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         overlap._parse(argv)
+
+
+@pytest.mark.parametrize("layers", ["12", "40", "0"])
+def test_paced_layers_are_whole_layers_of_the_miniature(layers: str) -> None:
+    given = overlap._parse(["--pace", "opt-13b-a100", "--layers", "5", layers])
+    with pytest.raises(UserError, match=f"--layers {layers}: .*multiples of 5"):
+        overlap_paced.run(given)
+
+
+def test_paced_places_are_a_quarter_and_a_half_unless_asked() -> None:
+    profile = profiles.load("opt-13b-a100")
+    given = overlap._parse(["--pace", profile.name, "--parts", "4"])
+    assert [tuple(place) for place in overlap_paced._places(given, profile)] == [
+        ("layers_10.waiting", 2, 1),
+        ("layers_10.overlap", 2, 4),
+        ("layers_20.waiting", 4, 1),
+        ("layers_20.overlap", 4, 4),
+    ]
 
 
 def test_loads_are_of_the_size_that_is_asked() -> None:
