@@ -201,6 +201,8 @@ class Step:
     """Two sequences: one of 9 tokens that asks with its last three, and a fresh one of 5.
 
     Attributes:
+        metadata: As vLLM's attention on a CPU takes it.
+        common: What that is made of, as a watch of steps has it.
         key: Of all their tokens so far, one sequence behind the other; likewise ``value``.
     """
 
@@ -216,6 +218,9 @@ class Step:
         )
         self.slots = torch.tensor([24, 25, 26, 27, 8, 9, 10, 11, 28, 4, 5, 6, 7, 16])
         self.new = torch.tensor([6, 7, 8, 9, 10, 11, 12, 13])
+        fields = {**vars(self.metadata), "num_reqs": 2}
+        fields["block_table_tensor"] = fields.pop("block_table")
+        self.common = SimpleNamespace(**fields)
         shape = len(self.slots), KV_HEADS, HEAD_SIZE
         self.key, self.value = (torch.randn(shape, generator=draws) for _ in range(2))
         self.query = torch.randn(8, KV_HEADS * GROUP, HEAD_SIZE, generator=draws)
@@ -315,7 +320,7 @@ class Guest:
         self._output = torch.empty(0)
 
     def post(self, *parts: torch.Tensor) -> None:
-        metadata = self._attention.metadata(self._step.metadata)  # type: ignore[arg-type]
+        metadata = self._attention.metadata(self._step.common)  # type: ignore[arg-type]
         self._output = self._attention.run(metadata, self._step.slots[self._step.new], *parts)
 
     def collect(self) -> torch.Tensor:
@@ -336,7 +341,7 @@ def test_heads_apart_are_the_whole_layer(groups: list[list[int]]) -> None:
     step.write_old(old)
     attention.kv_cache[:, here] = old[:, here]
     lost: list[Any] = []
-    split = SplitAttention(None, attention, "l", None, lambda *e: lost.append(e))  # type: ignore[arg-type]
+    split = SplitAttention(None, attention, "l", step, lambda *e: lost.append(e))  # type: ignore[arg-type]
     split.arrange({tuple(group): Guest(step, group) for group in groups})  # type: ignore[misc]
     assert torch.allclose(step_of(attention, step), step.expected(), atol=2e-6)
     away = [head for group in groups for head in group]
@@ -352,7 +357,7 @@ def test_heads_whose_guest_is_lost_are_zero() -> None:
     take_kernels(KERNELS, {"a": attention}, ["a"])
     step.write_old(attention.kv_cache)
     lost: list[Any] = []
-    split = SplitAttention(None, attention, "l", None, lambda *e: lost.append(e))  # type: ignore[arg-type]
+    split = SplitAttention(None, attention, "l", step, lambda *e: lost.append(e))  # type: ignore[arg-type]
     split.arrange({(1,): Guest(step, [1], lost=True)})  # type: ignore[dict-item]
     output = step_of(attention, step)
     assert len(lost) == 1
@@ -371,7 +376,7 @@ def test_where_vllms_own_reads_the_same_kv_only_splits_take_the_kernels() -> Non
     assert calls == ["write", "attend"]
     attention.kv_cache.fill_(float("nan"))
     step.write_old(attention.kv_cache)
-    split = SplitAttention(None, attention, "l", None, lambda *_: None)  # type: ignore[arg-type]
+    split = SplitAttention(None, attention, "l", step, lambda *_: None)  # type: ignore[arg-type]
     split.arrange({(1,): Guest(step, [1])})  # type: ignore[dict-item]
     assert torch.allclose(step_of(attention, step), step.expected(), atol=2e-6)
     assert calls == ["write", "attend"]

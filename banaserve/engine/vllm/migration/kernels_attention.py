@@ -35,9 +35,10 @@ def _batch_of(metadata: Any) -> Batch:
     table = getattr(metadata, "block_table", None)
     if table is None:
         table = metadata.block_table_tensor
-    starts, lengths = metadata.query_start_loc, metadata.seq_lens
+    num_seqs = getattr(metadata, "num_reqs", len(metadata.seq_lens))
+    starts, lengths = metadata.query_start_loc[: num_seqs + 1], metadata.seq_lens[:num_seqs]
     return Batch(
-        block_table=table,
+        block_table=table[:num_seqs],
         query_start=starts,
         query_position=lengths - starts.diff(),
         range_start=torch.zeros_like(lengths),

@@ -152,8 +152,11 @@ class _Group:
 class KernelsHeads:
     """Our kernels: they attend with any heads of the layer, and put all outputs side by side."""
 
-    def __init__(self, layer: Any, attention: KernelsAttention, here: Sequence[int]) -> None:
+    def __init__(
+        self, layer: Any, attention: KernelsAttention, here: Sequence[int], watch: StepWatch
+    ) -> None:
         self._attention = attention
+        self._watch = watch
         self._here = tuple(sorted(here))
         self._heads = Heads(self._here, layer.num_heads // layer.num_kv_heads, self._here)
         self._own: torch.Tensor | None = None
@@ -180,7 +183,9 @@ class KernelsHeads:
     ) -> None:
         """See ``LocalHeads``."""
         if self._here:
-            self._own = self._attention.attend(query, kv_cache, attn_metadata, self._heads)
+            # What vLLM's metadata says depends on its backend; what that was made of does not.
+            batch = self._watch.common
+            self._own = self._attention.attend(query, kv_cache, batch, self._heads)
 
     def join(self, output: torch.Tensor, remote: Sequence[Remote]) -> None:
         """See ``LocalHeads``; BanaServe Eq. 8 to 10 for heads, which have nothing in common."""

@@ -100,7 +100,7 @@ class SplitAttention:
 
     def _stay(self, here: Sequence[int]) -> LocalHeads:
         if isinstance(self.inner, KernelsAttention):
-            return KernelsHeads(self._layer, self.inner, here)
+            return KernelsHeads(self._layer, self.inner, here, self._watch)
         return VllmHeads(self._config, self._layer, self.inner, self._name, here, self._watch)
 
     def _query_heads(self, heads: Sequence[int]) -> torch.Tensor:
