@@ -23,7 +23,9 @@ from banaserve.engine.vllm.migration.messages import (
     BuildHeads,
     KvShape,
 )
+from banaserve.engine.vllm.migration.modules import LayerRange
 from banaserve.engine.vllm.migration.parcel import Parcel, restore, to_wire
+from banaserve.engine.vllm.migration.placement import Placement
 from banaserve.engine.vllm.migration.units import ContextThere, HeadsHere, LayersHere
 from banaserve.kernels.interface import Batch, Part
 
@@ -155,6 +157,19 @@ def test_older_blocks_of_a_guest_are_read_on_its_device(kernels: Kernels) -> Non
     part = unit.run("l", 1, packed, parcel.tensors)
     assert part.output.device == META
     assert kernels.seen == {META}
+
+
+@pytest.mark.parametrize(("landed", "store"), [(True, True), (True, False), (False, True)])
+def test_steps_are_not_cut_where_a_guest_has_to_be_asked_for_what_the_store_loads(
+    landed: bool, store: bool
+) -> None:
+    """A host that has posted a part holds the channel until it has been answered."""
+    residence = SimpleNamespace(link=object(), has_landed=landed)
+    unit = SimpleNamespace(residence=residence, modules=LayerRange(1, 2), is_layers=True)
+    placement = Placement.__new__(Placement)
+    placement._units = {"u": unit}  # type: ignore[dict-item]
+    placement._config = SimpleNamespace(kv_transfer_config=object() if store else None)  # type: ignore[assignment]
+    assert ("what the store loads" in placement._why_wait()) is (landed and store)
 
 
 def test_values_leave_a_gpu_through_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
