@@ -9,12 +9,15 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
+from vllm.config import ModelConfig
 
 from banaserve import __version__
 from banaserve.api.auth import KeyMiddleware
@@ -24,7 +27,7 @@ from banaserve.api.metrics import MetricsPage
 from banaserve.engine.vllm import compat
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster
-from banaserve.engine.vllm.journey import EnginesDiedError
+from banaserve.engine.vllm.endings import EnginesDiedError
 from banaserve.errors import UserError
 
 _MAX_HELD_BYTES = 2**30
@@ -57,8 +60,7 @@ async def make_app(
     """vLLM's application with every endpoint it offers, ours before them."""
     args.api_key = None  # ours guards more paths and knows tenants
     tasks = await client.get_supported_tasks()
-    app = compat.build_app(args, tasks, client.model_config)
-    app.add_exception_handler(EnginesDiedError, answer_engines_died)
+    app = vllm_app(args, tasks, client.model_config)
     await compat.init_app_state(client, app.state, args, tasks)
     app.state.server = StaysUp()
     app.router.routes[:0] = [
@@ -67,11 +69,19 @@ async def make_app(
         Route("/metrics", metrics.answer),
         Route("/scale_elastic_ep", _no_scaling, methods=["POST"]),
     ]
-    # Around the whole application: vLLM has sealed its own list of middleware by now.
+    # Around the whole application: vLLM has sealed its own list of middleware.
     held_bytes = max(_MAX_HELD_BYTES, options.max_body_bytes)
     limited = BodyLimit(app, options.max_body_bytes, held_bytes)
     counted = ConcurrencyLimit(limited, options.max_concurrent_requests)
     return KeyMiddleware(counted, options.api_keys)
+
+
+def vllm_app(args: Namespace, tasks: tuple[Any, ...], model_config: ModelConfig | None) -> FastAPI:
+    """vLLM's application, not yet bound to engines; it knows one more kind of error."""
+    app = compat.build_app(args, tasks, model_config)
+    app.add_exception_handler(EnginesDiedError, answer_engines_died)
+    app.middleware_stack = app.build_middleware_stack()  # vLLM's is built, with its own handlers
+    return app
 
 
 Endpoint = Callable[[Request], Awaitable[Response]]

@@ -20,12 +20,11 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
-from banaserve.api.app import StaysUp
-from banaserve.api.errors import answer_engines_died
+from banaserve.api.app import StaysUp, vllm_app
 from banaserve.engine.vllm import compat
 from banaserve.engine.vllm.adapters import Adapters
 from banaserve.engine.vllm.client import DisaggregatedClient, tenant
-from banaserve.engine.vllm.journey import EnginesDiedError
+from banaserve.engine.vllm.options import parse_vllm_argv
 
 MAX_MODEL_LEN = 16
 
@@ -223,9 +222,8 @@ async def test_an_error_of_an_engine_is_answered_in_the_api_s_form() -> None:
 
 
 async def test_a_client_is_told_not_to_send_again_what_engines_died_of() -> None:
-    app = FastAPI()
-    init_exception_handler(app)
-    app.add_exception_handler(EnginesDiedError, answer_engines_died)
+    app = vllm_app(parse_vllm_argv([]), ("generate",), None)
+    app.state.args = SimpleNamespace(log_error_stack=False)
     made = client([_dying(), _dying()])
 
     @app.post("/v1/x")

@@ -20,7 +20,8 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats
 
 from banaserve.engine.vllm import compat
-from banaserve.engine.vllm.journey import EnginesDiedError, Job, travel
+from banaserve.engine.vllm.endings import EnginesDiedError
+from banaserve.engine.vllm.journey import Job, travel
 from banaserve.types import InstanceId, Route
 
 WORDS = [f"{chr(97 + i)}{chr(97 + i)} " for i in range(20)]
@@ -188,7 +189,7 @@ async def test_a_stream_that_goes_on_elsewhere_lacks_nothing(options: dict[str, 
 
 @pytest.mark.parametrize("obstacle", [None, "sampling"])
 async def test_a_request_that_no_engine_survives_ends_before_it_has_had_them_all(
-    obstacle: str | None,
+    obstacle: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     engines = [Engine(f"d{i}") for i in range(4)]
     whole = SamplingParams(temperature=0.0, max_tokens=10, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -200,6 +201,7 @@ async def test_a_request_that_no_engine_survives_ends_before_it_has_had_them_all
     with pytest.raises(EnginesDiedError, match="3 instances died"):
         await reader.read()
     assert engines[3].legs == []
+    assert "request r is given up" in caplog.text
 
 
 async def test_a_stream_that_comes_further_outlives_any_number_of_engines() -> None:

@@ -7,23 +7,20 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import Any
 
-from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from banaserve.engine.vllm import compat, metrics
 from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.endings import MAX_DEATHS, given_up, out_of_time
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.outputs import Outputs, next_output
 from banaserve.engine.vllm.requests import decode_leg, prefill_leg
 from banaserve.errors import DeadlineExceededError, InstanceDeadError
 from banaserve.types import Route
 
-MAX_DEATHS = 3
-"""So many instances may die one after the other under a request that comes no further."""
 DEAD = (compat.EngineDeadError, InstanceDeadError)
 
 
@@ -77,17 +74,6 @@ class Job:
     @property
     def can_resume(self) -> bool:
         return self.num_sent == 0 or (self.obstacle is None and self.state is not None)
-
-
-class EnginesDiedError(GracefulHTTPError):
-    """Instances have died under a request: tried again and again, it may take down all."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            f"{MAX_DEATHS} instances died one after the other under this request, which may be "
-            "the cause: it is not tried again",
-            HTTPStatus.INTERNAL_SERVER_ERROR,
-        )
 
 
 async def prefill(job: Job, instance: Instance) -> None:
@@ -269,20 +255,12 @@ async def travel(job: Job, cluster: Cluster) -> AsyncGenerator[RequestOutput, No
                 ) from death
             job.died()
             if job.num_deaths == MAX_DEATHS:
-                raise EnginesDiedError from death
+                raise given_up(job.request.external_req_id) from death
             metrics.RETRIES.labels(leg).inc()
             if job.obstacle is not None:
                 job.state = None  # begins again from the prompt: nothing has been sent
         except (DeadlineExceededError, TimeoutError):
             raise out_of_time() from None
-
-
-def out_of_time() -> GracefulHTTPError:
-    """Counts a request whose deadline has passed; returns what its client is told."""
-    metrics.DEADLINES.inc()
-    return GracefulHTTPError(
-        "the request ran out of its time budget (--request-timeout)", HTTPStatus.GATEWAY_TIMEOUT
-    )
 
 
 def _count_way(job: Job, route: Route, attempt: int) -> None:

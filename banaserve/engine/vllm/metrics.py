@@ -20,6 +20,9 @@ RESUMED = Counter(
 BROKEN = Counter(
     "banaserve_streams_broken", "Streams that ended in an error after their instance died"
 )
+GIVEN_UP = Counter(
+    "banaserve_requests_given_up", "Requests that instances died under, one after the other"
+)
 DEADLINES = Counter("banaserve_deadlines_exceeded", "Requests that ran out of their time budget")
 IN_FLIGHT = Gauge(
     "banaserve_requests_in_flight", "Legs that an instance holds now", ["instance_id"]

@@ -12,7 +12,8 @@ from vllm.outputs import PoolingRequestOutput
 
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.cluster import Cluster
-from banaserve.engine.vllm.journey import DEAD, MAX_DEATHS, EnginesDiedError, out_of_time
+from banaserve.engine.vllm.endings import MAX_DEATHS, given_up, out_of_time
+from banaserve.engine.vllm.journey import DEAD
 from banaserve.engine.vllm.outputs import next_output
 
 
@@ -44,4 +45,4 @@ async def pool(
             metrics.RETRIES.labels("pooling").inc()
         except TimeoutError:
             raise out_of_time() from None
-    raise EnginesDiedError
+    raise given_up(str(request[-1]))
