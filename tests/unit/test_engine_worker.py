@@ -225,6 +225,51 @@ def test_a_forward_pass_that_did_not_end_publishes_nothing(
     assert len(writer.reserve(range(2))) == 2
 
 
+@pytest.mark.parametrize("is_lost", [False, True], ids=["saved", "given up"])
+def test_a_layer_that_another_process_has_saved(
+    engine: Callable[..., Engine], is_lost: bool
+) -> None:
+    writer = engine(0.0)
+    plan = StepPlan(1, saves=writer.reserve(range(2)))
+    worker, elsewhere = writer.worker, NAMES[1]
+    worker.begin_step(plan)
+    worker.start_loads(plan)
+    for layer, name in enumerate(NAMES):
+        number_blocks(name, writer.caches[name])
+        if name != elsewhere:
+            worker.save_layer(name, plan)
+        elif not is_lost:
+            target = worker.slots_to_fill(plan)
+            assert target.view is not None
+            for copy in target.copies:
+                begin = target.view.offset_bytes(copy.slot, layer)
+                block = writer.caches[name][copy.block_id].numpy().view("uint8")
+                target.view.memory[begin : begin + PAGE_BYTES] = block
+            worker.saved_elsewhere([name], 1e-3)
+    worker.end_step(plan)
+    reader = engine(-1.0)
+    hits = reader.acquire(range(2))
+    assert len(hits) == (0 if is_lost else 2)
+    counts = worker.stats.take()
+    assert counts is not None
+    assert counts.data.get("guest_saved_bytes", 0) == len(hits) * PAGE_BYTES
+    assert counts.data["saved_bytes"] == 2 * 2 * PAGE_BYTES + len(hits) * PAGE_BYTES
+    reader.step(loads=hits)
+    for name, expected in numbered().items() if hits else ():
+        assert torch.equal(reader.seen[name][:2], expected[:2])
+
+
+def test_saves_that_are_held_back_or_wait_are_for_nobody_else(
+    engine: Callable[..., Engine],
+) -> None:
+    for options in ({"arrangement": "serial"}, {"save_bytes_per_s": 1e9}):
+        writer = engine(0.0, **options)
+        plan = StepPlan(1, saves=writer.reserve(range(1)))
+        writer.worker.begin_step(plan)
+        assert writer.worker.slots_to_fill(plan).view is None
+        writer.client.abandon([copy.slot for copy in plan.saves])
+
+
 def test_slots_of_a_store_that_is_gone_are_reported_and_nothing_is_published(
     engine: Callable[..., Engine],
 ) -> None:
