@@ -44,11 +44,17 @@ class Leash:
 
     @classmethod
     def on(cls, pid: int) -> Leash | None:
-        """For process ``pid``; None where there is none, or it cannot be watched."""
+        """For process ``pid``; None where there is none, or it may not be watched or ended."""
         try:
-            return cls(os.pidfd_open(pid))
+            leash = cls(os.pidfd_open(pid))
         except OSError:
             return None
+        try:
+            signal.pidfd_send_signal(leash._descriptor, 0)
+        except OSError:
+            leash.close()
+            return None
+        return leash
 
     def kill(self) -> None:
         """Kill it and return when it has ended: no memory is written by it any more."""
