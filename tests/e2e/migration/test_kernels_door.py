@@ -16,6 +16,7 @@ from banaserve import models
 pytestmark = pytest.mark.e2e
 
 NUM_TOKENS = 20
+PARTS = 3
 LENGTHS = 5, 40, 300
 BLOCK_SIZE = 32
 TINY = {
@@ -70,7 +71,9 @@ def ends(
     started.close()
 
 
-def test_layers_and_heads_leave_and_come_home_in_mid_stream(ends: Any, let_pass: Any) -> None:
+def test_layers_and_heads_leave_and_come_home_in_mid_stream(
+    ends: Any, let_pass: Any, as_many_parts_as_can_be: None
+) -> None:
     family, prompts, expected, rig = ends
     size = NUM_LAYERS[family] // 3
     layers = {"type": "layers", "start": size, "end": 2 * size}
@@ -90,6 +93,11 @@ def test_layers_and_heads_leave_and_come_home_in_mid_stream(ends: Any, let_pass:
 
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, there_and_on()), expected)
     assert {unit["guest"] for unit in rig.do("status")["units"]} == {other, third}
+    rig.do("overlap", PARTS)
+    assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected), "in parts"
+    overlap = rig.do("status")["overlap"]
+    assert (overlap["why_not"], overlap["steps_cut"] > 0) == ("", True)
+    rig.do("overlap", 1)
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, home()), expected)
     assert rig.do("status")["units"] == []
     assert all(rig.do("usage", guest)["num_runs"] > 0 for guest in (one, other, third))
