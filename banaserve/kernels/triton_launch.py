@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 
 import torch
 import triton
@@ -30,8 +31,14 @@ def check_device(name: str, tensor: torch.Tensor) -> None:
     raise ValueError(f"{name}: on {tensor.device}; allowed: cuda, or TRITON_INTERPRET=1 for tests")
 
 
-def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """Makes the tensor's GPU the one that kernels are launched on."""
+_INTERPRETER = threading.RLock()
+"""It has one grid for all threads of the process."""
+
+
+def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Makes the tensor's GPU the one that kernels are launched on; any thread may launch."""
+    if IS_INTERPRETED:
+        return _INTERPRETER
     if tensor.device.type == "cuda":
         return torch.cuda.device(tensor.device)
     return contextlib.nullcontext()

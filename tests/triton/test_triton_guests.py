@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,3 +87,28 @@ def test_blocks_are_packed_as_the_reference_says() -> None:
     DeviceKv({"a": other}, TRITON).unpack("a", blocks, pages[0], heads)
     assert torch.equal(other[blocks][:, heads], cache[blocks][:, heads])
     assert not other[:, 1].any()
+
+
+def test_a_move_packs_while_a_step_attends() -> None:
+    """In a guest's and a host's process two threads launch kernels."""
+    cache, expected = layer().kv_cache, outputs(REFERENCE, (1,))
+    blocks, kv = [5, 0, 2, 1], DeviceKv({"a": cache}, TRITON)
+    pages = torch.zeros(len(blocks), kv.page_bytes["a"], dtype=torch.uint8)
+    is_over = threading.Event()
+
+    def pack() -> int:
+        rounds = 0
+        while not is_over.is_set() or not rounds:
+            kv.pack("a", blocks, pages.zero_())
+            rounds += 1
+        return rounds
+
+    with ThreadPoolExecutor(1) as executor:
+        packing = executor.submit(pack)
+        try:
+            found = [outputs(TRITON, (1,)) for _ in range(3)]
+        finally:
+            is_over.set()
+        assert packing.result() > 0
+    assert all(torch.allclose(one, expected, atol=1e-5) for one in found)
+    assert torch.equal(pages.view(torch.float32).view(len(blocks), *cache.shape[1:]), cache[blocks])
