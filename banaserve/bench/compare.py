@@ -28,10 +28,12 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from banaserve import models
+from banaserve.api.admin_client import AdminClient
 from banaserve.bench import compare_options, result
 from banaserve.bench.cases_run import decisions_of
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.compare_options import parse, plans
+from banaserve.bench.compare_placement import StartPlacement
 from banaserve.bench.compare_result import (
     CHECK_TOKENS,
     SystemRun,
@@ -55,6 +57,7 @@ from banaserve.bench.serving_run import run_cells, stopped_by_signals, write_who
 from banaserve.bench.serving_table import table
 from banaserve.costs import miniatures
 from banaserve.errors import UserError
+from banaserve.run_dir import find_admin
 
 _SAME = ("--dtype", "float32", "--enable-prompt-tokens-details", "--threads-per-instance", "1")
 _SMALL = ("--kv-cache-memory-bytes", str(256 << 20))
@@ -133,8 +136,11 @@ async def _run(
                 async with OpenAiClient(
                     server.url, model.served_name, return_token_ids=True, clock=clock
                 ) as client:
+                    start = _start_placement(system, log)
                     for workload in missing:
-                        ran = await _one(given, system, workload, server, client, reference, log)
+                        ran = await _one(
+                            given, system, workload, server, client, reference, log, start
+                        )
                         write_whole(kept_path(given, system, workload), msgspec.json.encode(ran))
                         print(f"  {workload.name}: {ran.equal} of {ran.checked} equal", flush=True)
 
@@ -146,7 +152,7 @@ def _server(
     if given.profile is not None:
         options += ["--pace", given.pace, "--dilate", f"{given.dilate:g}"]
     if system.has_orchestrator:
-        options += ["--decision-log", str(log)]
+        options += ["--decision-log", str(log), "--run-dir", str(_run_dir(log))]
     if system.num_servers > 1:
         return balanced_servers(system.num_servers, system.policy, given.model, *options)
     return banaserve_server(given.model, *options)
@@ -160,14 +166,21 @@ async def _one(
     client: OpenAiClient,
     reference: dict[str, list[list[int]]],
     log: Path,
+    start: StartPlacement | None,
 ) -> SystemRun:
     folder = folder_of(given, system, workload)
     await _answers(client, [_call("warm", [7, 8, 9], 2)])
     lacking = [cell for cell in workload.plan.cells() if folder.summary(cell) is None]
     before_s, began_s = server.cpu_s(), time.time()
+
+    def begin(cell: CellId, count: int) -> None:
+        if start is not None:
+            start.restore()
+        print(f"  {cell.name}: {count} requests", flush=True)
+
     async with watched(server.url, client.clock) as timeline:
         cells = await run_cells(
-            workload.plan, client, workload.dataset, folder, Progress(), begin=_told
+            workload.plan, client, workload.dataset, folder, Progress(), begin=begin
         )
     cpu_s = server.cpu_s() - before_s
     found = await _answers(client, _checked_calls(given, workload))
@@ -184,8 +197,14 @@ async def _one(
     )
 
 
-def _told(cell: CellId, count: int) -> None:
-    print(f"  {cell.name}: {count} requests", flush=True)
+def _start_placement(system: System, log: Path) -> StartPlacement | None:
+    if not system.has_orchestrator:
+        return None
+    return StartPlacement(AdminClient(*find_admin(_run_dir(log))))
+
+
+def _run_dir(log: Path) -> Path:
+    return log.with_name("run")
 
 
 async def _reference(
