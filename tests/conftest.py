@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,14 @@ settings.load_profile("banaserve")
 # the folder of tests itself, below which `triton` would be found where the real one is missing.
 for _name in ("contract", "e2e", "e2e/migration", "property", "triton", "unit"):
     sys.path.append(str(Path(__file__).parent / _name))
+
+
+@pytest.fixture(autouse=True)
+def _root_log_level() -> Iterator[None]:
+    """A library that vLLM's server imports raises it, and later tests would see no warnings."""
+    level = logging.getLogger().level
+    yield
+    logging.getLogger().setLevel(level)
 
 
 @pytest.fixture

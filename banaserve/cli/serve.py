@@ -96,6 +96,8 @@ def _quiet(run: RunDir) -> Iterator[TextIO]:
     os.dup2(log, 2)
     os.close(log)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    # A library that vLLM's server imports lets the root logger pass errors alone.
+    logging.getLogger("banaserve").setLevel(logging.INFO)
     terminal = os.fdopen(saved_out, "w", buffering=1)
     atexit.register(_hush)
     try:
