@@ -30,14 +30,10 @@ QUICK: Mapping[str, tuple[str, ...]] = {
     "copies": ("--runs", "1", "--repeats", "3", "--disk-blocks", "16"),
     "orchestrator": ("--runs", "1", "--requests", "20000", "--instances", "64"),
     "pipeline": ("--runs", "1", "--blocks", "3", "--cached-blocks", "2"),
-    "router": ("--runs", "1", "--requests", "500", "--streams", "32"),
+    "router": ("--runs", "1", "--requests", "500", "--streams", "32", "--insertions", "300000"),
     "migration": (
         *("--runs", "1", "--contexts", "200", "--cases", "layers_1", "heads_1"),
         *("--batch-requests", "0"),
-    ),
-    "overlap": (
-        *("--runs", "1", "--layers", "15", "--requests", "1", "--batches", "1", "--no-stages"),
-        *("--long-prompt-tokens", "2000", "--output-tokens", "16"),
     ),
     "handover": (
         *("--runs", "1", "--requests", "3", "--concurrency", "2", "--max-tokens", "400"),
@@ -49,6 +45,11 @@ QUICK: Mapping[str, tuple[str, ...]] = {
     "prefix-ttft": ("--runs", "1", "--prompt-tokens", "768"),
     "stall": ("--runs", "1", "--streams", "4", "--prompt-tokens", "8000"),
     "short-prompts": ("--runs", "1"),
+    "overlap": (
+        *("--runs", "1", "--layers", "15", "--requests", "1", "--prompt-tokens", "1000"),
+        *("--long-prompt-tokens", "2000", "--output-tokens", "8", "--batches", "1"),
+        *("--no-stages", "--shares"),
+    ),
 }
 """Options of each for ``--quick``; cheap ones first, so that a slow machine gets most of them."""
 
