@@ -8,6 +8,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,9 +18,15 @@ from banaserve.engine.vllm import compat_migration as compat
 from banaserve.engine.vllm.migration import checks, part_plan
 from banaserve.engine.vllm.migration.guest_post import GuestPost
 from banaserve.engine.vllm.migration.layer_order import LayerOrder
-from banaserve.engine.vllm.migration.part_plan import PartWork, StageTimes, part_sizes, plan_parts
-from banaserve.engine.vllm.migration.step_parts import why_uncut, work_of
+from banaserve.engine.vllm.migration.part_plan import (
+    PartWork,
+    StageTimes,
+    flow_makespan_s,
+    plan_parts,
+)
+from banaserve.engine.vllm.migration.step_parts import seen_of, why_uncut, work_of
 from banaserve.errors import MigrationError
+from banaserve.orchestrator.model.overlapping import makespan_s
 from banaserve.transport.connect import over_unix
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import Message, Tensor
@@ -37,40 +44,92 @@ def learnt(fixed_s: float, token_s: float, stages: tuple[str, ...] = (part_plan.
     return times
 
 
+def prompt(num_tokens: int, behind: int = 0) -> Any:
+    """At how many tokens each token of one prompt looks."""
+    return np.arange(behind + 1, behind + num_tokens + 1, dtype=float)
+
+
 def test_a_large_step_is_cut_and_half_the_layers_nearly_halve_it() -> None:
-    plan = plan_parts(learnt(1e-4, 4e-5), HALVES, PartWork(2048, 2048**2 / 2), 64)
-    assert 8 <= plan.num_parts <= 64
+    plan = plan_parts(learnt(1e-4, 4e-5), HALVES, prompt(2048), 64)
+    assert 8 <= len(plan.sizes) <= 64
     assert 1.6 < plan.waiting_s / plan.predicted_s < 2.0
 
 
+def test_parts_take_equally_long_though_late_tokens_look_at_more() -> None:
+    fixed_s, token_s, pair_s = 1e-4, 4e-5, 8e-8
+    times = StageTimes()
+    for tokens, behind in itertools.product([16, 128, 512, 2048], [0, 500, 3000] * 4):
+        work = PartWork(tokens, prompt(tokens, behind).sum())
+        for stage, _ in HALVES:
+            layer_s = fixed_s + token_s * tokens + pair_s * work.pairs
+            times.observe(stage, 15, work, 15 * layer_s)
+    plan = plan_parts(times, HALVES, prompt(4000), 16)
+
+    def part_s(begin: int, end: int) -> float:
+        pairs = float(prompt(4000)[begin:end].sum())
+        return 15 * (fixed_s + token_s * (end - begin) + pair_s * pairs)
+
+    ends = [0, *np.cumsum(plan.sizes).tolist()]
+    mine = [part_s(*cut) for cut in itertools.pairwise(ends)]
+    even = [part_s(*cut) for cut in itertools.pairwise(range(0, 4001, 4000 // len(mine)))]
+    assert plan.sizes[0] > 2 * plan.sizes[-1]
+    assert max(mine) < 0.75 * max(even)
+    assert plan.predicted_s == pytest.approx(sum(mine) + max(mine), rel=0.1)
+
+
+def test_the_makespan_of_parts_that_are_not_alike() -> None:
+    """The second part leaves the first stage at 4 and finds the second free; the third waits."""
+    each = np.array([1.0, 3.0, 1.0]), np.array([2.0, 4.0, 1.0])
+    assert flow_makespan_s(each) == 9.0
+    assert flow_makespan_s([np.full(4, 2.0), np.full(4, 3.0)]) == makespan_s((2.0, 3.0), 4)
+
+
+def test_the_makespan_is_that_of_passing_part_after_part() -> None:
+    draw = np.random.default_rng(7)
+    for _ in range(50):
+        each = draw.uniform(0.0, 1.0, (draw.integers(1, 5), draw.integers(1, 20)))
+        free_at = np.zeros(len(each))
+        for part in each.T:
+            at = 0.0
+            for stage, took in enumerate(part):
+                at = free_at[stage] = max(at, free_at[stage]) + took
+        assert flow_makespan_s(list(each)) == pytest.approx(free_at[-1])
+
+
 def test_what_is_bound_by_reading_weights_is_not_cut() -> None:
-    plan = plan_parts(learnt(2e-3, 1e-5), HALVES, PartWork(32, 32 * 100), 64)
-    assert plan.num_parts == 1
+    plan = plan_parts(learnt(2e-3, 1e-5), HALVES, np.full(32, 100.0), 64)
+    assert plan.sizes == (32,)
     assert plan.predicted_s == plan.waiting_s
 
 
 @pytest.mark.parametrize(("most", "tokens"), [(1, 4096), (64, 31), (64, 1)])
 def test_no_more_parts_than_are_allowed_or_filled(most: int, tokens: int) -> None:
-    assert plan_parts(learnt(1e-9, 1e-4), HALVES, PartWork(tokens, tokens), most).num_parts == 1
+    assert plan_parts(learnt(1e-9, 1e-4), HALVES, np.ones(tokens), most).sizes == (tokens,)
 
 
 def test_a_slow_guest_gains_less() -> None:
     times = learnt(1e-4, 4e-5, (part_plan.HERE,))
     for tokens in [1, 32, 512, 2048] * 8:
         times.observe("g", 15, PartWork(tokens, tokens**2 / 2), 15 * (3e-4 + 12e-5 * tokens))
-    plan = plan_parts(times, HALVES, PartWork(2048, 2048**2 / 2), 64)
+    plan = plan_parts(times, HALVES, prompt(2048), 64)
     assert 1.0 < plan.waiting_s / plan.predicted_s < 4 / 3
     times.keep([])
-    assert plan_parts(times, HALVES, PartWork(2048, 2048**2 / 2), 64).waiting_s < plan.waiting_s
+    assert plan_parts(times, HALVES, prompt(2048), 64).waiting_s < plan.waiting_s
 
 
-@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 100, 2048])
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
-def test_sizes_hold_all_tokens(num_tokens: int, num_parts: int) -> None:
-    sizes = part_sizes(num_tokens, num_parts)
-    assert sum(sizes) == num_tokens
-    assert 1 <= len(sizes) <= num_parts
-    assert min(sizes) > 0
+@pytest.mark.parametrize("seed", range(40))
+def test_parts_hold_all_tokens_and_are_what_kernels_work_on(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    queries = draw.integers(1, 300, draw.integers(1, 6))
+    seen = np.concatenate([prompt(n, int(draw.integers(0, 2000))) for n in queries])
+    times = learnt(10 ** draw.uniform(-9, -3), 10 ** draw.uniform(-6, -3))
+    most = int(draw.integers(1, 65))
+    plan = plan_parts(times, HALVES, seen, most)
+    assert sum(plan.sizes) == len(seen)
+    assert 1 <= len(plan.sizes) <= most
+    assert min(plan.sizes) > 0
+    assert all(size % part_plan.LEAST_TOKENS == 0 for size in plan.sizes[:-1])
+    assert plan.predicted_s <= plan.waiting_s
 
 
 def batch(queries: list[int], contexts: list[int]) -> CommonAttentionMetadata:
@@ -115,6 +174,7 @@ def test_parts_see_what_the_whole_sees(sizes: list[int]) -> None:
     assert [request for request, _, _ in together] == owner.tolist()
     assert sum(work_of(p).pairs for p in parts) == pytest.approx(work_of(whole).pairs)
     assert work_of(whole).pairs == sum(length for _, _, length in seen(whole))
+    assert seen_of(whole).tolist() == [length for _, _, length in seen(whole)]
 
 
 def test_a_step_that_is_no_rows_of_tokens_is_not_cut() -> None:
@@ -124,6 +184,7 @@ def test_a_step_that_is_no_rows_of_tokens_is_not_cut() -> None:
     assert why_uncut(rows, common, context) == ""
     assert "positions" in why_uncut({**rows, "positions": torch.zeros(3, 4)}, common, context)
     assert "later" in why_uncut(rows, common.replace(causal=False), context)
+    assert "padded" in why_uncut(rows, common.replace(num_actual_tokens=8), context)
     several: Any = SimpleNamespace(attn_metadata=[{}], slot_mapping={})
     assert "cut it already" in why_uncut(rows, common, several)
 

@@ -14,7 +14,7 @@ from torch import nn
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from banaserve.engine.vllm.migration import messages, overlap, part_plan
+from banaserve.engine.vllm.migration import messages, overlap
 from banaserve.engine.vllm.migration.guest_link import GuestLink
 from banaserve.engine.vllm.migration.guest_post import GuestPost
 from banaserve.engine.vllm.migration.layer_chain import LayerChain
@@ -28,6 +28,7 @@ from banaserve.errors import GuestLostError
 from banaserve.transport.connect import over_unix
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import Message
+from many_parts import as_many_as_can_be
 
 WIDTH, ROOM, NUM_LAYERS, STALL_S = 512, 64, 6, 20.0
 LENGTHS = [3, 40, 1, 17]
@@ -205,11 +206,7 @@ def guests() -> Iterator[Callable[[int], Guest]]:
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many parts as are allowed, whatever this machine is fast at."""
 
-    def most(times: Any, stages: Any, work: Any, most_parts: int) -> part_plan.PartPlan:
-        return part_plan.PartPlan(min(most_parts, int(work.tokens)), 1.0, 1.0)
-
-    monkeypatch.setattr(part_plan, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(overlap, "plan_parts", most)
+    monkeypatch.setattr(overlap, "plan_parts", as_many_as_can_be)
 
 
 @pytest.fixture(scope="module")

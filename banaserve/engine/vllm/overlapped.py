@@ -166,7 +166,8 @@ class Live(_Engine):
         channel = str(self._folder / f"{guest_id}.sock")
         address = GuestAddress(guest_id, channel, token, "shm", folder, self._secret)
         wire.send(self._control, wire.StartGuest(address, str(self._folder / f"{guest_id}.log")))
-        started = wire.receive(self._control)
+        while isinstance(started := wire.receive(self._control), wire.EngineExited):
+            pass  # a guest whose layers have gone home
         if not isinstance(started, wire.GuestStarted):
             raise RuntimeError(f"the guest did not start: {started}")
         _pin(started.pid, _GUEST_CORE)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from many_parts import as_many_as_can_be
 from rig import GuestParents, Rig, steps
 from store_process import start_store
 
@@ -87,16 +88,11 @@ def many_rigs(guest_parents: Any) -> Callable[..., Iterator[Any]]:
 
 @pytest.fixture(scope="module")
 def as_many_parts_as_can_be() -> Iterator[None]:
-    """How many parts pay is what a machine is fast at; here every step has as many as it may."""
-    from banaserve.engine.vllm.migration import overlap, part_plan
-
-    def most(times: Any, stages: Any, work: Any, most_parts: int) -> part_plan.PartPlan:
-        part_plan.plan_parts(times, stages, work, most_parts)
-        return part_plan.PartPlan(min(most_parts, int(work.tokens)), 1.0, 1.0)
+    """Every step has as many parts as it may, cut anywhere."""
+    from banaserve.engine.vllm.migration import overlap
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part_plan, "LEAST_TOKENS", 1)
-        patch.setattr(overlap, "plan_parts", most)
+        patch.setattr(overlap, "plan_parts", as_many_as_can_be)
         yield
 
 

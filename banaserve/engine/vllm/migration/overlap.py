@@ -17,11 +17,10 @@ from banaserve.engine.vllm.migration.part_plan import (
     HERE,
     PartPlan,
     StageTimes,
-    part_sizes,
     plan_parts,
 )
 from banaserve.engine.vllm.migration.pipeline import Pipeline, Segment, segments_of
-from banaserve.engine.vllm.migration.step_parts import cut, join, why_uncut, work_of
+from banaserve.engine.vllm.migration.step_parts import cut, join, seen_of, why_uncut
 from banaserve.engine.vllm.migration.step_watch import StepWatch
 from banaserve.errors import MigrationError
 
@@ -159,10 +158,8 @@ class Overlap:
         if not self._order.is_known or self.why_not or why_uncut(arguments, common, context):
             self._num_waited += 1
             return None
-        plan = plan_parts(self._times, self._stages(), work_of(common), self.most_parts)
-        parts = cut(
-            arguments, self._watch, context, part_sizes(common.num_actual_tokens, plan.num_parts)
-        )
+        plan = plan_parts(self._times, self._stages(), seen_of(common), self.most_parts)
+        parts = cut(arguments, self._watch, context, plan.sizes)
         began_s = time.perf_counter()
         spans = [s for s in self._segments if isinstance(s, RemoteRange)]
         if not Pipeline(self._segments, self._watch, self._times).run(parts):
@@ -171,16 +168,17 @@ class Overlap:
         return join(parts)
 
     def _stages(self) -> list[tuple[str, int]]:
-        """Host and guests, each with the number of layers that it runs."""
-        layers = {HERE: 0}
+        """Host and guests in the order in which a token passes them, each with the number of
+        layers that it runs."""
+        layers: dict[str, int] = {}
         for segment in self._segments:
             name = HERE if isinstance(segment, LayerChain) else segment.where.link.guest_id
             layers[name] = layers.get(name, 0) + len(segment)
         return list(layers.items())
 
     def _count(self, plan: PartPlan, seconds: float) -> None:
-        self._num_parts += plan.num_parts
-        if plan.num_parts == 1:
+        self._num_parts += len(plan.sizes)
+        if len(plan.sizes) == 1:
             self._num_waited += 1
         else:
             self._num_cut += 1

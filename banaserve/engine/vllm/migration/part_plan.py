@@ -1,7 +1,9 @@
-"""In how many parts a step runs fastest where some of its layers are elsewhere. Pure.
+"""Into which parts a step is cut where some of its layers are elsewhere. Pure.
 
-The makespan is that of ``orchestrator.model.overlapping``, of stages whose times are learnt from
-every part that runs.
+Parts are to take equally long, not to have equally many tokens: late tokens of a prompt look at
+more others, and while the last part is in the last stage all others rest. Times of stages are
+learnt from every part that runs. ``orchestrator.model.overlapping`` has the makespan of parts that
+are alike.
 """
 
 from __future__ import annotations
@@ -9,8 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from banaserve.orchestrator.model.fit import LinearFit
-from banaserve.orchestrator.model.overlapping import LEAST_PART_TOKENS, WORTH, makespan_s
+from banaserve.orchestrator.model.overlapping import LEAST_PART_TOKENS, WORTH
+
+Floats = NDArray[np.float64]
 
 HERE = ""
 """The host, among the names of guests."""
@@ -37,10 +44,6 @@ class PartWork:
     def features(self) -> tuple[float, float, float]:
         return 1.0, float(self.tokens), float(self.pairs)
 
-    def share(self, num_parts: int) -> PartWork:
-        """The mean of so many parts."""
-        return PartWork(self.tokens / num_parts, self.pairs / num_parts)
-
 
 class StageTimes:
     """What a layer takes on the host and in each guest, learnt from every part that runs."""
@@ -48,9 +51,11 @@ class StageTimes:
     def __init__(self) -> None:
         self._fits: dict[str, LinearFit] = {}
 
-    def predict_s(self, stage: str, num_layers: int, work: PartWork) -> float:
-        """Time of a stage; a guest that has not run yet is taken to be like the host."""
-        return num_layers * self._fit(stage).predict(work.features)
+    def predict_s(self, stage: str, num_layers: int, tokens: Floats, pairs: Floats) -> Floats:
+        """What each part takes in a stage; a guest that has not run yet is taken to be like the
+        host."""
+        fixed_s, token_s, pair_s = self._fit(stage).coefficients
+        return num_layers * np.maximum(0.0, fixed_s + token_s * tokens + pair_s * pairs)
 
     def observe(self, stage: str, num_layers: int, work: PartWork, seconds: float) -> None:
         """A stage of so many layers took ``seconds``."""
@@ -74,44 +79,92 @@ class PartPlan:
     """How a step is to run.
 
     Attributes:
-        num_parts: 1 where waiting is as good.
+        sizes: Tokens of each part; one part where waiting is as good.
         predicted_s: Time of its layers so.
         waiting_s: Time of its layers in one part.
     """
 
-    num_parts: int
+    sizes: tuple[int, ...]
     predicted_s: float
     waiting_s: float
 
 
 def plan_parts(
-    times: StageTimes, stages: Sequence[tuple[str, int]], work: PartWork, most_parts: int
+    times: StageTimes, stages: Sequence[tuple[str, int]], seen: Floats, most_parts: int
 ) -> PartPlan:
-    """The number of parts for which the pipeline is predicted to be through first.
+    """The parts with which the pipeline is predicted to be through first.
 
     Args:
-        stages: Host and guests, each with the number of its layers.
-        work: Of the whole step.
+        stages: Host and guests as tokens pass them, each with the number of its layers.
+        seen: At how many tokens each token of the step looks, itself among them.
         most_parts: That are allowed.
     """
-    at_most = max(1, min(most_parts, int(work.tokens) // LEAST_TOKENS))
-    spans = [_makespan_s(times, stages, work, num) for num in range(1, at_most + 1)]
-    best = min(range(at_most), key=spans.__getitem__)
-    if spans[best] > WORTH * spans[0]:
-        best = 0
-    return PartPlan(best + 1, spans[best], spans[0])
+    at_most = max(1, min(most_parts, len(seen) // LEAST_TOKENS))
+    if at_most == 1:  # what most steps that decode are: nothing to weigh
+        whole = np.array([len(seen)]), np.array([seen.sum()])
+        waiting_s = sum(float(times.predict_s(*stage, *whole)[0]) for stage in stages)
+        return PartPlan((len(seen),), waiting_s, waiting_s)
+    return _best_of(times, stages, seen, _candidates(at_most))
 
 
-def _makespan_s(
-    times: StageTimes, stages: Sequence[tuple[str, int]], work: PartWork, num_parts: int
-) -> float:
-    part = work.share(num_parts)
-    each = [times.predict_s(name, num_layers, part) for name, num_layers in stages]
-    return makespan_s(each, num_parts)
+def _best_of(
+    times: StageTimes, stages: Sequence[tuple[str, int]], seen: Floats, candidates: Sequence[int]
+) -> PartPlan:
+    marks = _marks(len(seen))
+    pairs = np.concatenate(([0.0], np.cumsum(seen)))[marks]
+    cost_s = np.maximum.reduce([_rising_s(times, stage, marks, pairs) for stage in stages])
+    plans = []
+    for num_parts in candidates:
+        cuts = _cuts(cost_s, num_parts)
+        tokens, looks = np.diff(marks[cuts]), np.diff(pairs[cuts])
+        each = [times.predict_s(name, layers, tokens, looks) for name, layers in stages]
+        plans.append((flow_makespan_s(each), tuple(int(size) for size in tokens)))
+    waiting_s, whole = plans[0]
+    best_s, sizes = min(plans)
+    if best_s > WORTH * waiting_s:
+        best_s, sizes = waiting_s, whole
+    return PartPlan(sizes, best_s, waiting_s)
 
 
-def part_sizes(num_tokens: int, num_parts: int) -> list[int]:
-    """Tokens of each part: alike, in what kernels work on at a time; the last has the rest."""
-    size = -(-num_tokens // (num_parts * LEAST_TOKENS)) * LEAST_TOKENS
-    full, rest = divmod(num_tokens, size)
-    return [size] * full + ([rest] if rest else [])
+def flow_makespan_s(each_s: Sequence[Floats]) -> float:
+    """Time of a step whose parts are not alike.
+
+    A part leaves a stage C_i(k) = max(C_(i-1)(k), C_i(k-1)) + t_i(k) after the step's beginning.
+
+    Args:
+        each_s: For each stage, in order, what each part takes in it; at least one of both.
+    """
+    done = np.cumsum(each_s[0])
+    for took in each_s[1:]:
+        upto = np.cumsum(took)
+        done = upto + np.maximum.accumulate(done - (upto - took))
+    return float(done[-1])
+
+
+def _marks(num_tokens: int) -> NDArray[np.int64]:
+    """Where a step may be cut: what kernels work on at a time, and its ends."""
+    return np.append(np.arange(0, num_tokens, LEAST_TOKENS), num_tokens)
+
+
+def _rising_s(
+    times: StageTimes, stage: tuple[str, int], marks: NDArray[np.int64], pairs: Floats
+) -> Floats:
+    """What a stage takes up to each mark, without what a part takes in itself."""
+    upto = times.predict_s(*stage, marks.astype(float), pairs)
+    return np.asarray(np.maximum.accumulate(upto - upto[0]))
+
+
+def _cuts(cost_s: Floats, num_parts: int) -> NDArray[np.int64]:
+    """Marks between which the cost is alike; fewer where a mark would stand twice."""
+    last = len(cost_s) - 1
+    halfway = (cost_s[:-1] + cost_s[1:]) / 2
+    nearest = np.searchsorted(halfway, cost_s[-1] * np.arange(1, num_parts) / num_parts)
+    return np.unique(np.concatenate(([0], nearest, [last])))
+
+
+def _candidates(at_most: int) -> list[int]:
+    """Numbers of parts: all of the small ones, a quarter apart further up."""
+    found = [1]
+    while (more := max(found[-1] + 1, found[-1] * 5 // 4)) <= at_most:
+        found.append(more)
+    return found

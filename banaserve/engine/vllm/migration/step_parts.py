@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.forward_context import ForwardContext
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -55,12 +57,18 @@ class Part:
 
 
 def work_of(common: CommonAttentionMetadata) -> PartWork:
-    """Tokens of a batch, and pairs: query token i of n in a sequence of s sees s - n + i + 1."""
-    starts = common.query_start_loc_cpu.numpy().astype(float)
-    lengths = common.seq_lens.cpu().numpy().astype(float)
-    queries = starts[1:] - starts[:-1]
-    pairs = queries * lengths[: len(queries)] - queries * (queries - 1) / 2
-    return PartWork(float(queries.sum()), float(pairs.sum()))
+    """Tokens of a batch, and at how many tokens they look together."""
+    seen = seen_of(common)
+    return PartWork(float(len(seen)), float(seen.sum()))
+
+
+def seen_of(common: CommonAttentionMetadata) -> NDArray[np.float64]:
+    """At how many tokens each token of a batch looks, itself among them."""
+    starts = common.query_start_loc_cpu.numpy()
+    queries = np.diff(starts)
+    lengths = common.seq_lens.cpu().numpy()[: len(queries)]
+    before = np.repeat(lengths - starts[1:], queries)
+    return np.asarray(before + np.arange(1, len(before) + 1), dtype=np.float64)
 
 
 def why_uncut(
@@ -72,6 +80,8 @@ def why_uncut(
         return "its tokens look at later ones"
     if not isinstance(context.attn_metadata, dict) or not isinstance(context.slot_mapping, dict):
         return "the engine has cut it already"
+    if int(common.query_start_loc_cpu[-1]) != num_tokens:
+        return "it is padded"
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor) and value.shape[:1] != (num_tokens,):
             return f"{name} has not one row for each token"
