@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
-from datetime import UTC, datetime
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.bench import overlap, overlap_neighbour, overlap_paced
+from banaserve.bench import overlap, overlap_neighbour, overlap_paced, overlap_rounds
 from banaserve.bench import overlap_figures as figures
 from banaserve.costs import profile as profiles
+from banaserve.engine.vllm import overlapped, wire
 from banaserve.errors import UserError
 
 
@@ -58,9 +60,9 @@ def test_loads_are_of_the_size_that_is_asked() -> None:
     loads = overlap._loads(given)
     assert [load.name for load in loads] == ["prefill", "ttft", "decode_1", "decode_8"]
     assert [load.num_requests for load in loads] == [3, 1, 1, 8]
-    prompts = overlap._prompts(random.Random(0), loads[0])
+    prompts = overlap_rounds.draw_prompts(random.Random(0), loads[0])
     assert [len(prompt) for prompt in prompts] == [50, 50, 50]
-    assert prompts == overlap._prompts(random.Random(0), loads[0]), "seeded"
+    assert prompts == overlap_rounds.draw_prompts(random.Random(0), loads[0]), "seeded"
 
 
 def test_gains_are_ratios_within_a_round() -> None:
@@ -118,38 +120,96 @@ def test_a_host_is_fed_until_its_neighbour_has_ended() -> None:
     assert len(fed) >= 1
 
 
+def test_the_end_of_an_earlier_guest_is_no_failure_of_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its parent tells of both on one socket."""
+    pinned: list[int] = []
+    monkeypatch.setattr(overlapped, "_pin", lambda pid, core: pinned.append(pid))
+    live = object.__new__(overlapped.Live)
+    live._folder, live._secret, live._num = tmp_path, "secret", 1
+    live._control, parent = socket.socketpair()
+    ready = {"guests": {"g2": {"state": "ready"}}}
+    monkeypatch.setattr(live, "_ask", lambda method, *args: ready)
+    with live._control, parent:
+        wire.send(parent, wire.EngineExited(7, 0))
+        wire.send(parent, wire.GuestStarted("g2", 8))
+        assert live._guest() == "g2"
+        order = wire.receive(parent)
+    assert isinstance(order, wire.StartGuest)
+    assert pinned == [8]
+
+
 class Serving:
     """An engine that answers at once; its steps take as long as it may cut them."""
 
-    def __init__(self) -> None:
+    def __init__(self, wrong: int = 0) -> None:
         self.parts = 0
+        self.layers: Any = None
+        self.wrong = wrong
         self.log: list[Any] = []
 
     def tell(self, **order: Any) -> dict[str, Any]:
+        if order["do"] == "run":
+            self.log.append((self.layers, self.parts, len(order["prompts"][0]), order["tokens"]))
+            tokens = [prompt[0] + self.wrong for prompt in order["prompts"]]
+            return {"seconds": float(self.parts or 60), "tokens": tokens}
         if order["do"] == "overlap":
             self.parts = order["parts"]
-            return {}
-        if order["do"] == "sums":
-            return {"measured": float(len(self.log))}
-        self.log.append((self.parts, len(order["prompts"][0]), order["tokens"]))
-        tokens = [prompt[:1] for prompt in order["prompts"]]
-        return {"seconds": float(self.parts), "tokens": tokens}
+        if order["do"] == "away":
+            self.layers, self.parts = order["layers"], 0
+        done = float(len(self.log))
+        times = {"measured": done, "wrong": 0.0, "waiting": 2 * done, "predicted": done}
+        return times if order["do"] == "sums" else {"overlap": "as told"}
 
 
-def test_waiting_and_parts_are_measured_one_right_after_the_other() -> None:
-    argv = ["--runs", "2", "--batches", "--requests", "1", "--prompt-tokens", "600"]
-    given = overlap._parse([*argv, "--long-prompt-tokens", "700"])
-    measuring = overlap._Measuring(given, datetime.now(UTC), "model", lambda what: None)
-    engine = Serving()
-    waiting, parts = measuring._passes(engine, (1, 32))  # type: ignore[arg-type]
-    warm, served = engine.log[:4], engine.log[4:]
-    assert [entry[1] for entry in warm] == [512] * 4
-    assert served == [(1, 600, 16), (32, 600, 16), (1, 700, 1), (32, 700, 1)] * 2
-    assert waiting.seconds == {"prefill": [1.0, 1.0], "ttft": [1.0, 1.0]}
-    assert parts.seconds == {"prefill": [32.0, 32.0], "ttft": [32.0, 32.0]}
-    assert parts.sums_s["ttft"] == [{"measured": 1.0}] * 2
-    (again,) = measuring._passes(engine, (None,), waiting)  # type: ignore[arg-type]
-    assert again.equal == {"prefill": [1.0, 1.0], "ttft": [1.0, 1.0]}
-    other = waiting._replace(tokens={"prefill": [[[1]], [[2]]], "ttft": waiting.tokens["ttft"]})
-    (odd,) = measuring._passes(engine, (None,), other)  # type: ignore[arg-type]
-    assert odd.equal["prefill"] == [0.0, 0.0]
+def rounds(live: Serving, stages: Serving | None = None) -> overlap_rounds.Rounds:
+    argv = ["--batches", "--requests", "1", "--prompt-tokens", "600", "--long-prompt-tokens", "700"]
+    loads = overlap._loads(overlap._parse(argv))
+    prompts = [
+        {load.name: overlap_rounds.draw_prompts(random.Random(n), load) for load in loads}
+        for n in range(2)
+    ]
+    return overlap_rounds.Rounds(
+        live,  # type: ignore[arg-type]
+        stages,  # type: ignore[arg-type]
+        30,
+        [5, 15],
+        30,
+        512,
+        loads,
+        prompts,
+        lambda what: None,
+    )
+
+
+def test_what_is_compared_is_measured_in_the_same_round() -> None:
+    live, stages = Serving(), Serving()
+    measuring = rounds(live, stages)
+    assert list(measuring.run()) == [1, 2]
+    warm, home = (512, 1), [(600, 16), (700, 1)]
+
+    def away(layers: int) -> list[Any]:
+        place = [30 - layers, 30]
+        each = [(place, parts, *load) for load in home for parts in (1, 30)]
+        return [(place, 30, *warm), *each]
+
+    at_home = [(None, 0, *load) for load in home]
+    first = [(None, 0, *warm), *at_home, *away(15), *away(5)]
+    second = [*at_home, *away(5), *away(15)]
+    assert live.log == first + second
+    assert stages.log == [(None, 0, *warm), *at_home, *at_home]
+    samples = measuring.samples()
+    assert samples["layers_15.overlap.ttft_gain"] == ([2.0, 2.0], "ratio")
+    assert samples["layers_5.waiting.prefill_gain"] == ([60.0, 60.0], "ratio")
+    assert samples["ttft_gain"] == samples["layers_15.overlap.ttft_gain"]
+    assert samples["stages.equal_answers"] == ([1.0, 1.0], "fraction")
+    assert measuring.raw()["seconds"]["home"] == {"prefill": [60.0, 60.0], "ttft": [60.0, 60.0]}
+    assert measuring.raw()["status"] == {"layers_15": "as told", "layers_5": "as told"}
+
+
+def test_an_answer_that_differs_is_told() -> None:
+    measuring = rounds(Serving(), Serving(wrong=1))
+    list(measuring.run())
+    assert measuring.samples()["stages.equal_answers"] == ([0.0, 0.0], "fraction")
+    assert measuring.samples()["equal_answers"] == ([1.0, 1.0], "fraction")
