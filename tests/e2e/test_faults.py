@@ -6,8 +6,10 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
 from banaserve import models
@@ -15,7 +17,7 @@ from banaserve.bench import workloads
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.record import RequestRecord
 from banaserve.bench.servers import Server, banaserve_server
-from observing import until, writer
+from observing import until, writer, writers
 
 pytestmark = pytest.mark.e2e
 
@@ -141,6 +143,34 @@ def test_two_ends_one_after_the_other_break_no_answer(
     until(lambda: all_ready(server), "all instances are back")
     assert first != writer(run_dir, "d0")
     assert second != writer(run_dir, "d1")
+
+
+@pytest.mark.long
+def test_a_request_under_which_engines_die_is_given_up(server: Server, run_dir: Path) -> None:
+    """Each is killed in its prefill, as if it died of the request."""
+    (prompt,) = workloads.prompts("synthetic", 1, 3000, 3000, 5, str.split)
+    body = {"model": "smollm2-135m", "prompt": prompt.text, "max_tokens": 1}
+    killed: list[int] = []
+
+    def kills_holder() -> bool:
+        for log, pid in writers(run_dir):
+            name = log.removesuffix(".log")
+            held = server.metric("banaserve_requests_in_flight", instance_id=name)
+            if pid not in killed and held == 1:
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+                return True
+        return False
+
+    with ThreadPoolExecutor(1) as pool:
+        answering = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=180)
+        for _ in range(3):
+            until(lambda: kills_holder() or answering.done(), "an engine has it")
+        answer = answering.result()
+    assert len(killed) == 3
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (500, "false")
+    assert answer.json()["error"]["code"] == "engines_died"
+    until(lambda: all_ready(server), "all instances are back")
 
 
 def test_answers_are_the_same_after_all_that(

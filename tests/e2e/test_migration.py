@@ -28,7 +28,13 @@ import migration_load as loads
 from banaserve import models
 from banaserve.api.admin_client import AdminClient
 from banaserve.bench.servers import Server, banaserve_server
-from banaserve.engine.vllm.moves.words import MoveContext, MoveHeads, MoveLayers, Return
+from banaserve.engine.vllm.moves.words import (
+    MoveContext,
+    MoveHeads,
+    MoveLayers,
+    OverlapAsk,
+    Return,
+)
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
 from observing import until
@@ -163,11 +169,13 @@ def test_the_commands_find_the_server_by_its_folder(server, admin, run_dir):
 
 
 def test_random_moves_at_random_moments(server, admin, reference):
+    """And at random an instance waits for its guests, or cuts its steps into parts."""
     rng = random.Random(SEED)
     ended = 0
     with loads.streaming(server, reference, NUM_STREAMS) as load:
         while ended < NUM_MOVES:
             load.wait_tokens(rng.randrange(60))
+            admin.overlap(OverlapAsk(rng.choice(("d0", "d1", "p0")), rng.choice((1, 2, 32))))
             try:
                 migration = admin.run(loads.random_ask(rng))
             except UserError:
@@ -177,6 +185,7 @@ def test_random_moves_at_random_moments(server, admin, reference):
         for host in ("d0", "d1", "p0"):
             if loads.placed(admin, host).units:
                 loads.done(admin, Return(host))
+            admin.overlap(OverlapAsk(host, 1))
     assert server.metric("banaserve_migration_lost_steps_total") == 0
 
 
