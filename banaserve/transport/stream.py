@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -45,6 +46,9 @@ class SocketStream:
         self._view = memoryview(self._buffer)
         self._first = self._end = 0
         self._pidfd = -1
+        # Held in calls on the socket, none of which waits: a socket closed under one gives its
+        # number to whatever is opened next.
+        self._reading, self._writing = threading.Lock(), threading.Lock()
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(sock, select.POLLIN)
         self._writable.register(sock, select.POLLOUT)
@@ -70,7 +74,8 @@ class SocketStream:
         left = [view for part in parts if (view := memoryview(part)).nbytes]
         while left:
             try:
-                sent = self._sock.sendmsg(left[:_MAX_PARTS])
+                with self._writing:
+                    sent = self._sock.sendmsg(left[:_MAX_PARTS])
             except BlockingIOError:
                 self._wait(self._writable, deadline)
                 continue
@@ -131,11 +136,13 @@ class SocketStream:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Any thread may, and several at once: a reader and a writer both find it broken."""
         self.abort()
-        self._sock.close()
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
+        with self._reading, self._writing:
+            self._sock.close()
+            pidfd, self._pidfd = self._pidfd, -1
+            if pidfd >= 0:
+                os.close(pidfd)
 
     def _watch_process(self) -> None:
         # Where the process cannot be named, the end of the connection has to do.
@@ -159,7 +166,8 @@ class SocketStream:
 
     def _receive_now(self, target: memoryview) -> int:
         try:
-            count = self._sock.recv_into(target)
+            with self._reading:
+                count = self._sock.recv_into(target)
         except BlockingIOError:
             return 0
         except (OSError, ValueError) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 
 import msgspec
@@ -23,10 +24,12 @@ from banaserve.transport.options import TransportOptions
 from banaserve.transport.runs import gather, scatter
 
 NAME = "torch_distributed"
-_CONNECT = timedelta(seconds=10)
+_TIMEOUT = timedelta(seconds=10)
+"""Of connecting, and of a transfer in which the peer stands still."""
+_AT_ONCE = timedelta(milliseconds=1)
 _LOOK_S = 0.05
 _OWNER, _PEER = range(2)
-_TAG = 1
+_TAG, _NEVER_SENT = 1, 2
 
 
 class Rendezvous(msgspec.Struct, frozen=True, array_like=True):
@@ -47,7 +50,7 @@ class TorchDistributedTransport(GrantedTransport):
 
     def _accept(self, region: LocalRegion) -> tuple[Mover, bytes]:
         store = dist.TCPStore(
-            self._host, 0, 2, is_master=True, timeout=_CONNECT, wait_for_workers=False
+            self._host, 0, 2, is_master=True, timeout=_TIMEOUT, wait_for_workers=False
         )
         where = Rendezvous(self._host, store.port)
         return _Owner(store, self._host), msgspec.msgpack.encode(where)
@@ -59,37 +62,43 @@ class TorchDistributedTransport(GrantedTransport):
             raise PeerGoneError(f"the peer breaks the protocol: {error}") from None
 
         def join() -> dist.ProcessGroupGloo:
-            store = dist.TCPStore(where.host, where.port, 2, is_master=False, timeout=_CONNECT)
+            store = dist.TCPStore(where.host, where.port, 2, is_master=False, timeout=_TIMEOUT)
             return _group(store, self._host, _PEER)
 
         return _Peer(_meet(join, check_peer), torch.from_numpy(staging))
 
 
 class _TorchMover(Mover):
-    def __init__(self) -> None:
+    def __init__(self, peer: int) -> None:
+        self._peer = peer
         self._group: dist.ProcessGroupGloo | None = None
-        self._work: dist.Work | None = None
+        self._aborted = False
 
     def abort(self) -> None:
-        if (work := self._work) is not None:
-            work.abort()
+        # There is no call for it, and to drop the group does not do: but a receive that runs out
+        # of time closes the pair, and whoever waits for another transfer is told at once. Only a
+        # send that has begun is not: it ends with the group's timeout.
+        self._aborted = True
+        if (group := self._group) is not None:
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1, dtype=torch.uint8)], self._peer, _NEVER_SENT).wait(
+                    _AT_ONCE
+                )
 
     def close(self) -> None:
         self._group = None
 
-    def _exchange(self, tensor: torch.Tensor, peer: int, *, sends: bool) -> None:
+    def _exchange(self, tensor: torch.Tensor, *, sends: bool) -> None:
         if not tensor.numel():
             return
-        assert self._group is not None
-        exchange = self._group.send if sends else self._group.recv
-        self._work = exchange([tensor], peer, _TAG)
-        self._work.wait()
-        self._work = None
+        if (group := self._group) is None or self._aborted:
+            raise PeerGoneError("the connection was broken off")
+        (group.send if sends else group.recv)([tensor], self._peer, _TAG).wait()
 
 
 class _Owner(_TorchMover):
     def __init__(self, store: dist.Store, host: str) -> None:
-        super().__init__()
+        super().__init__(_PEER)
         self._store = store
         self._host = host
         self._staging = reserve(SLICE_BYTES).view()
@@ -101,22 +110,22 @@ class _Owner(_TorchMover):
         data = self._staging[: part.num_bytes * part.remote_offsets.size]
         staged, tensor = Memory.of(data), torch.from_numpy(data)
         if part.writes:
-            self._exchange(tensor, _PEER, sends=False)
+            self._exchange(tensor, sends=False)
             scatter(part.local, part.remote_offsets, staged, part.num_bytes)
         else:
             gather(staged, part.local, part.remote_offsets, part.num_bytes)
-            self._exchange(tensor, _PEER, sends=True)
+            self._exchange(tensor, sends=True)
 
 
 class _Peer(_TorchMover):
     def __init__(self, group: dist.ProcessGroupGloo, staging: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__(_OWNER)
         self._group = group
         self._staging = staging
 
     def move(self, part: Plan, check_peer: Callable[[], None]) -> None:
         tensor = self._staging[: part.num_bytes * part.remote_offsets.size]
-        self._exchange(tensor, _OWNER, sends=part.writes)
+        self._exchange(tensor, sends=part.writes)
 
 
 def _meet(
@@ -146,5 +155,5 @@ def _meet(
 def _group(store: dist.Store, host: str, rank: int) -> dist.ProcessGroupGloo:
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = _CONNECT
+    options._timeout = _TIMEOUT
     return dist.ProcessGroupGloo(store, rank, 2, options)

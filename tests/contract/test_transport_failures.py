@@ -6,7 +6,10 @@ import os
 import signal
 import socket
 from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
 from threading import Event
+from time import sleep
 
 import msgspec
 import numpy as np
@@ -24,6 +27,7 @@ from banaserve.transport.interface import RegionDescriptor
 from banaserve.transport.memory import SLICE_BYTES, Memory
 from banaserve.transport.options import TransportOptions
 from banaserve.transport.registry import create
+from banaserve.transport.torch_distributed import _TorchMover
 
 side, doomed = harness.side, harness.doomed
 WAIT_S, REGION_BYTES = harness.WAIT_S, harness.REGION_BYTES
@@ -78,6 +82,47 @@ def test_a_peer_that_stands_still_costs_a_timeout_or_nothing(side, doomed):
         with pytest.raises(TransferCancelledError):
             ticket.wait(0.0)
     remote.close()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_transfer_is_cancelled_while_the_group_waits_for_a_peer_that_stands_still(
+    side, doomed, monkeypatch, writes
+):
+    if side.name != "torch_distributed":
+        pytest.skip("its bytes do not travel by a group")
+    # A send that has begun cannot be broken off: it ends with this.
+    monkeypatch.setattr("banaserve.transport.torch_distributed._TIMEOUT", timedelta(seconds=3))
+    num_bytes = 2 * SLICE_BYTES
+    _, descriptor = doomed.offer(num_bytes=num_bytes)
+    remote = side.transport.open(descriptor, WAIT_S)
+    waits = Event()
+    exchange = _TorchMover._exchange
+
+    def stop_it_first(mover, *given, **named):
+        stop(doomed.process.pid)
+        waits.set()
+        exchange(mover, *given, **named)
+
+    monkeypatch.setattr(_TorchMover, "_exchange", stop_it_first)
+    submit = remote.submit_write if writes else remote.submit_read
+    ticket = submit(Memory.of(np.ones(num_bytes, np.uint8)), [0], [0], num_bytes, 1)
+    assert waits.wait(WAIT_S)
+    with pytest.raises(TransferTimeoutError):
+        ticket.wait(0.2)
+    assert ticket.cancel()
+    with pytest.raises(PeerGoneError, match="broken off"):
+        submit(Memory.of(np.ones(1, np.uint8)), [0], [0], 1, 1).wait(WAIT_S)
+    remote.close()
+
+
+def stop(pid):
+    """Stop a process and return when all its threads stand still."""
+    os.kill(pid, signal.SIGSTOP)
+    while any(
+        status.read_text().rpartition(")")[2].split()[0] != "T"
+        for status in Path(f"/proc/{pid}/task").glob("*/stat")
+    ):
+        sleep(0.001)
 
 
 def test_a_peer_that_is_killed_before_the_groups_have_met_is_noticed(side, doomed, monkeypatch):
