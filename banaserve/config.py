@@ -17,8 +17,9 @@ at 32 the streams of a decode instance stand still for 0.22 s with one leg, for 
 SCHEDULERS = ("vllm", "preble")
 MINIATURE = "miniature"
 """The model that runs in the place of a modelled one."""
-MOST_STEP_PARTS = 64
-"""Beyond that a part of the largest steps is smaller than it pays to send."""
+DEFAULT_STEP_PARTS, MOST_STEP_PARTS = 32, 64
+"""Beyond the most, a part of the largest steps is smaller than it pays to send. How many there are
+of these is computed for each step: the default bounds it where the computation might be wrong."""
 MIGRATION_ATTENTION = "auto", "vllm", "kernels", "reference", "triton"
 LEAST_GUEST_SHARE = 0.05
 """With less a guest makes its host wait twenty times as long as it computes."""
@@ -137,7 +138,7 @@ class ServeConfig:
     migration: bool = True
     migration_kv_growth: float = 2.0
     migration_stall_s: float = 1.0
-    migration_overlap: int = 1
+    migration_overlap: int = DEFAULT_STEP_PARTS
     migration_guest_share: float = 1.0
     migration_guest_saves: bool = True
     migration_poison: bool = False

@@ -30,7 +30,11 @@ from banaserve.engine.vllm.moves.words import MoveLayers
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
 
-_SAME = ("--pd", "1:1", "--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 30))
+_SAME = (
+    *("--pd", "1:1", "--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 30)),
+    # Times of first tokens are to differ by what is handed over alone.
+    *("--migration-overlap", "1"),
+)
 _SAVES = {"guest": "on", "host": "off"}
 """Who saves what has moved, and ``--migration-guest-saves`` for it."""
 

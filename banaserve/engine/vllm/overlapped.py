@@ -95,7 +95,7 @@ class Live(_Engine):
             "worker_extension_cls": "banaserve.engine.vllm.worker.WorkerExtension",
             "scheduler_cls": "banaserve.engine.vllm.migration.pool.AsyncPoolScheduler",
             "async_scheduling": True,
-            "additional_config": {"banaserve_migration": {"stall_s": 5.0}},
+            "additional_config": {"banaserve_migration": {"stall_s": 5.0, "overlap": 1}},
         }
         engine_parent.pre_import()
         config = EngineArgs(**whole).create_engine_config()

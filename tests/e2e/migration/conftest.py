@@ -38,7 +38,9 @@ def engine_arguments() -> Callable[..., dict[str, Any]]:
             "scheduler_cls": "banaserve.engine.vllm.migration.pool.AsyncPoolScheduler",
             "async_scheduling": True,
             "disable_log_stats": True,
-            "additional_config": {"banaserve_migration": {"poison": True, **migration}},
+            "additional_config": {
+                "banaserve_migration": {"poison": True, "overlap": 1, **migration}
+            },
             **more,
         }
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from vllm.config import VllmConfig
 
-from banaserve.config import MOST_STEP_PARTS
+from banaserve.config import DEFAULT_STEP_PARTS, MOST_STEP_PARTS
 from banaserve.engine.vllm.additional_config import section
 from banaserve.engine.vllm.migration.attention_door import KERNELS, check_choice
 from banaserve.errors import UserError
@@ -33,7 +33,7 @@ class MigrationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     kv_growth: float = 2.0
     stall_s: float = 1.0
-    overlap: int = 1
+    overlap: int = DEFAULT_STEP_PARTS
     guest_saves: bool = True
     poison: bool = False
     attention: str = "auto"
