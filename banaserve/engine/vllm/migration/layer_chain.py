@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ class LayerChain:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = list(layers)
-        self._names = [frozenset(inspect.signature(m.forward).parameters) for m in layers]
+        self._names = [_parameters(getattr(m.forward, "__func__", m.forward)) for m in layers]
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -37,6 +38,12 @@ class LayerChain:
                 returned = layer(**{k: v for k, v in given.items() if k in names})
             given |= as_arguments(returned)
         return returned
+
+
+@functools.cache
+def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
+    """By name; kept because a chain is made while an engine stands still for a move."""
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def as_arguments(returned: Any) -> dict[str, Any]:

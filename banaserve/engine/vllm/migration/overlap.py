@@ -51,6 +51,8 @@ class Overlap:
         self._why_never = why_not
         self._why_here = self._told = ""
         self._layers = layers
+        # Made here, since an engine stands still while they are put in their places.
+        self._before = [_Before(self, index) for index in range(len(layers))]
         self._watch = watch
         self._times = StageTimes()
         self._segments: list[Segment] = []
@@ -79,7 +81,7 @@ class Overlap:
         """Leave nothing but the model's layers and their proxies in its list."""
         for index, module in enumerate(self._layers):
             if isinstance(module, _Before):
-                self._layers[index] = module.layer
+                self._layers[index] = module.leave()
         self._segments = []
 
     def step_in(self, why_not: str) -> None:
@@ -99,7 +101,7 @@ class Overlap:
             return
         self._segments = segments
         for index, module in enumerate(self._layers):
-            self._layers[index] = _Before(self, index, module)
+            self._layers[index] = self._before[index].standing_before(module)
 
     def _tell(self) -> None:
         why_not = self.why_not if self.most_parts > 1 else ""
@@ -195,11 +197,21 @@ class _Before(nn.Module):
 
     layer: nn.Module
 
-    def __init__(self, overlap: Overlap, index: int, layer: nn.Module) -> None:
+    def __init__(self, overlap: Overlap, index: int) -> None:
         super().__init__()
         object.__setattr__(self, "overlap", overlap)
-        object.__setattr__(self, "layer", layer)
         self.index = index
+
+    def standing_before(self, layer: nn.Module) -> _Before:
+        """This, before ``layer``, which is not registered as a part of it."""
+        object.__setattr__(self, "layer", layer)
+        return self
+
+    def leave(self) -> nn.Module:
+        """The layer, which this lets go of."""
+        layer = self.layer
+        object.__delattr__(self, "layer")
+        return layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.overlap.call(self.index, self.layer, args, kwargs)
