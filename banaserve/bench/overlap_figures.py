@@ -68,7 +68,11 @@ def beside_waiting(name: str, loads: Sequence[Load], waiting: Times, times: Time
         pairs = zip(waiting.seconds[load.name], times.seconds[load.name], strict=True)
         over = [theirs / ours for theirs, ours in pairs]
         samples[f"{name}.{load.gain}_over_waiting"] = over, "ratio"
-        predicted = [sums["waiting"] / sums["predicted"] for sums in times.sums_s[load.name]]
+        # Where no step was weighed, all were too small to be cut.
+        predicted = [
+            sums["waiting"] / sums["predicted"] if sums["predicted"] else 1.0
+            for sums in times.sums_s[load.name]
+        ]
         samples[f"{name}.{load.gain}_predicted"] = predicted, "ratio"
     each = [list(sums) for sums in zip(*times.sums_s.values(), strict=True)]
     wrong = [sum(s["wrong"] for s in sums) / sum(s["measured"] for s in sums) for sums in each]

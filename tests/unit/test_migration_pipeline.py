@@ -207,6 +207,7 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many parts as are allowed, whatever this machine is fast at."""
 
     monkeypatch.setattr(overlap, "plan_parts", as_many_as_can_be)
+    monkeypatch.setattr(overlap, "SMALL_TOKENS", 0)
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +240,21 @@ def test_parts_give_what_the_whole_gives(
     assert status["steps_cut"] == (2 if most_parts > 1 else 0)
     for _, _, guest in away:
         assert max(guest.follow) == min(most_parts - 1, 28)
+
+
+def test_of_steps_too_small_to_cut_only_a_few_are_learnt_from(
+    guests: Callable[[int], Guest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overlap, "SMALL_TOKENS", 6)
+    host, home = Host([(3, 6, guests(3))], 64), Host([], 1)
+    first, *larger = batches()
+    steps = [first] * 33
+    assert equal([host.step(*step) for step in steps], [home.step(*step) for step in steps])
+    status = host.overlap.status()
+    # Every eighth, each in five parts here: one for each of its tokens.
+    assert (status["steps_waited"], status["steps_cut"], status["parts"]) == (29, 4, 20)
+    assert equal([host.step(*step) for step in larger], [home.step(*step) for step in larger])
+    assert host.overlap.status()["steps_cut"] == 4 + len(larger)
 
 
 def test_one_guest_with_two_ranges(

@@ -95,6 +95,7 @@ def as_many_parts_as_can_be() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "plan_parts", as_many_as_can_be)
+        patch.setattr(overlap, "SMALL_TOKENS", 0)
         yield
 
 

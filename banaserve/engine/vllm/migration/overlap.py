@@ -15,6 +15,7 @@ from banaserve.engine.vllm.migration.layer_order import LayerOrder, signature_of
 from banaserve.engine.vllm.migration.layer_proxy import RemoteRange
 from banaserve.engine.vllm.migration.part_plan import (
     HERE,
+    LEAST_TOKENS,
     PartPlan,
     StageTimes,
     plan_parts,
@@ -27,6 +28,10 @@ from banaserve.errors import MigrationError
 logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.1
+SMALL_TOKENS = 2 * LEAST_TOKENS
+"""A step of fewer is never cut."""
+_LEARN_EVERY = 8
+"""Of small steps: planning and learning take some tenths of a millisecond."""
 
 
 class Overlap:
@@ -58,7 +63,7 @@ class Overlap:
         self._segments: list[Segment] = []
         self._order = LayerOrder(len(layers))
         self._result: Any = None
-        self._num_cut = self._num_waited = self._num_parts = 0
+        self._num_cut = self._num_waited = self._num_parts = self._num_small = 0
         self._error_fraction = 0.0
         self._sums_s = dict.fromkeys(("predicted", "waiting", "measured", "wrong"), 0.0)
 
@@ -156,6 +161,11 @@ class Overlap:
         context, common = get_forward_context(), self._watch.common
         if context.attn_metadata is None or common is None:
             return None
+        if common.num_actual_tokens < SMALL_TOKENS:
+            self._num_small += 1
+            if self._num_small % _LEARN_EVERY:
+                self._num_waited += 1
+                return None
         arguments = by_name(signature_of(first), args, kwargs)
         if not self._order.is_known or self.why_not or why_uncut(arguments, common, context):
             self._num_waited += 1
