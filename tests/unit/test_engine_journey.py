@@ -50,6 +50,8 @@ class Engine:
         self.generated: list[str] = []
 
     async def add_request_async(self, request: compat.EngineCoreRequest) -> None:
+        if self.resources.engine_dead:
+            raise compat.EngineDeadError
         self.legs.append(request)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
@@ -184,6 +186,25 @@ async def test_a_stream_that_goes_on_elsewhere_lacks_nothing(options: dict[str, 
     while not reader.finished:
         await reader.read()
     assert reader.text == "".join(WORDS[1:11])
+    assert second.legs[0].prompt_token_ids == list(range(11))
+
+
+@pytest.mark.parametrize("options", [{}, {"stop": ["never seen"]}, {"stream_interval": 3}])
+async def test_the_first_token_is_sent_where_decode_has_died_before_its_leg_came(
+    options: dict[str, Any],
+) -> None:
+    prefill, first, second = Engine("p0"), Engine("d0"), Engine("d1")
+    engines = Engines(first, second, prefill=prefill)
+    reader = Reader(job(streamed(**options)), engines)
+    await reader.reaches(prefill)
+    first.resources.engine_dead = True
+    prefill.compute(1)
+    await reader.reaches(second)
+    second.compute(9)
+    while not reader.finished:
+        await reader.read()
+    assert reader.text == "".join(WORDS[1:11])
+    assert first.legs == []
     assert second.legs[0].prompt_token_ids == list(range(11))
 
 

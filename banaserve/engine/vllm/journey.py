@@ -116,7 +116,10 @@ async def decode(job: Job, instance: Instance) -> AsyncGenerator[RequestOutput, 
         try:
             if _begin(job, llm, queue):
                 leg = decode_leg(job.request, job.tokens_so_far, job.prefilled)
-                await llm.engine_core.add_request_async(leg)
+                try:
+                    await llm.engine_core.add_request_async(leg)
+                except compat.EngineDeadError as death:
+                    queue.put(death)  # Behind prefill's token, which the client is still to get.
             finished = False
             while not finished:
                 output = queue.get_nowait() or await queue.get()
