@@ -120,13 +120,11 @@ def check_tokens(
     for decode in decode_instances:
         computed = server.metric("banaserve_prompt_tokens_computed_total", instance_id=decode)
         short = sum(n for n in map(len, prompts) if n <= DEFAULT_SKIP_PREFILL_BELOW_TOKENS)
-        # Prompts that the store has go to decode at once, where the cost gate may, after a fetch
-        # that took long, find it cheaper to compute one. It says so.
         chosen = server.metric(
             "banaserve_fetch_decisions_total", instance_id=decode, kind="compute"
         )
-        longest = max(map(len, prompts))
-        assert computed <= num_requests + 2 * short + chosen * longest, f"{chosen:.0f} were chosen"
+        why = f"{decode}: its cost gate chose {chosen:.0f} times to compute what the store has"
+        assert computed <= num_requests + 2 * short, why
 
 
 def test_tokens_equal_one_engine(
