@@ -17,10 +17,10 @@ from banaserve.api.admin_answers import PREFIX, Endpoint, answer, not_found, ref
 from banaserve.api.admin_control import Control, control_routes
 from banaserve.api.errors import error_response
 from banaserve.api.limits import BodyLimit
-from banaserve.engine.vllm.moves.coordinator import Coordinator
-from banaserve.engine.vllm.moves.placements import placement_of
-from banaserve.engine.vllm.moves.shares import share
-from banaserve.engine.vllm.moves.words import Ask, Migration, OverlapAsk, ShareAsk
+from banaserve.engine.vllm.migration.api import Ask, Migration, OverlapAsk, ShareAsk
+from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
+from banaserve.engine.vllm.migration.controller.shares import share
+from banaserve.engine.vllm.migration.controller.status import placement_of
 
 _MAX_BODY_BYTES = 1 << 20
 

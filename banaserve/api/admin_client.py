@@ -14,7 +14,7 @@ import msgspec
 
 from banaserve.controller.words import ControllerStatus, Decision, PauseAsk, RoleAsk, Status
 from banaserve.engine.interface import RoleChange
-from banaserve.engine.vllm.moves.words import (
+from banaserve.engine.vllm.migration.api import (
     Ask,
     Migration,
     OverlapAsk,

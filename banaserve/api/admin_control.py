@@ -15,9 +15,9 @@ from banaserve.api.admin_answers import PREFIX, Endpoint, answer, not_found, ref
 from banaserve.api.status import status_of
 from banaserve.controller.loop import Controller
 from banaserve.controller.words import PauseAsk, RoleAsk
-from banaserve.engine.vllm.executor import MoveExecutor
-from banaserve.engine.vllm.moves.coordinator import Coordinator
-from banaserve.engine.vllm.roles import Roles
+from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
+from banaserve.engine.vllm.migration_executor import MoveExecutor
+from banaserve.engine.vllm.role_switch import Roles
 from banaserve.errors import UserError
 
 

@@ -24,10 +24,10 @@ from banaserve.api.auth import KeyMiddleware
 from banaserve.api.errors import answer_engines_died, error_response
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
 from banaserve.api.metrics import MetricsPage
-from banaserve.engine.vllm import compat
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster
-from banaserve.engine.vllm.endings import EnginesDiedError
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.disagg_request import EnginesDiedError
 from banaserve.errors import UserError
 
 _MAX_HELD_BYTES = 2**30

@@ -28,17 +28,15 @@ from banaserve.controller.decisions import DecisionLog
 from banaserve.controller.dilation import dilated
 from banaserve.controller.loop import Controller, ControllerOptions
 from banaserve.engine.vllm import metrics
-from banaserve.engine.vllm.budgets import Budgets
 from banaserve.engine.vllm.client import DisaggregatedClient
-from banaserve.engine.vllm.cluster import Cluster, Patience
-from banaserve.engine.vllm.executor import MoveExecutor
+from banaserve.engine.vllm.cluster import Cluster, Patience, PrefixLookup
 from banaserve.engine.vllm.instance import Instance
-from banaserve.engine.vllm.launcher import Launcher
-from banaserve.engine.vllm.lookup import PrefixLookup
-from banaserve.engine.vllm.moves.coordinator import Coordinator
-from banaserve.engine.vllm.moves.moving import moving
+from banaserve.engine.vllm.launch.launcher import Launcher
+from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
+from banaserve.engine.vllm.migration.controller.guest_monitor import moving
+from banaserve.engine.vllm.migration_executor import MoveExecutor
 from banaserve.engine.vllm.reports import SharedPrometheus
-from banaserve.engine.vllm.roles import Roles
+from banaserve.engine.vllm.role_switch import Budgets, Roles
 from banaserve.errors import BanaServeError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.fingerprint import Fingerprint

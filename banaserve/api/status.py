@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from banaserve.controller.words import ControllerStatus, InstanceStatus, MoveLine, Status
-from banaserve.engine.vllm.moves.asking import seconds_of
-from banaserve.engine.vllm.moves.coordinator import Coordinator
-from banaserve.engine.vllm.moves.words import Migration
-from banaserve.engine.vllm.roles import Roles
+from banaserve.engine.vllm.migration.api import Migration
+from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
+from banaserve.engine.vllm.migration_executor import seconds_of
+from banaserve.engine.vllm.role_switch import Roles
 from banaserve.orchestrator.measure import judge, load_of
 from banaserve.orchestrator.migration.weighing import module_words
 from banaserve.types import ClusterView, InstanceView

@@ -6,7 +6,7 @@ import time
 
 from banaserve.api.admin_client import AdminClient
 from banaserve.controller.words import RoleAsk
-from banaserve.engine.vllm.moves.words import Return
+from banaserve.engine.vllm.migration.api import Return
 from banaserve.errors import UserError
 
 _TIMEOUT_S = 120.0

@@ -26,7 +26,7 @@ from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.record import RequestRecord
 from banaserve.bench.servers import Server, banaserve_server, end_on_sigterm
 from banaserve.bench.statistics import median, paired_ratios
-from banaserve.engine.vllm.moves.words import MoveLayers
+from banaserve.engine.vllm.migration.api import MoveLayers
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
 

@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from banaserve.engine.vllm.gpu_copies import GpuCopier, QueuedCopy
+from banaserve.engine.vllm.kv_connector.gpu_block_copy import GpuCopier, QueuedCopy
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.overlap import hidden_fraction, pipeline
 from banaserve.kvstore.pool import Pool, PoolView

@@ -33,7 +33,7 @@ from banaserve.bench.migration_rounds import (
     stream,
 )
 from banaserve.bench.servers import Server, banaserve_server, end_on_sigterm
-from banaserve.engine.vllm.moves.words import MoveLayers, Return
+from banaserve.engine.vllm.migration.api import MoveLayers, Return
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
 

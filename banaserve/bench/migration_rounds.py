@@ -14,7 +14,7 @@ from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.record import RequestRecord
 from banaserve.bench.statistics import median
 from banaserve.bench.transport_speed import write_bytes_per_s
-from banaserve.engine.vllm.moves.words import Ask, Migration, MoveHeads, MoveLayers, Return
+from banaserve.engine.vllm.migration.api import Ask, Migration, MoveHeads, MoveLayers, Return
 from banaserve.errors import UserError
 
 WINDOW_S = 1.0

@@ -8,7 +8,7 @@ import time
 from typing import NamedTuple
 
 from banaserve.bench.told_engine import ToldEngine
-from banaserve.engine.vllm.moves.shares import predicted_slow_down
+from banaserve.engine.vllm.migration.controller.shares import predicted_slow_down
 
 Prompts = list[list[int]]
 

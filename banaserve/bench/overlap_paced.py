@@ -31,8 +31,8 @@ from banaserve.costs import miniatures
 from banaserve.costs import profile as profiles
 from banaserve.costs.profile import Profile
 from banaserve.costs.steps import StepCosts
-from banaserve.engine.vllm.moves.words import Ask, MoveLayers, OverlapAsk, Return
-from banaserve.engine.vllm.pacing.parts import in_parts
+from banaserve.engine.vllm.emulation.pacer import in_parts
+from banaserve.engine.vllm.migration.api import Ask, MoveLayers, OverlapAsk, Return
 from banaserve.errors import UserError
 from banaserve.orchestrator.model.calibration import StepWork
 from banaserve.run_dir import find_admin

@@ -31,7 +31,7 @@ from banaserve.bench.statistics import median, percentile
 from banaserve.config import MINIATURE, parse_pd
 from banaserve.costs import profile as profiles
 from banaserve.costs.profile import Profile
-from banaserve.engine.vllm.pacing.step_log import PacedStep, StepReader, readers
+from banaserve.engine.vllm.emulation.step_log import PacedStep, StepReader, readers
 from banaserve.errors import UserError
 from banaserve.sim.request import SimRequest
 from banaserve.sim.run import simulate

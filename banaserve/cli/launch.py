@@ -44,27 +44,27 @@ def prepared(
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.cache_root() / "torchinductor"))
     from banaserve.api.serving import Parts
     from banaserve.cli.taken import refuse_taken
-    from banaserve.engine.vllm import options
-    from banaserve.engine.vllm.budgets import Budgets
-    from banaserve.engine.vllm.engine_parent import fork_engine_parent, pre_import
+    from banaserve.engine.vllm import engine_args
     from banaserve.engine.vllm.environment import set_environment
-    from banaserve.engine.vllm.launcher import ForkLauncher, Launcher, SpawnLauncher
+    from banaserve.engine.vllm.launch.forkserver import fork_engine_parent, pre_import
+    from banaserve.engine.vllm.launch.launcher import ForkLauncher, Launcher, SpawnLauncher
+    from banaserve.engine.vllm.role_switch import Budgets
 
     set_environment()
     store_socket = str(run.sockets / "kv")
     argv = _vllm_argv(config, model, store_socket, run.logs)
-    args = options.parse_vllm_argv(argv)
+    args = engine_args.parse_vllm_argv(argv)
     refuse_taken(args, config, model.path_or_id)
     check_tls(args.ssl_certfile, args.ssl_keyfile)
-    engine_config = options.engine_config(argv)
+    engine_config = engine_args.engine_config(argv)
     if config.scheduler == "preble":
-        from banaserve.engine.vllm.compat_scheduler import check_first_come
+        from banaserve.engine.vllm.compat.scheduler import check_first_come
 
         check_first_come(engine_config)
-    on_cpu = options.is_on_cpu()
+    on_cpu = engine_args.is_on_cpu()
     Budgets.of(config, engine_config)  # what cannot be stops here
     if config.kv_store:
-        from banaserve.engine.vllm.keys import check_parallel
+        from banaserve.engine.vllm.kv_connector.block_hash import check_parallel
 
         check_parallel(engine_config.parallel_config)
     paced.begin(config, engine_config.parallel_config.world_size, on_cpu, run.logs)
@@ -98,34 +98,34 @@ def _vllm_argv(
     config: ServeConfig, model: ResolvedModel, store_socket: str, logs: Path
 ) -> list[str]:
     """vLLM's options: ours first, so that what the user gave wins."""
-    from banaserve.engine.vllm import options
+    from banaserve.engine.vllm import engine_args
 
     argv = ["--model", model.path_or_id, "--host", config.host, "--port", str(config.port)]
     if not _gives(config.vllm_argv, "--served-model-name"):
         argv += ["--served-model-name", model.served_name]
-    if options.is_on_cpu():
+    if engine_args.is_on_cpu():
         if not _gives(config.vllm_argv, "--enforce-eager", "--no-enforce-eager"):
             argv.append("--enforce-eager")
-        if not _gives(config.vllm_argv, "--dtype") and not options.computes_bfloat16():
+        if not _gives(config.vllm_argv, "--dtype") and not engine_args.computes_bfloat16():
             argv += ["--dtype", "float32"]  # emulated bfloat16 is several times slower
         if not _gives(config.vllm_argv, "--kv-cache-memory-bytes", "--gpu-memory-utilization"):
             argv += ["--kv-cache-memory-bytes", str(_CPU_KV_BYTES)]
         if not _gives(config.vllm_argv, *_PARALLEL, "--distributed-executor-backend"):
             argv += ["--distributed-executor-backend", "uni"]  # one process an engine, not two
-    argv += options.common_options()
+    argv += engine_args.common_options()
     if config.scheduler == "preble":
         if _gives(config.vllm_argv, "--scheduler-cls"):
             raise UserError("--scheduler preble and --scheduler-cls exclude each other")
-        argv += options.preble_options()
+        argv += engine_args.preble_options()
     argv += paced.vllm_options(config, logs)
     if config.kv_store:
-        argv += options.store_options(store_socket, config.kv_store_salt)
+        argv += engine_args.store_options(store_socket, config.kv_store_salt)
     argv += config.vllm_argv
     if config.migration:
-        from banaserve.engine.vllm.migration import settings
+        from banaserve.engine.vllm.migration import config as migration_config
 
-        argv += settings.migration_options(
-            settings.MigrationSettings(
+        argv += migration_config.migration_options(
+            migration_config.MigrationSettings(
                 kv_growth=config.migration_kv_growth,
                 stall_s=config.migration_stall_s,
                 overlap=config.migration_overlap,
@@ -133,7 +133,7 @@ def _vllm_argv(
                 poison=config.migration_poison,
                 attention=config.migration_attention,
             ),
-            options.parse_vllm_argv(argv).additional_config,
+            engine_args.parse_vllm_argv(argv).additional_config,
         )
     return argv
 

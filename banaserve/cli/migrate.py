@@ -13,7 +13,7 @@ from banaserve.api.admin_client import AdminClient
 from banaserve.cli.admin_options import KeyOption, RunDirOption, UrlOption, admin_client
 from banaserve.cli.console import print_error
 from banaserve.cli.placement import overlap_words, sharing_line
-from banaserve.engine.vllm.moves.words import (
+from banaserve.engine.vllm.migration.api import (
     Ask,
     Migration,
     MoveContext,

@@ -48,7 +48,7 @@ def vllm_options(config: ServeConfig, logs: Path) -> list[str]:
     A miniature has as many KV tokens as the modelled GPU holds of the modelled model, and the
     limits of a simulated engine.
     """
-    from banaserve.engine.vllm.pacing.settings import PacingSettings, pacing_options
+    from banaserve.engine.vllm.emulation.config import PacingSettings, pacing_options
 
     profile = profile_of(config)
     if profile is None:
@@ -91,6 +91,6 @@ def begin(config: ServeConfig, world_size: int, on_cpu: bool, logs: Path) -> Non
         raise UserError(
             "--pace models one GPU an instance on a CPU: no real GPU, and no -tp or -pp"
         )
-    from banaserve.engine.vllm.pacing import metrics
+    from banaserve.engine.vllm import metrics
 
     metrics.register(profile, config.dilate, logs)

@@ -17,12 +17,7 @@ from banaserve.cli.admin_options import (
     admin_client,
 )
 from banaserve.cli.console import print_rows
-from banaserve.engine.vllm.moves.words import (
-    InstancePlacement,
-    Overlapping,
-    Placement,
-    Sharing,
-)
+from banaserve.engine.vllm.migration.api import InstancePlacement, Overlapping, Placement, Sharing
 from banaserve.kvstore.sizes import format_size
 
 app = typer.Typer(name="placement", add_completion=False)

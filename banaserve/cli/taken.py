@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from banaserve.config import ServeConfig
-from banaserve.engine.vllm.options import STORE_CONNECTOR, WORKER_EXTENSION
+from banaserve.engine.vllm.engine_args import STORE_CONNECTOR, WORKER_EXTENSION
 from banaserve.errors import UserError
 
 _BEFORE = "give it before --, where it is banaserve's"

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.config import Budget, ServeConfig
-from banaserve.engine.vllm import compat_budgets
-from banaserve.engine.vllm.budgets import Budgets
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.role_switch import Budgets
 from banaserve.errors import UserError
 from banaserve.types import Role
 from engine_steps import Load, _scheduler
@@ -65,7 +65,7 @@ async def test_an_engine_is_asked_only_where_a_budget_was_given() -> None:
     budgets = Budgets({Role.PREFILL: Budget(1024, 16)}, config())
     for role in (Role.PREFILL, Role.DECODE):
         await budgets.give(llm, role)
-    assert asked == [(compat_budgets.UTILITY, 1024, 16), (compat_budgets.UTILITY, 2048, 128)]
+    assert asked == [(compat.UTILITY, 1024, 16), (compat.UTILITY, 2048, 128)]
 
 
 class Serving:
@@ -76,7 +76,7 @@ class Serving:
         from vllm.v1.request import Request
 
         self.scheduler = _scheduler(Load("budgets", STEP_TOKENS, REQUESTS, 1000, ()))
-        compat_budgets.install()
+        compat.install_budget_utility()
         self.requests = {}
         for number, (prompt, output) in enumerate(requests):
             sampling = SamplingParams(max_tokens=output, ignore_eos=True)
@@ -88,7 +88,7 @@ class Serving:
         from vllm.v1.engine.core import EngineCore
 
         core = SimpleNamespace(scheduler=self.scheduler)
-        told: dict[str, int] = getattr(EngineCore, compat_budgets.UTILITY)(core, tokens, requests)
+        told: dict[str, int] = getattr(EngineCore, compat.UTILITY)(core, tokens, requests)
         return told
 
     def step(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ from banaserve.bench import workloads
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.record import RequestRecord
 from banaserve.bench.servers import Server
-from banaserve.engine.vllm.moves.words import (
+from banaserve.engine.vllm.migration.api import (
     Ask,
     InstancePlacement,
     Migration,

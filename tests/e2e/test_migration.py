@@ -29,7 +29,7 @@ from banaserve import models
 from banaserve.api.admin_client import AdminClient
 from banaserve.bench.servers import Server, banaserve_server
 from banaserve.config import DEFAULT_STEP_PARTS
-from banaserve.engine.vllm.moves.words import (
+from banaserve.engine.vllm.migration.api import (
     MoveContext,
     MoveHeads,
     MoveLayers,

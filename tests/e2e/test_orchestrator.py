@@ -24,7 +24,7 @@ from banaserve.bench.record import RequestRecord
 from banaserve.bench.servers import Server, banaserve_server
 from banaserve.controller.words import Decision, RoleAsk, Wanted
 from banaserve.engine.interface import RoleChange
-from banaserve.engine.vllm.moves.words import Return
+from banaserve.engine.vllm.migration.api import Return
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
 from observing import until

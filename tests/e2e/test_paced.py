@@ -18,8 +18,8 @@ from banaserve.bench.servers import Server, banaserve_server
 from banaserve.config import MINIATURE
 from banaserve.costs import miniatures
 from banaserve.costs.profile import load
-from banaserve.engine.vllm.moves.words import MoveLayers, Return
-from banaserve.engine.vllm.pacing.step_log import readers
+from banaserve.engine.vllm.emulation.step_log import readers
+from banaserve.engine.vllm.migration.api import MoveLayers, Return
 from banaserve.run_dir import find_admin
 from reference import reference_tokens
 

@@ -12,18 +12,18 @@ import torch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
-from banaserve.engine.vllm.migration import messages
-from banaserve.engine.vllm.migration.block_mover import BlockMover
-from banaserve.engine.vllm.migration.crossing import to_device, to_host
-from banaserve.engine.vllm.migration.host_kv import HostKv
-from banaserve.engine.vllm.migration.kernels_attention import (
+from banaserve.engine.vllm.migration.guest.kv_staging import Landing, make_kv
+from banaserve.engine.vllm.migration.host.block_mover import BlockMover
+from banaserve.engine.vllm.migration.kv.host_kv import HostKv
+from banaserve.engine.vllm.migration.kv.remote_kv import LandedKv
+from banaserve.engine.vllm.migration.modules.paged_attention import (
     KernelsAttention,
     StepBatches,
     write_tokens,
 )
-from banaserve.engine.vllm.migration.landed_kv import LandedKv
-from banaserve.engine.vllm.migration.landing import Landing, make_kv
-from banaserve.engine.vllm.migration.modules import HeadSet, LayerRange, Modules
+from banaserve.engine.vllm.migration.rpc import messages
+from banaserve.engine.vllm.migration.rpc.tensors import to_device, to_host
+from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, Modules
 from banaserve.kernels.interface import Heads
 from banaserve.kernels.reference import ReferenceKernels
 from banaserve.kernels.registry import pick

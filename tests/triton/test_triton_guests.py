@@ -14,8 +14,8 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in a process of its own, with TRITON_INTERPRET=1", allow_module_level=True)
 
-from banaserve.engine.vllm.migration.device_kv import DeviceKv
-from banaserve.engine.vllm.migration.kernels_attention import (
+from banaserve.engine.vllm.migration.kv.host_kv import DeviceKv
+from banaserve.engine.vllm.migration.modules.paged_attention import (
     KernelsAttention,
     StepBatches,
     write_tokens,

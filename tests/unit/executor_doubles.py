@@ -9,9 +9,9 @@ import torch
 
 import migration_doubles as doubles
 from banaserve.clock import WallClock
-from banaserve.engine.vllm.executor import MoveExecutor
-from banaserve.engine.vllm.moves.overseer import Overseer
-from banaserve.engine.vllm.roles import Roles
+from banaserve.engine.vllm.migration.controller.guest_monitor import Overseer
+from banaserve.engine.vllm.migration_executor import MoveExecutor
+from banaserve.engine.vllm.role_switch import Roles
 from banaserve.types import InstanceId, InstanceReport, InstanceView, Role
 
 FACTS = doubles.FACTS

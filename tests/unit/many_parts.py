@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from banaserve.engine.vllm.migration.part_plan import PartPlan, plan_parts
+from banaserve.engine.vllm.migration.microbatch.planner import PartPlan, plan_parts
 
 
 def as_many_as_can_be(times: Any, stages: Any, seen: Any, most_parts: int) -> PartPlan:

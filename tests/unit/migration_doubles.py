@@ -9,14 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from banaserve.engine.vllm.migration.guest_address import GuestAddress
-from banaserve.engine.vllm.migration.host_kv import blocks_gained
-from banaserve.engine.vllm.migration.modules import read_modules
-from banaserve.engine.vllm.moves.coordinator import Coordinator
-from banaserve.engine.vllm.moves.guests import Guest, Guests
-from banaserve.engine.vllm.moves.planner import num_pages
-from banaserve.engine.vllm.moves.sizes import ModelFacts
-from banaserve.engine.vllm.moves.words import Migration, MoveLayers
+from banaserve.engine.vllm.migration.api import Migration, MoveLayers
+from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
+from banaserve.engine.vllm.migration.controller.guest_pool import Guest, Guests
+from banaserve.engine.vllm.migration.controller.planner import ModelFacts, num_pages
+from banaserve.engine.vllm.migration.kv.host_kv import blocks_gained
+from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+from banaserve.engine.vllm.migration.types import read_modules
 from banaserve.types import InstanceId, Placement, Role
 
 FACTS = ModelFacts(num_layers=30, num_kv_heads=3, layer_weight_bytes=1000)

@@ -13,7 +13,7 @@ from banaserve.bench import compare_placement
 from banaserve.bench.compare_placement import StartPlacement
 from banaserve.controller.words import RoleAsk
 from banaserve.engine.interface import RoleChange
-from banaserve.engine.vllm.moves.words import Return
+from banaserve.engine.vllm.migration.api import Return
 from banaserve.errors import UserError
 
 

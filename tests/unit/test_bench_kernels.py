@@ -17,7 +17,7 @@ import torch
 from banaserve.bench import kernels_pipeline, result
 from banaserve.bench.kernels import main
 from banaserve.bench.kernels_work import SIZES, all_work, attention_work
-from banaserve.engine.vllm import gpu_copies
+from banaserve.engine.vllm.kv_connector import gpu_block_copy
 from banaserve.errors import UserError
 from banaserve.kernels.interface import Part
 from banaserve.kernels.reference import ReferenceKernels
@@ -108,7 +108,7 @@ def test_the_pipeline_is_measured_and_predicted(monkeypatch: pytest.MonkeyPatch)
         "cudart": lambda: runtime,
     }.items():
         monkeypatch.setattr(torch.cuda, name, double)
-    monkeypatch.setattr(gpu_copies, "choose_copies", lambda *_: copy)
+    monkeypatch.setattr(gpu_block_copy, "choose_copies", lambda *_: copy)
     for name, size in {"_LAYERS": 3, "_BLOCKS": 2, "_SIDE": 16}.items():
         monkeypatch.setattr(kernels_pipeline, name, size)
     samples: dict[str, list[float]] = defaultdict(list)
@@ -126,10 +126,10 @@ def test_the_pipeline_is_measured_and_predicted(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_run_on_a_gpu_machine_needs_no_vllm() -> None:
     code = (
         "import sys; sys.modules['vllm'] = None\n"
-        "import banaserve.bench.kernels, banaserve.engine.vllm.gpu_copies\n"
-        "import banaserve.engine.vllm.migration.gpu_slab\n"
-        "import banaserve.engine.vllm.migration.block_mover\n"
-        "import banaserve.engine.vllm.migration.kernels_attention\n"
-        "import banaserve.engine.vllm.migration.landing\n"
+        "import banaserve.bench.kernels, banaserve.engine.vllm.kv_connector.gpu_block_copy\n"
+        "import banaserve.engine.vllm.migration.kv.slabs\n"
+        "import banaserve.engine.vllm.migration.host.block_mover\n"
+        "import banaserve.engine.vllm.migration.modules.paged_attention\n"
+        "import banaserve.engine.vllm.migration.guest.kv_staging\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,7 +14,8 @@ pytest.importorskip("vllm")
 from banaserve.bench import overlap, overlap_neighbour, overlap_paced, overlap_rounds
 from banaserve.bench import overlap_figures as figures
 from banaserve.costs import profile as profiles
-from banaserve.engine.vllm import overlapped, wire
+from banaserve.engine.vllm import overlapped
+from banaserve.engine.vllm.launch import messages
 from banaserve.errors import UserError
 
 
@@ -132,11 +133,11 @@ def test_the_end_of_an_earlier_guest_is_no_failure_of_the_next(
     ready = {"guests": {"g2": {"state": "ready"}}}
     monkeypatch.setattr(live, "_ask", lambda method, *args: ready)
     with live._control, parent:
-        wire.send(parent, wire.EngineExited(7, 0))
-        wire.send(parent, wire.GuestStarted("g2", 8))
+        messages.send(parent, messages.EngineExited(7, 0))
+        messages.send(parent, messages.GuestStarted("g2", 8))
         assert live._guest() == "g2"
-        order = wire.receive(parent)
-    assert isinstance(order, wire.StartGuest)
+        order = messages.receive(parent)
+    assert isinstance(order, messages.StartGuest)
     assert pinned == [8]
 
 

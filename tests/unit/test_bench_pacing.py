@@ -11,7 +11,7 @@ from banaserve.bench.pacing import Ask, Run, draw, figures_of, predicted
 from banaserve.bench.provenance import ModelledTime
 from banaserve.bench.record import RequestRecord
 from banaserve.costs.profile import load
-from banaserve.engine.vllm.pacing.step_log import PacedStep
+from banaserve.engine.vllm.emulation.step_log import PacedStep
 from banaserve.errors import UserError
 
 PROFILE = load("opt-13b-a100")

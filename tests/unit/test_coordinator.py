@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.moves.words import Migration, MoveHeads, MoveLayers, Return
+from banaserve.engine.vllm.migration.api import Migration, MoveHeads, MoveLayers, Return
 from banaserve.errors import MigrationError, UserError
 from migration_doubles import LAYERS, Cluster, done
 from waiting import until

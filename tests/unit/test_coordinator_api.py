@@ -23,7 +23,7 @@ from banaserve.api.admin import AdminDoor
 from banaserve.api.admin_client import AdminClient
 from banaserve.api.auth import KeyMiddleware
 from banaserve.cli.main import main
-from banaserve.engine.vllm.moves.words import MoveLayers
+from banaserve.engine.vllm.migration.api import MoveLayers
 from banaserve.errors import UserError
 from banaserve.run_dir import AdminAccess, find_admin, open_run_dir, write_admin
 

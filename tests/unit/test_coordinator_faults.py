@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.moves import timeouts
-from banaserve.engine.vllm.moves.host_link import HostLink
-from banaserve.engine.vllm.moves.overseer import Overseer
-from banaserve.engine.vllm.moves.placements import placement_of
-from banaserve.engine.vllm.moves.words import Return
+from banaserve.engine.vllm.migration.api import Return
+from banaserve.engine.vllm.migration.controller import timeouts
+from banaserve.engine.vllm.migration.controller.guest_monitor import Overseer
+from banaserve.engine.vllm.migration.controller.host_client import HostLink
+from banaserve.engine.vllm.migration.controller.status import placement_of
 from migration_doubles import LAYERS, Cluster, done, run
 from waiting import until
 

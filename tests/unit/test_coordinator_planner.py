@@ -10,24 +10,27 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.migration.modules import HeadSet, LayerRange, ModelShape
-from banaserve.engine.vllm.moves.planner import (
+from banaserve.engine.vllm.migration.controller.planner import (
+    GUEST_BYTES,
     Away,
     Go,
     GoHome,
     GoOn,
-    num_pages,
-    plan_move,
-    plan_return,
-)
-from banaserve.engine.vllm.moves.sizes import (
-    GUEST_BYTES,
     KvFacts,
     ModelFacts,
     _checkpoint_layer_bytes,
     check_room,
+    num_pages,
+    plan_move,
+    plan_return,
 )
-from banaserve.engine.vllm.moves.timeouts import MAX_TIMEOUT_S, Stage, copies_again, timeout_s
+from banaserve.engine.vllm.migration.controller.timeouts import (
+    MAX_TIMEOUT_S,
+    Stage,
+    copies_again,
+    timeout_s,
+)
+from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, ModelShape
 from banaserve.errors import MigrationError
 
 SHAPE = ModelShape(30, 3)

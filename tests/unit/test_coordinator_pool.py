@@ -16,9 +16,9 @@ pytest.importorskip("vllm")
 
 from vllm.v1.core.block_pool import BlockPool
 
-from banaserve.engine.vllm import compat_migration as compat
-from banaserve.engine.vllm.moves import guest_usage
-from banaserve.engine.vllm.moves.guest_usage import Usage
+from banaserve.engine.vllm.compat import model as compat
+from banaserve.engine.vllm.migration.controller import process_stats
+from banaserve.engine.vllm.migration.controller.process_stats import Usage
 
 NUM_BLOCKS = 10
 
@@ -88,13 +88,13 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 def test_memory_and_time_of_a_process_are_seen_from_outside(
     process: subprocess.Popen[bytes],
 ) -> None:
-    first = guest_usage.look(process.pid, Usage())
+    first = process_stats.look(process.pid, Usage())
     assert first is not None
     assert first.num_bytes > 64 << 20
     assert first.busy_fraction == 0.0
     second = first
     while second.cpu_s == first.cpu_s:
-        found = guest_usage.look(process.pid, first)
+        found = process_stats.look(process.pid, first)
         assert found is not None
         second = found
     assert 0.0 < second.busy_fraction <= 1.0
@@ -103,11 +103,11 @@ def test_memory_and_time_of_a_process_are_seen_from_outside(
 def test_a_stopped_process_is_seen_and_an_ended_one_is_none(
     process: subprocess.Popen[bytes],
 ) -> None:
-    assert not guest_usage.is_stopped(process.pid)
+    assert not process_stats.is_stopped(process.pid)
     os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)
-    assert guest_usage.is_stopped(process.pid)
+    assert process_stats.is_stopped(process.pid)
     process.kill()
     process.wait()
-    assert not guest_usage.is_stopped(process.pid)
-    assert guest_usage.look(process.pid, Usage()) is None
+    assert not process_stats.is_stopped(process.pid)
+    assert process_stats.look(process.pid, Usage()) is None

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from banaserve.engine.vllm import gpu_copies, gpu_pinning
-from banaserve.engine.vllm.copies import make_copier
-from banaserve.engine.vllm.gpu_copies import GpuCopier
+from banaserve.engine.vllm.kv_connector import gpu_block_copy
+from banaserve.engine.vllm.kv_connector.block_copy import make_copier
+from banaserve.engine.vllm.kv_connector.gpu_block_copy import GpuCopier
 from banaserve.errors import UserError
 from banaserve.kernels import packed_pages
 from banaserve.kvstore.fingerprint import Fingerprint
@@ -87,9 +87,9 @@ class Cuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     cuda = Cuda()
-    monkeypatch.setattr(gpu_copies, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(gpu_block_copy, "torch", SimpleNamespace(cuda=cuda))
     ones = lambda count, device: cuda.note("launch", "after an error")  # noqa: E731
-    monkeypatch.setattr(gpu_pinning, "torch", SimpleNamespace(cuda=cuda, ones=ones))
+    monkeypatch.setattr(gpu_block_copy, "torch", SimpleNamespace(cuda=cuda, ones=ones))
 
     def copy(targets: Any, sources: Any, num_bytes: int, stream: int) -> tuple[()]:
         cuda.note("copy")
@@ -97,7 +97,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
             ctypes.memmove(target, source, num_bytes)
         return ()
 
-    monkeypatch.setattr(gpu_copies, "choose_copies", lambda *_: copy)
+    monkeypatch.setattr(gpu_block_copy, "choose_copies", lambda *_: copy)
     return cuda
 
 
@@ -203,13 +203,13 @@ def test_a_pool_that_cannot_be_pinned_is_copied_all_the_same(
 
 def test_a_pool_that_another_has_pinned_is_left_to_it(cuda: Cuda, views: list[PoolView]) -> None:
     cuda.codes = [ALREADY]
-    pool = gpu_pinning.PinnedPool(torch.device("cpu"), lambda: None)
+    pool = gpu_block_copy.PinnedPool(torch.device("cpu"), lambda: None)
     assert pool.pin(views[0])
     pool.release()
     assert [name for name, _ in cuda.calls] == ["pin", "launch"]
 
 
 def test_without_cuda_and_vllm_there_is_a_word_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_copies, "_native_cuda", None)
+    monkeypatch.setattr(gpu_block_copy, "_native_cuda", None)
     with pytest.raises(UserError, match="no GPU copies: set BANASERVE_CUDA=1"):
-        gpu_copies.choose_copies(PAGE_BYTES, True, None)
+        gpu_block_copy.choose_copies(PAGE_BYTES, True, None)

@@ -16,9 +16,9 @@ from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
-from banaserve.engine.vllm import compat
-from banaserve.engine.vllm.adapters import Adapters
 from banaserve.engine.vllm.client import DisaggregatedClient
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.lora import Adapters
 
 BLOCK_SIZE = 4
 

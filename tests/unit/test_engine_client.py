@@ -21,10 +21,10 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from banaserve.api.app import StaysUp, vllm_app
-from banaserve.engine.vllm import compat
-from banaserve.engine.vllm.adapters import Adapters
 from banaserve.engine.vllm.client import DisaggregatedClient, tenant
-from banaserve.engine.vllm.options import parse_vllm_argv
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.engine_args import parse_vllm_argv
+from banaserve.engine.vllm.lora import Adapters
 
 MAX_MODEL_LEN = 16
 

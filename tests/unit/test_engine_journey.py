@@ -19,9 +19,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats
 
-from banaserve.engine.vllm import compat
-from banaserve.engine.vllm.endings import EnginesDiedError
-from banaserve.engine.vllm.journey import Job, travel
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.disagg_request import EnginesDiedError, Job, travel
 from banaserve.types import InstanceId, Route
 
 WORDS = [f"{chr(97 + i)}{chr(97 + i)} " for i in range(20)]

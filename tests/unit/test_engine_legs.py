@@ -11,12 +11,10 @@ pytest.importorskip("vllm")
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-from banaserve.engine.vllm import compat
 from banaserve.engine.vllm.cluster import RestartPolicy
-from banaserve.engine.vllm.cpu_seeds import RewindableGenerator
-from banaserve.engine.vllm.first_token import obstacle
-from banaserve.engine.vllm.handover import Handover
-from banaserve.engine.vllm.requests import decode_leg, end_with_context, prefill_leg
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat.runner_hooks import RewindableGenerator
+from banaserve.engine.vllm.legs import Handover, decode_leg, end_with_context, obstacle, prefill_leg
 
 
 def greedy(**options: object) -> SamplingParams:

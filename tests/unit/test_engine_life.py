@@ -20,10 +20,10 @@ pytest.importorskip("vllm")
 
 from banaserve.clock import WallClock
 from banaserve.engine.vllm import cluster as clusters
-from banaserve.engine.vllm import wire
+from banaserve.engine.vllm.cluster import StallWatch
 from banaserve.engine.vllm.instance import Instance, State
-from banaserve.engine.vllm.launcher import ForkLauncher, SpawnLauncher
-from banaserve.engine.vllm.stall_watch import StallWatch
+from banaserve.engine.vllm.launch import messages
+from banaserve.engine.vllm.launch.launcher import ForkLauncher, SpawnLauncher
 from banaserve.errors import InstanceDeadError
 from banaserve.types import InstanceId, Role
 from waiting import until
@@ -42,10 +42,10 @@ class Parent:
         self._thread.start()
 
     def _run(self) -> None:
-        while isinstance(order := wire.receive(self._sock), wire.StartEngine):
+        while isinstance(order := messages.receive(self._sock), messages.StartEngine):
             self.orders += 1
             self.may_answer.acquire()
-            wire.send(self._sock, wire.EngineStarted(order.instance_id, self.orders))
+            messages.send(self._sock, messages.EngineStarted(order.instance_id, self.orders))
         self._sock.close()
 
 

@@ -12,12 +12,12 @@ pytest.importorskip("vllm")
 
 from vllm.sampling_params import SamplingParams
 
-from banaserve.engine.vllm import compat
-from banaserve.engine.vllm.connector_scheduler import SchedulerSide
-from banaserve.engine.vllm.handover import Handover
-from banaserve.engine.vllm.matcher import UNDECIDED_FOR_S
-from banaserve.engine.vllm.tracked import tenant_of
-from banaserve.engine.vllm.transfer_plan import StepDone
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.kv_connector.metadata import StepDone
+from banaserve.engine.vllm.kv_connector.prefix_matcher import UNDECIDED_FOR_S
+from banaserve.engine.vllm.kv_connector.request_state import tenant_of
+from banaserve.engine.vllm.kv_connector.scheduler import SchedulerSide
+from banaserve.engine.vllm.legs import Handover
 from banaserve.kvstore.cost_gate import CostGate, Work
 from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot
 
@@ -199,7 +199,7 @@ def test_all_in_memory_takes_one_round_trip(bench: Bench) -> None:
 def test_of_more_blocks_than_one_call_takes_the_first_are_asked_for(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("banaserve.engine.vllm.matcher.MAX_KEYS", 3)
+    monkeypatch.setattr("banaserve.engine.vllm.kv_connector.prefix_matcher.MAX_KEYS", 3)
     request = bench.request(6)
     bench.hold(request, [HIT] * 6)
     assert bench.side.match(request, BLOCK) == 3 * BLOCK

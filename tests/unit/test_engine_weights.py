@@ -15,8 +15,7 @@ pytest.importorskip("vllm")
 
 from vllm.config import ParallelConfig
 
-from banaserve.engine.vllm.keys import check_parallel
-from banaserve.engine.vllm.weights import describe_weights
+from banaserve.engine.vllm.kv_connector.block_hash import check_parallel, describe_weights
 from banaserve.errors import UserError
 
 LARGE = 3 * 2**20

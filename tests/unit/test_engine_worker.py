@@ -15,11 +15,15 @@ import torch
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.connector_options import ConnectorOptions
-from banaserve.engine.vllm.connector_worker import WorkerSide
-from banaserve.engine.vllm.copies import make_copier
-from banaserve.engine.vllm.trace import Moment
-from banaserve.engine.vllm.transfer_plan import BlockCopy, StepDone, StepPlan
+from banaserve.engine.vllm.kv_connector.block_copy import make_copier
+from banaserve.engine.vllm.kv_connector.metadata import (
+    BlockCopy,
+    ConnectorOptions,
+    StepDone,
+    StepPlan,
+)
+from banaserve.engine.vllm.kv_connector.tracer import Moment
+from banaserve.engine.vllm.kv_connector.worker import WorkerSide
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint

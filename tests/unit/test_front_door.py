@@ -29,7 +29,7 @@ from banaserve.cli.listening import check_tls
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.cli.taken import refuse_taken
 from banaserve.config import ServeConfig
-from banaserve.engine.vllm import options
+from banaserve.engine.vllm import engine_args
 from banaserve.engine.vllm.client import tenant
 from banaserve.errors import UserError
 from banaserve.models import ResolvedModel
@@ -177,7 +177,7 @@ def test_what_all_engines_take_has_to_be_there(
 
 
 def test_no_option_of_vllm_counts_as_one_of_ours_misspelt() -> None:
-    compat = pytest.importorskip("banaserve.engine.vllm.compat")
+    compat = pytest.importorskip("banaserve.engine.vllm.compat.engine")
     parser = compat.make_arg_parser(compat.FlexibleArgumentParser())
     names = {name for action in parser._actions for name in action.option_strings}
     own = {"--help", "--model", "--host", "--port", "--api-key", "--config"}
@@ -245,8 +245,8 @@ OTHER_CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 def test_what_vllm_is_told_and_would_not_happen_is_refused(given: list[str], says: str) -> None:
     config = ServeConfig()
     argv = ["--model", "m", "--host", config.host, "--port", str(config.port)]
-    argv += [*options.common_options(), *options.store_options("/socket", ""), *given]
-    args = options.parse_vllm_argv(argv)
+    argv += [*engine_args.common_options(), *engine_args.store_options("/socket", ""), *given]
+    args = engine_args.parse_vllm_argv(argv)
     with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
         refuse_taken(args, config, "m")
 

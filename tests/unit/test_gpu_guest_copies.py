@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from banaserve.engine.vllm.migration import block_mover, device_kv, landing, messages
-from banaserve.engine.vllm.migration.block_mover import BlockMover
-from banaserve.engine.vllm.migration.device_kv import DeviceKv
-from banaserve.engine.vllm.migration.host_kv import HostKv, Run
-from banaserve.engine.vllm.migration.landed_kv import LandedKv
-from banaserve.engine.vllm.migration.landing import Landing, make_kv
-from banaserve.engine.vllm.migration.modules import HeadSet, LayerRange, Modules
-from banaserve.engine.vllm.migration.units import Unit
+from banaserve.engine.vllm.migration.guest import kv_staging
+from banaserve.engine.vllm.migration.guest.kv_staging import Landing, make_kv
+from banaserve.engine.vllm.migration.host import block_mover
+from banaserve.engine.vllm.migration.host.block_mover import BlockMover
+from banaserve.engine.vllm.migration.host.units import Unit
+from banaserve.engine.vllm.migration.kv import host_kv
+from banaserve.engine.vllm.migration.kv.host_kv import DeviceKv, HostKv, Run
+from banaserve.engine.vllm.migration.kv.remote_kv import LandedKv
+from banaserve.engine.vllm.migration.rpc import messages
+from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, Modules
 from banaserve.errors import GuestLostError, MigrationError, ProtocolError
 from banaserve.kernels.reference import ReferenceKernels
 from banaserve.transport.interface import Transport
@@ -48,7 +50,7 @@ def transports(tmp_path: Path) -> Iterator[list[Transport]]:
 @pytest.fixture(params=["one piece", "many pieces"])
 def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "many pieces":
-        monkeypatch.setattr(landing, "LANDING_BYTES", 1)
+        monkeypatch.setattr(kv_staging, "LANDING_BYTES", 1)
         monkeypatch.setattr(block_mover, "_BOUNCE_BYTES", 2 * LAYERS * PAGE_BYTES)
 
 
@@ -187,7 +189,7 @@ def test_other_devices_get_a_stage_and_all_of_the_kv_at_once(
 ) -> None:
     populated: list[int] = []
     monkeypatch.setattr(
-        landing, "make_slab",
+        kv_staging, "make_slab",
         lambda num_bytes, device: SimpleNamespace(
             populate=populated.append,
             tensor=lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device),
@@ -200,7 +202,7 @@ def test_other_devices_get_a_stage_and_all_of_the_kv_at_once(
     assert populated == [BLOCKS * PAGE_BYTES // HEADS * 2, BLOCKS * PAGE_BYTES]
     stage = DeviceKv(caches, KERNELS)._stage
     assert stage is not None
-    assert (stage.device, len(stage)) == (meta, device_kv.STAGE_BYTES)
+    assert (stage.device, len(stage)) == (meta, host_kv.STAGE_BYTES)
     make_kv(shape, {"a": 3}, 2, torch.device("cpu"))
     assert populated[2:] == [2 * PAGE_BYTES], "on a CPU only what is asked for"
 
@@ -222,14 +224,14 @@ def test_pages_of_a_gpu_are_pinned_until_their_region_closes(
         def release(self) -> None:
             events.append(f"released, {len(closed)} closed")
 
-    monkeypatch.setattr(landing, "PinnedPool", Pinned)
-    monkeypatch.setattr(landing, "DeviceKv", lambda *_: SimpleNamespace(page_bytes={"a": 64}))
+    monkeypatch.setattr(kv_staging, "PinnedPool", Pinned)
+    monkeypatch.setattr(kv_staging, "DeviceKv", lambda *_: SimpleNamespace(page_bytes={"a": 64}))
     cache: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     made = Landing(transports[0], {"a": cache}, KERNELS, 1)
     memory, close, closed = made.region.memory, made.region.close, []
     monkeypatch.setattr(made.region, "close", lambda: closed.append(1) or close())
     made.close()
-    assert events == ["cuda", (memory.address, landing.LANDING_BYTES), "released, 0 closed"]
+    assert events == ["cuda", (memory.address, kv_staging.LANDING_BYTES), "released, 0 closed"]
     assert closed == [1]
 
 
@@ -237,7 +239,7 @@ def test_kv_that_finds_no_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     def full(*_: Any) -> None:
         raise MemoryError("7 of 9 granules")
 
-    monkeypatch.setattr(landing, "make_slab", full)
+    monkeypatch.setattr(kv_staging, "make_slab", full)
     with pytest.raises(MigrationError, match="no memory for its KV: 7 of 9"):
         make_kv(random_host(1).shape("LBHNC", TOKENS), {"a": 1}, 0, torch.device("meta"))
 

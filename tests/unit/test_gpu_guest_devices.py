@@ -13,20 +13,21 @@ import torch
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.launcher import SpawnLauncher
-from banaserve.engine.vllm.migration import crossing, guest_units, parcel
-from banaserve.engine.vllm.migration.guest_address import GuestAddress
-from banaserve.engine.vllm.migration.guest_units import ContextUnit, HeadsUnit
-from banaserve.engine.vllm.migration.messages import (
+from banaserve.engine.vllm.launch.launcher import SpawnLauncher
+from banaserve.engine.vllm.migration.guest import units
+from banaserve.engine.vllm.migration.guest.units import ContextUnit, HeadsUnit
+from banaserve.engine.vllm.migration.host.placement import Placement
+from banaserve.engine.vllm.migration.host.units import ContextThere, HeadsHere, LayersHere
+from banaserve.engine.vllm.migration.rpc import tensors
+from banaserve.engine.vllm.migration.rpc.messages import (
     AttentionSlice,
     BuildContext,
     BuildHeads,
+    GuestAddress,
     KvShape,
 )
-from banaserve.engine.vllm.migration.modules import LayerRange
-from banaserve.engine.vllm.migration.parcel import Parcel, restore, to_wire
-from banaserve.engine.vllm.migration.placement import Placement
-from banaserve.engine.vllm.migration.units import ContextThere, HeadsHere, LayersHere
+from banaserve.engine.vllm.migration.rpc.tensors import Parcel, restore, to_wire
+from banaserve.engine.vllm.migration.types import LayerRange
 from banaserve.kernels.interface import Batch, Part
 
 META = torch.device("meta")
@@ -43,7 +44,7 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             left.append(tuple(tensor.shape))
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
-    monkeypatch.setattr(parcel, "to_host", to_host)
+    monkeypatch.setattr(tensors, "to_host", to_host)
     return left
 
 
@@ -104,10 +105,10 @@ class Kernels:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """Of an engine whose device is "meta"."""
     kernels = Kernels()
-    monkeypatch.setattr(guest_units, "device_of", lambda config: META)
-    monkeypatch.setattr(guest_units, "attends_with", lambda config: kernels)
+    monkeypatch.setattr(units, "device_of", lambda config: META)
+    monkeypatch.setattr(units, "attends_with", lambda config: kernels)
     landing = SimpleNamespace(region=None, close=lambda: None)
-    monkeypatch.setattr(guest_units, "Landing", lambda *_: landing)
+    monkeypatch.setattr(units, "Landing", lambda *_: landing)
     return kernels
 
 
@@ -131,9 +132,9 @@ def test_heads_of_a_guest_are_written_and_attended_on_its_device(
         for name, value in ints.items()
     }  # fmt: skip
     plain = {"num_reqs": 1, "num_actual_tokens": 2, "max_query_len": 2, "max_seq_len": 2}
-    parcel = Parcel()
-    packed = parcel.put_all({**there, **plain, "causal": True})
-    step = unit.read_step(packed, parcel.tensors)
+    tensors = Parcel()
+    packed = tensors.put_all({**there, **plain, "causal": True})
+    step = unit.read_step(packed, tensors.tensors)
     assert step.common.slot_mapping.device == META
     assert step.common.query_start_loc_cpu.device.type == "cpu"
     new = torch.zeros(2, HEADS, HEAD_SIZE)
@@ -151,10 +152,10 @@ def test_older_blocks_of_a_guest_are_read_on_its_device(kernels: Kernels) -> Non
         "num_tokens": torch.tensor([8], dtype=ints),
     }
     query = torch.zeros(1, HEADS, HEAD_SIZE)
-    parcel = Parcel()
-    parcel.put(query)
-    packed = parcel.put_all(fields)
-    part = unit.run("l", 1, packed, parcel.tensors)
+    tensors = Parcel()
+    tensors.put(query)
+    packed = tensors.put_all(fields)
+    part = unit.run("l", 1, packed, tensors.tensors)
     assert part.output.device == META
     assert kernels.seen == {META}
 
@@ -187,15 +188,15 @@ def test_values_leave_a_gpu_through_pinned_memory(monkeypatch: pytest.MonkeyPatc
         calls.append(("pinned", pin_memory))
         return SimpleNamespace(copy_=lambda source: calls.append("copied") or "values")
 
-    monkeypatch.setattr(crossing, "torch", SimpleNamespace(empty=empty))
-    assert crossing.to_host(OnGpu()) == "values"  # type: ignore[arg-type, comparison-overlap]
+    monkeypatch.setattr(tensors, "torch", SimpleNamespace(empty=empty))
+    assert tensors.to_host(OnGpu()) == "values"  # type: ignore[arg-type, comparison-overlap]
     assert calls == [("pinned", True), "copied"]
 
 
 def test_nothing_is_copied_that_is_in_its_place() -> None:
     tensor = torch.arange(6).view(2, 3)
-    assert crossing.to_host(tensor).data_ptr() == tensor.data_ptr()
-    assert crossing.to_device(tensor, torch.device("cpu")) is tensor
+    assert tensors.to_host(tensor).data_ptr() == tensor.data_ptr()
+    assert tensors.to_device(tensor, torch.device("cpu")) is tensor
     assert to_wire(tensor).data.ctypes.data == tensor.data_ptr()
 
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 
 import migration_doubles as doubles
-from banaserve.engine.vllm.migration.device_share import DeviceShare
-from banaserve.engine.vllm.moves.core_waits import CoreWaits
-from banaserve.engine.vllm.moves.overseer import Overseer
-from banaserve.engine.vllm.moves.placements import placement_of
-from banaserve.engine.vllm.moves.shares import Shares, predicted_slow_down, share
-from banaserve.engine.vllm.moves.words import MoveLayers, ShareAsk
+from banaserve.engine.vllm.migration.api import MoveLayers, ShareAsk
+from banaserve.engine.vllm.migration.controller.guest_monitor import Overseer
+from banaserve.engine.vllm.migration.controller.process_stats import CoreWaits
+from banaserve.engine.vllm.migration.controller.shares import Shares, predicted_slow_down, share
+from banaserve.engine.vllm.migration.controller.status import placement_of
+from banaserve.engine.vllm.migration.guest.throttle import DeviceShare
 from banaserve.errors import MigrationError, UserError
 from banaserve.types import InstanceId
 

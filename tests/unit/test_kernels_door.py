@@ -10,11 +10,15 @@ import torch
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm import keys
-from banaserve.engine.vllm.migration import attention_door, checks, guest_device
-from banaserve.engine.vllm.migration.attention_door import check_choice, kernels_for
-from banaserve.engine.vllm.migration.head_attention import KernelsHeadAttention
-from banaserve.engine.vllm.migration.kernels_attention import (
+from banaserve.engine.vllm.kv_connector import block_hash
+from banaserve.engine.vllm.migration import checks
+from banaserve.engine.vllm.migration.config import KEY
+from banaserve.engine.vllm.migration.guest import partial_model
+from banaserve.engine.vllm.migration.modules import attention_backend
+from banaserve.engine.vllm.migration.modules.attention_backend import check_choice, kernels_for
+from banaserve.engine.vllm.migration.modules.head_attention import KernelsHeadAttention
+from banaserve.engine.vllm.migration.modules.head_split import SplitAttention
+from banaserve.engine.vllm.migration.modules.paged_attention import (
     KernelsAttention,
     StepBatches,
     check_plain,
@@ -22,9 +26,7 @@ from banaserve.engine.vllm.migration.kernels_attention import (
     take_kernels,
     write_tokens,
 )
-from banaserve.engine.vllm.migration.messages import AttentionSlice
-from banaserve.engine.vllm.migration.settings import KEY
-from banaserve.engine.vllm.migration.split_attention import SplitAttention
+from banaserve.engine.vllm.migration.rpc.messages import AttentionSlice
 from banaserve.errors import GuestLostError, MigrationError, UserError
 from banaserve.kernels.layouts import KvLayout, key_value_views
 from banaserve.kernels.reference import ReferenceKernels
@@ -60,7 +62,7 @@ def test_on_a_gpu_the_registry_is_asked(
         assert (device, choice) == (CUDA, asked)
         return Picked(KERNELS, "")
 
-    monkeypatch.setattr(attention_door.registry, "pick", pick)
+    monkeypatch.setattr(attention_backend.registry, "pick", pick)
     assert kernels_for(choice, CUDA) is KERNELS
 
 
@@ -76,13 +78,16 @@ def test_what_cannot_run_is_refused() -> None:
 def test_a_guest_computes_where_its_engine_does() -> None:
     for kind, device in (("cpu", CPU), ("cuda", CUDA)):
         config: Any = SimpleNamespace(device_config=SimpleNamespace(device_type=kind))
-        assert guest_device.device_of(config) == device
+        assert partial_model.device_of(config) == device
 
 
 @pytest.mark.parametrize("choice", ["kernels", "reference"])
 def test_blocks_that_kernels_have_written_are_no_blocks_of_vllms(choice: str) -> None:
     spec: Any = SimpleNamespace(dtype=torch.float32, block_size=32, head_size=HEAD_SIZE)
-    of = {name: keys._instruction_set(config_with(name), spec) for name in (choice, "auto", "vllm")}
+    of = {
+        name: block_hash._instruction_set(config_with(name), spec)
+        for name in (choice, "auto", "vllm")
+    }
     assert of[choice] == "plain"
     assert of["auto"] == of["vllm"] != "plain"
 

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from banaserve.engine.vllm.migration import block_mover, messages
-from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
-from banaserve.engine.vllm.migration.block_mover import BlockMover
-from banaserve.engine.vllm.migration.host_kv import HostKv, Run
-from banaserve.engine.vllm.migration.modules import Context, HeadSet, LayerRange, Modules
-from banaserve.engine.vllm.migration.moved_copies import MovedCopier
-from banaserve.engine.vllm.migration.remote_kv import RemoteKv
-from banaserve.engine.vllm.migration.unit_builder import UnitBuilder
-from banaserve.engine.vllm.migration.units import Unit
-from banaserve.engine.vllm.migration.written_blocks import WrittenBlocks
+from banaserve.engine.vllm.migration.host import block_mover
+from banaserve.engine.vllm.migration.host.block_mover import BlockMover
+from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
+from banaserve.engine.vllm.migration.host.units import Unit
+from banaserve.engine.vllm.migration.kv.dirty_blocks import AwayBlocks, WrittenBlocks
+from banaserve.engine.vllm.migration.kv.host_kv import HostKv, Run
+from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv
+from banaserve.engine.vllm.migration.kv.store_copier import MovedCopier
+from banaserve.engine.vllm.migration.rpc import messages
+from banaserve.engine.vllm.migration.types import Context, HeadSet, LayerRange, Modules
 from banaserve.errors import GuestLostError, MigrationError
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import OfferedRegion, Transport

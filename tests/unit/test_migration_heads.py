@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from banaserve.engine.vllm.migration import messages
-from banaserve.engine.vllm.migration.guest_link import GuestLink
-from banaserve.engine.vllm.migration.local_heads import VllmHeads
-from banaserve.engine.vllm.migration.parcel import from_wire, to_wire
-from banaserve.engine.vllm.migration.split_attention import SplitAttention, _Away
-from banaserve.engine.vllm.migration.units import HeadsHere
+from banaserve.engine.vllm.migration.host.units import HeadsHere
+from banaserve.engine.vllm.migration.modules.head_split import SplitAttention, VllmHeads, _Away
+from banaserve.engine.vllm.migration.rpc import messages
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestLink
+from banaserve.engine.vllm.migration.rpc.tensors import from_wire, to_wire
 from banaserve.errors import GuestLostError
 from banaserve.transport.channel import StreamChannel
 from banaserve.transport.connect import over_unix

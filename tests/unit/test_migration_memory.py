@@ -21,12 +21,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from banaserve.engine.vllm.migration.giving_way import run_giving_way, start_threads
-from banaserve.engine.vllm.migration.gpu_slab import GpuSlab
-from banaserve.engine.vllm.migration.host_kv import HostKv, blocks_gained, make_slab, spans
-from banaserve.engine.vllm.migration.parcel import Parcel, from_wire, restore, to_wire
-from banaserve.engine.vllm.migration.slab import Slab, merged
-from banaserve.engine.vllm.migration.written_blocks import WrittenBlocks
+from banaserve.engine.vllm.migration.guest.throttle import run_giving_way, start_threads
+from banaserve.engine.vllm.migration.kv.dirty_blocks import WrittenBlocks
+from banaserve.engine.vllm.migration.kv.host_kv import HostKv, blocks_gained, make_slab, spans
+from banaserve.engine.vllm.migration.kv.slabs import GpuSlab, Slab, merged
+from banaserve.engine.vllm.migration.rpc.tensors import Parcel, from_wire, restore, to_wire
 from banaserve.errors import ProtocolError, UserError
 from banaserve.processes import Pulse
 from banaserve.transport.options import TransportOptions
@@ -286,7 +285,7 @@ def test_threads_that_serve_do_not_give_way(name: str, tmp_path: Path) -> None:
 
 IN_PARALLEL = """
 import os, sys, torch
-from banaserve.engine.vllm.migration.giving_way import run_giving_way, start_threads
+from banaserve.engine.vllm.migration.guest.throttle import run_giving_way, start_threads
 from banaserve.transport.options import TransportOptions
 from banaserve.transport.registry import create
 

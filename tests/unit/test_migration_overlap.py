@@ -14,27 +14,28 @@ import torch
 from torch import nn
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from banaserve.engine.vllm import compat_migration as compat
-from banaserve.engine.vllm.migration import checks, part_plan
-from banaserve.engine.vllm.migration.guest_post import GuestPost
-from banaserve.engine.vllm.migration.layer_order import LayerOrder
-from banaserve.engine.vllm.migration.part_plan import (
+from banaserve.engine.vllm.compat import model as compat
+from banaserve.engine.vllm.migration import checks
+from banaserve.engine.vllm.migration.microbatch import planner
+from banaserve.engine.vllm.migration.microbatch.pipeline import seen_of, why_uncut, work_of
+from banaserve.engine.vllm.migration.microbatch.planner import (
     PartWork,
     StageTimes,
     flow_makespan_s,
     plan_parts,
 )
-from banaserve.engine.vllm.migration.step_parts import seen_of, why_uncut, work_of
+from banaserve.engine.vllm.migration.modules.layer_proxy import LayerOrder
+from banaserve.engine.vllm.migration.rpc.guest_channel import GuestPost
 from banaserve.errors import MigrationError
 from banaserve.orchestrator.model.overlapping import makespan_s
 from banaserve.transport.connect import over_unix
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import Message, Tensor
 
-HALVES = [(part_plan.HERE, 15), ("g", 15)]
+HALVES = [(planner.HERE, 15), ("g", 15)]
 
 
-def learnt(fixed_s: float, token_s: float, stages: tuple[str, ...] = (part_plan.HERE, "g")) -> Any:
+def learnt(fixed_s: float, token_s: float, stages: tuple[str, ...] = (planner.HERE, "g")) -> Any:
     """Times of layers that take so much each, as steps of many sizes have shown."""
     times = StageTimes()
     for tokens in [1, 8, 32, 64, 128, 512, 2048] * 6:
@@ -108,7 +109,7 @@ def test_no_more_parts_than_are_allowed_or_filled(most: int, tokens: int) -> Non
 
 
 def test_a_slow_guest_gains_less() -> None:
-    times = learnt(1e-4, 4e-5, (part_plan.HERE,))
+    times = learnt(1e-4, 4e-5, (planner.HERE,))
     for tokens in [1, 32, 512, 2048] * 8:
         times.observe("g", 15, PartWork(tokens, tokens**2 / 2), 15 * (3e-4 + 12e-5 * tokens))
     plan = plan_parts(times, HALVES, prompt(2048), 64)
@@ -128,7 +129,7 @@ def test_parts_hold_all_tokens_and_are_what_kernels_work_on(seed: int) -> None:
     assert sum(plan.sizes) == len(seen)
     assert 1 <= len(plan.sizes) <= most
     assert min(plan.sizes) > 0
-    assert all(size % part_plan.LEAST_TOKENS == 0 for size in plan.sizes[:-1])
+    assert all(size % planner.LEAST_TOKENS == 0 for size in plan.sizes[:-1])
     assert plan.predicted_s <= plan.waiting_s
 
 
@@ -247,7 +248,7 @@ def test_engines_whose_steps_cannot_be_cut(facts: Any, connector: str | None, wh
 
 
 def test_what_cannot_be_cut_stays_as_it_is() -> None:
-    from banaserve.engine.vllm.migration.overlap import Overlap
+    from banaserve.engine.vllm.migration.microbatch.overlap import Overlap
 
     overlap = Overlap(nn.ModuleList([Layer()]), None, "it is odd", 1)  # type: ignore[arg-type]
     with pytest.raises(MigrationError, match="it is odd"):

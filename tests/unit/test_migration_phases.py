@@ -8,21 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from banaserve.engine.vllm.migration.modules import (
+from banaserve.engine.vllm.migration.host.host import KEPT, MoveBook
+from banaserve.engine.vllm.migration.host.move import Move
+from banaserve.engine.vllm.migration.host.units import Unit
+from banaserve.engine.vllm.migration.types import (
+    ALLOWED,
+    OPEN,
     HeadSet,
     LayerRange,
     ModelShape,
     Modules,
+    Phase,
     check_free,
     check_shape,
+    check_step,
     overlap,
     read_modules,
     write_modules,
 )
-from banaserve.engine.vllm.migration.move import Move
-from banaserve.engine.vllm.migration.move_book import KEPT, MoveBook
-from banaserve.engine.vllm.migration.phases import ALLOWED, OPEN, Phase, check_step
-from banaserve.engine.vllm.migration.units import Unit
 from banaserve.errors import MigrationError
 
 SHAPE = ModelShape(num_layers=30, num_kv_heads=3)

@@ -14,16 +14,15 @@ from torch import nn
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from banaserve.engine.vllm.migration import messages, overlap
-from banaserve.engine.vllm.migration.guest_link import GuestLink
-from banaserve.engine.vllm.migration.guest_post import GuestPost
-from banaserve.engine.vllm.migration.layer_chain import LayerChain
-from banaserve.engine.vllm.migration.layer_proxy import RemoteRange
-from banaserve.engine.vllm.migration.overlap import Overlap
-from banaserve.engine.vllm.migration.parcel import Parcel, restore
-from banaserve.engine.vllm.migration.step_fields import common_from
-from banaserve.engine.vllm.migration.step_watch import StepWatch
-from banaserve.engine.vllm.migration.units import LayersHere
+from banaserve.engine.vllm.migration.host.units import LayersHere
+from banaserve.engine.vllm.migration.kv.step_context import StepWatch, common_from
+from banaserve.engine.vllm.migration.microbatch import overlap
+from banaserve.engine.vllm.migration.microbatch.overlap import Overlap
+from banaserve.engine.vllm.migration.modules.layer_proxy import LayerChain, RemoteRange
+from banaserve.engine.vllm.migration.rpc import messages
+from banaserve.engine.vllm.migration.rpc.guest_channel import GuestPost
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestLink
+from banaserve.engine.vllm.migration.rpc.tensors import Parcel, restore
 from banaserve.errors import GuestLostError
 from banaserve.transport.connect import over_unix
 from banaserve.transport.errors import PeerGoneError

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from banaserve.engine.vllm import options
-from banaserve.engine.vllm.migration.settings import (
+from banaserve.engine.vllm import engine_args
+from banaserve.engine.vllm.migration.config import (
     KEY,
     MigrationSettings,
     migration_options,
@@ -23,7 +23,7 @@ OURS = msgspec.to_builtins(SETTINGS)
 
 
 def parsed(argv: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = options.parse_vllm_argv(["--model", "m", *argv]).additional_config
+    found: dict[str, Any] = engine_args.parse_vllm_argv(["--model", "m", *argv]).additional_config
     return found
 
 

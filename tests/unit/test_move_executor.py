@@ -16,11 +16,10 @@ pytest.importorskip("vllm")
 
 import executor_doubles as doubles
 from banaserve.engine.interface import Ending
-from banaserve.engine.vllm import executor as executors
-from banaserve.engine.vllm.facts import instance_facts
-from banaserve.engine.vllm.migration.modules import HeadSet, LayerRange
-from banaserve.engine.vllm.moves.asking import ask_of, modules_of
-from banaserve.engine.vllm.moves.words import MoveHeads, MoveLayers, Return
+from banaserve.engine.vllm import migration_executor as executors
+from banaserve.engine.vllm.migration.api import MoveHeads, MoveLayers, Return
+from banaserve.engine.vllm.migration.types import HeadSet, LayerRange
+from banaserve.engine.vllm.migration_executor import ask_of, instance_facts, modules_of
 from banaserve.errors import MigrationError, NoAnswerError, UserError
 from banaserve.orchestrator.migration.options import RepairedOptions
 from banaserve.orchestrator.model.calibration import EASED_AFTER_S

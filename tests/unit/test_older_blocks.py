@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 
 from banaserve.engine.vllm.migration import checks
-from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
-from banaserve.engine.vllm.migration.modules import (
+from banaserve.engine.vllm.migration.controller.planner import (
+    Away,
+    Go,
+    GoHome,
+    GoOn,
+    plan_move,
+    plan_return,
+)
+from banaserve.engine.vllm.migration.kv.dirty_blocks import AwayBlocks, WrittenBlocks
+from banaserve.engine.vllm.migration.types import (
     Context,
     HeadSet,
     LayerRange,
@@ -23,8 +31,6 @@ from banaserve.engine.vllm.migration.modules import (
     read_modules,
     write_modules,
 )
-from banaserve.engine.vllm.migration.written_blocks import WrittenBlocks
-from banaserve.engine.vllm.moves.planner import Away, Go, GoHome, GoOn, plan_move, plan_return
 from banaserve.errors import MigrationError
 
 Write = tuple[str, list[tuple[int, int]]]

@@ -10,13 +10,11 @@ from banaserve.costs import modules as module_costs
 from banaserve.costs.profile import Profile, load
 from banaserve.costs.steps import StepCosts
 from banaserve.costs.transfers import Copied, overlapped_s, step_times
-from banaserve.engine.vllm.migration.modules import HeadSet, LayerRange, ModelShape
-from banaserve.engine.vllm.pacing import step_log
-from banaserve.engine.vllm.pacing.away import ATTENTION_FRACTION, Away, modelled
-from banaserve.engine.vllm.pacing.device import Device
-from banaserve.engine.vllm.pacing.pacer import Pacer
-from banaserve.engine.vllm.pacing.parts import in_parts
-from banaserve.engine.vllm.pacing.step_log import PacedStep, StepLog, StepReader
+from banaserve.engine.vllm.emulation import step_log
+from banaserve.engine.vllm.emulation.pacer import Device, Pacer, in_parts
+from banaserve.engine.vllm.emulation.placement_cost import ATTENTION_FRACTION, Away, modelled
+from banaserve.engine.vllm.emulation.step_log import PacedStep, StepLog, StepReader
+from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, ModelShape
 from banaserve.kvstore.overlap import pipeline
 from banaserve.orchestrator.model.calibration import StepWork
 from banaserve.sim.system import System

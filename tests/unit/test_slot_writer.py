@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.migration.messages import SlotCopies, StorePlace
-from banaserve.engine.vllm.migration.slot_writer import SlotWriter
+from banaserve.engine.vllm.migration.guest.units import SlotWriter
+from banaserve.engine.vllm.migration.rpc.messages import SlotCopies, StorePlace
 from banaserve.kvstore.interface import Slot
 from banaserve.processes import Leash
 from banaserve.transport.memory import Memory

@@ -10,10 +10,10 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from banaserve.engine.vllm.migration import kv_pages
-from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
-from banaserve.engine.vllm.migration.context_plan import ContextPlan, split_context
-from banaserve.engine.vllm.migration.kv_pages import DevicePages, KvPages, Pages
+from banaserve.engine.vllm.migration.kv.dirty_blocks import AwayBlocks
+from banaserve.engine.vllm.migration.modules import paged_attention
+from banaserve.engine.vllm.migration.modules.context_split import ContextPlan, split_context
+from banaserve.engine.vllm.migration.modules.paged_attention import DevicePages, KvPages, Pages
 from banaserve.kernels.interface import Batch, Heads
 from banaserve.kernels.reference import ReferenceKernels
 from banaserve.kernels.registry import pick
@@ -176,7 +176,7 @@ def test_a_long_prompt_is_answered_in_pieces(
     ends = common.seq_lens
     batch = Batch(common.block_table_tensor, common.query_start_loc, ends - 50, ends * 0, ends)
     whole = pages.attend(query, cache, batch, SCALE, causal=True)
-    monkeypatch.setattr(kv_pages, "_MAX_SCORES", 7 * 120 * NUM_KV_HEADS * GROUP)
+    monkeypatch.setattr(paged_attention, "_MAX_SCORES", 7 * 120 * NUM_KV_HEADS * GROUP)
     pieces = pages.attend(query, cache, batch, SCALE, causal=True)
     for one, other in zip(whole, pieces, strict=True):
         assert torch.allclose(one, other, atol=1e-6)

@@ -12,18 +12,18 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
-from banaserve.engine.vllm.migration import messages
-from banaserve.engine.vllm.migration.away_blocks import AwayBlocks
-from banaserve.engine.vllm.migration.context_attention import ContextAttention
-from banaserve.engine.vllm.migration.guest_link import GuestLink
-from banaserve.engine.vllm.migration.host_kv import HostKv
-from banaserve.engine.vllm.migration.kv_pages import KvPages
-from banaserve.engine.vllm.migration.modules import Context
-from banaserve.engine.vllm.migration.older_blocks import OlderBlocks
-from banaserve.engine.vllm.migration.parcel import Parcel, from_wire, restore
-from banaserve.engine.vllm.migration.step_watch import StepWatch
-from banaserve.engine.vllm.migration.unit_builder import UnitBuilder
-from banaserve.engine.vllm.migration.units import Residence
+from banaserve.engine.vllm.migration.guest.units import OlderBlocks
+from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
+from banaserve.engine.vllm.migration.host.units import Residence
+from banaserve.engine.vllm.migration.kv.dirty_blocks import AwayBlocks
+from banaserve.engine.vllm.migration.kv.host_kv import HostKv
+from banaserve.engine.vllm.migration.kv.step_context import StepWatch
+from banaserve.engine.vllm.migration.modules.context_split import ContextAttention
+from banaserve.engine.vllm.migration.modules.paged_attention import KvPages
+from banaserve.engine.vllm.migration.rpc import messages
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestLink
+from banaserve.engine.vllm.migration.rpc.tensors import Parcel, from_wire, restore
+from banaserve.engine.vllm.migration.types import Context
 from banaserve.errors import GuestLostError, ProtocolError
 from banaserve.transport.connect import over_unix
 from banaserve.transport.errors import PeerGoneError

@@ -1,4 +1,11 @@
-"""vLLM's EngineClient over many instances: what vLLM's own API server talks to."""
+"""What vLLM's engine client can do and several engines behind one store cannot, in plain words.
+
+What vLLM's engine client does for its one engine, done for every instance.
+
+Requests of pooling models: no decode, so one instance computes all of them.
+
+vLLM's EngineClient over many instances: what vLLM's own API server talks to.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +13,205 @@ import asyncio
 import contextlib
 import copy
 import inspect
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from contextvars import ContextVar
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm.config import VllmConfig
+from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GracefulHTTPError
+from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.sampling_params import SamplingParams
 
-from banaserve.engine.vllm import compat
-from banaserve.engine.vllm.adapters import Adapters
-from banaserve.engine.vllm.all_instances import AllInstances
+from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.cluster import Cluster
-from banaserve.engine.vllm.first_token import obstacle
-from banaserve.engine.vllm.journey import Job, travel
-from banaserve.engine.vllm.pooling import pool
-from banaserve.engine.vllm.requests import end_with_context
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.disagg_request import (
+    DEAD,
+    MAX_DEATHS,
+    Job,
+    given_up,
+    next_output,
+    out_of_time,
+    travel,
+)
+from banaserve.engine.vllm.legs import end_with_context, obstacle
+from banaserve.engine.vllm.lora import Adapters
+
+_WEIGHTS = (
+    "weights stay as they are while banaserve serves, since its store holds KV of these: restart it"
+)
+_FAULTS = "banaserve starts failed engines again by itself: see /ready and `banaserve status`"
+_SCALE = "the number of instances is set at start, with --pd"
+
+
+_CHANGE_WEIGHTS = frozenset({"discard", "load_model", "sleep"})
+_LIGHT_SLEEP = 1
+
+
+def check_weights_stay(method: str) -> None:
+    """Return if this method of vLLM's workers leaves the weights that the store's KV is of.
+
+    Raises:
+        NotImplementedError: It does not, as ``reload_weights``.
+    """
+    if "weight" in method or method in _CHANGE_WEIGHTS:
+        raise NotImplementedError(f"{method}: {_WEIGHTS}")
+
+
+def check_sleep(level: int) -> None:
+    """Return if a sleep of this level keeps the weights.
+
+    Raises:
+        NotImplementedError: What wakes up would compute with none, into the store.
+    """
+    if level > _LIGHT_SLEEP:
+        raise NotImplementedError(f"sleep level {level} throws weights away: use level 1")
+
+
+def _refusing(words: str) -> Callable[..., Coroutine[Any, Any, NoReturn]]:
+    async def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(words)
+
+    return refuse
+
+
+class Refusals(EngineClient):
+    """Each of these is answered 501."""
+
+    init_weight_transfer_engine = _refusing(_WEIGHTS)
+    shutdown_weight_transfer_engine = _refusing(_WEIGHTS)
+    start_weight_update = _refusing(_WEIGHTS)
+    start_draft_weight_update = _refusing(_WEIGHTS)
+    update_weights = _refusing(_WEIGHTS)
+    finish_weight_update = _refusing(_WEIGHTS)
+    update_weight_version = _refusing(_WEIGHTS)
+    get_weight_version = _refusing(_WEIGHTS)
+    compute_weight_checksums = _refusing(_WEIGHTS)
+    handle_fault = _refusing(_FAULTS)
+    get_status = _refusing(_FAULTS)
+    scale_elastic_ep = _refusing(_SCALE)
+
+
+class AllInstances(Refusals):
+    """Asks all instances that serve; requests themselves go other ways."""
+
+    _cluster: Cluster
+    _adapters: Adapters
+    _jobs: dict[int, Job]
+
+    async def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        llms = [i.llm for i in self._cluster.serving() if i.llm is not None]
+        return await asyncio.gather(*(getattr(llm, method)(*args, **kwargs) for llm in llms))
+
+    def _end_all(self, mode: Any) -> None:
+        """A prefill leg that ends by this is no death, after which it would be tried again."""
+        if mode == "abort":
+            for job in self._jobs.values():
+                job.aborted = True
+
+    async def start_profile(self, profile_prefix: str | None = None, **options: Any) -> None:
+        await self._all("start_profile", profile_prefix, **options)
+
+    async def stop_profile(self) -> None:
+        await self._all("stop_profile")
+
+    async def reset_mm_cache(self) -> None:
+        await self._all("reset_mm_cache")
+
+    async def reset_encoder_cache(self) -> None:
+        await self._all("reset_encoder_cache")
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        return all(await self._all("reset_prefix_cache", reset_running_requests, reset_connector))
+
+    async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
+        check_sleep(level)
+        self._end_all(mode)
+        await self._all("sleep", level, mode)
+
+    async def release_kv_cache_memory(self) -> None:
+        await self._all("release_kv_cache_memory")
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        return all(await self._all("wake_up", tags))
+
+    async def is_sleeping(self) -> bool:
+        return any(await self._all("is_sleeping"))
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        self._adapters.begin(lora_request)
+        added = all(await self._all("add_lora", lora_request))
+        await self._adapters.loaded(lora_request)
+        return added
+
+    async def pause_generation(self, *, mode: Any = "abort", clear_cache: bool = True) -> None:
+        self._end_all(mode)
+        await self._all("pause_generation", mode=mode, clear_cache=clear_cache)
+
+    async def resume_generation(self) -> None:
+        await self._all("resume_generation")
+
+    async def is_paused(self) -> bool:
+        return any(await self._all("is_paused"))
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        check_weights_stay(method)
+        answers = await self._all("collective_rpc", method, timeout, args, kwargs)
+        return [one for answer in answers for one in answer]
+
+    async def notify_kv_transfer_request_rejected(
+        self,
+        request_id: str,
+        kv_transfer_params: Mapping[str, Any],
+        *,
+        data_parallel_rank: int | None = None,
+    ) -> None:
+        """Nothing to clean up: leases end with their request."""
+
+
+async def pool(
+    cluster: Cluster, deadline: float, *request: Any, **options: Any
+) -> AsyncGenerator[PoolingRequestOutput, None]:
+    """Let the least busy instance compute, another one where that dies.
+
+    Args:
+        request: As vLLM's ``encode`` takes it.
+
+    Raises:
+        GracefulHTTPError: Nobody serves, or not in time, or instances die of it.
+    """
+    for _ in range(MAX_DEATHS):
+        serving = [instance for instance in cluster.serving() if instance.llm is not None]
+        if not serving:
+            raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
+        instance = min(serving, key=lambda i: i.view().inflight_requests)
+        assert instance.llm is not None
+        try:
+            with instance.holding(0):
+                stream = instance.llm.encode(*request, **options)
+                async with contextlib.aclosing(stream):
+                    while (output := await next_output(stream, deadline)) is not None:
+                        yield output
+            return
+        except DEAD:
+            metrics.RETRIES.labels("pooling").inc()
+        except TimeoutError:
+            raise out_of_time() from None
+    raise given_up(str(request[-1]))
+
 
 tenant: ContextVar[str | None] = ContextVar("tenant", default=None)
 """Whose request the current task serves; set by the front door where there are several keys."""

@@ -1,4 +1,9 @@
-"""The instances of one front door, who is sent what, and who is started again."""
+"""How much of a prompt the store holds already: for routing, before any engine sees it.
+
+Noticing an engine that runs no more steps, though its process is there.
+
+The instances of one front door, who is sent what, and who is started again.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +13,75 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError
 
 from banaserve.clock import Clock
-from banaserve.engine.vllm import compat, metrics
+from banaserve.engine.vllm import metrics
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.engine_args import is_on_cpu
 from banaserve.engine.vllm.instance import Instance, State
-from banaserve.engine.vllm.lookup import PrefixLookup
-from banaserve.engine.vllm.options import is_on_cpu
-from banaserve.engine.vllm.stall_watch import StallWatch
 from banaserve.errors import InstanceDeadError, NoInstanceError
+from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.fingerprint import Fingerprint
+from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.wire import MAX_KEYS
 from banaserve.orchestrator.routing.interface import RoutingPolicy
+from banaserve.processes import Pulse
 from banaserve.types import ClusterView, InstanceId, RequestId, RequestView, Role, Route
+
+
+class PrefixLookup:
+    """Hashes prompts as the engines do and asks the store; off the event loop."""
+
+    def __init__(self, config: VllmConfig, fingerprint: Fingerprint, socket_path: str) -> None:
+        self._block_size = fingerprint.block_size_tokens
+        self._hasher = compat.block_hasher(config, self._block_size)
+        self._client = StoreClient(
+            socket_path, fingerprint, client_name="front-door", maps_pool=False
+        )
+
+    async def cached_tokens(self, request: compat.EngineCoreRequest) -> int:
+        """Tokens of the longest prefix in whole blocks that is stored or being stored."""
+        return await asyncio.to_thread(self._cached_tokens, request)
+
+    def _cached_tokens(self, request: compat.EngineCoreRequest) -> int:
+        keys = compat.Request.from_engine_core_request(request, self._hasher).block_hashes
+        if not keys:
+            return 0
+        states = self._client.lookup(keys[:MAX_KEYS])
+        num_known = next((i for i, state in enumerate(states) if state is Lookup.MISS), len(states))
+        return num_known * self._block_size
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class StallWatch:
+    """Looks at one instance, again and again.
+
+    Args:
+        stall_s: How long an engine may be silent.
+        counts_work: A process that uses its processor is taken to compute: a step of a large model
+            on a CPU takes minutes. On a GPU the processor is busy while it waits for the device.
+    """
+
+    def __init__(self, stall_s: float, *, counts_work: bool) -> None:
+        self._stall_s = stall_s
+        self._counts_work = counts_work
+        self._pid = 0
+        self._pulse = Pulse(None)
+
+    def has_stalled(self, pid: int, heard_s: float, now_s: float) -> bool:
+        """Whether process ``pid``, last heard of at ``heard_s``, does nothing any more.
+
+        Both times are on the caller's clock; it looks at least twice within ``stall_s``.
+        """
+        if pid != self._pid:
+            self._pid, self._pulse = pid, Pulse(pid if self._counts_work else None)
+        worked_s = self._pulse.last_worked_s(now_s)
+        return bool(pid) and now_s - max(heard_s, worked_s) > self._stall_s
+
 
 logger = logging.getLogger(__name__)
 

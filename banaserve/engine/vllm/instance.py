@@ -1,4 +1,9 @@
-"""One instance: an engine core in a process of its own and the client that talks to it."""
+"""What one leg adds to the counts of its instance.
+
+What an engine core says while it starts: the handshake, or the error that ends it.
+
+One instance: an engine core in a process of its own and the client that talks to it.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,13 @@ import copy
 import enum
 import logging
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
+import msgspec
 import zmq
 import zmq.asyncio
 from vllm.config import VllmConfig
@@ -19,16 +27,71 @@ from vllm.usage.usage_lib import UsageContext
 
 from banaserve import processes
 from banaserve.clock import Clock
-from banaserve.engine.vllm import compat, metrics
-from banaserve.engine.vllm.budgets import Budgets
-from banaserve.engine.vllm.flight import Flight
-from banaserve.engine.vllm.gpu_usage import GpuMeter
-from banaserve.engine.vllm.greeting import last_error_in, shake_hands
-from banaserve.engine.vllm.launcher import Launcher
+from banaserve.engine.vllm import metrics
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.gpu_monitor import GpuMeter
+from banaserve.engine.vllm.launch.launcher import Launcher
 from banaserve.engine.vllm.reports import ReportBoard, SharedPrometheus
+from banaserve.engine.vllm.role_switch import Budgets
 from banaserve.errors import InstanceDeadError
 from banaserve.orchestrator.viewing import with_guests
 from banaserve.types import InstanceId, InstanceView, Placement, Role
+
+
+class Counting(Protocol):
+    """What a flight needs of an ``Instance``."""
+
+    def add_inflight(self, requests: int, prefill_tokens: int) -> None: ...
+
+
+class Flight:
+    """One leg's share in its instance's live counts."""
+
+    def __init__(self, instance: Counting, prefill_tokens: int) -> None:
+        self._instance = instance
+        self._prefill_tokens = prefill_tokens
+        instance.add_inflight(1, prefill_tokens)
+
+    def prefilled(self) -> None:
+        """The prompt has been computed. May be said again with each output."""
+        if self._prefill_tokens:
+            self._instance.add_inflight(0, -self._prefill_tokens)
+            self._prefill_tokens = 0
+
+    def end(self) -> None:
+        self._instance.add_inflight(-1, 0)
+
+
+_ERROR = re.compile(r"\b((?:[\w.]*(?:Error|Exception)): .{1,300})")
+_LAST_LINES = 200
+
+
+async def shake_hands(socket: zmq.asyncio.Socket, addresses: dict[str, str]) -> None:
+    """vLLM's start-up handshake: HELLO, our addresses, READY."""
+    metadata = compat.EngineHandshakeMetadata(
+        addresses=compat.EngineZmqAddresses(
+            inputs=[addresses["input"]], outputs=[addresses["output"]]
+        ),
+        parallel_config={},
+    )
+    while True:
+        identity, body = await socket.recv_multipart()
+        status = msgspec.msgpack.decode(body)["status"]
+        if status == "HELLO":
+            await socket.send_multipart((identity, msgspec.msgpack.encode(metadata)))
+        elif status == "READY":
+            return
+
+
+def last_error_in(log: Path) -> str:
+    """The last line of a log that tells of an error, and where the log is."""
+    with contextlib.suppress(OSError):
+        lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        errors = [m[1] for line in lines if (m := _ERROR.search(line))]
+        if errors:
+            return f"{errors[-1].strip()} (log: {log})"
+    return f"see {log}"
+
 
 logger = logging.getLogger(__name__)
 

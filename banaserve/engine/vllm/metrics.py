@@ -1,11 +1,22 @@
-"""banaserve's own Prometheus metrics; vLLM's stand beside them."""
+"""banaserve's own Prometheus metrics; vLLM's stand beside them.
+
+Prometheus metrics of live migration.
+
+Prometheus metrics of modelled time, read from what the paced instances record.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import REGISTRY, Collector
+
+from banaserve.costs.profile import Profile
+from banaserve.engine.vllm.emulation.step_log import readers
 
 REQUESTS = Counter("banaserve_requests", "Requests by the way they took and why", ["way", "reason"])
 FIRST_TOKENS = Counter(
@@ -98,3 +109,104 @@ def _counter(instance_id: str, name: str) -> Counter | None:
     if (counter := _BY_KIND.get(family)) is not None:
         return counter.labels(instance_id, kind)
     return None
+
+
+MIGRATIONS = Counter(
+    "banaserve_migrations", "Migrations by kind and how they ended", ["kind", "outcome"]
+)
+BYTES = Counter(
+    "banaserve_migration_bytes",
+    "Bytes copied while the engine served (precopy) and between two steps (commit), of committed "
+    "moves; weights loaded from a checkpoint (weights)",
+    ["kind", "stage"],
+)
+PHASE_S = Histogram(
+    "banaserve_migration_phase_seconds",
+    "Time of each phase of a move",
+    ["phase"],
+    buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0),
+)
+STALL_S = Histogram(
+    "banaserve_migration_stall_seconds",
+    "How long a commit kept the engine from stepping",
+    ["kind"],
+    buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0),
+)
+STEPS_LOST = Counter(
+    "banaserve_migration_lost_steps",
+    "Steps thrown away because a guest was lost",
+    ["instance_id"],
+)
+GUESTS_LOST = Counter(
+    "banaserve_guests_lost", "Guests that died or stalled while they served", ["instance_id"]
+)
+GUESTS = Gauge("banaserve_guests", "Guests' processes beside an instance", ["instance_id"])
+GUEST_BYTES = Gauge("banaserve_guest_bytes", "Memory of guests beside an instance", ["instance_id"])
+GUEST_BUSY = Gauge(
+    "banaserve_guest_busy_fraction", "CPU time of guests beside an instance", ["instance_id"]
+)
+GUEST_SHARE = Gauge(
+    "banaserve_guest_share_fraction",
+    "Of an instance's device, that guests beside it may take",
+    ["instance_id"],
+)
+SLOW_DOWN = Gauge(
+    "banaserve_guest_slow_down",
+    "How many times as long an instance computes beside guests: predicted from the time that they "
+    "take, measured as the kernel counts what its threads wait for processors",
+    ["instance_id", "kind"],
+)
+UNITS_AWAY = Gauge(
+    "banaserve_units_away", "Units of an instance that run elsewhere", ["instance_id"]
+)
+EPOCH = Gauge("banaserve_placement_epoch", "Grows with each change of placement", ["instance_id"])
+
+
+_SUMS = {
+    "num_steps": ("banaserve_paced_steps", "Steps that were given their modelled time"),
+    "num_overrun": (
+        "banaserve_paced_steps_overrun",
+        "Steps whose real work took longer than their modelled time: where these are more than a "
+        "few, times say nothing of the modelled GPU",
+    ),
+    "modelled_s": (
+        "banaserve_paced_modelled_seconds",
+        "Modelled time of all steps, in wall seconds",
+    ),
+    "late_s": (
+        "banaserve_paced_late_seconds",
+        "How long after their modelled time steps ended, in wall seconds",
+    ),
+}
+
+
+class PacedTime(Collector):
+    """Says that time is modelled, by what, and how well that was kept."""
+
+    def __init__(self, profile: Profile, dilation: float, folder: Path) -> None:
+        self._profile = profile
+        self._dilation = dilation
+        self._folder = folder
+
+    def collect(self) -> Iterator[Metric]:
+        about = GaugeMetricFamily(
+            "banaserve_paced_info",
+            "1: all times are those of a modelled GPU and model",
+            labels=["profile", "source"],
+        )
+        about.add_metric([self._profile.name, self._profile.source], 1)
+        yield about
+        yield GaugeMetricFamily(
+            "banaserve_paced_dilation", "Wall seconds of one modelled second", self._dilation
+        )
+        sums = [(log.instance_id, log.sums()) for log in readers(self._folder)]
+        for field, (name, help_text) in _SUMS.items():
+            family = CounterMetricFamily(name, help_text, labels=["instance_id"])
+            for instance_id, found in sums:
+                family.add_metric([instance_id], getattr(found, field))
+            yield family
+
+
+def register(profile: Profile, dilation: float, folder: Path) -> None:
+    """Put them on this process's page."""
+    REGISTRY.register(PacedTime(profile, dilation, folder))

@@ -88,18 +88,19 @@ class Live(_Engine):
         from vllm import LLM
         from vllm.engine.arg_utils import EngineArgs
 
-        from banaserve.engine.vllm import compat, engine_parent
-        from banaserve.engine.vllm.migration import install
+        from banaserve.engine.vllm.compat import engine as compat
+        from banaserve.engine.vllm.launch import forkserver
+        from banaserve.engine.vllm.migration.host import install
 
         whole = arguments | {
             "worker_extension_cls": "banaserve.engine.vllm.worker.WorkerExtension",
-            "scheduler_cls": "banaserve.engine.vllm.migration.pool.AsyncPoolScheduler",
+            "scheduler_cls": "banaserve.engine.vllm.migration.host.recovery.AsyncPoolScheduler",
             "async_scheduling": True,
             "additional_config": {"banaserve_migration": {"stall_s": 5.0, "overlap": 1}},
         }
-        engine_parent.pre_import()
+        forkserver.pre_import()
         config = EngineArgs(**whole).create_engine_config()
-        _, self._control = engine_parent.fork_engine_parent(config)
+        _, self._control = forkserver.fork_engine_parent(config)
         self._folder = folder
         self._secret = secrets.token_hex(16)
         self._num = 0
@@ -157,18 +158,20 @@ class Live(_Engine):
             time.sleep(_LOOK_S)
 
     def _guest(self) -> str:
-        from banaserve.engine.vllm import wire
-        from banaserve.engine.vllm.migration.guest_address import GuestAddress
+        from banaserve.engine.vllm.launch import messages
+        from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 
         self._num += 1
         guest_id, folder = f"g{self._num}", str(self._folder)
         token = secrets.token_hex(16)
         channel = str(self._folder / f"{guest_id}.sock")
         address = GuestAddress(guest_id, channel, token, "shm", folder, self._secret)
-        wire.send(self._control, wire.StartGuest(address, str(self._folder / f"{guest_id}.log")))
-        while isinstance(started := wire.receive(self._control), wire.EngineExited):
+        messages.send(
+            self._control, messages.StartGuest(address, str(self._folder / f"{guest_id}.log"))
+        )
+        while isinstance(started := messages.receive(self._control), messages.EngineExited):
             pass  # a guest whose layers have gone home
-        if not isinstance(started, wire.GuestStarted):
+        if not isinstance(started, messages.GuestStarted):
             raise RuntimeError(f"the guest did not start: {started}")
         _pin(started.pid, _GUEST_CORE)
         self._ask("attach", {name: getattr(address, name) for name in address.__struct_fields__})

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from banaserve.engine.vllm.compat import Request
-from banaserve.engine.vllm.compat_scheduler import (
+from banaserve.engine.vllm.compat.engine import Request
+from banaserve.engine.vllm.compat.scheduler import (
     AsyncScheduler,
     RequestQueue,
     Scheduler,

@@ -1,18 +1,134 @@
-"""An instance's reports, taken from the statistics that vLLM sends with its outputs."""
+"""What the steps of one instance do and how long they take, from what its worker counts.
+
+An instance's reports, taken from the statistics that vLLM sends with its outputs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 from banaserve.clock import Clock
-from banaserve.engine.vllm import compat, metrics
-from banaserve.engine.vllm.gpu_usage import GpuMeter
-from banaserve.engine.vllm.step_meter import StepMeter
+from banaserve.engine.vllm import metrics
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.gpu_monitor import GpuMeter
+from banaserve.orchestrator.model.calibration import StepTime, StepWork
+from banaserve.orchestrator.model.overlapping import overlap_fraction
 from banaserve.types import InstanceId, InstanceReport
+
+SMOOTHING_S = 2.0
+_FIRST = StepTime.of(5e-3, 5e-4, 1e-7, 1e-6, 5e-4, doubt=3.0)
+"""A small model on a CPU: only the sizes matter, which the first dozens of steps correct."""
+_LEARNT_AFTER = 20
+"""Samples before which the fill of a step would be guesswork."""
+
+
+class StepMeter:
+    """Smooths what a worker measured, and learns to predict the time of its steps.
+
+    Args:
+        full_step_tokens: The most tokens that one step may compute; 0 where it is not known.
+        now_s: On the clock of all later calls.
+
+    Attributes:
+        busy_fraction: Share of wall time spent in steps, in [0, 1].
+        step_s: Mean time of a step.
+        step_tokens: Mean number of tokens in a step.
+        model: Predicts a step's time without waiting for copies.
+        remote_calls: Round trips to guests in each step at present.
+    """
+
+    def __init__(self, full_step_tokens: int, now_s: float) -> None:
+        self.busy_fraction = 0.0
+        self.step_s = 0.0
+        self.step_tokens = 0.0
+        self.model = _FIRST
+        self.remote_calls = 0
+        self._num_remote_samples = 0
+        self.set_full_step(full_step_tokens)
+        self._work = StepWork()
+        self._since_s = now_s
+        self._owed_s = 0.0
+
+    def set_full_step(self, tokens: int) -> None:
+        """``tokens`` are the most that one step may compute from here on; 0 is not known."""
+        self._full = StepWork(tokens, tokens**2) if tokens else None
+
+    @property
+    def fill_fraction(self) -> float:
+        """How full its steps are, in [0, 1]; 1 until their times have been learnt."""
+        if self.model.fit.num_samples < _LEARNT_AFTER or not self.step_s:
+            return 1.0
+        return self.model.fill_fraction(self._work, self._full)
+
+    @property
+    def call_s(self) -> float | None:
+        """What a round trip to a guest adds to a step; None until that has been learnt."""
+        return self.model.call_s if self._num_remote_samples >= _LEARNT_AFTER else None
+
+    def overlap_fraction(self, most_parts: int) -> float | None:
+        """How much of a guest's work would not be waited for; None until steps have been learnt.
+
+        Args:
+            most_parts: That a step may be cut into.
+        """
+        if self.model.fit.num_samples < _LEARNT_AFTER:
+            return None
+        return overlap_fraction(self.model, self._work, most_parts)
+
+    def record(self, counted: Mapping[str, float], now_s: float) -> None:
+        """Take what was counted since the last call: sums of ``TransferStats``."""
+        busy_s = counted.get("busy_seconds", 0.0)
+        weight = self._smooth_busy(busy_s, now_s)
+        steps = counted.get("steps", 0.0)
+        if steps <= 0:
+            return
+        work = _mean_work(counted, steps)
+        waited_s = counted.get("load_wait_seconds", 0.0) + counted.get("save_wait_seconds", 0.0)
+        if (computed_s := busy_s - waited_s) > 0:
+            done = replace(work, remote_calls=self.remote_calls)
+            self.model = self.model.observed(done, computed_s / steps)
+            self._num_remote_samples += self.remote_calls > 0
+        weight = 1.0 if not self.step_s else weight
+        self.step_s += weight * (busy_s / steps - self.step_s)
+        tokens = work.prefill_tokens + work.decode_requests
+        self.step_tokens += weight * (tokens - self.step_tokens)
+        self._work = _blended(self._work, work, weight)
+
+    def idle(self, now_s: float) -> None:
+        """Nothing has run since the last call."""
+        self._smooth_busy(0.0, now_s)
+
+    def _smooth_busy(self, busy_s: float, now_s: float) -> float:
+        elapsed_s = max(now_s - self._since_s, 1e-6)
+        self._since_s = now_s
+        # Reports of several steps may be read at once: what the time since the last one has no
+        # room for belongs to the time before, and counts in the next.
+        busy_s += self._owed_s
+        counted_s = min(busy_s, elapsed_s)
+        self._owed_s = min(busy_s - counted_s, SMOOTHING_S)
+        weight = min(1.0, elapsed_s / SMOOTHING_S)
+        self.busy_fraction += weight * (counted_s / elapsed_s - self.busy_fraction)
+        return weight
+
+
+def _mean_work(counted: Mapping[str, float], steps: float) -> StepWork:
+    names = ("prefill_tokens", "prefill_pairs", "decode_requests", "context_tokens")
+    return StepWork(**{name: counted.get(f"step_{name}", 0.0) / steps for name in names})
+
+
+def _blended(old: StepWork, new: StepWork, weight: float) -> StepWork:
+    return StepWork(
+        old.prefill_tokens + weight * (new.prefill_tokens - old.prefill_tokens),
+        old.prefill_pairs + weight * (new.prefill_pairs - old.prefill_pairs),
+        old.decode_requests + weight * (new.decode_requests - old.decode_requests),
+        old.context_tokens + weight * (new.context_tokens - old.context_tokens),
+    )
+
 
 _LEARN_EVERY_S = 0.05
 """Learning from a step costs the front door as much as passing on a token: the short steps of a

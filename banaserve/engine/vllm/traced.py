@@ -60,7 +60,7 @@ def _engine_options(socket: str) -> dict[str, Any]:
         "distributed_executor_backend": "uni",
         "kv_transfer_config": {
             "kv_connector": "StoreConnector",
-            "kv_connector_module_path": "banaserve.engine.vllm.connector",
+            "kv_connector_module_path": "banaserve.engine.vllm.kv_connector.connector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"socket": socket, "trace": True, "cost_gate": False},
         },

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from banaserve.engine.vllm.migration.worker_methods import MigrationMethods
+from banaserve.engine.vllm.migration.host.worker_rpc import MigrationMethods
 
 
 class WorkerExtension(MigrationMethods):

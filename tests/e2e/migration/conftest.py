@@ -35,7 +35,7 @@ def engine_arguments() -> Callable[..., dict[str, Any]]:
             "max_num_batched_tokens": 256,
             "kv_cache_memory_bytes": 512 << 20,
             "worker_extension_cls": "banaserve.engine.vllm.worker.WorkerExtension",
-            "scheduler_cls": "banaserve.engine.vllm.migration.pool.AsyncPoolScheduler",
+            "scheduler_cls": "banaserve.engine.vllm.migration.host.recovery.AsyncPoolScheduler",
             "async_scheduling": True,
             "disable_log_stats": True,
             "additional_config": {
@@ -91,7 +91,7 @@ def many_rigs(guest_parents: Any) -> Callable[..., Iterator[Any]]:
 @pytest.fixture(scope="module")
 def as_many_parts_as_can_be() -> Iterator[None]:
     """Every step has as many parts as it may, cut anywhere."""
-    from banaserve.engine.vllm.migration import overlap
+    from banaserve.engine.vllm.migration.microbatch import overlap
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "plan_parts", as_many_as_can_be)

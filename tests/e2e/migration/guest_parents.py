@@ -16,9 +16,9 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 def main() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    from banaserve.engine.vllm import engine_parent
+    from banaserve.engine.vllm.launch import forkserver
 
-    engine_parent.pre_import()
+    forkserver.pre_import()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     orders = socket.socket(fileno=int(sys.argv[1]))
     while True:
@@ -30,7 +30,7 @@ def main() -> None:
             orders.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             config = EngineArgs(**json.loads(message)).create_engine_config()
-            engine_parent.run_engine_parent(config, control)
+            forkserver.run_engine_parent(config, control)
             os._exit(0)
         control.close()
 

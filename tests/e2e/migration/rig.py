@@ -34,14 +34,15 @@ class Rig:
     def __init__(self, arguments: dict[str, Any], control: socket.socket, folder: Path) -> None:
         from vllm import LLM
 
-        from banaserve.engine.vllm import compat, cpu_seeds
-        from banaserve.engine.vllm.migration import install
+        from banaserve.engine.vllm.compat import engine as compat
+        from banaserve.engine.vllm.compat import runner_hooks as runner_hooks
+        from banaserve.engine.vllm.migration.host import install
 
         runner_class = compat.cpu_model_runner()
         install.install_runner(runner_class)
         install.install_utilities()
         if not getattr(runner_class, "_seeds_installed", False):
-            cpu_seeds.install(runner_class)
+            runner_hooks.install(runner_class)
             runner_class._seeds_installed = True
         self._control = control
         self._folder = folder
@@ -71,8 +72,8 @@ class Rig:
 
     def guest(self) -> str:
         """Start a guest and attach it; returns its id."""
-        from banaserve.engine.vllm import wire
-        from banaserve.engine.vllm.migration.guest_address import GuestAddress
+        from banaserve.engine.vllm.launch import messages
+        from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 
         self._num_guests += 1
         guest_id = f"g{self._num_guests}"
@@ -84,11 +85,13 @@ class Rig:
             folder=str(self._folder),
             secret=self._secret,
         )
-        wire.send(self._control, wire.StartGuest(address, str(self._folder / f"{guest_id}.log")))
+        messages.send(
+            self._control, messages.StartGuest(address, str(self._folder / f"{guest_id}.log"))
+        )
         while True:
-            answer = wire.receive(self._control)
+            answer = messages.receive(self._control)
             assert answer is not None, "the parent of guests has ended"
-            if isinstance(answer, wire.GuestStarted):
+            if isinstance(answer, messages.GuestStarted):
                 break
         self.pids[guest_id] = answer.pid
         fields = {name: getattr(address, name) for name in address.__struct_fields__}

@@ -31,7 +31,7 @@ def rig(
         max_model_len=1024,
         kv_cache_memory_bytes=64 << 20,
         async_scheduling=request.param,
-        scheduler_cls=f"banaserve.engine.vllm.migration.pool.{kind}",
+        scheduler_cls=f"banaserve.engine.vllm.migration.host.recovery.{kind}",
     )
     with one_rig(arguments) as rig:
         yield rig

@@ -49,7 +49,7 @@ def rig(one_rig: Any, engine_arguments: Any, tiny_llama: str, store: Path) -> It
     """With a store, and with so few blocks that long prompts preempt each other."""
     transfer = {
         "kv_connector": "StoreConnector",
-        "kv_connector_module_path": "banaserve.engine.vllm.connector",
+        "kv_connector_module_path": "banaserve.engine.vllm.kv_connector.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"socket": str(store), "cost_gate": False},

@@ -34,7 +34,7 @@ OTHER_TEXTS = (
 def rig(one_rig: Any, engine_arguments: Any, store: Path) -> Iterator[Any]:
     transfer = {
         "kv_connector": "StoreConnector",
-        "kv_connector_module_path": "banaserve.engine.vllm.connector",
+        "kv_connector_module_path": "banaserve.engine.vllm.kv_connector.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"socket": str(store), "cost_gate": False},

@@ -26,7 +26,7 @@ DEADLINE_S = 20.0
 def rig(one_rig: Any, engine_arguments: Any, store: Path) -> Iterator[Any]:
     transfer = {
         "kv_connector": "StoreConnector",
-        "kv_connector_module_path": "banaserve.engine.vllm.connector",
+        "kv_connector_module_path": "banaserve.engine.vllm.kv_connector.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"socket": str(store), "cost_gate": False},
@@ -139,17 +139,18 @@ def test_a_guest_that_is_given_up_while_it_saves_is_dead_before_its_slots_are_fr
 def test_where_a_guest_knows_another_life_of_the_store_its_host_saves(
     rig: Any, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from banaserve.engine.vllm.migration import layer_proxy, store_hooks
-    from banaserve.engine.vllm.migration.messages import SlotCopies
+    from banaserve.engine.vllm.migration.kv import store_copier
+    from banaserve.engine.vllm.migration.modules import layer_proxy
+    from banaserve.engine.vllm.migration.rpc.messages import SlotCopies
 
     def of_another_life() -> SlotCopies | None:
-        found = store_hooks.slots_to_fill()
+        found = store_copier.slots_to_fill()
         return found and SlotCopies(found.generation + 1, found.blocks, found.slots)
 
     prompts = prompts_about(rig, "the hills of Rome")
     rig.finish(rig.away(LAYERS, rig.guest()))
     saved, committed = steps_saved(rig), stats(store).commits
-    hooks = types.SimpleNamespace(**{**vars(store_hooks), "slots_to_fill": of_another_life})
+    hooks = types.SimpleNamespace(**{**vars(store_copier), "slots_to_fill": of_another_life})
     monkeypatch.setattr(layer_proxy, "store_hooks", hooks)
     while_away = rig.run(prompts, NUM_TOKENS)
     assert steps_saved(rig) == saved

@@ -10,7 +10,7 @@ from torch import nn
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from banaserve.engine.vllm.migration.modules import HeadSet, LayerRange, Modules
+from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, Modules
 from banaserve.errors import MigrationError
 from banaserve.kernels.interface import HEAD_SIZES
 

@@ -1,0 +1,359 @@
+"""Where a leg's outputs wait for the client, and how a stream of them is read in time.
+
+How a request ends that no instance could bring to its end.
+
+One request's way through the instances: its legs, its failures and its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from vllm.exceptions import GracefulHTTPError
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from banaserve.engine.vllm import metrics
+from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.instance import Instance
+from banaserve.engine.vllm.legs import decode_leg, prefill_leg
+from banaserve.errors import DeadlineExceededError, InstanceDeadError
+from banaserve.types import Route
+
+Output = TypeVar("Output")
+
+
+class Outputs(compat.RequestOutputCollector):
+    """vLLM's collector, in which an error waits behind the output that has come before it.
+
+    In vLLM's it takes the output's place. A stream that goes on elsewhere would lack that text.
+    """
+
+    _error: Exception | None = None
+
+    def put(self, output: RequestOutput | PoolingRequestOutput | Exception) -> None:
+        if isinstance(output, Exception) and isinstance(self.output, RequestOutput):
+            self._error = self._error or output
+        else:
+            super().put(output)
+
+    async def get(self) -> RequestOutput | PoolingRequestOutput:
+        output = await super().get()
+        self._raise_next()
+        return output
+
+    def get_nowait(self) -> RequestOutput | PoolingRequestOutput | None:
+        output = super().get_nowait()
+        self._raise_next()
+        return output
+
+    def _raise_next(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            super().put(error)
+
+
+async def next_output(stream: AsyncGenerator[Output, None], deadline: float) -> Output | None:
+    """The next one, None after the last.
+
+    The deadline is never around a yield: each output may be asked for by another task.
+
+    Args:
+        deadline: On the event loop's clock.
+
+    Raises:
+        TimeoutError: It has passed.
+    """
+    async with asyncio.timeout_at(deadline):
+        return await anext(stream, None)
+
+
+logger = logging.getLogger(__name__)
+
+MAX_DEATHS = 3
+"""So many instances may die one after the other under a request that comes no further."""
+
+
+class EnginesDiedError(GracefulHTTPError):
+    """Instances have died under a request: tried again and again, it may take down all."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"{MAX_DEATHS} instances died one after the other under this request, which may be "
+            "the cause: it is not tried again",
+            HTTPStatus.INTERNAL_SERVER_ERROR,
+        )
+
+
+def out_of_time() -> GracefulHTTPError:
+    """Counts a request whose deadline has passed; returns what its client is told."""
+    metrics.DEADLINES.inc()
+    return GracefulHTTPError(
+        "the request ran out of its time budget (--request-timeout)", HTTPStatus.GATEWAY_TIMEOUT
+    )
+
+
+def given_up(request_id: str | None) -> EnginesDiedError:
+    """Counts and names a request that may be what instances die of; returns what is told."""
+    metrics.GIVEN_UP.inc()
+    logger.error("request %s is given up: %d instances died under it", request_id, MAX_DEATHS)
+    return EnginesDiedError()
+
+
+DEAD = (compat.EngineDeadError, InstanceDeadError)
+
+
+@dataclass
+class Job:
+    """A request as the front door gave it, and how far it has come.
+
+    Attributes:
+        request: Prepared once: tokenised, validated, with its id.
+        prompt: The rendered prompt, for vLLM's own ``generate`` where it is needed (n > 1).
+        obstacle: Why the prefill leg's token may not be the first one; None where it may.
+        uncached_tokens: The router's estimate of what prefill has to compute.
+        deadline: On the event loop's clock.
+        state: vLLM's front-end state (detokenizer, logprobs) once output has begun.
+        one_leg_because: Why this request cannot be split into legs, None where it can.
+        prefilled: The prompt's KV has been left in the store.
+        num_cached_tokens: So many of its tokens the prefill leg had not to compute.
+        first: The prefill leg's token and why it stopped there, until it has been sent.
+        num_sent: Outputs that have gone to the client.
+        aborted: By its id, from outside: it ends where it stands.
+        num_deaths: Instances that have died under it since it last came further.
+    """
+
+    request: compat.EngineCoreRequest
+    prompt: Any
+    prompt_text: str | None
+    obstacle: str | None
+    deadline: float
+    generate_options: dict[str, Any] = field(default_factory=dict)
+    uncached_tokens: int = 0
+    one_leg_because: str | None = None
+    state: Any = None
+    prefilled: bool = False
+    num_cached_tokens: int = 0
+    first: RequestOutput | None = None
+    num_sent: int = 0
+    aborted: bool = False
+    num_deaths: int = 0
+    _furthest: int = 0
+
+    def died(self) -> None:
+        """An instance has died under it: it may be the cause, less so where it had come further."""
+        come = len(self.tokens_so_far) + self.prefilled
+        self.num_deaths = 1 if come > self._furthest else self.num_deaths + 1
+        self._furthest = max(come, self._furthest)
+
+    @property
+    def tokens_so_far(self) -> list[int]:
+        return list(self.state.detokenizer.output_token_ids) if self.state is not None else []
+
+    @property
+    def can_resume(self) -> bool:
+        return self.num_sent == 0 or (self.obstacle is None and self.state is not None)
+
+
+async def prefill(job: Job, instance: Instance) -> None:
+    """Run the prefill leg: afterwards the prompt lies in the store and ``job.first`` is set."""
+    llm = _client(instance)
+    keeps_token = job.obstacle is None
+    leg = prefill_leg(job.request, keeps_token)
+    queue = Outputs(RequestOutputKind.FINAL_ONLY, leg.request_id)
+    loop = asyncio.get_running_loop()
+    with instance.holding(job.uncached_tokens), _expiring(queue, job.deadline):
+        alone, started_s = instance.is_alone, loop.time()
+        try:
+            await compat.submit(llm, leg, None, queue)
+            output = await queue.get()
+        except BaseException:
+            await _abort(llm, leg.request_id)
+            raise
+        if alone:
+            instance.learn_prefill_speed(job.uncached_tokens, loop.time() - started_s)
+    if job.aborted:
+        return
+    if output.outputs[0].finish_reason not in ("length", "stop"):
+        raise InstanceDeadError(f"prefill on {instance.id} ended early")
+    job.prefilled, job.num_cached_tokens = True, output.num_cached_tokens or 0
+    if keeps_token:
+        job.first = output
+
+
+async def decode(job: Job, instance: Instance) -> AsyncGenerator[RequestOutput, None]:
+    """Run the decode leg, or the whole request where nothing has been prefilled."""
+    if job.request.sampling_params is None or job.request.sampling_params.n > 1:
+        async with contextlib.aclosing(_whole(job, instance)) as outputs:
+            async for output in outputs:
+                yield output
+        return
+    llm = _client(instance)
+    queue = Outputs(job.request.sampling_params.output_kind, job.request.request_id)
+    waiting = 0 if job.prefilled else job.uncached_tokens
+    with instance.holding(waiting) as flight, _expiring(queue, job.deadline):
+        try:
+            if _begin(job, llm, queue):
+                leg = decode_leg(job.request, job.tokens_so_far, job.prefilled)
+                try:
+                    await llm.engine_core.add_request_async(leg)
+                except compat.EngineDeadError as death:
+                    queue.put(death)  # Behind prefill's token, which the client is still to get.
+            finished = False
+            while not finished:
+                output = queue.get_nowait() or await queue.get()
+                flight.prefilled()
+                assert isinstance(output, RequestOutput)
+                finished = output.finished
+                yield output
+        except DEAD:
+            compat.forget(llm, job.request.request_id)
+            raise
+        except BaseException:
+            await _abort(llm, job.request.request_id)
+            raise
+
+
+def _begin(job: Job, llm: compat.AsyncLLM, queue: Outputs) -> bool:
+    """Set up the front-end state on this engine's client; False if the request is over."""
+    if job.tokens_so_far:
+        job.state.queue = queue
+        compat.adopt(llm, job.state)
+        metrics.RESUMED.inc()
+        return True
+    job.state = compat.register(llm, job.request, job.prompt_text, queue)
+    if job.prefilled:  # what the client is told: to the decode leg all of the prompt is cached
+        job.state.remote_prefill_cached_tokens = job.num_cached_tokens
+    if job.first is None:
+        metrics.FIRST_TOKENS.labels("decode").inc()
+        return True
+    metrics.FIRST_TOKENS.labels("prefill").inc()
+    return _put_first_token(job, llm)
+
+
+def _put_first_token(job: Job, llm: compat.AsyncLLM) -> bool:
+    assert job.first is not None
+    params, output = job.request.sampling_params, job.first.outputs[0]
+    assert params is not None
+    finish = None
+    if output.finish_reason == "stop":
+        finish = compat.FinishReason.STOP
+    elif params.max_tokens == 1:
+        finish = compat.FinishReason.LENGTH
+    num_prompt, num_cached = len(job.request.prompt_token_ids or ()), job.num_cached_tokens
+    stats = compat.PrefillStats(
+        num_prompt_tokens=num_prompt,
+        num_cached_tokens=num_cached,
+        num_computed_tokens=num_prompt - num_cached,
+    )
+    token_id = output.token_ids[-1]
+    return compat.put_first_token(
+        llm, job.request.request_id, token_id, finish, output.stop_reason, stats
+    )
+
+
+async def _whole(job: Job, instance: Instance) -> AsyncGenerator[RequestOutput, None]:
+    """vLLM's own path, which fans out n > 1."""
+    llm = _client(instance)
+    waiting = 0 if job.prefilled else job.uncached_tokens
+    with instance.holding(waiting) as flight:
+        stream = llm.generate(
+            job.prompt,
+            job.request.sampling_params,
+            job.request.external_req_id,
+            **job.generate_options,
+        )
+        async with contextlib.aclosing(stream):
+            while (output := await next_output(stream, job.deadline)) is not None:
+                flight.prefilled()
+                yield output
+
+
+async def _ended(job: Job, instance: Instance) -> RequestOutput:
+    """The last output of a request that was aborted before its decode leg."""
+    assert job.request.sampling_params is not None
+    llm = _client(instance)
+    queue = Outputs(job.request.sampling_params.output_kind, job.request.request_id)
+    if job.tokens_so_far:
+        job.state.queue = queue
+        compat.adopt(llm, job.state)
+    else:
+        compat.register(llm, job.request, job.prompt_text, queue)
+    await _abort(llm, job.request.request_id)
+    output = await queue.get()
+    assert isinstance(output, RequestOutput)
+    return output
+
+
+def _client(instance: Instance) -> compat.AsyncLLM:
+    if instance.llm is None:
+        raise InstanceDeadError(f"instance {instance.id} is not there")
+    return instance.llm
+
+
+@contextlib.contextmanager
+def _expiring(queue: Outputs, deadline: float) -> Iterator[None]:
+    """Wake a reader of ``queue`` with an error when the time budget is spent."""
+    timer = asyncio.get_running_loop().call_at(deadline, queue.put, DeadlineExceededError())
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+async def _abort(llm: compat.AsyncLLM, request_id: str) -> None:
+    with contextlib.suppress(compat.EngineDeadError):
+        await llm.abort(request_id, internal=True)
+
+
+async def travel(job: Job, cluster: Cluster) -> AsyncGenerator[RequestOutput, None]:
+    """Run all legs, elsewhere again after a death; one clear error where that is impossible."""
+    for attempt in itertools.count(1):
+        leg = "route"
+        try:
+            async with asyncio.timeout_at(job.deadline):
+                route = await cluster.route(job.request, job.uncached_tokens, job.one_leg_because)
+            leg = "prefill"
+            if route.prefill is not None and not job.prefilled and not job.aborted:
+                await prefill(job, cluster.instance(route.prefill))
+            leg = "decode"
+            if job.aborted:
+                yield await _ended(job, cluster.instance(route.decode))
+                return
+            if route.prefill is not None and cluster.has_left_decode(route.decode):
+                async with asyncio.timeout_at(job.deadline):
+                    route = await cluster.route(job.request, job.uncached_tokens)
+            _count_way(job, route, attempt)
+            async with contextlib.aclosing(decode(job, cluster.instance(route.decode))) as outputs:
+                async for output in outputs:
+                    job.num_sent += 1
+                    yield output
+            return
+        except DEAD as death:
+            if not job.can_resume:
+                metrics.BROKEN.inc()
+                raise compat.EngineGenerateError(
+                    f"instance {route.decode} died in mid-stream; send the request again"
+                ) from death
+            job.died()
+            if job.num_deaths == MAX_DEATHS:
+                raise given_up(job.request.external_req_id) from death
+            metrics.RETRIES.labels(leg).inc()
+            if job.obstacle is not None:
+                job.state = None  # begins again from the prompt: nothing has been sent
+        except (DeadlineExceededError, TimeoutError):
+            raise out_of_time() from None
+
+
+def _count_way(job: Job, route: Route, attempt: int) -> None:
+    if attempt == 1:
+        way = "one_leg" if route.prefill is None else "two_legs"
+        metrics.REQUESTS.labels(way, job.one_leg_because or str(route.reason)).inc()

@@ -1,0 +1,51 @@
+"""What a paced engine is told when it starts."""
+
+from __future__ import annotations
+
+import json
+from math import isfinite
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from banaserve.engine.vllm.engine_args import section
+from banaserve.errors import UserError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+KEY = "banaserve_pacing"
+MAX_DILATION = 1000.0
+
+
+class PacingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options in vLLM's ``additional_config``, as ``banaserve_pacing``.
+
+    Attributes:
+        profile: Name or path of the modelled GPU and model.
+        folder: Where the steps of each instance are recorded.
+        dilation: Wall seconds of one modelled second.
+    """
+
+    profile: str
+    folder: str
+    dilation: float = 1.0
+
+
+def settings_of(config: VllmConfig) -> PacingSettings | None:
+    """The settings of an engine; None where it is not paced.
+
+    Raises:
+        UserError: They are malformed.
+    """
+    settings = section(config, KEY, PacingSettings)
+    if settings is None:
+        return None
+    if not isfinite(settings.dilation) or not 0 < settings.dilation <= MAX_DILATION:
+        raise UserError(f"{KEY}: dilation is above 0 and at most {MAX_DILATION:g}")
+    return settings
+
+
+def pacing_options(settings: PacingSettings) -> list[str]:
+    """vLLM options of a paced engine; vLLM joins them with other additional options."""
+    return [f"--additional-config.{KEY}", json.dumps(msgspec.to_builtins(settings))]

@@ -1,0 +1,203 @@
+"""Migrations of a paced engine take the time of the profile's link (BanaServe Eqs. 3, 4 and 11).
+
+Puts pacing into an engine's process before its engine is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from banaserve.costs import profile as profiles
+from banaserve.costs.transfers import Copied
+from banaserve.engine.vllm.compat import runner_hooks as runner_hooks
+from banaserve.engine.vllm.emulation.config import settings_of
+from banaserve.engine.vllm.emulation.pacer import Pacer
+from banaserve.engine.vllm.emulation.placement_cost import Away, modelled
+from banaserve.engine.vllm.kv_connector.metadata import StepPlan
+from banaserve.engine.vllm.kv_connector.scheduler import scheduled, work_of
+from banaserve.engine.vllm.migration.host.block_mover import BlockMover
+from banaserve.engine.vllm.migration.host.host import MigrationHost
+from banaserve.engine.vllm.migration.host.move import Move
+from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
+from banaserve.engine.vllm.migration.host.units import Residence, Unit
+from banaserve.engine.vllm.migration.host.worker_rpc import HOST_ATTRIBUTE
+from banaserve.engine.vllm.migration.types import LayerRange, ModelShape, Modules
+
+
+def pace_moves(pacer: Pacer, shape: ModelShape, token_bytes: int) -> None:
+    """Hold back what moves and copies in this process.
+
+    Args:
+        shape: Of the model that really runs.
+        token_bytes: K and V of one of its tokens in all layers.
+    """
+    # A byte that is really copied stands for so many of the modelled model.
+    _pace_copies(pacer, pacer.profile.shape.token_bytes / token_bytes)
+    _pace_builds(pacer, shape)
+    _pace_commits(pacer)
+
+
+def _pace_copies(pacer: Pacer, kv_scale: float) -> None:
+    copy = BlockMover.copy
+
+    @functools.wraps(copy)
+    def paced_copy(mover: BlockMover, *args: Any, **kwargs: Any) -> int:
+        began_s = pacer.now_s()
+        num_bytes = copy(mover, *args, **kwargs)
+        copied_s = pacer.now_s()
+        pacer.hold(began_s, pacer.profile.between.transfer_s(num_bytes * kv_scale))
+        mover.seconds += pacer.now_s() - copied_s
+        return num_bytes
+
+    _replace(BlockMover, "copy", paced_copy)
+
+
+def _pace_builds(pacer: Pacer, shape: ModelShape) -> None:
+    build, profile = UnitBuilder.build, pacer.profile
+
+    @functools.wraps(build)
+    def paced_build(builder: UnitBuilder, unit: Unit, *args: Any, **kwargs: Any) -> Residence:
+        began_s = pacer.now_s()
+        residence: Residence = build(builder, unit, *args, **kwargs)
+        if isinstance(unit.modules, LayerRange):
+            (module,) = modelled(profile, shape, unit.modules)
+            num_bytes = module.num_layers * profile.shape.layer_weight_bytes
+            pacer.hold(began_s, profile.between.transfer_s(num_bytes))
+        return residence
+
+    _replace(UnitBuilder, "build", paced_build)
+
+
+def _pace_commits(pacer: Pacer) -> None:
+    commit = MigrationHost.commit
+
+    @functools.wraps(commit)
+    def paced_commit(host: MigrationHost, *args: Any, **kwargs: Any) -> Move:
+        move = commit(host, *args, **kwargs)
+        swapped_s = pacer.now_s()
+        pacer.hold(swapped_s, pacer.profile.between.sync_s)
+        held_s = pacer.now_s() - swapped_s
+        move.facts["swap_s"] += held_s
+        move.facts["stall_s"] += held_s
+        pacer.woke()  # the engine has stood still until now
+        return move
+
+    _replace(MigrationHost, "commit", paced_commit)
+
+
+def _replace(kind: type[Any], name: str, method: Callable[..., Any]) -> None:
+    setattr(kind, name, method)
+
+
+def install(config: VllmConfig, runner_class: type[Any], instance: str) -> Pacer | None:
+    """Pace the engine that ``config`` describes, the only one of this process.
+
+    Args:
+        instance: Its id.
+
+    Returns:
+        What paces it; None where it is not asked to.
+
+    Raises:
+        UserError: The settings or the profile cannot be used.
+    """
+    settings = settings_of(config)
+    if settings is None:
+        return None
+    profile = profiles.load(settings.profile)
+    pacer = Pacer(profile, instance, Path(settings.folder), settings.dilation)
+    shape = _shape_of(config)
+    runner_hooks.on_wake(pacer.woke)
+    _install_runner(runner_class, PacedSteps(pacer, shape))
+    pace_moves(pacer, shape, _token_bytes(config, shape))
+    return pacer
+
+
+def _shape_of(config: VllmConfig) -> ModelShape:
+    model, parallel = config.model_config, config.parallel_config
+    return ModelShape(model.get_num_layers(parallel), model.get_num_kv_heads(parallel))
+
+
+def _token_bytes(config: VllmConfig, shape: ModelShape) -> int:
+    model = config.model_config
+    head_bytes = model.get_head_size() * model.dtype.itemsize
+    return shape.num_layers * 2 * shape.num_kv_heads * head_bytes
+
+
+class PacedSteps:
+    """What the pacer must know of each step, taken from what the runner is told to run."""
+
+    def __init__(self, pacer: Pacer, shape: ModelShape) -> None:
+        self._pacer = pacer
+        self._shape = shape
+        self._seen = 1, 1
+
+    def begin(self, runner: Any, output: Any) -> None:
+        """The runner begins a step, or has been told that there is nothing to run."""
+        plan = output.kv_connector_metadata
+        worker = get_kv_transfer_group().worker if isinstance(plan, StepPlan) else None
+        work = work_of([(before, num) for _, before, num in scheduled(output)])
+        if work is None:
+            self._pacer.woke()
+            times = None
+        else:
+            self._look_away(getattr(runner, HOST_ATTRIBUTE, None))
+            times = self._pacer.begin(work, self._copied(runner, plan))
+        if worker is not None:
+            worker.modelled = times
+
+    def end(self) -> None:
+        self._pacer.end()
+
+    def _copied(self, runner: Any, plan: Any) -> Copied:
+        if not isinstance(plan, StepPlan):
+            return Copied()
+        block_tokens = runner.cache_config.block_size
+        return Copied(
+            len(plan.loads) * block_tokens,
+            len(plan.early_loads) * block_tokens,
+            len(plan.saves) * block_tokens,
+        )
+
+    def _look_away(self, host: Any) -> None:
+        if not isinstance(host, MigrationHost):
+            return
+        seen = host.epoch, host.placement.overlap.parts_allowed
+        if seen != self._seen:
+            self._seen = seen
+            profile, placed = self._pacer.profile, _placed(host)
+            self._pacer.away = Away.of(profile, self._shape, placed, most_parts=seen[1])
+
+
+def _placed(host: MigrationHost) -> Iterator[tuple[Modules, str]]:
+    for unit in host.placement:
+        if unit.residence is not None:
+            # A guest's id ends with the instance that it runs beside.
+            yield unit.modules, unit.residence.link.guest_id.rpartition("-")[2]
+
+
+def _install_runner(runner_class: type[Any], steps: PacedSteps) -> None:
+    run, sample = runner_class.execute_model, runner_class.sample_tokens
+
+    @functools.wraps(run)
+    def execute_model(runner: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+        steps.begin(runner, output)
+        result = run(runner, output, *args, **kwargs)
+        if result is not None:
+            steps.end()
+        return result
+
+    @functools.wraps(sample)
+    def sample_tokens(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        result = sample(runner, *args, **kwargs)
+        steps.end()
+        return result
+
+    runner_class.execute_model = execute_model
+    runner_class.sample_tokens = sample_tokens

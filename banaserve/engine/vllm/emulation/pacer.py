@@ -1,0 +1,228 @@
+"""The timeline of a modelled device: one step after the other, each for its modelled time.
+
+What modules of other instances take of an instance's device.
+
+What a modelled step takes whose host and guests compute at once.
+
+Gives each step of one engine the time that it would take on the modelled device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from banaserve.costs.profile import Profile
+from banaserve.costs.steps import StepCosts
+from banaserve.costs.transfers import Copied, StepTimes, step_times
+from banaserve.engine.vllm.emulation.placement_cost import Away
+from banaserve.engine.vllm.emulation.step_log import SUFFIX, PacedStep, StepLog, StepReader, readers
+from banaserve.orchestrator.model.calibration import StepWork
+from banaserve.orchestrator.model.overlapping import LEAST_PART_TOKENS, WORTH, makespan_s
+
+
+class Device:
+    """Knows when each step should end. All times are seconds of one monotonic clock.
+
+    A step begins when the one before it has ended, or when the engine got something to do,
+    whatever came later: what the engine's own code takes in between is part of the step, as it is
+    in step times that were measured from outside.
+
+    Attributes:
+        free_s: When the step under way began, or when the next one may begin.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self.free_s = now_s
+        self._step_s = 0.0
+
+    def woke(self, now_s: float) -> None:
+        """There was nothing to compute until now."""
+        self.free_s = max(self.free_s, now_s)
+
+    def begin(self, step_s: float) -> None:
+        """A step of ``step_s`` seconds is under way."""
+        self._step_s = step_s
+
+    @property
+    def deadline_s(self) -> float:
+        """When the step under way should end."""
+        return self.free_s + self._step_s
+
+    def end(self, worked_s: float) -> bool:
+        """The step under way has ended; returns whether it overran.
+
+        One that overran delays those behind it. One whose output was merely let go late, since
+        the process woke late, does not.
+
+        Args:
+            worked_s: When its real work was done.
+        """
+        overran = worked_s > self.deadline_s
+        self.free_s = max(worked_s, self.deadline_s)
+        self._step_s = 0.0
+        return overran
+
+
+_LOOK_S = 1.0
+"""How often to look for instances that have started."""
+
+
+class Lodgers:
+    """Reads what their hosts record.
+
+    Args:
+        folder: Where all instances record their steps.
+        instance_id: Whose device it is.
+    """
+
+    def __init__(self, folder: Path, instance_id: str) -> None:
+        self._folder = folder
+        self._id = instance_id
+        self._logs: list[StepReader] = []
+        self._seen_s: dict[str, float] = {}
+        self._looked_s = float("-inf")
+
+    def taken(self, now_s: float) -> float:
+        """Returns the seconds that they have taken since the last call."""
+        if now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            self._logs = [log for log in readers(self._folder) if log.instance_id != self._id]
+        taken_s = 0.0
+        for log in self._logs:
+            total_s = log.taken(self._id)
+            taken_s += total_s - self._seen_s.get(log.instance_id, total_s)
+            self._seen_s[log.instance_id] = total_s
+        return max(0.0, taken_s)
+
+
+class InParts(NamedTuple):
+    """How a step runs fastest.
+
+    Attributes:
+        relief: Share of its own time, without messages, that is saved.
+        busy_s: What all its parts take of all devices together, without messages.
+    """
+
+    relief: float
+    busy_s: float
+
+
+def in_parts(
+    costs: StepCosts, work: StepWork, elsewhere: Sequence[float], most_parts: int
+) -> InParts:
+    """The best of all numbers of parts, of which each has a step's fixed part once more.
+
+    Messages are taken to hide behind nothing.
+
+    Args:
+        costs: Of the host, relieved of nothing.
+        elsewhere: Of its time, on the device of each guest that may compute at the same time.
+        most_parts: That a step is cut into; 1: the host waits.
+    """
+    tokens = int(work.prefill_tokens + work.decode_requests)
+    at_most = max(1, min(most_parts, tokens // LEAST_PART_TOKENS)) if elsewhere else 1
+    here = 1.0 - sum(elsewhere)
+    whole_s = best_s = busy_s = _part_s(costs, work, 1)
+    for num_parts in range(2, at_most + 1):
+        part_s = _part_s(costs, work, num_parts)
+        took_s = makespan_s([share * part_s for share in (here, *elsewhere)], num_parts)
+        if took_s < min(best_s, WORTH * whole_s):
+            best_s, busy_s = took_s, num_parts * part_s
+    return InParts(1.0 - best_s / whole_s if whole_s > 0 else 0.0, busy_s)
+
+
+def _part_s(costs: StepCosts, work: StepWork, num_parts: int) -> float:
+    step_s, _ = costs.mixed_s(
+        -(-int(work.prefill_tokens) // num_parts),
+        -(-int(work.prefill_pairs) // num_parts),
+        -(-int(work.decode_requests) // num_parts),
+        -(-int(work.context_tokens) // num_parts),
+    )
+    return step_s - costs.hop_s
+
+
+class Pacer:
+    """One per worker. Works in the model runner's thread, which sleeps until a step may end.
+
+    Args:
+        folder: Where instances record their steps.
+        dilation: Wall seconds of one modelled second.
+        now_s: A monotonic clock that all instances share.
+        sleep: Blocks for so many seconds of it.
+
+    Attributes:
+        now_s: Its clock.
+        away: What runs elsewhere; changed between two steps.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        instance_id: str,
+        folder: Path,
+        dilation: float,
+        now_s: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.profile = profile
+        self.dilation = dilation
+        self.away = Away()
+        self._id = instance_id
+        self._folder = folder
+        self.now_s = now_s
+        self._sleep = sleep
+        self._costs = StepCosts(profile)
+        self._log = StepLog(folder / f"{instance_id}{SUFFIX}", dilation)
+        self._device = Device(now_s())
+        self._step: tuple[StepWork, float, float] | None = None
+        self._lodgers = Lodgers(folder, instance_id)
+
+    def woke(self) -> None:
+        """The engine had nothing to compute until now."""
+        now_s = self.now_s()
+        self._device.woke(now_s)
+        self._lodgers.taken(now_s)
+
+    def begin(self, work: StepWork, copied: Copied) -> StepTimes:
+        """A step of ``work`` begins; returns its times, in wall seconds."""
+        tokens = work.prefill_tokens + work.decode_requests
+        self._costs.hop_s = self.away.hop_s + self.away.hop_token_s * tokens
+        self._costs.relief = 0.0
+        parts = in_parts(self._costs, work, self.away.elsewhere, self.away.most_parts)
+        self._costs.relief = parts.relief
+        found = step_times(self._costs, work, copied)
+        times = StepTimes(
+            found.step_s * self.dilation,
+            found.compute_s * self.dilation,
+            found.fetch_s * self.dilation,
+        )
+        # What guests took of this device while the last step ran, this one pays.
+        step_s = times.step_s + self._lodgers.taken(self.now_s())
+        self._device.begin(step_s)
+        self._step = work, parts.busy_s * self.dilation, step_s
+        return times
+
+    def end(self) -> None:
+        """The step's work is done: return when its time is up."""
+        if self._step is None:
+            return
+        (work, busy_s, step_s), self._step = self._step, None
+        began_s, deadline_s, worked_s = self._device.free_s, self._device.deadline_s, self.now_s()
+        if worked_s < deadline_s:
+            self._sleep(deadline_s - worked_s)
+        took_s = self.now_s() - began_s
+        overran = self._device.end(worked_s)
+        tokens, requests = work.prefill_tokens, work.decode_requests
+        step = PacedStep(began_s, step_s, worked_s - began_s, took_s, tokens, requests)
+        self._log.add(step, overran)
+        for target, share in self.away.shares:
+            self._log.take(target, share * busy_s)
+
+    def hold(self, began_s: float, modelled_s: float) -> None:
+        """Return when ``modelled_s`` seconds of the model have passed since ``began_s``."""
+        left_s = began_s + modelled_s * self.dilation - self.now_s()
+        if left_s > 0:
+            self._sleep(left_s)

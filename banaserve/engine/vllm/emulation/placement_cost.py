@@ -1,0 +1,89 @@
+"""What of a paced engine runs in guests, in the layers and heads of the modelled model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from banaserve.costs import modules as costs
+from banaserve.costs.profile import Profile
+from banaserve.engine.vllm.migration.types import Context, HeadSet, Modules
+from banaserve.engine.vllm.migration.types import ModelShape as OwnShape
+from banaserve.types import Module
+
+ATTENTION_FRACTION = 0.3
+"""Share of a layer's time that its heads take along: what the simulator assumes."""
+
+
+def modelled(profile: Profile, own: OwnShape, modules: Modules) -> list[Module]:
+    """The modules of the modelled model that an engine's ``modules`` stand for.
+
+    Args:
+        own: Of the model that really runs.
+
+    Older blocks count as nothing: what they take depends on who is served.
+    """
+    if isinstance(modules, Context):
+        return []
+    layers, heads = profile.shape.num_layers, profile.shape.num_kv_heads
+
+    def layer(index: int) -> int:
+        return index * layers // own.num_layers
+
+    if not isinstance(modules, HeadSet):
+        return [Module(layer(modules.start), layer(modules.end))]
+    found = []
+    for index, chosen in sorted(modules.heads.items()):
+        taken = [
+            head
+            for one in sorted(chosen)
+            for head in range(
+                one * heads // own.num_kv_heads, (one + 1) * heads // own.num_kv_heads
+            )
+        ]
+        found.append(Module(layer(index), layer(index + 1), tuple(taken)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """What modules elsewhere do to each step of their host.
+
+    Attributes:
+        hop_s: What messages add to a step, whatever its size.
+        hop_token_s: And for each of its tokens.
+        shares: Of the step's own time, by the instance whose device it takes.
+        elsewhere: What of it are ranges of layers, for each such device: with them a step in parts
+            computes at once.
+        most_parts: That a step is cut into; 1: the host waits.
+    """
+
+    hop_s: float = 0.0
+    hop_token_s: float = 0.0
+    shares: tuple[tuple[str, float], ...] = ()
+    elsewhere: tuple[float, ...] = ()
+    most_parts: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        own: OwnShape,
+        placed: Iterable[tuple[Modules, str]],
+        most_parts: int = 1,
+    ) -> Away:
+        """Of ``placed``: what is away, each with the instance that it runs beside."""
+        hop_s = hop_token_s = 0.0
+        shares: dict[str, float] = {}
+        elsewhere: dict[str, float] = {}
+        for modules, target in placed:
+            for module in modelled(profile, own, modules):
+                first_s = costs.hop_s(profile, module, 0)
+                hop_s += first_s
+                hop_token_s += costs.hop_s(profile, module, 1) - first_s
+                share = costs.share(profile, module, ATTENTION_FRACTION)
+                shares[target] = shares.get(target, 0.0) + share
+                if not module.heads:
+                    elsewhere[target] = elsewhere.get(target, 0.0) + share
+        each = tuple(elsewhere.values())
+        return cls(hop_s, hop_token_s, tuple(shares.items()), each, most_parts)

@@ -1,0 +1,226 @@
+"""vLLM's batched copy, for builds of banaserve without CUDA.
+
+Byte copies between the engine's KV blocks and the store's slots, for host and GPU memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+import banaserve._native as _native
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.kv_connector.gpu_block_copy import Addresses, QueueCopies
+from banaserve.kvstore.pool import PoolView
+
+
+def copies_of_vllm() -> QueueCopies:
+    """Copies on a stream, in one call of vLLM's."""
+    swap = compat.batch_copier()
+
+    def copy(
+        target: Addresses, source: Addresses, num_bytes: int, stream: int
+    ) -> tuple[torch.Tensor, ...]:
+        pointers = torch.from_numpy(source), torch.from_numpy(target)
+        sizes = torch.full_like(pointers[0], num_bytes)
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            swap(*pointers, sizes)
+        return (*pointers, sizes)
+
+    return copy
+
+
+class Copy(Protocol):
+    """A copy that has begun."""
+
+    def join(self) -> None:
+        """Called by the engine's thread: what it queues from here on sees the copied bytes."""
+        ...
+
+    def finish(self) -> float:
+        """Wait until the copy has ended; the seconds that it took."""
+        ...
+
+
+class BlockCopier(Protocol):
+    """Copies whole pages of one layer; called from copy threads, not from the forward pass.
+
+    Attributes:
+        is_synchronous: Whether the engine's work is done when its calls return. If not, a step's
+            wall time says nothing of its work unless the step waits for a copy behind it.
+    """
+
+    is_synchronous: bool
+
+    def mark(self) -> Any:
+        """A point in the engine's work that later copies must wait for; from its thread."""
+        ...
+
+    def load(
+        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
+    ) -> Copy:
+        """Copy slots into blocks, behind the engine's work up to ``after``."""
+        ...
+
+    def save(
+        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
+    ) -> Copy:
+        """Copy blocks into slots, behind the engine's work up to ``after``."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the pool; nothing is copied any more."""
+        ...
+
+
+def make_copier(layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> BlockCopier:
+    """A copier for the device that the KV cache lies on.
+
+    Args:
+        layers: One tensor a layer, its first dimension the blocks of ``page_bytes`` each; on a GPU
+            in any of vLLM's layouts, else each block one run behind the other.
+        part: This worker's tensor-parallel rank: which part of a slot is its own.
+
+    Raises:
+        ValueError: A layer's blocks do not lie so.
+    """
+    if layers[0].device.type != "cpu":
+        from banaserve.engine.vllm.kv_connector.gpu_block_copy import GpuCopier
+
+        return GpuCopier(layers, page_bytes, part, copies_of_vllm)
+    for tensor in layers:
+        stride_bytes = tensor.stride(0) * tensor.element_size()
+        block_bytes = tensor[0].numel() * tensor.element_size()
+        if stride_bytes != page_bytes or block_bytes != page_bytes:
+            raise ValueError(
+                f"KV cache layout {tuple(tensor.shape)} strides {tensor.stride()} does not keep "
+                f"a block in one run of {page_bytes} bytes"
+            )
+    return HostCopier(layers, page_bytes, part)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedCopy:
+    """A copy that had ended when it was returned."""
+
+    seconds: float
+
+    def join(self) -> None:
+        return
+
+    def finish(self) -> float:
+        return self.seconds
+
+
+class HostCopier:
+    """KV cache in process memory: one native call a layer, which lets go of the GIL."""
+
+    is_synchronous = True
+
+    def __init__(self, layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> None:
+        self._layers = list(layers)
+        self._bases = [tensor.data_ptr() for tensor in layers]
+        self._cache_bytes = layers[0].shape[0] * page_bytes
+        self._page_bytes = page_bytes
+        self._part = part
+
+    def mark(self) -> None:
+        return None
+
+    def load(
+        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: None
+    ) -> EndedCopy:
+        began_s = time.perf_counter()
+        _native.copy_regions(
+            self._bases[layer],
+            view.base_address,
+            self._block_offsets(blocks),
+            self._slot_offsets(layer, view, slots),
+            self._page_bytes,
+            self._cache_bytes,
+            view.memory.size,
+        )
+        return EndedCopy(time.perf_counter() - began_s)
+
+    def save(
+        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: None
+    ) -> EndedCopy:
+        began_s = time.perf_counter()
+        _native.copy_regions(
+            view.base_address,
+            self._bases[layer],
+            self._slot_offsets(layer, view, slots),
+            self._block_offsets(blocks),
+            self._page_bytes,
+            view.memory.size,
+            self._cache_bytes,
+            streaming=True,  # it is the other instance that reads the slot
+        )
+        return EndedCopy(time.perf_counter() - began_s)
+
+    def close(self) -> None:
+        return
+
+    def _block_offsets(self, blocks: Sequence[int]) -> np.ndarray:
+        return np.asarray(blocks, dtype=np.int64) * self._page_bytes
+
+    def _slot_offsets(self, layer: int, view: PoolView, slots: Sequence[int]) -> np.ndarray:
+        inside = view.fingerprint.offset_bytes(layer, self._part)
+        return np.asarray(slots, dtype=np.int64) * view.slot_bytes + inside
+
+
+class ThrottledCopier:
+    """Another copier, held back to a given speed in each direction: for measurements.
+
+    Args:
+        inner: Does the copying.
+        page_bytes: Of one layer of one block.
+        load_bytes_per_s: 0 does not hold loads back.
+        save_bytes_per_s: The same for saves.
+    """
+
+    def __init__(
+        self,
+        inner: BlockCopier,
+        page_bytes: int,
+        load_bytes_per_s: float,
+        save_bytes_per_s: float,
+    ) -> None:
+        self.is_synchronous = inner.is_synchronous
+        self._inner = inner
+        self._page_bytes = page_bytes
+        self.load_bytes_per_s = load_bytes_per_s
+        self.save_bytes_per_s = save_bytes_per_s
+
+    def mark(self) -> Any:
+        return self._inner.mark()
+
+    def load(
+        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
+    ) -> Copy:
+        began_s = time.perf_counter()
+        copy = self._inner.load(layer, view, blocks, slots, after)
+        return self._held_back(copy, began_s, len(blocks), self.load_bytes_per_s)
+
+    def save(
+        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
+    ) -> Copy:
+        began_s = time.perf_counter()
+        copy = self._inner.save(layer, view, blocks, slots, after)
+        return self._held_back(copy, began_s, len(blocks), self.save_bytes_per_s)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _held_back(self, copy: Copy, began_s: float, num_blocks: int, bytes_per_s: float) -> Copy:
+        if not bytes_per_s:
+            return copy
+        copy.finish()
+        until_s = began_s + num_blocks * self._page_bytes / bytes_per_s
+        time.sleep(max(0.0, until_s - time.perf_counter()))
+        return EndedCopy(time.perf_counter() - began_s)

@@ -1,0 +1,230 @@
+"""What tells two models apart that go by one name: replaced files, a quantization, an override.
+
+What a KV block is called: vLLM's own chained block hashes, behind a fingerprint.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from vllm.config import ParallelConfig, VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.migration.config import packs_nothing, settings_of
+from banaserve.errors import UserError
+from banaserve.kvstore.fingerprint import Fingerprint
+
+_WHOLE_BYTES = 2**20
+_NUM_WINDOWS = 64
+_WINDOW_BYTES = 4096
+_CONFIGS = {"adapter_config.json", "config.json"}
+_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+
+
+def describe_weights(model_config: Any, load_format: str) -> str:
+    """32 hex digits that differ where weights, or what is made of them, differ.
+
+    Of a model's large files only the length and 64 pages, evenly spread, are looked at:
+    training changes nearly every page, and reading all of them would take as long as loading.
+
+    Args:
+        model_config: vLLM's.
+        load_format: vLLM's; only whether weights are real counts.
+
+    Raises:
+        OSError: A file of the model cannot be read.
+    """
+    overrides = model_config.hf_overrides
+    if callable(overrides):
+        overrides = f"{overrides.__module__}.{overrides.__qualname__}"
+    said = {
+        "quantization": model_config.quantization,
+        "overrides": overrides,
+        "dummy": load_format == "dummy",
+        "length": _length(model_config),
+    }
+    digest = xxhash.xxh3_128(msgspec.json.encode(said, order="sorted", enc_hook=str))
+    _add_files(digest, _local(str(model_config.model), model_config.revision, "config.json"))
+    return digest.hexdigest()
+
+
+def describe_adapter(path: str) -> str:
+    """32 hex digits that differ where a LoRA adapter's weights or settings differ.
+
+    Args:
+        path: Its folder or its name on the hub, as it was loaded.
+
+    Raises:
+        OSError: A file of it cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    _add_files(digest, _local(os.path.expanduser(path), None, "adapter_config.json"))
+    return digest.hexdigest()
+
+
+def _add_files(digest: xxhash.xxh3_128, folder: Path) -> None:
+    for path in _files(folder):
+        digest.update(path.name.encode() + b"\0")
+        _add_file(digest, path)
+
+
+def _length(model_config: Any) -> int | None:
+    """The longest context, where it decides the positions of short ones too, as in LongRoPE."""
+    config = model_config.hf_text_config
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return int(model_config.max_model_len) if "long_factor" in rope else None
+
+
+def _local(model: str, revision: str | None, config: str) -> Path:
+    """Where a model's files lie: itself, or the hub's snapshot that ``config`` came from."""
+    # Not every name is one of the hub's: a URL of a bucket, for instance.
+    with suppress(HFValidationError):
+        if not Path(model).exists():
+            cached = try_to_load_from_cache(model, config, revision=revision)
+            if isinstance(cached, str):
+                return Path(cached).parent
+    return Path(model)
+
+
+def _files(model: Path) -> Iterator[Path]:
+    if model.is_file():
+        yield model
+    elif model.is_dir():
+        for path in sorted(model.iterdir()):
+            if (path.name in _CONFIGS or path.suffix in _SUFFIXES) and path.is_file():
+                yield path
+
+
+def _add_file(digest: xxhash.xxh3_128, path: Path) -> None:
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(size.to_bytes(8, "little"))
+        if size <= _WHOLE_BYTES:
+            digest.update(file.read())
+            return
+        for number in range(_NUM_WINDOWS):
+            offset = (size - _WINDOW_BYTES) * number // (_NUM_WINDOWS - 1)
+            digest.update(os.pread(file.fileno(), _WINDOW_BYTES, offset))
+
+
+def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Fingerprint:
+    """All that two instances must agree on before they read each other's blocks.
+
+    Raises:
+        UserError: The model's KV cache is not one group of plain attention layers, or its parts
+            are not those of tensor parallel ranks.
+    """
+    spec = _plain_attention_spec(kv_cache_config)
+    model, parallel = config.model_config, config.parallel_config
+    check_parallel(parallel)
+    return Fingerprint(
+        model=str(model.model),
+        revision=str(model.revision or ""),
+        dtype=str(model.dtype),
+        # The tensor's type alone does not tell one kind of FP8 from another.
+        kv_cache_dtype=f"{config.cache_config.cache_dtype}, {spec.dtype}",
+        block_size_tokens=spec.block_size,
+        num_layers=len(kv_cache_config.kv_cache_groups[0].layer_names),
+        num_kv_heads=spec.num_kv_heads * parallel.tensor_parallel_size,
+        head_size=spec.head_size,
+        layout=str(kv_cache_config.kv_cache_layout or "default"),
+        isa=_instruction_set(config, spec),
+        page_bytes=spec.page_size_bytes,
+        num_parts=parallel.tensor_parallel_size,
+        salt=str(config.kv_transfer_config.get_from_extra_config("salt", "")),
+        probe=_probe(config, spec.block_size),
+        weights=describe_weights(model, str(config.load_config.load_format)),
+    )
+
+
+def check_parallel(parallel: ParallelConfig) -> None:
+    """Return if each worker has its own heads of every layer and of every token of a block.
+
+    Raises:
+        UserError: The workers share a model in another way.
+    """
+    stages = parallel.pipeline_parallel_size
+    contexts = parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size
+    if stages * contexts > 1:
+        raise UserError(
+            "the KV cache store shares blocks of tensor parallel engines, not of pipeline or "
+            "context parallel ones: use --tensor-parallel-size, or serve without the store: "
+            "--colocated N --no-kv-store"
+        )
+
+
+def _plain_attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
+    groups = kv_cache_config.kv_cache_groups
+    spec = groups[0].kv_cache_spec if groups else None
+    if len(groups) != 1 or not isinstance(spec, FullAttentionSpec):
+        raise UserError(
+            "this model mixes kinds of attention, which the KV cache store does not share yet; "
+            "serve it without the store: --colocated N --no-kv-store"
+        )
+    if isinstance(spec, MLAAttentionSpec):
+        raise UserError(
+            "this model uses MLA, which the KV cache store does not share yet; "
+            "serve it without the store: --colocated N --no-kv-store"
+        )
+    return spec
+
+
+def _instruction_set(config: VllmConfig, spec: FullAttentionSpec) -> str:
+    """CPU attention packs K inside a block for the instruction set: part of the layout.
+
+    Our kernels do not.
+    """
+    if torch.cuda.is_available():
+        return "cuda"
+    if packs_nothing(settings_of(config)):
+        return "plain"
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return str(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size))
+
+
+def _probe(config: VllmConfig, block_size: int) -> str:
+    """The hash of a known block: differs where seeds or hash algorithms differ."""
+    hash_function = compat.get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    compat.init_none_hash(hash_function)
+    return compat.hash_block_tokens(hash_function, None, range(block_size), None).hex()
+
+
+class TailHasher:
+    """Keys of a partial last block, chained to the full blocks before it.
+
+    A tail's token tuple is shorter than any full block's, so its key is no full block's key.
+    """
+
+    def __init__(self, config: VllmConfig, block_size: int) -> None:
+        self._hash: Callable[[Any], bytes] = compat.get_hash_fn_by_name(
+            config.cache_config.prefix_caching_hash_algo
+        )
+        self._block_size = block_size
+
+    def key(self, request: compat.Request, num_tokens: int) -> bytes | None:
+        """Key of the partial block that ends ``num_tokens`` tokens, None where there is none."""
+        start = num_tokens - num_tokens % self._block_size
+        if start == num_tokens or request.prompt_embeds is not None:
+            return None
+        full = start // self._block_size
+        parent = request.block_hashes[full - 1] if full else None
+        extra, _ = compat.generate_block_hash_extra_keys(request, start, num_tokens, 0)
+        return compat.hash_block_tokens(
+            self._hash, parent, request.all_token_ids[start:num_tokens], extra
+        )
+
+
+def chain(keys: Sequence[bytes]) -> list[tuple[bytes, bytes | None]]:
+    """Each key with its parent: what the store needs to evict children before parents."""
+    return [(key, keys[i - 1] if i else None) for i, key in enumerate(keys)]

@@ -1,0 +1,215 @@
+"""vLLM's KV connector over the global store: role-agnostic, layer-wise in both directions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.outputs import KVConnectorOutput
+
+from banaserve.clock import WallClock
+from banaserve.engine.vllm.kv_connector.block_hash import TailHasher, describe_blocks
+from banaserve.engine.vllm.kv_connector.metadata import (
+    ConnectorOptions,
+    StepDone,
+    StepPlan,
+    TransferStats,
+    Visible,
+    stats_from_wire,
+)
+from banaserve.engine.vllm.kv_connector.scheduler import SchedulerSide
+from banaserve.engine.vllm.kv_connector.worker import WorkerSide
+from banaserve.engine.vllm.launch.engine_main import INSTANCE_VARIABLE
+from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.cost_gate import CostGate
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from banaserve.engine.vllm.kv_connector.block_copy import BlockCopier
+
+_CONNECT_WITHIN_S = 30.0
+
+
+class StoreConnector(KVConnectorBase_V1):
+    """Thin: each hook goes to the scheduler's or the worker's side.
+
+    Its options are those of ``ConnectorOptions``, in ``kv_connector_extra_config``.
+
+    Attributes:
+        client_name: Of this instance at the store.
+        holds_saves: Layers go by without being saved: the tokens that run are not the step's last.
+    """
+
+    holds_saves = False
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.fingerprint = describe_blocks(vllm_config, kv_cache_config)
+        options = ConnectorOptions.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self.client_name = os.environ.get(INSTANCE_VARIABLE, f"engine-{os.getpid()}")
+        client = StoreClient(
+            options.socket,
+            self.fingerprint,
+            client_name=self.client_name,
+            maps_pool=role is KVConnectorRole.WORKER,  # the scheduler reads no block
+        )
+        client.connect(within_s=_CONNECT_WITHIN_S)
+        self._client = client
+        block_size = self.fingerprint.block_size_tokens
+        self._scheduler = (
+            SchedulerSide(
+                client,
+                TailHasher(vllm_config, block_size),
+                block_size,
+                CostGate(enabled=options.cost_gate),
+                WallClock(),
+            )
+            if role is KVConnectorRole.SCHEDULER
+            else None
+        )
+        self._worker = (
+            WorkerSide(client, get_tensor_model_parallel_rank(), options)
+            if role is KVConnectorRole.WORKER
+            else None
+        )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a dropped save is a miss later, never a wrong result
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return True  # full CUDA graphs replay without the layer hooks
+
+    # ---- scheduler
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.match(request, num_computed_tokens), False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        assert self._scheduler is not None
+        return self._scheduler.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        done = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(done, StepDone):
+            self._scheduler.step_done(done)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        self._scheduler.finished(request.request_id)
+        return False, None
+
+    # ---- worker
+
+    @property
+    def worker(self) -> WorkerSide:
+        """The worker's side, for measurements; only where this connector has that role."""
+        assert self._worker is not None
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert self._worker is not None
+        names = self._kv_cache_config.kv_cache_groups[0].layer_names
+        self._worker.register(
+            {name: kv_caches[name] for name in names}, self.fingerprint.page_bytes
+        )
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert self._worker is not None
+        self._worker.begin_step(self._plan())
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        assert self._worker is not None
+        self._worker.start_loads(self._plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        assert self._worker is not None
+        self._worker.wait_for_load(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        assert self._worker is not None
+        if self.has_connector_metadata() and not self.holds_saves:
+            self._worker.save_layer(layer_name, self._plan())
+
+    def wait_for_save(self) -> None:
+        assert self._worker is not None
+        self._worker.end_step(self._plan())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert self._worker is not None
+        return self._worker.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        assert self._worker is not None
+        return self._worker.done(self._plan())
+
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        side = self._worker or self._scheduler
+        assert side is not None
+        return side.stats.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats | None:
+        return stats_from_wire(data)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        self._client.close()
+
+    def wrap_copier(self, wrap: Callable[[BlockCopier], BlockCopier]) -> None:
+        """Let the worker's copies go through another copier."""
+        assert self._worker is not None
+        self._worker.wrap_copier(wrap)
+
+    def slots_to_fill(self) -> Visible:
+        """This step's saves, for who holds some of the layers to make instead of the worker."""
+        assert self._worker is not None
+        return self._worker.slots_to_fill(self._plan())
+
+    def saved_elsewhere(self, layer_names: Sequence[str], seconds: float) -> None:
+        """These layers lie in the slots that ``slots_to_fill`` named; in place of their hooks."""
+        assert self._worker is not None
+        self._worker.saved_elsewhere(layer_names, seconds)
+
+    def abandon_step(self) -> None:
+        """Commit nothing of the step under way, or of the next one."""
+        assert self._worker is not None
+        self._worker.abandon_step()
+
+    def _plan(self) -> StepPlan:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, StepPlan)
+        return plan

@@ -1,0 +1,355 @@
+"""How blocks of a KV cache on a GPU become the runs of bytes that copies move.
+
+Memory that is shared with others, locked for this process's GPU: copies run on their own then.
+
+Of the store's pool, and of the pages in which KV lands.
+
+Copies between a KV cache on a GPU and the store's pool in host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from banaserve.kernels.packed_pages import PackedPages, is_one_run
+from banaserve.kvstore.sizes import format_size
+
+try:
+    from banaserve import _native_cuda
+except ImportError:  # built without BANASERVE_CUDA=1
+    _native_cuda = None  # type: ignore[assignment]
+from banaserve.errors import UserError
+from banaserve.kvstore.pool import PoolView
+
+Addresses = npt.NDArray[np.int64]
+CopyPages = Callable[[Addresses, Addresses], None]
+"""``(targets, sources)``: queues the copy of one page for each pair."""
+
+
+class GpuPages(Protocol):
+    """Queues the copies of one layer's blocks, on the current stream.
+
+    Loads are queued on one stream and saves on one, by one thread at a time each.
+    """
+
+    def load(self, layer: int, blocks: Sequence[int], host: Addresses, copy: CopyPages) -> None:
+        """Copy the pages at ``host`` into ``blocks``."""
+        ...
+
+    def save(self, layer: int, blocks: Sequence[int], host: Addresses, copy: CopyPages) -> None:
+        """Copy ``blocks`` to the pages at ``host``."""
+        ...
+
+
+def gpu_pages(layers: Sequence[torch.Tensor], page_bytes: int) -> GpuPages:
+    """For layers of equal shape and strides, whose first dimension is the blocks.
+
+    Raises:
+        ValueError: A block has other than ``page_bytes``, or lies in several runs that are not the
+            heads of vLLM's layouts.
+    """
+    block_bytes = layers[0].shape[1:].numel() * layers[0].element_size()
+    if page_bytes != block_bytes:
+        raise ValueError(f"page_bytes: {page_bytes}; allowed: {block_bytes}, as a block has")
+    return _WholeBlocks(layers) if is_one_run(layers[0]) else _PackedBlocks(PackedPages(layers))
+
+
+class _WholeBlocks:
+    """Each block is a run of bytes where it lies."""
+
+    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
+        self._layers = list(layers)  # their memory has to outlive the addresses
+        self._bases = [tensor.data_ptr() for tensor in layers]
+        self._block_bytes = layers[0].stride()[0] * layers[0].element_size()
+
+    def load(self, layer: int, blocks: Sequence[int], host: Addresses, copy: CopyPages) -> None:
+        copy(self._addresses(layer, blocks), host)
+
+    def save(self, layer: int, blocks: Sequence[int], host: Addresses, copy: CopyPages) -> None:
+        copy(host, self._addresses(layer, blocks))
+
+    def _addresses(self, layer: int, blocks: Sequence[int]) -> Addresses:
+        return np.asarray(blocks, dtype=np.int64) * self._block_bytes + self._bases[layer]
+
+
+class _PackedBlocks:
+    """Blocks with their heads apart are packed on the GPU, so that one run a page crosses the bus.
+
+    What one stream has queued runs in order, so each piece finds the stage free.
+    """
+
+    def __init__(self, packed: PackedPages) -> None:
+        self._packed = packed
+        self._load_stage, self._save_stage = packed.stage(), packed.stage()
+
+    def load(self, layer: int, blocks: Sequence[int], host: Addresses, copy: CopyPages) -> None:
+        for part, room in self._pieces(len(blocks), self._load_stage):
+            copy(room, host[part])
+            self._packed.unpack(layer, blocks[part], self._load_stage)
+
+    def save(self, layer: int, blocks: Sequence[int], host: Addresses, copy: CopyPages) -> None:
+        for part, room in self._pieces(len(blocks), self._save_stage):
+            self._packed.pack(layer, blocks[part], self._save_stage)
+            copy(host[part], room)
+
+    def _pieces(self, count: int, stage: torch.Tensor) -> Iterator[tuple[slice, Addresses]]:
+        """As many blocks at a time as the stage has pages, and the addresses of those pages."""
+        num_pages, page_bytes = stage.shape
+        pages = np.arange(num_pages, dtype=np.int64) * page_bytes + stage.data_ptr()
+        for first in range(0, count, num_pages):
+            part = slice(first, min(first + num_pages, count))
+            yield part, pages[: part.stop - part.start]
+
+
+logger = logging.getLogger(__name__)
+_ALREADY_REGISTERED = 712
+"""cudaErrorHostMemoryAlreadyRegistered."""
+
+
+class View(Protocol):
+    """Shared memory as this process sees it.
+
+    Attributes:
+        base_address: Of its first byte.
+        memory: Its bytes.
+    """
+
+    @property
+    def base_address(self) -> int: ...
+
+    @property
+    def memory(self) -> npt.NDArray[Any]: ...
+
+
+class PinnedPool:
+    """One view of the pool at a time; may be called from several threads.
+
+    Pages must not be unmapped while they are registered: CUDA would go on using them for whatever
+    is mapped there next. So the view is kept until ``release``.
+
+    Args:
+        gpu: Whose copies use the pool.
+        wait_for_copies: Returns when no copy that was queued before touches the pool any more.
+    """
+
+    def __init__(self, gpu: torch.device, wait_for_copies: Callable[[], None]) -> None:
+        self._gpu = gpu
+        self._wait_for_copies = wait_for_copies
+        self._lock = threading.Lock()
+        self._view: View | None = None
+        self._is_ours = self._is_pinned = False
+
+    def pin(self, view: View) -> bool:
+        """Whether ``view`` is pinned. Another view is released first, and forgotten.
+
+        A view that cannot be pinned is told of in the log, once, and not tried again.
+        """
+        with self._lock:
+            if self._view is not view:
+                self._release()
+                self._view = view
+                self._register(view)
+            return self._is_pinned
+
+    def release(self) -> None:
+        """Let go of the view, once no copy touches it."""
+        with self._lock:
+            self._release()
+
+    def _register(self, view: View) -> None:
+        runtime = torch.cuda.cudart()
+        code = int(runtime.cudaHostRegister(view.base_address, view.memory.size, 0))
+        self._is_ours = not code
+        self._is_pinned = code in (0, _ALREADY_REGISTERED)
+        if code:
+            self._take_error()
+        if not self._is_pinned:
+            logger.warning(
+                "%s of shared memory cannot be pinned (CUDA error %d), so copies are slower: look "
+                "at ulimit -l, or make the store's pool smaller",
+                format_size(view.memory.size),
+                code,
+            )
+
+    def _release(self) -> None:
+        if self._view is not None and self._is_ours:
+            self._wait_for_copies()
+            code = int(torch.cuda.cudart().cudaHostUnregister(self._view.base_address))
+            if code:
+                self._take_error()
+                logger.warning("shared memory cannot be unpinned (CUDA error %d)", code)
+        self._view, self._is_ours, self._is_pinned = None, False, False
+
+    def _take_error(self) -> None:
+        """CUDA reports a failure once more, as that of this thread's next launch."""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self._gpu)
+
+
+QueueCopies = Callable[[Addresses, Addresses, int, int], tuple[torch.Tensor, ...]]
+"""``(targets, sources, num_bytes, stream)``; returns what the copies still read while they run."""
+
+MakeCopies = Callable[[], QueueCopies]
+
+# By arithmetic, not measured: a copy engine begins a copy in about a microsecond, in which PCIe
+# moves 16 KiB or more.
+KERNEL_BELOW_BYTES = 16 * 1024
+
+
+def choose_copies(page_bytes: int, is_pinned: bool, otherwise: MakeCopies | None) -> QueueCopies:
+    """How pages of this size are copied between host and GPU.
+
+    Args:
+        otherwise: Makes the copies of a build without CUDA; None where there are none.
+
+    Raises:
+        UserError: This build is without CUDA, and there is nothing else to copy with.
+    """
+    if _native_cuda is None:
+        if otherwise is None:
+            raise UserError("this build of banaserve has no GPU copies: set BANASERVE_CUDA=1")
+        return otherwise()
+    # A kernel would fault on host memory that is not pinned.
+    by_kernel = is_pinned and page_bytes < KERNEL_BELOW_BYTES
+    queue = _native_cuda.copy_by_kernel if by_kernel else _native_cuda.copy_batch
+
+    def copy(
+        target: Addresses, source: Addresses, num_bytes: int, stream: int
+    ) -> tuple[torch.Tensor, ...]:
+        queue(target, source, num_bytes, stream)
+        return ()
+
+    return copy
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedCopy:
+    """A copy on a stream, between two events.
+
+    Attributes:
+        pointers: Perhaps read while the copy runs, so they live as long as this.
+    """
+
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+    pointers: tuple[torch.Tensor, ...]
+
+    def join(self) -> None:
+        torch.cuda.current_stream().wait_event(self.ended)
+
+    def finish(self) -> float:
+        self.ended.synchronize()
+        return self.began.elapsed_time(self.ended) / 1e3
+
+
+class GpuCopier:
+    """Queues copies on two streams, one a direction, so that loads and saves run side by side.
+
+    No copy thread and no engine thread waits for a copy: the engine's stream waits for a layer's
+    load, the save stream for a layer's computation.
+
+    Args:
+        layers: One tensor a layer, of equal shape and strides, its first dimension the blocks.
+        page_bytes: Of a block of one layer.
+        part: This worker's part of a slot.
+        otherwise: See ``choose_copies``.
+
+    Raises:
+        ValueError: See ``gpu_pages``.
+        UserError: See ``choose_copies``.
+    """
+
+    is_synchronous = False
+
+    def __init__(
+        self,
+        layers: Sequence[torch.Tensor],
+        page_bytes: int,
+        part: int,
+        otherwise: MakeCopies | None = None,
+    ) -> None:
+        self._pages = gpu_pages(layers, page_bytes)
+        self._page_bytes = page_bytes
+        self._part = part
+        self._gpu = layers[0].device
+        self._load_stream = torch.cuda.Stream(self._gpu)
+        self._save_stream = torch.cuda.Stream(self._gpu)
+        self._pool = PinnedPool(self._gpu, self._wait_for_copies)
+        self._pinned_copies = choose_copies(page_bytes, True, otherwise)
+        self._other_copies = choose_copies(page_bytes, False, otherwise)
+        logger.info("GPU copies by %s", "banaserve" if _native_cuda else "vLLM")
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def load(
+        self,
+        layer: int,
+        view: PoolView,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        after: torch.cuda.Event,
+    ) -> QueuedCopy:
+        # Blocks may have belonged to a request whose last step still runs on the engine's stream.
+        host = self._host(layer, view, slots)
+        work = functools.partial(self._pages.load, layer, blocks, host)
+        return self._queue(self._load_stream, after, view, work)
+
+    def save(
+        self,
+        layer: int,
+        view: PoolView,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        after: torch.cuda.Event,
+    ) -> QueuedCopy:
+        host = self._host(layer, view, slots)
+        work = functools.partial(self._pages.save, layer, blocks, host)
+        return self._queue(self._save_stream, after, view, work)
+
+    def close(self) -> None:
+        """Let go of the pool, once no copy touches it."""
+        self._pool.release()
+
+    def _queue(
+        self,
+        stream: torch.cuda.Stream,
+        after: torch.cuda.Event,
+        view: PoolView,
+        work: Callable[[CopyPages], None],
+    ) -> QueuedCopy:
+        kept: list[torch.Tensor] = []
+        # A thread that copies begins with the first device as its own, and this may be another.
+        with torch.cuda.device(self._gpu), torch.cuda.stream(stream):
+            queue = self._pinned_copies if self._pool.pin(view) else self._other_copies
+
+            def copy(target: Addresses, source: Addresses) -> None:
+                kept.extend(queue(target, source, self._page_bytes, stream.cuda_stream))
+
+            began = torch.cuda.Event(enable_timing=True)
+            ended = torch.cuda.Event(enable_timing=True)
+            stream.wait_event(after)
+            began.record(stream)
+            work(copy)
+            ended.record(stream)
+        return QueuedCopy(began, ended, tuple(kept))
+
+    def _host(self, layer: int, view: PoolView, slots: Sequence[int]) -> Addresses:
+        first = view.base_address + view.fingerprint.offset_bytes(layer, self._part)
+        return np.asarray(slots, dtype=np.int64) * view.slot_bytes + first
+
+    def _wait_for_copies(self) -> None:
+        self._load_stream.synchronize()
+        self._save_stream.synchronize()

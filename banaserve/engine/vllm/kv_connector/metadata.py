@@ -1,0 +1,209 @@
+"""What the connector is told in ``kv_connector_extra_config``.
+
+What the scheduler's side of the connector tells the worker's side to copy in one step.
+
+Which of a step's copies a worker can carry out: those between it and a pool it has mapped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+from banaserve.errors import StoreUnavailableError, UserError
+from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.interface import Slot
+from banaserve.kvstore.pool import PoolView
+from banaserve.names import check_known
+from banaserve.orchestrator.model.calibration import StepWork
+
+_ARRANGEMENTS = ("pipelined", "serial")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorOptions:
+    """Options of one engine's connector.
+
+    The last five serve measurements; their defaults are what serving wants.
+
+    Attributes:
+        socket: Path of the store's socket.
+        salt: Deployments with different salts never share blocks.
+        cost_gate: Whether a prefix is fetched only where computing it would take longer.
+        arrangement: "pipelined" fetches layer i+1 and saves layer i-1 while layer i computes;
+            "serial" fetches everything before the forward pass and saves everything after it.
+        load_bytes_per_s: Fetches are held back to this speed; 0 does not.
+        save_bytes_per_s: The same for saves.
+        trace: Whether to keep when each layer was fetched, computed and saved.
+    """
+
+    socket: str
+    salt: str = ""
+    cost_gate: bool = True
+    arrangement: str = "pipelined"
+    load_bytes_per_s: float = 0.0
+    save_bytes_per_s: float = 0.0
+    trace: bool = False
+
+    @classmethod
+    def of(cls, extra_config: Mapping[str, Any]) -> ConnectorOptions:
+        """Read and check.
+
+        Raises:
+            UserError: An unknown option, one of the wrong kind, or no socket.
+        """
+        defaults = {field.name: field.default for field in fields(cls)}
+        for name in extra_config:
+            check_known("option of the store's connector", name, defaults)
+        if not extra_config.get("socket"):
+            raise UserError("the store's connector needs the option socket: the store's socket")
+        options = cls(**{name: _checked(name, value) for name, value in extra_config.items()})
+        check_known("arrangement", options.arrangement, _ARRANGEMENTS)
+        return options
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name in ("cost_gate", "trace"):
+        fits = isinstance(value, bool)
+    elif name.endswith("_per_s"):
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    else:
+        fits = isinstance(value, str)
+    if not fits:
+        raise UserError(f"the store's connector cannot use {name}={value!r}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """One KV block of all layers, between the engine's block and the store's slot."""
+
+    block_id: int
+    slot: Slot
+
+
+@dataclass
+class StepPlan(KVConnectorMetadata):
+    """Copies of one engine step.
+
+    Attributes:
+        step: Number of the step, for releasing its leases when it has run.
+        loads: Fetched layer by layer, each before its layer's attention.
+        early_loads: Blocks that this step also writes new tokens into: all their layers are
+            fetched before the forward pass, or the fetch would overwrite the new tokens.
+        saves: Copied out layer by layer, each after its layer's attention.
+        work: What the step computes; None where it computes nothing.
+        settled: What failed in steps up to this one was known when this step was planned.
+    """
+
+    step: int = 0
+    loads: list[BlockCopy] = field(default_factory=list)
+    early_loads: list[BlockCopy] = field(default_factory=list)
+    saves: list[BlockCopy] = field(default_factory=list)
+    work: StepWork | None = None
+    settled: int = 0
+
+
+@dataclass
+class StepDone(KVConnectorWorkerMetadata):
+    """The worker's word that all copies of a step have ended, and what the step took.
+
+    Attributes:
+        step: Number of the step.
+        compute_s: Seconds of the forward pass without waiting for copies; None where the worker
+            cannot tell.
+        fetch_s: Seconds of its fetches, whether or not anything waited for them.
+        fetched_blocks: Blocks that they brought.
+    """
+
+    step: int
+    compute_s: float | None = None
+    fetch_s: float = 0.0
+    fetched_blocks: int = 0
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepDone:
+        """Of two workers: the step has ended where both have, and the slower one counts."""
+        assert isinstance(other, StepDone)
+        computed = [s for s in (self.compute_s, other.compute_s) if s is not None]
+        return StepDone(
+            min(self.step, other.step),
+            max(computed, default=None),
+            max(self.fetch_s, other.fetch_s),
+            max(self.fetched_blocks, other.fetched_blocks),
+        )
+
+
+@dataclass
+class TransferStats(KVConnectorStats):
+    """What was counted since the last report; every value is a sum."""
+
+    data: dict[str, float] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> TransferStats:
+        names = self.data.keys() | other.data.keys()
+        return TransferStats(
+            data={name: self.data.get(name, 0) + other.data.get(name, 0) for name in names}
+        )
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class Counters:
+    """Sums that several threads add to and one takes away."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._data: dict[str, float] = {}
+
+    def add(self, **amounts: float) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                self._data[name] = self._data.get(name, 0) + amount
+
+    def take(self) -> TransferStats | None:
+        """The sums so far, which start again from zero; None if nothing was counted."""
+        with self._lock:
+            taken, self._data = self._data, {}
+        return TransferStats(data=taken) if taken else None
+
+
+def stats_from_wire(data: dict[str, Any] | None) -> TransferStats | None:
+    return TransferStats(data=data) if data else None
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """Copies whose slots all lie in ``view``: in the pool of another life of the store, their
+    places would hold other blocks. Without a view there are no copies.
+    """
+
+    view: PoolView | None = None
+    copies: Sequence[BlockCopy] = ()
+
+    @classmethod
+    def of(cls, copies: Sequence[BlockCopy], client: StoreClient) -> Visible:
+        """Those of ``copies`` that ``client`` sees; connects where it has to."""
+        view: PoolView | None = None
+        for generation in {copy.slot.generation for copy in copies}:
+            # Of two lives of the store the client knows one: the later, where it can.
+            with suppress(StoreUnavailableError):
+                view = client.view(generation)
+        if view is None:
+            return cls()
+        return cls(view, [copy for copy in copies if copy.slot.generation == view.generation])

@@ -1,0 +1,340 @@
+"""The cost gate of one engine: what its requests and steps mean as work, and what came of it.
+
+What the store holds of a request that is about to be scheduled, and what may be saved to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from banaserve.clock import Clock
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.kv_connector.block_hash import TailHasher
+from banaserve.engine.vllm.kv_connector.metadata import Counters, StepDone
+from banaserve.engine.vllm.kv_connector.request_state import (
+    Offer,
+    Outcome,
+    Promotion,
+    Tracked,
+    full_block_offers,
+)
+from banaserve.engine.vllm.legs import Handover
+from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.cost_gate import CostGate, Verdict, Work
+from banaserve.kvstore.wire import MAX_KEYS
+
+_KEPT_STEPS = 64
+"""Steps that the worker has not answered yet; more are never under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A step that was planned.
+
+    Attributes:
+        work: What it computes.
+        compute_s: The prediction for it, None where there was none.
+        fetch_s: The prediction for its fetches, None where there was none.
+    """
+
+    work: Work
+    compute_s: float | None
+    fetch_s: float | None
+
+
+class EngineGate:
+    """Decides for requests, and learns from the steps that the worker has run.
+
+    Args:
+        gate: Where the predictors are.
+        block_size: Tokens a block.
+        stats: Counts decisions, predictions and outcomes.
+    """
+
+    def __init__(self, gate: CostGate, block_size: int, stats: Counters) -> None:
+        self._gate = gate
+        self._block_size = block_size
+        self._stats = stats
+        self._planned: dict[int, _Planned] = {}
+
+    def block_budget_s(self, first_block: int, num_tokens: int) -> float:
+        """What computing a block of the prompt takes, for the store's tiers; 0 if not known."""
+        num_before = first_block * self._block_size
+        num_blocks = -(-(num_tokens - num_before) // self._block_size)
+        if num_blocks <= 0:
+            return 0.0
+        return self._gate.block_budget_s(num_blocks, Work.of(num_tokens - num_before, num_before))
+
+    def decide(
+        self, num_blocks: int, num_tokens: int, num_before: int, *, handed_over: bool = False
+    ) -> Verdict:
+        """Whether to fetch ``num_tokens`` tokens in ``num_blocks`` blocks that lie in the pool.
+
+        Args:
+            num_blocks: Blocks to copy.
+            num_tokens: Tokens that would be computed otherwise.
+            num_before: Tokens before them.
+            handed_over: A prefill leg has computed them for this request.
+        """
+        work = Work.of(num_tokens, num_before)
+        return self._gate.decide(num_blocks, work, handed_over=handed_over)
+
+    def count(self, verdict: Verdict) -> None:
+        """A request was scheduled by this verdict."""
+        self._stats.add(**{f"decided_{verdict.decision.value}": 1})
+        if verdict.decision.fetches and verdict.compute_s is not None:
+            self._stats.add(avoided_compute_seconds=verdict.compute_s)
+
+    def planned(self, step: int, computes: Iterable[tuple[int, int]], num_loads: int) -> None:
+        """A step was planned.
+
+        Args:
+            step: Its number.
+            computes: For each request the tokens computed before it and in it.
+            num_loads: Blocks that it fetches.
+        """
+        work = Work()
+        for num_before, num_tokens in computes:
+            work += Work.of(num_tokens, num_before)
+        if not work.tokens:
+            return
+        compute_s = self._gate.compute.predict_pass(work)
+        fetch_s = self._gate.fetch.predict(num_loads) if num_loads else None
+        self._planned[step] = _Planned(work, compute_s, fetch_s)
+        while len(self._planned) > _KEPT_STEPS:
+            del self._planned[next(iter(self._planned))]
+
+    def done(self, done: StepDone) -> None:
+        """A step has run: learn from it."""
+        planned = self._planned.pop(done.step, None)
+        if planned is None:
+            return
+        if done.compute_s is not None:
+            taught = self._gate.compute.observe(planned.work, done.compute_s)
+            if taught and planned.compute_s is not None:
+                self._stats.add(
+                    predicted_compute_seconds=planned.compute_s,
+                    measured_compute_seconds=done.compute_s,
+                )
+        if done.fetched_blocks:
+            self._gate.fetch.observe(done.fetched_blocks, done.fetch_s)
+            if planned.fetch_s is not None:
+                self._stats.add(
+                    predicted_fetch_seconds=planned.fetch_s, measured_fetch_seconds=done.fetch_s
+                )
+
+
+ASK_AGAIN_S = 0.005
+"""How long a tier gets to hear from its peers before the store is asked again."""
+UNDECIDED_FOR_S = 0.1
+"""After so long what the tiers still do not know counts as missing."""
+
+
+class Matcher:
+    """Asks the store about requests that wait, once each, and never waits for a tier.
+
+    Args:
+        client: The store.
+        tails: Names partial last blocks.
+        block_size: Tokens a block.
+        gate: Says whether a prefix in the pool is worth fetching.
+        clock: For how long a prefix on its way is waited for.
+        stats: Counts what became of it.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        tails: TailHasher,
+        block_size: int,
+        gate: EngineGate,
+        clock: Clock,
+        stats: Counters,
+    ) -> None:
+        self._client = client
+        self._tails = tails
+        self._block_size = block_size
+        self._gate = gate
+        self._clock = clock
+        self._stats = stats
+        self._matched: dict[str, Tracked] = {}
+        self._waiting: dict[str, Tracked] = {}
+        self._asked_about: set[str] = set()
+
+    def match(self, tracked: Tracked, num_computed_tokens: int) -> int | None:
+        """Tokens beyond ``num_computed_tokens`` to fetch from the store; leases their blocks.
+
+        Returns:
+            None while blocks are on their way up from a tier: the request waits and others go on.
+            Asking again meanwhile takes no round trip.
+        """
+        request, request_id = tracked.request, tracked.request.request_id
+        first = num_computed_tokens // self._block_size
+        covered = self._tokens_to_look_up(request)
+        now_s = self._clock.now()
+        if tracked.promotion is None or tracked.first_hit != first:
+            self.let_go(tracked)
+            self._ask(tracked, first, covered, now_s, until_s=now_s + UNDECIDED_FOR_S)
+        elif tracked.ask_again_at_s is not None and now_s >= tracked.ask_again_at_s:
+            self._ask(tracked, first, covered, now_s, until_s=tracked.undecided_until_s)
+        self._asked_about.add(request_id)
+        if self._must_wait(tracked, now_s):
+            self._waiting[request_id] = tracked
+            return None
+        self._waiting.pop(request_id, None)
+        self._matched[request_id] = tracked
+        return self._take(tracked, covered, num_computed_tokens, now_s)
+
+    def _must_wait(self, tracked: Tracked, now_s: float) -> bool:
+        if tracked.ask_again_at_s is not None:
+            return True
+        assert tracked.promotion is not None
+        return tracked.promotion.look(self._client.arrivals, now_s) is None
+
+    @staticmethod
+    def _handed_over(request: compat.Request) -> int | None:
+        """Tokens that a prefill leg has computed for this decode leg; None where there is none."""
+        return None if request.num_output_tokens else Handover.of(request.kv_transfer_params).tokens
+
+    def _tokens_to_look_up(self, request: compat.Request) -> int:
+        """A decode leg knows how far the prefill leg has got; others look up all they have."""
+        return min(self._handed_over(request) or request.num_tokens, request.num_tokens)
+
+    def _ask(
+        self, tracked: Tracked, first: int, covered: int, now_s: float, until_s: float
+    ) -> None:
+        """One round trip: lease what the store has, reserve slots for what it lacks."""
+        request = tracked.request
+        tail = self._tails.key(request, covered)
+        keys = [*request.block_hashes[: covered // self._block_size], *([tail] if tail else [])]
+        # Of a prompt with more blocks than one call takes the last ones are computed.
+        keys = keys[first : first + MAX_KEYS]
+        offers = self._offers(tracked, first, tail)[:MAX_KEYS]
+        held = tracked.lease
+        # What has been computed for this request is fetched from a tier, too, at any price.
+        is_owed = self._handed_over(request) is not None
+        block_s = 0.0 if is_owed else self._gate.block_budget_s(first, covered)
+        answer = self._client.exchange(
+            acquire=[] if request.skip_reading_prefix_cache else keys,
+            reserve=[(offer.key, offer.parent) for offer in offers],
+            tenant=tracked.tenant,
+            compute_block_s=block_s,
+        )
+        if held is not None:
+            self._client.release(held)
+        tracked.lease, tracked.hits, tracked.first_hit = answer.lease, list(answer.slots), first
+        pending_s = block_s * (len(answer.slots) - answer.num_ready)
+        tracked.promotion = Promotion(
+            answer.slots, answer.num_ready, now_s, answer.wait_s, pending_s
+        )
+        tracked.offers, tracked.undecided_until_s = offers, until_s
+        tracked.keep(offers, answer.reserved)
+        tracked.ask_again_at_s = None
+        if answer.undecided and now_s < until_s:
+            tracked.ask_again_at_s = now_s + ASK_AGAIN_S
+            self._abandon_saves(tracked)
+        elif answer.num_declined:
+            self._stats.add(tier_declined_blocks=answer.num_declined)
+
+    def _offers(self, tracked: Tracked, first: int, tail: bytes | None) -> list[Offer]:
+        """Blocks to save if the store lacks them.
+
+        A prefill leg offers the blocks of its local prefix cache too, because the decode leg
+        can only read the store; others offer what they are about to compute.
+        """
+        request = tracked.request
+        leaves_tail = Handover.of(request.kv_transfer_params).leaves_tail
+        hashes = request.block_hashes
+        tracked.num_claimed = len(hashes)
+        offers = full_block_offers(hashes, 0 if leaves_tail else first, self._block_size)
+        if leaves_tail and tail is not None:
+            parent = hashes[-1] if hashes else None
+            offers.append(Offer(len(hashes), request.num_tokens, tail, parent))
+        return offers
+
+    def _take(self, tracked: Tracked, covered: int, num_computed_tokens: int, now_s: float) -> int:
+        """Settle on what is readable by now; how many tokens of it are worth fetching."""
+        self._settle(tracked, now_s)
+        num_hit = tracked.first_hit + len(tracked.hits) if tracked.hits else 0
+        whole = num_hit * self._block_size
+        tokens = covered if num_hit > covered // self._block_size else whole
+        extra = min(tokens, tracked.request.num_tokens - 1) - num_computed_tokens
+        if extra <= 0:
+            return 0
+        is_owed = self._handed_over(tracked.request) is not None
+        tracked.verdict = self._gate.decide(
+            len(tracked.hits), extra, num_computed_tokens, handed_over=is_owed
+        )
+        if tracked.verdict.decision.fetches:
+            return extra
+        self.release_hits(tracked)
+        return 0
+
+    def _settle(self, tracked: Tracked, now_s: float) -> None:
+        """Give up on what has not come up, and reserve slots for computing it."""
+        promotion = tracked.promotion
+        assert promotion is not None
+        self._count_promotion(promotion, now_s)
+        if promotion.outcome is Outcome.ARRIVED:
+            return
+        del tracked.hits[promotion.num_ready :]
+        if not tracked.hits:
+            self.release_hits(tracked)
+        known = {save.index for save in tracked.saves}
+        end = tracked.first_hit + promotion.num_ready
+        offers = [o for o in tracked.offers if o.index >= end and o.index not in known]
+        if offers:
+            pairs = [(offer.key, offer.parent) for offer in offers]
+            reserved = self._client.exchange(reserve=pairs, tenant=tracked.tenant).reserved
+            tracked.keep(offers, reserved)
+
+    def _count_promotion(self, promotion: Promotion, now_s: float) -> None:
+        if promotion.num_pending and promotion.outcome is not None:
+            self._stats.add(
+                promoted_blocks=promotion.num_arrived,
+                promotion_wait_seconds=now_s - promotion.began_s,
+                promotion_predicted_seconds=promotion.predicted_s,
+                **{f"promotion_{promotion.outcome.value}": 1},
+            )
+
+    def let_go(self, tracked: Tracked) -> None:
+        """Give back what an earlier match holds: the request was not scheduled after all."""
+        self._matched.pop(tracked.request.request_id, None)
+        self._waiting.pop(tracked.request.request_id, None)
+        promotion = tracked.promotion
+        if promotion is not None and promotion.num_pending and promotion.outcome is None:
+            self._stats.add(promotion_abandoned=1)
+        tracked.promotion = tracked.ask_again_at_s = tracked.verdict = None
+        self.release_hits(tracked)
+        self._abandon_saves(tracked)
+
+    def _abandon_saves(self, tracked: Tracked) -> None:
+        if tracked.saves:
+            self._client.abandon([save.slot for save in tracked.saves])
+            tracked.saves = []
+
+    def release_hits(self, tracked: Tracked) -> None:
+        """Give back what would have been fetched."""
+        if tracked.lease is not None:
+            self._client.release(tracked.lease)
+        tracked.lease, tracked.hits = None, []
+
+    def scheduled(self, tracked: Tracked) -> None:
+        """The scheduler has taken the request: what its match holds is the caller's now."""
+        self._matched.pop(tracked.request.request_id, None)
+        if tracked.verdict is not None:
+            self._gate.count(tracked.verdict)
+        tracked.promotion = tracked.verdict = None
+
+    def end_step(self) -> None:
+        """A step is planned: who was matched and not scheduled holds nothing until tried again.
+
+        Nor does one that waited too long for a tier while the scheduler did not get to it.
+        """
+        now_s = self._clock.now()
+        passed_over = [self._waiting[id_] for id_ in self._waiting.keys() - self._asked_about]
+        late = [t for t in passed_over if t.promotion and now_s >= t.promotion.deadline_s]
+        for tracked in [*self._matched.values(), *late]:
+            self.let_go(tracked)
+        self._asked_about.clear()

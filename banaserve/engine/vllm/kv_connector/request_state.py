@@ -1,0 +1,186 @@
+"""A prefix that is on its way up from a tier below the pool, and how long to wait for it.
+
+What the connector remembers of a request, and the slots that its blocks are saved to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.kv_connector.block_hash import chain
+from banaserve.kvstore.cost_gate import Verdict
+from banaserve.kvstore.interface import Lease, Lookup, Slot
+
+PATIENCE = 4.0
+"""Waits up to so many times the predicted time."""
+SHORTEST_WAIT_S = 0.25
+"""A prediction of a few milliseconds says little on a busy machine, the first ones nothing."""
+LONGEST_WAIT_S = 10.0
+
+Arrivals = Callable[[Sequence[Slot]], list[Lookup]]
+
+
+class Outcome(Enum):
+    """How a wait ended: all is there, a block failed, or time was up."""
+
+    ARRIVED = "arrived"
+    FAILED = "failed"
+    LATE = "late"
+
+
+@dataclass(slots=True)
+class Promotion:
+    """The leased slots of one request, some of which are not readable yet.
+
+    Attributes:
+        slots: In the order of the prefix; only the first ``num_ready`` are known to be readable.
+        began_s: When the store was asked, on the engine's clock.
+        predicted_s: The store's prediction of when the last is readable, from then on.
+        compute_s: What computing the ones on their way would take; 0 if not known.
+        outcome: None while it is worth waiting.
+        num_pending: How many were on their way at first.
+    """
+
+    slots: Sequence[Slot]
+    num_ready: int
+    began_s: float
+    predicted_s: float
+    compute_s: float = 0.0
+    outcome: Outcome | None = field(default=None, init=False)
+    num_pending: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_pending = len(self.slots) - self.num_ready
+
+    @property
+    def num_arrived(self) -> int:
+        """How many of those that were on their way have come."""
+        return self.num_ready - (len(self.slots) - self.num_pending)
+
+    @property
+    def deadline_s(self) -> float:
+        """Until when it is worth waiting.
+
+        Who waits as long as computing takes, and then computes, has lost half of the time at most.
+        """
+        wait_s = max(SHORTEST_WAIT_S, PATIENCE * self.predicted_s, self.compute_s)
+        return self.began_s + min(wait_s, LONGEST_WAIT_S)
+
+    def look(self, arrivals: Arrivals, now_s: float) -> int | None:
+        """How many slots from the first on can be read; None while it is worth waiting.
+
+        A slot that failed ends the prefix, and what comes after it is not waited for.
+        """
+        if self.outcome is None:
+            self._advance(arrivals(self.slots[self.num_ready :]), now_s)
+        return None if self.outcome is None else self.num_ready
+
+    def _advance(self, states: Sequence[Lookup], now_s: float) -> None:
+        until = next((i for i, state in enumerate(states) if state is Lookup.MISS), len(states))
+        ready = next((i for i, state in enumerate(states) if state is not Lookup.HIT), len(states))
+        self.num_ready += ready
+        if ready == until:
+            self.outcome = Outcome.ARRIVED if until == len(states) else Outcome.FAILED
+        elif now_s >= self.deadline_s:
+            self.outcome = Outcome.LATE
+
+
+_TENANT_BYTES = 16
+# What the engine client puts before the salts of an API key's requests.
+_KEY_NAME = re.compile(r"[0-9a-f]{16}:")
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A block to save where the store lacks it.
+
+    Attributes:
+        index: Of the block in its request.
+        end_tokens: The block is whole once so many tokens of the request have been computed.
+        key: What the store calls it.
+        parent: The key of the block before it.
+    """
+
+    index: int
+    end_tokens: int
+    key: bytes
+    parent: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """An offer that the store took: the block goes to ``slot``."""
+
+    index: int
+    end_tokens: int
+    slot: Slot
+
+
+@dataclass
+class Tracked:
+    """One request from its first match to its end.
+
+    Attributes:
+        tenant: Who pays for its blocks in the store.
+        lease: Holds the fetched blocks in the store until they have been copied.
+        hits: Slots of the fetched blocks, from block ``first_hit`` on.
+        promotion: Of ``hits``; None where the store is not being asked.
+        ask_again_at_s: Not None while the store could not say what it has.
+        undecided_until_s: Until when it may say so.
+        verdict: What the cost gate said of the hits; None where there were none.
+        offers: What the store was last offered.
+        num_claimed: Full blocks below this index have been offered to the store.
+    """
+
+    request: compat.Request
+    tenant: bytes = b""
+    lease: Lease | None = None
+    first_hit: int = 0
+    hits: list[Slot] = field(default_factory=list)
+    promotion: Promotion | None = None
+    ask_again_at_s: float | None = None
+    undecided_until_s: float = 0.0
+    verdict: Verdict | None = None
+    offers: list[Offer] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    num_claimed: int = 0
+
+    @classmethod
+    def of(cls, request: compat.Request) -> Tracked:
+        return cls(request, tenant_of(request.cache_salt))
+
+    def keep(self, offers: Sequence[Offer], reserved: Sequence[Slot | None]) -> None:
+        """Remember which offers the store took."""
+        for offer, slot in zip(offers, reserved, strict=False):
+            if slot is not None:
+                self.saves.append(Save(offer.index, offer.end_tokens, slot))
+
+    def take_ready(self, num_computed: int) -> list[Save]:
+        """The saves whose blocks are whole once ``num_computed`` tokens are; they end here."""
+        ready = [save for save in self.saves if save.end_tokens <= num_computed]
+        if ready:
+            self.saves = [save for save in self.saves if save.end_tokens > num_computed]
+        return ready
+
+
+def tenant_of(cache_salt: str | None) -> bytes:
+    """A name, which does not tell the salt, for those who share an API key, or else a cache salt.
+
+    The holder of a key may send a salt of its own with each request, and pays for all of them.
+    """
+    if not cache_salt:
+        return b""
+    if (key := _KEY_NAME.match(cache_salt)) is not None:
+        cache_salt = key[0]
+    return hashlib.blake2b(cache_salt.encode(), digest_size=_TENANT_BYTES).digest()
+
+
+def full_block_offers(keys: Sequence[bytes], first: int, block_size: int) -> list[Offer]:
+    """Offers of full blocks from ``first`` on."""
+    pairs = chain(keys)
+    return [Offer(i, (i + 1) * block_size, *pairs[i]) for i in range(first, len(pairs))]

@@ -1,0 +1,177 @@
+"""The scheduler's side of the connector: which blocks to fetch, which to save, and the leases."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from banaserve.clock import Clock
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.kv_connector.block_hash import TailHasher
+from banaserve.engine.vllm.kv_connector.metadata import BlockCopy, Counters, StepDone, StepPlan
+from banaserve.engine.vllm.kv_connector.prefix_matcher import EngineGate, Matcher
+from banaserve.engine.vllm.kv_connector.request_state import Offer, Tracked, full_block_offers
+from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.cost_gate import CostGate
+from banaserve.kvstore.interface import Lease
+from banaserve.orchestrator.model.calibration import StepWork
+
+
+class SchedulerSide:
+    """One per engine; called from the scheduler's thread only. Never waits for a tier."""
+
+    def __init__(
+        self,
+        client: StoreClient,
+        tails: TailHasher,
+        block_size: int,
+        gate: CostGate,
+        clock: Clock,
+    ) -> None:
+        self._client = client
+        self._block_size = block_size
+        self._tracked: dict[str, Tracked] = {}
+        self._loads: list[tuple[Tracked, list[int], int]] = []
+        self._leases_by_step: dict[int, list[Lease]] = {}
+        self._step = 0
+        self._last_done = 0
+        self.stats = Counters()
+        self._gate = EngineGate(gate, block_size, self.stats)
+        self._matcher = Matcher(client, tails, block_size, self._gate, clock, self.stats)
+
+    # ---- before a request is scheduled
+
+    def match(self, request: compat.Request, num_computed_tokens: int) -> int | None:
+        """Tokens beyond ``num_computed_tokens`` to fetch; None where that is to be asked later."""
+        tracked = self._tracked.setdefault(request.request_id, Tracked.of(request))
+        return self._matcher.match(tracked, num_computed_tokens)
+
+    # ---- when it is scheduled
+
+    def allocated(
+        self, request: compat.Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """The scheduler has given the request its blocks: plan the fetch."""
+        tracked = self._tracked.setdefault(request.request_id, Tracked.of(request))
+        self._matcher.scheduled(tracked)
+        if num_external_tokens == 0:
+            self._matcher.release_hits(tracked)
+            return
+        first = tracked.first_hit
+        block_ids = blocks.get_block_ids()[0][first:]
+        self._loads.append((tracked, block_ids, first * self._block_size + num_external_tokens))
+
+    def plan(self, output: SchedulerOutput) -> StepPlan:
+        """The copies of this step."""
+        self._step += 1
+        self._count(output)
+        plan = StepPlan(step=self._step, settled=self._last_done)
+        self._plan_loads(plan)
+        self._claim_decoded(output)
+        self._plan_saves(plan, output)
+        self._matcher.end_step()
+        computes = [(before, num) for _, before, num in scheduled(output)]
+        plan.work = work_of(computes)
+        self._gate.planned(plan.step, computes, len(plan.loads) + len(plan.early_loads))
+        return plan
+
+    def _plan_loads(self, plan: StepPlan) -> None:
+        leases = []
+        for tracked, block_ids, first_computed_token in self._loads:
+            copies = [
+                BlockCopy(block_id, slot)
+                for block_id, slot in zip(block_ids, tracked.hits, strict=False)
+            ]
+            num_settled = first_computed_token // self._block_size - tracked.first_hit
+            plan.loads += copies[:num_settled]
+            plan.early_loads += copies[num_settled:]
+            if tracked.lease is not None:
+                leases.append(tracked.lease)
+            tracked.lease, tracked.hits = None, []
+        self._loads.clear()
+        if leases:
+            self._leases_by_step[plan.step] = leases
+
+    def _claim_decoded(self, output: SchedulerOutput) -> None:
+        """Reserve slots for full blocks whose hash has become known since: those of decode."""
+        claims: dict[bytes, list[tuple[Tracked, Offer]]] = defaultdict(list)
+        for request_id in output.scheduled_cached_reqs.req_ids:
+            tracked = self._tracked.get(request_id)
+            if tracked is None or tracked.num_claimed >= len(tracked.request.block_hashes):
+                continue
+            hashes = tracked.request.block_hashes
+            offers = full_block_offers(hashes, tracked.num_claimed, self._block_size)
+            claims[tracked.tenant] += [(tracked, offer) for offer in offers]
+            tracked.num_claimed = len(hashes)
+        for tenant, claimed in claims.items():
+            pairs = [(offer.key, offer.parent) for _, offer in claimed]
+            reserved = self._client.exchange(reserve=pairs, tenant=tenant).reserved
+            for (tracked, offer), slot in zip(claimed, reserved, strict=False):
+                tracked.keep([offer], [slot])
+
+    def _plan_saves(self, plan: StepPlan, output: SchedulerOutput) -> None:
+        state = output.kv_connector_block_state
+        assert state is not None
+        for request_id, num_before, num_scheduled in scheduled(output):
+            tracked = self._tracked.get(request_id)
+            ready = tracked.take_ready(num_before + num_scheduled) if tracked else []
+            if ready:
+                block_ids = state.get_block_ids(request_id)
+                assert block_ids is not None
+                plan.saves += [BlockCopy(block_ids[0][save.index], save.slot) for save in ready]
+
+    def _count(self, output: SchedulerOutput) -> None:
+        for new in output.scheduled_new_reqs:
+            num_prompt = self._tracked[new.req_id].request.num_prompt_tokens
+            computed = max(0, num_prompt - new.num_computed_tokens)
+            self.stats.add(
+                scheduled_requests=1,
+                prompt_tokens_computed=computed,
+                prompt_tokens_cached=num_prompt - computed,
+            )
+
+    # ---- afterwards
+
+    def step_done(self, done: StepDone) -> None:
+        """All copies up to this step have ended: their leases go back."""
+        self._gate.done(done)
+        self._last_done = max(self._last_done, done.step)
+        for step in [planned for planned in self._leases_by_step if planned <= done.step]:
+            for lease in self._leases_by_step.pop(step):
+                self._client.release(lease)
+
+    def finished(self, request_id: str) -> None:
+        """The request has ended, however it did: nothing of it stays reserved."""
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is not None:
+            self._matcher.let_go(tracked)
+            self._loads = [load for load in self._loads if load[0] is not tracked]
+
+
+def work_of(computes: Sequence[tuple[int, int]]) -> StepWork | None:
+    """What a step computes; None where that is nothing. A single token costs what decode costs.
+
+    Args:
+        computes: Of each request the tokens computed before the step and in it.
+    """
+    if not computes:
+        return None
+    chunks = [(before, num) for before, num in computes if num > 1]
+    singles = [before for before, num in computes if num == 1]
+    return StepWork(
+        prefill_tokens=sum(num for _, num in chunks),
+        prefill_pairs=sum(num * (num + 2 * before) for before, num in chunks),
+        decode_requests=len(singles),
+        context_tokens=sum(singles),
+    )
+
+
+def scheduled(output: SchedulerOutput) -> list[tuple[str, int, int]]:
+    """Of each scheduled request the tokens computed before the step and in it."""
+    cached = output.scheduled_cached_reqs
+    before = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+    before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    return [(rid, computed, output.num_scheduled_tokens[rid]) for rid, computed in before]

@@ -1,0 +1,334 @@
+"""What the worker's side of the connector knows of the step that runs.
+
+The worker's side of the connector: fetch layer i+1, compute layer i, save layer i-1.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from banaserve.costs.transfers import StepTimes
+from banaserve.engine.vllm.kv_connector.block_copy import (
+    BlockCopier,
+    Copy,
+    EndedCopy,
+    ThrottledCopier,
+    make_copier,
+)
+from banaserve.engine.vllm.kv_connector.metadata import (
+    BlockCopy,
+    ConnectorOptions,
+    Counters,
+    StepDone,
+    StepPlan,
+    Visible,
+)
+from banaserve.engine.vllm.kv_connector.tracer import Moment, Tracer
+from banaserve.kvstore.client import StoreClient
+
+
+@dataclass(slots=True)
+class RunningStep:
+    """One step's copies.
+
+    Attributes:
+        early: Fetches that the forward pass begins behind.
+        loads: A fetch for each layer, in the order of the layers; empty where nothing is fetched.
+        saves: A save for each layer so far.
+        target: Where this step's saves go, once anybody has asked.
+        deferred: Layers whose save waits for the end of the forward pass.
+        waited_s: How long the engine's thread has waited for fetches.
+    """
+
+    began_s: float
+    early: list[Copy] = field(default_factory=list)
+    loads: list[Future[Copy]] = field(default_factory=list)
+    saves: list[Future[Copy | None]] = field(default_factory=list)
+    target: Visible | None = None
+    deferred: list[int] = field(default_factory=list)
+    waited_s: float = 0.0
+    fetched_blocks: int = 0
+    fetch_s: float = 0.0
+    compute_s: float | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def target_of(self, copies: Sequence[BlockCopy], client: StoreClient) -> Visible:
+        """Those of the step's saves that can be made: the same for every layer, from any thread.
+
+        A slot that was visible for some layers only must not be committed.
+        """
+        with self.lock:
+            if self.target is None:
+                self.target = Visible.of(copies, client)
+            return self.target
+
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerSide:
+    """One per worker; its hooks run in the model runner's thread, its copies in two others.
+
+    Attributes:
+        modelled: What the step under way takes where time is modelled: told and counted in place
+            of what it really took.
+    """
+
+    def __init__(self, client: StoreClient, part: int, options: ConnectorOptions) -> None:
+        self._client = client
+        self._part = part
+        self.options = options
+        self._loader = ThreadPoolExecutor(1, "kv-load")
+        self._saver = ThreadPoolExecutor(1, "kv-save")
+        self._free_copier: BlockCopier | None = None
+        self._copier: BlockCopier | None = None
+        self._layer_index: dict[str, int] = {}
+        self._page_bytes = 0
+        self._step = RunningStep(0.0)
+        self._failed_blocks: set[int] = set()
+        self._last_failed_step = 0
+        self._is_abandoned = False
+        self.stats = Counters()
+        self.trace = Tracer(options.trace)
+        self.modelled: StepTimes | None = None
+
+    def register(self, kv_caches: dict[str, torch.Tensor], page_bytes: int) -> None:
+        """Take the engine's KV cache: one tensor ``[num_blocks, ...]`` a layer, in layer order."""
+        self._layer_index = {name: i for i, name in enumerate(kv_caches)}
+        self._page_bytes = page_bytes
+        self.trace.num_layers = len(kv_caches)
+        self._free_copier = make_copier(list(kv_caches.values()), page_bytes, self._part)
+        self.configure(self.options)
+
+    def configure(self, options: ConnectorOptions) -> None:
+        """Take other options between two steps: how copies are arranged and held back."""
+        assert self._free_copier is not None
+        self.options = options
+        self.trace.enabled = options.trace
+        self._copier = self._free_copier
+        load, save = options.load_bytes_per_s, options.save_bytes_per_s
+        if load or save:
+            logger.warning("copies are held back: loads %g, saves %g bytes/s (0: not)", load, save)
+            self._copier = ThrottledCopier(self._free_copier, self._page_bytes, load, save)
+
+    def wrap_copier(self, wrap: Callable[[BlockCopier], BlockCopier]) -> None:
+        """Let copies go through another copier from here on: parts of the cache lie elsewhere."""
+        assert self._free_copier is not None
+        self._free_copier = wrap(self._free_copier)
+        self.configure(self.options)
+
+    def abandon_step(self) -> None:
+        """Nothing that this step, or the next one before it begins, saves may be committed."""
+        self._is_abandoned = True
+
+    # ---- one step, in the order in which vLLM calls
+
+    def begin_step(self, plan: StepPlan) -> None:
+        self._step = RunningStep(time.perf_counter())
+        self._client.let_go_if_lost()
+        if plan.loads or plan.early_loads or plan.saves:
+            self.trace.begin(plan.step, self._step.began_s)
+
+    def start_loads(self, plan: StepPlan) -> None:
+        """Fetch what this step also writes into, then start fetching the rest layer by layer."""
+        if not plan.loads and not plan.early_loads:
+            return
+        assert self._copier is not None
+        began_s = time.perf_counter()
+        after = self._copier.mark()
+        early = self._readable(plan, plan.early_loads)
+        rest = self._readable(plan, plan.loads)
+        if early.copies:
+            layers = self._layer_index.values()
+            self._step.early = [self._load(layer, early, after) for layer in layers]
+        if rest.copies:
+            self._step.loads = [
+                self._loader.submit(self._load, layer, rest, after)
+                for layer in self._layer_index.values()
+            ]
+        self._step.fetched_blocks = len(early.copies) + len(rest.copies)
+        self.stats.add(loaded_blocks=self._step.fetched_blocks)
+        self._join_first()
+        self._waited(time.perf_counter() - began_s)
+        self.trace.forward_begins()
+
+    def _join_first(self) -> None:
+        """Let the forward pass begin behind what it cannot wait for layer by layer."""
+        copies = list(self._step.early)
+        if self.options.arrangement == "serial":
+            copies += [future.result() for future in self._step.loads]
+        for copy in copies:
+            copy.join()
+
+    def wait_for_load(self, layer_name: str) -> None:
+        layer = self._layer_index[layer_name]
+        self.trace.stamp(layer, Moment.WAIT)
+        if self._step.loads:
+            began_s = time.perf_counter()
+            self._step.loads[layer].result().join()
+            self._waited(time.perf_counter() - began_s)
+        self.trace.stamp(layer, Moment.WAITED)
+
+    def save_layer(self, layer_name: str, plan: StepPlan) -> None:
+        layer = self._layer_index[layer_name]
+        self.trace.stamp(layer, Moment.ATTENDED)
+        if plan.saves and self.options.arrangement == "pipelined":
+            self._submit_save(layer, plan)
+        elif plan.saves:
+            self._step.deferred.append(layer)
+
+    def _submit_save(self, layer: int, plan: StepPlan) -> None:
+        assert self._copier is not None
+        after = self._copier.mark()
+        save = self._saver.submit(self._save, self._step, layer, plan.saves, after)
+        self._step.saves.append(save)
+
+    def slots_to_fill(self, plan: StepPlan) -> Visible:
+        """This step's saves for somebody else to make; none where saves are held back or wait."""
+        options = self.options
+        if not plan.saves or options.arrangement != "pipelined" or options.save_bytes_per_s:
+            return Visible()
+        return self._step.target_of(plan.saves, self._client)
+
+    def saved_elsewhere(self, layer_names: Sequence[str], seconds: float) -> None:
+        """What ``slots_to_fill`` said has been copied for these layers, in ``seconds``."""
+        assert self._step.target is not None
+        for name in layer_names:
+            for moment in (Moment.ATTENDED, Moment.SAVE, Moment.SAVED):
+                self.trace.stamp(self._layer_index[name], moment)
+            save: Future[Copy | None] = Future()
+            save.set_result(EndedCopy(seconds / len(layer_names)))
+            self._step.saves.append(save)
+        num_bytes = len(layer_names) * len(self._step.target.copies) * self._page_bytes
+        self.stats.add(saved_bytes=num_bytes, guest_saved_bytes=num_bytes)
+
+    def end_step(self, plan: StepPlan) -> None:
+        """Wait for the copies; what was saved is readable by every instance on return."""
+        computed_s = time.perf_counter()
+        for layer in self._step.deferred:
+            self._submit_save(layer, plan)
+        loads = [future.result() for future in self._step.loads]
+        self._step.fetch_s = self._finish([*self._step.early, *loads])
+        self._commit(plan)
+        now_s = time.perf_counter()
+        self._measure(plan, computed_s, now_s)
+        self.trace.end(computed_s)
+
+    def done(self, plan: StepPlan) -> StepDone:
+        step = self._step
+        return StepDone(plan.step, step.compute_s, step.fetch_s, step.fetched_blocks)
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks whose fetch failed since the last call: vLLM computes them again."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def close(self) -> None:
+        self._loader.shutdown(wait=True)
+        self._saver.shutdown(wait=True)
+        if self._free_copier is not None:
+            self._free_copier.close()
+
+    # ---- what it took
+
+    def _measure(self, plan: StepPlan, computed_s: float, now_s: float) -> None:
+        step = self._step
+        if not step.began_s:
+            return
+        if plan.work is not None:
+            self.stats.add(steps=1, **{f"step_{n}": v for n, v in asdict(plan.work).items()})
+        if self.modelled is not None:
+            self._measure_modelled(self.modelled)
+            return
+        self.stats.add(busy_seconds=now_s - step.began_s)
+        if step.fetched_blocks:
+            self.stats.add(load_seconds=step.fetch_s)
+        if plan.saves:
+            self.stats.add(save_wait_seconds=now_s - computed_s)
+        assert self._copier is not None
+        if self._copier.is_synchronous:
+            step.compute_s = computed_s - step.began_s - step.waited_s
+        elif plan.saves and not step.fetched_blocks:
+            # The save of the last layer ends after that layer: the host's clock has seen it all.
+            step.compute_s = now_s - step.began_s
+
+    def _measure_modelled(self, times: StepTimes) -> None:
+        self._step.compute_s, self._step.fetch_s = times.compute_s, times.fetch_s
+        self.stats.add(
+            busy_seconds=times.step_s,
+            load_seconds=times.fetch_s,
+            load_wait_seconds=max(0.0, times.step_s - times.compute_s),
+        )
+
+    def _waited(self, seconds: float) -> None:
+        self._step.waited_s += seconds
+        if self.modelled is None:
+            self.stats.add(load_wait_seconds=seconds)
+
+    # ---- copies
+
+    @staticmethod
+    def _finish(copies: Sequence[Copy]) -> float:
+        return sum(copy.finish() for copy in copies)
+
+    def _readable(self, plan: StepPlan, copies: Sequence[BlockCopy]) -> Visible:
+        """The copies whose slots this worker can see; the others are reported as failed."""
+        visible = Visible.of(copies, self._client)
+        lost = {c.block_id for c in copies} - {c.block_id for c in visible.copies}
+        if lost:
+            logger.warning("%d KV blocks went away with the store: computed again", len(lost))
+            self._failed_blocks |= lost
+            self._last_failed_step = plan.step
+            self.stats.add(lost_blocks=len(lost))
+        return visible
+
+    def _load(self, layer: int, source: Visible, after: object) -> Copy:
+        assert self._copier is not None
+        assert source.view is not None
+        copies = source.copies
+        blocks, slots = [c.block_id for c in copies], [c.slot.index for c in copies]
+        self.trace.stamp(layer, Moment.LOAD)
+        copy = self._copier.load(layer, source.view, blocks, slots, after)
+        self.trace.stamp(layer, Moment.LOADED)
+        self.stats.add(loaded_bytes=len(copies) * self._page_bytes)
+        return copy
+
+    def _save(
+        self, step: RunningStep, layer: int, copies: Sequence[BlockCopy], after: object
+    ) -> Copy | None:
+        assert self._copier is not None
+        target = step.target_of(copies, self._client)
+        view, same = target.view, target.copies
+        if view is None:
+            return None
+        blocks, slots = [c.block_id for c in same], [c.slot.index for c in same]
+        self.trace.stamp(layer, Moment.SAVE)
+        copy = self._copier.save(layer, view, blocks, slots, after)
+        self.trace.stamp(layer, Moment.SAVED)
+        self.stats.add(saved_bytes=len(same) * self._page_bytes)
+        return copy
+
+    def _commit(self, plan: StepPlan) -> None:
+        copies = [future.result() for future in self._step.saves]
+        is_abandoned, self._is_abandoned = self._is_abandoned, False
+        save_s = self._finish([copy for copy in copies if copy is not None])
+        if not plan.saves:
+            return
+        self.stats.add(save_seconds=save_s)
+        target = self._step.target
+        # Blocks computed after a failed fetch hold garbage until vLLM has run the step again.
+        is_garbage = is_abandoned or plan.settled < self._last_failed_step
+        if is_garbage or target is None or len(copies) < len(self._layer_index):
+            target = Visible()
+        saved = [copy.slot for copy in target.copies]
+        given_up = {copy.slot for copy in plan.saves}.difference(saved)
+        self._client.abandon(list(given_up), self._part)
+        if saved and self._client.commit(saved, part=self._part):
+            self.stats.add(saved_blocks=len(saved))

@@ -1,0 +1,104 @@
+"""What runs inside an engine core's process.
+
+An engine core as a process started from nothing: for GPUs, which do not survive a fork.
+
+Usage: python -m banaserve.engine.vllm.launch.engine_main LAUNCH_JSON
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import torch
+from vllm.config import VllmConfig
+
+from banaserve.engine.vllm import engine_args
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat import model as compat_model
+from banaserve.engine.vllm.compat import runner_hooks as runner_hooks
+from banaserve.engine.vllm.emulation import install as pacing
+from banaserve.engine.vllm.engine_args import engine_config
+from banaserve.engine.vllm.launch import guest_main
+from banaserve.engine.vllm.migration.host import install as migration
+from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+
+_PR_SET_PDEATHSIG = 1
+INSTANCE_VARIABLE = "BANASERVE_INSTANCE"
+"""Names the instance to its workers: all of them are one client of the store."""
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the one that forked it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def redirect_output(log_path: str) -> None:
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str) -> None:
+    """Serve as an engine core until told to end; returns or raises when it has."""
+    os.environ[INSTANCE_VARIABLE] = f"{instance_id}.{os.getpid()}"
+    _keep_files_in(Path(handshake_address.removeprefix("ipc://")).parent)
+    compat.install_budget_utility()
+    compat.install_prompt_ending()
+    if engine_args.is_on_cpu():
+        runner_hooks.install(compat.cpu_model_runner())
+        migration.install(config, compat.cpu_model_runner())
+        pacing.install(config, compat.cpu_model_runner(), instance_id)
+    else:
+        migration.install(config, compat_model.gpu_model_runner(config))
+    if config.model_config.enforce_eager and engine_args.is_on_cpu():
+        # vLLM still compiles parts of its sampler at their first use: all streams would wait 10 s
+        # for the first request with logprobs, and the engine would die where no compiler is.
+        torch.compiler.set_stance("force_eager")
+    compat.EngineCoreProc.run_engine_core(
+        vllm_config=config,
+        local_client=True,
+        handshake_address=handshake_address,
+        executor_class=compat.Executor.get_class(config),
+        log_stats=True,
+    )
+
+
+def run_guest(config: VllmConfig, address: GuestAddress) -> None:
+    """Serve as a guest until its host is gone."""
+    _keep_files_in(Path(address.folder))
+    guest_main.serve(config, address)
+
+
+def _keep_files_in(folder: Path) -> None:
+    """Let vLLM put its sockets and torch its rendezvous file where the run's end removes them."""
+    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+    tempfile.tempdir = str(folder)
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """What the launcher passes on the command line."""
+
+    instance_id: str
+    vllm_argv: list[str]
+    handshake_address: str
+    log_path: str
+
+
+def main() -> None:
+    launch = msgspec.json.decode(sys.argv[1], type=Launch)
+    die_with_parent()
+    redirect_output(launch.log_path)
+    config = engine_config(launch.vllm_argv)
+    run_engine_core(config, launch.instance_id, launch.handshake_address)
+
+
+if __name__ == "__main__":
+    main()

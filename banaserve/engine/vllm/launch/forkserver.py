@@ -1,0 +1,164 @@
+"""One pre-imported process that forks engine cores: imports are most of their start time."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+
+from vllm.config import VllmConfig
+
+from banaserve.engine.vllm.launch import messages
+from banaserve.engine.vllm.launch.engine_main import (
+    die_with_parent,
+    redirect_output,
+    run_engine_core,
+    run_guest,
+)
+
+_PRE_IMPORTED = (
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.models.llama",
+    "banaserve.engine.vllm.kv_connector.connector",
+    "banaserve.engine.vllm.migration.guest.server",
+    "banaserve.engine.vllm.migration.host.install",
+    "banaserve.engine.vllm.worker",
+)
+
+
+def pre_import() -> None:
+    """Import what an engine core on CPU needs, before any thread or fork."""
+    for name in _PRE_IMPORTED:
+        importlib.import_module(name)
+
+
+def fork_engine_parent(config: VllmConfig) -> tuple[int, socket.socket]:
+    """Fork the parent of all engine cores; call before the caller starts any thread.
+
+    Returns:
+        Its process id, and the caller's end of the socket that it takes orders from. When that
+        end closes, the parent kills its engines and exits.
+    """
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return pid, ours
+    ours.close()
+    _in_child(lambda: run_engine_parent(config, theirs))
+    raise AssertionError("a forked child never returns")
+
+
+def run_engine_parent(config: VllmConfig, control: socket.socket) -> None:
+    """Be the parent of engines and guests in this process until ``control`` closes."""
+    _EngineParent(config, control).run()
+
+
+def _in_child(body: Callable[[], None]) -> None:
+    """Run ``body`` and end the process: a forked child never goes back to its caller's code."""
+    status = 1
+    try:
+        body()
+        status = 0
+    except SystemExit as ending:
+        status = ending.code if isinstance(ending.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+class _EngineParent:
+    """Starts engines and guests when told, reports starts and exits; single-threaded."""
+
+    def __init__(self, config: VllmConfig, control: socket.socket) -> None:
+        self._config = config
+        self._control = control
+        self._pids: set[int] = set()
+        self._wake_read, self._wake_write = socket.socketpair()
+
+    def run(self) -> None:
+        self._own_signals()
+        selector = selectors.DefaultSelector()
+        selector.register(self._control, selectors.EVENT_READ, self._obey)
+        selector.register(self._wake_read, selectors.EVENT_READ, self._reap)
+        try:
+            while all(key.data() for key, _ in selector.select()):
+                pass
+        finally:
+            self._kill_all()
+
+    def _own_signals(self) -> None:
+        """A terminal's Ctrl-C is the supervisor's business; it tells the engines itself."""
+        die_with_parent()
+        os.setpgid(0, 0)
+        self._wake_write.setblocking(False)
+        signal.set_wakeup_fd(self._wake_write.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _obey(self) -> bool:
+        order = messages.receive(self._control)
+        if order is None:
+            return False
+        if isinstance(order, messages.StartEngine):
+            pid = self._fork(order)
+            self._pids.add(pid)
+            messages.send(self._control, messages.EngineStarted(order.instance_id, pid))
+        elif isinstance(order, messages.StartGuest):
+            pid = self._fork(order)
+            self._pids.add(pid)
+            messages.send(self._control, messages.GuestStarted(order.address.guest_id, pid))
+        return True
+
+    def _fork(self, order: messages.StartEngine | messages.StartGuest) -> int:
+        pid = os.fork()
+        if pid == 0:
+            _in_child(lambda: self._become(order))
+        return pid
+
+    def _become(self, order: messages.StartEngine | messages.StartGuest) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        die_with_parent()
+        for inherited in (self._control, self._wake_read, self._wake_write):
+            inherited.close()
+        redirect_output(order.log_path)
+        if isinstance(order, messages.StartGuest):
+            run_guest(self._config, order.address)
+        else:
+            run_engine_core(self._config, order.instance_id, order.handshake_address)
+
+    def _reap(self) -> bool:
+        self._wake_read.recv(4096)
+        while self._pids:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return True
+            if pid == 0:
+                return True
+            self._pids.discard(pid)
+            with contextlib.suppress(OSError):
+                messages.send(
+                    self._control, messages.EngineExited(pid, os.waitstatus_to_exitcode(status))
+                )
+        return True
+
+    def _kill_all(self) -> None:
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

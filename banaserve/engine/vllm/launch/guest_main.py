@@ -1,0 +1,65 @@
+"""What runs inside a guest's process.
+
+A guest as a process started from nothing, where processes do not survive a fork.
+
+Usage: python -m banaserve.engine.vllm.launch.guest_main LAUNCH_JSON
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+from vllm.config import VllmConfig
+
+from banaserve.engine.vllm.migration.guest.partial_model import guest_environment
+from banaserve.engine.vllm.migration.guest.server import Guest
+from banaserve.engine.vllm.migration.guest.throttle import start_threads
+from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+
+ACCEPT_TIMEOUT_S = 60.0
+
+
+def serve(config: VllmConfig, address: GuestAddress) -> None:
+    """Wait for the host at ``address`` and serve it until it is gone.
+
+    Args:
+        config: Of the host's engine.
+
+    Raises:
+        TransportError: Nobody comes.
+    """
+    transport = address.make_transport()
+    start_threads(transport)
+    with tempfile.TemporaryDirectory(prefix="guest-") as folder:
+        channel = address.accept(ACCEPT_TIMEOUT_S)
+        with guest_environment(config, str(Path(folder) / "rendezvous")):
+            Guest(config, channel, transport, address.token).serve()
+
+
+class GuestLaunch(msgspec.Struct, frozen=True):
+    """What the launcher passes on the command line.
+
+    Attributes:
+        vllm_argv: Of the host's engine.
+    """
+
+    address: GuestAddress
+    vllm_argv: list[str]
+    log_path: str
+
+
+def main() -> None:
+    launch = msgspec.json.decode(sys.argv[1], type=GuestLaunch)
+    from banaserve.engine.vllm.engine_args import engine_config
+    from banaserve.engine.vllm.launch.engine_main import die_with_parent, redirect_output, run_guest
+
+    die_with_parent()
+    redirect_output(launch.log_path)
+    run_guest(engine_config(launch.vllm_argv), launch.address)
+
+
+if __name__ == "__main__":
+    main()

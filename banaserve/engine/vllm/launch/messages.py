@@ -1,0 +1,84 @@
+"""Messages between the supervisor and the engine parent, over a private socket pair."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import msgspec
+
+from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+from banaserve.errors import ProtocolError
+
+MAX_MESSAGE_BYTES = 1 << 20
+_LENGTH = struct.Struct("!I")
+
+
+class StartEngine(msgspec.Struct, tag=True, frozen=True):
+    """Fork an engine core that connects to ``handshake_address`` and logs to ``log_path``."""
+
+    instance_id: str
+    handshake_address: str
+    log_path: str
+
+
+class StartGuest(msgspec.Struct, tag=True, frozen=True):
+    """Fork a guest that answers at ``address`` and logs to ``log_path``."""
+
+    address: GuestAddress
+    log_path: str
+
+
+class GuestStarted(msgspec.Struct, tag=True, frozen=True):
+    guest_id: str
+    pid: int
+
+
+class EngineStarted(msgspec.Struct, tag=True, frozen=True):
+    instance_id: str
+    pid: int
+
+
+class EngineExited(msgspec.Struct, tag=True, frozen=True):
+    """An engine or a guest has ended.
+
+    Attributes:
+        status: As from ``os.waitstatus_to_exitcode``: negative for a signal.
+    """
+
+    pid: int
+    status: int
+
+
+Message = StartEngine | EngineStarted | EngineExited | StartGuest | GuestStarted
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def send(sock: socket.socket, message: Message) -> None:
+    body = msgspec.msgpack.encode(message)
+    sock.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def receive(sock: socket.socket) -> Message | None:
+    """The next message; None when the other side has closed."""
+    head = _read_exactly(sock, _LENGTH.size)
+    if head is None:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    if length > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message of {length} bytes is too large")
+    body = _read_exactly(sock, length)
+    return None if body is None else _decoder.decode(body)
+
+
+def _read_exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
+    parts = b""
+    while len(parts) < num_bytes:
+        try:
+            part = sock.recv(num_bytes - len(parts))
+        except ConnectionResetError:
+            return None
+        if not part:
+            return None
+        parts += part
+    return parts

@@ -1,0 +1,170 @@
+"""The one word that the two legs of a request pass through vLLM's ``kv_transfer_params``.
+
+The forms that one request takes on its two legs.
+
+When the token that the prefill leg samples may go to the client at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from banaserve.engine.vllm.compat import engine as compat
+
+_KEY = "banaserve_handover"
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """What the other leg does.
+
+    Attributes:
+        leaves_tail: This is a prefill leg: the partial last block is saved too, and blocks of
+            the local prefix cache that the store lacks.
+        tokens: This is a decode leg: so many tokens lie in the store.
+    """
+
+    leaves_tail: bool = False
+    tokens: int | None = None
+
+    @classmethod
+    def of(cls, kv_transfer_params: Mapping[str, Any] | None) -> Handover:
+        """Read from a request's ``kv_transfer_params``; anything unknown means none."""
+        value = (kv_transfer_params or {}).get(_KEY)
+        if value == "prefill":
+            return cls(leaves_tail=True)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return cls(tokens=value)
+        return cls()
+
+    def to_params(self) -> dict[str, Any]:
+        return {_KEY: "prefill" if self.leaves_tail else self.tokens}
+
+
+def end_with_context(request: compat.EngineCoreRequest, max_model_len: int) -> None:
+    """Lower ``max_tokens`` to what the context has room for; the output is the same.
+
+    An engine ends a request there by itself, but the first leg cannot end the second: vLLM's
+    engine dies of a prompt that is as long as the context.
+    """
+    params, prompt = request.sampling_params, request.prompt_token_ids
+    if params is not None and params.max_tokens is not None and prompt is not None:
+        params.max_tokens = min(params.max_tokens, max(1, max_model_len - len(prompt)))
+        params.min_tokens = min(params.min_tokens, params.max_tokens)  # an engine checks it again
+
+
+def prefill_leg(request: compat.EngineCoreRequest, keeps_token: bool) -> compat.EngineCoreRequest:
+    """The request with one output token, its prompt's KV to be left in the store.
+
+    Args:
+        keeps_token: The token is the answer's first one; otherwise it is thrown away, and
+            sampled in the cheapest way.
+    """
+    leg = copy.copy(request)
+    leg.request_id = f"{request.request_id}-p"
+    leg.external_req_id = f"{request.external_req_id}-p"
+    given = request.sampling_params
+    assert given is not None
+    if keeps_token:
+        params = copy.copy(given)
+        params.min_tokens = min(given.min_tokens, 1)
+        params.stop = []
+        params.output_text_buffer_length = 0
+    else:
+        params = SamplingParams(temperature=0.0, ignore_eos=True, watermarking=False)
+    params.max_tokens = 1
+    params.detokenize = False
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    params.extra_args = _with_handover(given, Handover(leaves_tail=True))
+    leg.sampling_params = params
+    return leg
+
+
+def decode_leg(
+    request: compat.EngineCoreRequest, tokens: list[int], handed_over: bool
+) -> compat.EngineCoreRequest:
+    """The request as it goes on after the output ``tokens``.
+
+    Args:
+        handed_over: The prompt's KV lies in the store, partial last block included.
+    """
+    leg = copy.copy(request)
+    given = request.sampling_params
+    assert given is not None
+    assert request.prompt_token_ids is not None
+    params = copy.copy(given)
+    if handed_over:
+        params.extra_args = _with_handover(given, Handover(tokens=len(request.prompt_token_ids)))
+    if tokens:
+        assert given.max_tokens is not None
+        leg.prompt_token_ids = request.prompt_token_ids + tokens
+        params.max_tokens = given.max_tokens - len(tokens)
+        params.min_tokens = max(0, given.min_tokens - len(tokens))
+    leg.sampling_params = params
+    return leg
+
+
+def _with_handover(params: SamplingParams, handover: Handover) -> dict[str, Any]:
+    extra = dict(params.extra_args or {})
+    extra["kv_transfer_params"] = handover.to_params()
+    return extra
+
+
+# What these say does not depend on where the boundary between the two legs lies: they concern
+# text, the end of the output, or one position's logits alone. Everything else must be at its
+# default, so that an option of a later vLLM is safe until somebody has thought about it.
+_INDIFFERENT = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "max_tokens",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "detokenize",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        "output_kind",
+        "stream_interval",
+        "skip_clone",
+        "output_text_buffer_length",
+        "logit_bias",
+        "allowed_token_ids",
+        "_eos_token_id",
+        "_all_stop_token_ids",
+    }
+)
+_GREEDY = SamplingParams(temperature=0.0)
+_CHECKED = tuple(name for name in SamplingParams.__struct_fields__ if name not in _INDIFFERENT)
+
+
+def obstacle(params: SamplingParams) -> str | None:
+    """Why decode must sample the first token itself; None where prefill's token is the same.
+
+    It is the same for greedy sampling without anything that looks back over the output: no
+    penalties, no guided decoding, no bad words, no logprobs, one sequence. Decode then goes on
+    from prompt and token as one engine would.
+    """
+    if params.temperature != 0.0:
+        return "sampling"
+    for name in _CHECKED:
+        given, default = _said(getattr(params, name)), _said(getattr(_GREEDY, name))
+        if given is not default and (given is None or default is None or given != default):
+            return name.lstrip("_")
+    return None
+
+
+def _said(value: Any) -> Any:
+    """``value``, or None where it says nothing. 0 says something: logprobs=0 asks for logprobs."""
+    is_empty = isinstance(value, Sized) and len(value) == 0
+    return None if value is False or is_empty else value

@@ -1,0 +1,295 @@
+"""Who moves what, when: takes requests, refuses what cannot be, and runs the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from banaserve.engine.vllm import metrics
+from banaserve.engine.vllm.migration.api import (
+    Ask,
+    Migration,
+    MoveContext,
+    MoveStatus,
+    OverlapAsk,
+    Overlapping,
+    Return,
+)
+from banaserve.engine.vllm.migration.controller.guest_pool import Guests
+from banaserve.engine.vllm.migration.controller.host_client import HostInstance
+from banaserve.engine.vllm.migration.controller.host_state import Hosted
+from banaserve.engine.vllm.migration.controller.planner import (
+    AvailableBytes,
+    GoHome,
+    ModelFacts,
+    Op,
+    check_room,
+    kv_bytes,
+    plan_move,
+    plan_return,
+    weight_bytes,
+)
+from banaserve.engine.vllm.migration.controller.task import AbortedError, Course
+from banaserve.engine.vllm.migration.types import Context, HeadSet, LayerRange, Modules
+from banaserve.errors import BanaServeError, MigrationError
+from banaserve.names import check_known
+from banaserve.types import InstanceId
+
+logger = logging.getLogger(__name__)
+
+_KEPT = 200
+
+
+class Coordinator:
+    """Runs migrations: of one host one after the other, of different hosts side by side.
+
+    A guest is a process of its own beside its target, so a target engine that dies takes no guest
+    with it; a host that dies ends its guests.
+
+    Args:
+        instances: By id; they may die and come back.
+        available: Memory for guests beside an instance.
+
+    Attributes:
+        hosts: By the instances' ids.
+    """
+
+    def __init__(
+        self,
+        instances: Mapping[InstanceId, HostInstance],
+        guests: Guests,
+        facts: ModelFacts,
+        available: AvailableBytes,
+    ) -> None:
+        self.hosts = {name: Hosted(instance, facts) for name, instance in instances.items()}
+        self.guests = guests
+        self.facts = facts
+        self._available = available
+        self._numbers = itertools.count(1)
+        self._migrations: dict[str, Migration] = {}
+        self._aborts: set[str] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    # ---- requests
+
+    async def begin(self, ask: Ask) -> Migration:
+        """Check a request and begin with it.
+
+        Raises:
+            MigrationError: It cannot be done; nothing has moved.
+            InstanceDeadError: The host has just ended.
+            UserError: It names an instance that is not there.
+        """
+        hosted = self._hosted(ask.source)
+        target = None if isinstance(ask, Return) else self._target(ask.source, ask.target)
+        async with hosted.planning:
+            await hosted.refresh()
+            ops = self._plan(ask, hosted)
+            taken = self._check_room(ops, target, hosted) if target is not None else 0
+            migration = self._make(ask, ops, target, taken)
+            hosted.moving[migration.id] = [op.modules for op in ops]
+        precopy = getattr(ask, "precopy", True)
+        task = asyncio.create_task(self._run(migration, ops, hosted, precopy))
+        self._tasks[migration.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(migration.id, None))
+        await asyncio.sleep(0)  # a task that is cancelled before its first step runs no handler
+        return migration
+
+    def get(self, migration_id: str) -> Migration | None:
+        return self._migrations.get(migration_id)
+
+    def recent(self) -> list[Migration]:
+        """All that are kept, the oldest first."""
+        return list(self._migrations.values())
+
+    def abort(self, migration_id: str) -> Migration:
+        """Give a migration up; what is committed of it stays where it is.
+
+        Raises:
+            MigrationError: There is none, or it has ended.
+        """
+        migration = self._migrations.get(migration_id)
+        if migration is None:
+            raise MigrationError(f"there is no migration {migration_id}")
+        if not migration.is_open:
+            raise MigrationError(f"migration {migration_id} is {migration.state}: nothing to abort")
+        self._aborts.add(migration_id)
+        if migration.state == "waiting":
+            self._tasks[migration_id].cancel()
+        return migration
+
+    async def wait(self, migration_id: str, timeout_s: float | None = None) -> Migration:
+        """Return when it has ended, or after ``timeout_s``."""
+        if task := self._tasks.get(migration_id):
+            await asyncio.wait({task}, timeout=timeout_s)
+        return self._migrations[migration_id]
+
+    async def stop(self) -> None:
+        """Give up everything; what is away stays away."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.guests.stop()
+
+    async def overlap(self, ask: OverlapAsk) -> Overlapping:
+        """Let an instance and its guests compute at once, or in turn, until it starts again.
+
+        Raises:
+            UserError: There is no such instance.
+            MigrationError: It does not serve, cannot migrate, or its steps cannot be cut so.
+        """
+        hosted = self._hosted(ask.instance)
+        reply = await hosted.link().call("overlap", ask.most_parts)
+        await hosted.refresh()
+        return msgspec.convert(reply, Overlapping)
+
+    # ---- events
+
+    def instance_ended(self, instance_id: InstanceId) -> None:
+        """An engine has ended: everything it had away ends with it."""
+        self.hosts[instance_id].ended()
+        for guest in self.guests:
+            if guest.host == instance_id:
+                guest.kill()
+
+    # ---- checks
+
+    def _hosted(self, name: str) -> Hosted:
+        check_known("instance", name, self.hosts)
+        hosted = self.hosts[InstanceId(name)]
+        if not hosted.instance.is_ready:
+            raise MigrationError(f"instance {name} does not serve at present")
+        return hosted
+
+    def _target(self, source: str, name: str) -> InstanceId:
+        if source == name:
+            raise MigrationError(f"from {source} to {name}: they are the same instance")
+        return InstanceId(self._hosted(name).id)
+
+    def _plan(self, ask: Ask, hosted: Hosted) -> Sequence[Op]:
+        away, wanted = hosted.units(self.guests), _wanted(ask)
+        if isinstance(ask, Return):
+            return plan_return(wanted, away, hosted.moving)
+        assert wanted is not None
+        return plan_move(wanted, ask.target, self.facts.shape, away, hosted.moving)
+
+    def _check_room(self, ops: Sequence[Op], target: InstanceId, hosted: Hosted) -> int:
+        taken = 0
+        for op in ops:
+
+            def left(name: str, taken: int = taken) -> int:
+                return self._available(name) - taken
+
+            taken += check_room(op.modules, target, self.facts, hosted.kv, left)
+        return taken
+
+    def _make(
+        self, ask: Ask, ops: Sequence[Op], target: InstanceId | None, taken: int
+    ) -> Migration:
+        migration_id = f"m{next(self._numbers)}"
+        kind = "return" if isinstance(ask, Return) else _kind(ops[0].modules)
+        moves = []
+        for number, op in enumerate(ops):
+            move_id = f"{migration_id}.{number}"
+            unit_id = getattr(op, "unit_id", move_id)
+            moves.append(MoveStatus(move_id, unit_id, str(op.modules), target))
+        migration = Migration(
+            migration_id, kind, ask.source, target, "waiting", moves, predicted_bytes=taken
+        )
+        self._migrations[migration_id] = migration
+        for old in list(self._migrations)[:-_KEPT]:
+            if not self._migrations[old].is_open:
+                del self._migrations[old]
+        return migration
+
+    # ---- running
+
+    async def _run(
+        self, migration: Migration, ops: Sequence[Op], hosted: Hosted, precopy: bool
+    ) -> None:
+        outcome = "failed"
+        try:
+            async with hosted.turn:
+                migration.state = "running"
+                await self._move_all(migration, ops, hosted, precopy)
+            outcome = "done"
+        except AbortedError:
+            outcome = "aborted"
+        except BanaServeError as failed:
+            migration.error = str(failed)
+        except asyncio.CancelledError:
+            if migration.id not in self._aborts:
+                migration.error = "the server stops"
+                raise
+            outcome = "aborted"
+        except Exception as broken:
+            logger.exception("migration %s", migration.id)
+            migration.error = f"{type(broken).__name__}: {broken}"
+        finally:
+            self._aborts.discard(migration.id)
+            hosted.moving.pop(migration.id, None)
+            migration.state = outcome
+            metrics.MIGRATIONS.labels(migration.kind, outcome).inc()
+            await self._look_again(hosted)
+
+    async def _move_all(
+        self, migration: Migration, ops: Sequence[Op], hosted: Hosted, precopy: bool
+    ) -> None:
+        for op, move in zip(ops, migration.moves, strict=True):
+            target = InstanceId(migration.to) if migration.to is not None else None
+            num_bytes = weight_bytes(op.modules, self.facts)
+            num_bytes += kv_bytes(op.modules, self.facts, hosted.kv)
+            course = Course(
+                hosted,
+                self.guests,
+                move,
+                op,
+                target,
+                num_bytes,
+                lambda: migration.id in self._aborts,
+                precopy,
+            )
+            try:
+                await course.run()
+            finally:
+                migration.blocks_gained += course.blocks_gained
+            _count(migration.kind, move)
+            if not isinstance(op, GoHome) and not course.blocks_gained:
+                migration.notes.append(f"{move.modules}: frees bytes, but no block of the pool")
+
+    async def _look_again(self, hosted: Hosted) -> None:
+        with contextlib.suppress(BanaServeError):
+            await hosted.refresh()
+
+
+def _wanted(ask: Ask) -> Modules | None:
+    layers, heads = getattr(ask, "layers", None), getattr(ask, "heads", None)
+    if layers is not None and heads is not None:
+        raise MigrationError("name layers or heads, not both")
+    if isinstance(ask, MoveContext):
+        return Context(*ask.layers)
+    if layers is not None:
+        return LayerRange(*layers)
+    if heads is not None:
+        return HeadSet({layer: tuple(sorted(of)) for layer, of in heads.items()})
+    return None
+
+
+def _kind(modules: Modules) -> str:
+    if isinstance(modules, Context):
+        return "context"
+    return "layers" if isinstance(modules, LayerRange) else "heads"
+
+
+def _count(kind: str, move: MoveStatus) -> None:
+    facts = move.facts
+    metrics.BYTES.labels(kind, "precopy").inc(facts.get("precopy_bytes", 0))
+    metrics.BYTES.labels(kind, "commit").inc(facts.get("commit_bytes", 0))
+    metrics.BYTES.labels(kind, "weights").inc(facts.get("weight_bytes", 0))
+    metrics.STALL_S.labels(kind).observe(facts.get("stall_s", 0.0))

@@ -1,0 +1,252 @@
+"""Looks after what is away: notices guests that end or stand still, counts what they take.
+
+Live migration for one run of the server: its parts put together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from banaserve.engine.vllm import metrics
+from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.launch.launcher import Launcher
+from banaserve.engine.vllm.migration.controller import process_stats, shares
+from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
+from banaserve.engine.vllm.migration.controller.guest_pool import Guest, Guests
+from banaserve.engine.vllm.migration.controller.host_state import Hosted
+from banaserve.engine.vllm.migration.controller.planner import (
+    kv_bytes,
+    machine_available_bytes,
+    model_facts,
+    weight_bytes,
+)
+from banaserve.engine.vllm.migration_executor import modules_of
+from banaserve.errors import BanaServeError, MigrationError
+from banaserve.types import InstanceId, Placement
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+_USAGE_EVERY = 4
+_STOPPED_LOOKS = 2
+_END_S = 3.0
+IDLE_S = 2.0
+"""An idle guest is kept so long: the next move of a series finds it ready."""
+
+
+class Overseer:
+    """Runs beside a coordinator until stopped.
+
+    Args:
+        idle_s: How long a guest that holds nothing is kept.
+    """
+
+    def __init__(self, coordinator: Coordinator, idle_s: float = IDLE_S) -> None:
+        self._coordinator = coordinator
+        self._guests = coordinator.guests
+        self._idle_s = idle_s
+        self._counted: dict[str, tuple[int, int, int]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._urgent = asyncio.Event()
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def guest_ended(self, guest: Guest) -> None:
+        """Let its host know at once: it notices a closed connection when it is asked."""
+        self._urgent.set()
+
+    async def _run(self) -> None:
+        looks = 0
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._urgent.wait()
+            self._urgent.clear()
+            try:
+                await self._look(looks)
+            except Exception:
+                logger.exception("looking after guests")
+            looks += 1
+
+    async def _look(self, number: int) -> None:
+        await asyncio.gather(*(self._look_at(h) for h in self._coordinator.hosts.values()))
+        self._end_stopped_guests()
+        await shares.settle(self._guests, self._coordinator.hosts)
+        if number % _USAGE_EVERY == 0:
+            await self._count_usage()
+
+    # ---- hosts
+
+    async def _look_at(self, hosted: Hosted) -> None:
+        if not hosted.instance.is_ready or not self._concerns(hosted):
+            return
+        with contextlib.suppress(BanaServeError):
+            await hosted.refresh()
+            self._take_over(hosted)
+            await self._end_lost_guests(hosted)
+            await self._fit_pool(hosted)
+            await self._detach_idle(hosted)
+
+    def _concerns(self, hosted: Hosted) -> bool:
+        """Whether it has a guest, or had something away or too large a pool when last seen."""
+        away = hosted.status is not None and hosted.status["units"]
+        has_guest = any(guest.host == hosted.id for guest in self._guests)
+        return bool(away) or has_guest or hosted.grown_blocks > 0
+
+    def _take_over(self, hosted: Hosted) -> None:
+        """What the host says of its units is what holds."""
+        status = hosted.status
+        assert status is not None
+        at = {unit["unit_id"]: unit["guest"] for unit in status["units"]}
+        for guest in self._guests:
+            if guest.host == hosted.id:
+                guest.units = {unit for unit, where in at.items() if where == guest.id}
+        hosted.instance.set_placements(self._placements(hosted), status["epoch"])
+        self._count(hosted.id, status, hosted.link().incarnation)
+
+    def _placements(self, hosted: Hosted) -> tuple[Placement, ...]:
+        status = hosted.status
+        assert status is not None
+        epochs = {unit["unit_id"]: unit["epoch"] for unit in status["units"]}
+        facts, kv = self._coordinator.facts, hosted.kv
+        found = []
+        for unit in hosted.units(self._guests):
+            size = weight_bytes(unit.modules, facts) + kv_bytes(unit.modules, facts, kv)
+            parts = modules_of(unit.modules)
+            for part in parts:
+                found.append(
+                    Placement(
+                        part,
+                        host=InstanceId(hosted.id),
+                        guest=InstanceId(unit.at),
+                        epoch=epochs[unit.unit_id],
+                        since_s=hosted.since_s.get(unit.unit_id, 0.0),
+                        guest_bytes=size // len(parts),
+                    )
+                )
+        return tuple(found)
+
+    def _count(self, name: str, status: dict[str, Any], incarnation: int) -> None:
+        metrics.UNITS_AWAY.labels(name).set(len(status["units"]))
+        metrics.EPOCH.labels(name).set(status["epoch"])
+        known, lost, steps = self._counted.get(name, (incarnation, 0, 0))
+        if known != incarnation:
+            lost = steps = 0
+        metrics.GUESTS_LOST.labels(name).inc(max(0, status["guests_lost"] - lost))
+        metrics.STEPS_LOST.labels(name).inc(max(0, status["steps_lost"] - steps))
+        self._counted[name] = incarnation, status["guests_lost"], status["steps_lost"]
+
+    async def _end_lost_guests(self, hosted: Hosted) -> None:
+        """A guest that its host has given up may still run: stalled, or out of step."""
+        assert hosted.status is not None
+        for guest_id, known in hosted.status["guests"].items():
+            if known["state"] != "lost":
+                continue
+            if (guest := self._guests.get(guest_id)) is not None:
+                guest.detached_s = asyncio.get_running_loop().time()
+                guest.kill()
+            with contextlib.suppress(BanaServeError):
+                await hosted.link().call("detach", guest_id)
+
+    async def _fit_pool(self, hosted: Hosted) -> None:
+        """After a loss the pool is larger than its memory: shrink it as soon as that can be."""
+        kv = hosted.kv
+        if hosted.grown_blocks > kv.blocks_gained and not hosted.turn.locked():
+            await hosted.shrink_pool(kv.num_blocks + kv.blocks_gained)
+
+    # ---- guests
+
+    async def _detach_idle(self, hosted: Hosted) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for guest in self._guests:
+            if guest.host != hosted.id:
+                continue
+            if guest.detached_s is not None:
+                if now_s - guest.detached_s > _END_S:
+                    guest.kill()
+            elif not guest.is_idle:
+                guest.idle_since_s = None
+            elif guest.idle_since_s is None:
+                guest.idle_since_s = now_s
+            elif now_s - guest.idle_since_s >= self._idle_s:
+                await self._detach(hosted, guest, now_s)
+
+    async def _detach(self, hosted: Hosted, guest: Guest, now_s: float) -> None:
+        guest.detached_s = now_s
+        try:
+            await hosted.link().call("detach", guest.id)
+        except MigrationError:
+            guest.detached_s = None
+            raise
+
+    def _end_stopped_guests(self) -> None:
+        """One that is stopped by a signal would hold up its host: what it had is lost anyway."""
+        for guest in self._guests:
+            guest.stopped = guest.stopped + 1 if process_stats.is_stopped(guest.pid) else 0
+            if guest.stopped >= _STOPPED_LOOKS:
+                logger.warning("guest %s has been stopped: it is ended", guest.id)
+                guest.kill()
+
+    async def _count_usage(self) -> None:
+        for guest in self._guests:
+            usage = await asyncio.to_thread(process_stats.look, guest.pid, guest.usage)
+            if usage is not None:
+                guest.usage = usage
+        for name, hosted in self._coordinator.hosts.items():
+            here = self._guests.beside(name)
+            hosted.slow_down = hosted.core_waits.slow_down(hosted.instance.pid)
+            shares.count(shares.sharing_of(self._coordinator, hosted))
+            num_bytes = sum(guest.usage.num_bytes for guest in here)
+            busy = sum(guest.usage.busy_fraction for guest in here)
+            metrics.GUESTS.labels(name).set(len(here))
+            metrics.GUEST_BYTES.labels(name).set(num_bytes)
+            metrics.GUEST_BUSY.labels(name).set(busy)
+            hosted.instance.set_guests(num_bytes, min(1.0, busy))
+
+
+TRANSPORT = "shm"
+"""Guests run on the machine of their host."""
+
+
+@contextlib.asynccontextmanager
+async def moving(
+    cluster: Cluster,
+    launcher: Launcher,
+    config: VllmConfig,
+    logs: Path,
+    sockets: Path,
+    guest_share: float,
+) -> AsyncIterator[Coordinator]:
+    """A coordinator for the instances of ``cluster``, with everything that looks after guests.
+
+    Args:
+        guest_share: Of an instance's device that guests beside it may take.
+    """
+
+    def guest_ended(guest: Guest) -> None:
+        overseer.guest_ended(guest)
+
+    guests = Guests(launcher, logs, sockets, TRANSPORT, guest_ended, guest_share)
+    facts = model_facts(config)
+    coordinator = Coordinator(cluster.instances, guests, facts, machine_available_bytes)
+    overseer = Overseer(coordinator)
+    cluster.on_ended.append(coordinator.instance_ended)
+    overseer.start()
+    try:
+        yield coordinator
+    finally:
+        await overseer.stop()
+        await coordinator.stop()

@@ -1,0 +1,198 @@
+"""The guests' processes: started through the launcher, watched, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from banaserve import processes
+from banaserve.engine.vllm.launch.launcher import Launcher
+from banaserve.engine.vllm.migration.controller.host_client import HostLink
+from banaserve.engine.vllm.migration.controller.process_stats import Usage
+from banaserve.engine.vllm.migration.controller.shares import Shares
+from banaserve.engine.vllm.migration.controller.timeouts import Stage, timeout_s
+from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+from banaserve.errors import MigrationError
+from banaserve.types import InstanceId
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+
+
+@dataclass
+class Guest:
+    """One guest's process.
+
+    Attributes:
+        moves: Ids of moves that are under way to it.
+        units: Ids of units that run in it.
+        idle_since_s: Since when it has neither; None while it has.
+        detached_s: When its host has let go of it; it ends by itself then.
+        stopped: How often in a row it has been seen stopped by a signal.
+        share: Of its target's device, that it has been told to take at most.
+    """
+
+    address: GuestAddress
+    host: InstanceId
+    target: InstanceId
+    pid: int
+    moves: set[str] = field(default_factory=set)
+    units: set[str] = field(default_factory=set)
+    idle_since_s: float | None = None
+    detached_s: float | None = None
+    stopped: int = 0
+    share: float = 1.0
+    usage: Usage = field(default_factory=Usage)
+
+    @property
+    def id(self) -> str:
+        return self.address.guest_id
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.moves and not self.units
+
+    @property
+    def can_take(self) -> bool:
+        """Whether another unit may be moved here: it takes them one by one."""
+        return not self.moves and self.detached_s is None
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Guests:
+    """All guests of a run.
+
+    Args:
+        launcher: Starts them.
+        logs: Folder of their logs.
+        sockets: Private folder of the run, with a short path.
+        transport: By which KV travels.
+        on_end: Called when a guest's process has ended, whatever the reason.
+        share: Of an instance's device that guests beside it may take, unless it is set for one.
+
+    Attributes:
+        shares: What guests may take.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        logs: Path,
+        sockets: Path,
+        transport: str,
+        on_end: Callable[[Guest], None],
+        share: float = 1.0,
+    ) -> None:
+        self.shares = Shares(share)
+        self._launcher = launcher
+        self._logs = logs
+        self._sockets = sockets
+        self._transport = transport
+        self._on_end = on_end
+        self._secret = secrets.token_hex(32)
+        self._numbers = itertools.count()
+        self._guests: dict[str, Guest] = {}
+        self._watches: set[asyncio.Task[None]] = set()
+
+    def __iter__(self) -> Iterator[Guest]:
+        return iter(list(self._guests.values()))
+
+    def get(self, guest_id: str) -> Guest | None:
+        return self._guests.get(guest_id)
+
+    def beside(self, target: InstanceId) -> list[Guest]:
+        """All whose target it is."""
+        return [guest for guest in self if guest.target == target]
+
+    def share_of(self, guest: Guest) -> float:
+        """Of its target's device, that a guest may take."""
+        return self.shares.bound(guest.target) / max(1, len(self.beside(guest.target)))
+
+    def free_for(self, host: InstanceId, target: InstanceId, *, layers: bool) -> Guest | None:
+        """A guest that can take another unit: one that serves would stand still to load layers."""
+        for guest in self:
+            if (guest.host, guest.target) == (host, target) and guest.can_take:
+                if guest.units and layers:
+                    continue
+                return guest
+        return None
+
+    async def start(
+        self, host: InstanceId, target: InstanceId, link: HostLink, move_id: str
+    ) -> Guest:
+        """Start a guest for a move and let its host connect to it.
+
+        Raises:
+            MigrationError: It could not be started or reached.
+            InstanceDeadError: The host has ended, or the launcher's process has.
+        """
+        address = self._address(host, target)
+        log_path = self._logs / f"guest-{host}-{target}.log"
+        pid = await self._launcher.start_guest(address, log_path)
+        guest = Guest(address, host, target, pid, moves={move_id})
+        self._guests[guest.id] = guest
+        watch = asyncio.create_task(self._watch(guest))
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
+        try:
+            await link.call("attach", msgspec.to_builtins(address))
+            await self._until_ready(guest, link)
+            if (fraction := self.share_of(guest)) < 1.0:
+                await link.call("share", guest.id, fraction)
+                guest.share = fraction
+        except BaseException:
+            guest.kill()
+            raise
+        return guest
+
+    def _address(self, host: InstanceId, target: InstanceId) -> GuestAddress:
+        guest_id = f"g{next(self._numbers)}-{host}-{target}"
+        return GuestAddress(
+            guest_id=guest_id,
+            channel=str(self._sockets / f"{guest_id}.s"),
+            token=secrets.token_hex(32),
+            transport=self._transport,
+            folder=str(self._sockets),
+            secret=self._secret,
+            target=target,
+        )
+
+    async def _until_ready(self, guest: Guest, link: HostLink) -> None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + timeout_s(Stage.START, 0)
+        while loop.time() < until_s:
+            known = (await link.status())["guests"].get(guest.id, {})
+            if known.get("state") == "ready":
+                return
+            if known.get("state") == "lost" or guest.id not in self._guests:
+                reason = known.get("reason") or "it ended while it started"
+                raise MigrationError(f"guest beside {guest.target}: {reason}; see {self._logs}")
+            await asyncio.sleep(_POLL_S)
+        raise MigrationError(f"the guest beside {guest.target} did not start; see {self._logs}")
+
+    async def _watch(self, guest: Guest) -> None:
+        await processes.wait_ended(guest.pid)
+        self._guests.pop(guest.id, None)
+        self._on_end(guest)
+
+    async def stop(self) -> None:
+        """End all of them."""
+        for guest in self:
+            guest.kill()
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)

@@ -1,0 +1,131 @@
+"""What the coordinator keeps of one instance as a host."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from banaserve.engine.vllm.migration.controller.guest_pool import Guests
+from banaserve.engine.vllm.migration.controller.host_client import HostInstance, HostLink
+from banaserve.engine.vllm.migration.controller.planner import Away, KvFacts, ModelFacts, num_pages
+from banaserve.engine.vllm.migration.controller.process_stats import CoreWaits
+from banaserve.engine.vllm.migration.kv.host_kv import blocks_gained
+from banaserve.engine.vllm.migration.types import Modules, read_modules
+
+Reply = dict[str, Any]
+
+
+class Hosted:
+    """One instance: its present incarnation, what of it is away, and what is on its way.
+
+    Attributes:
+        turn: Held by the migration of this host that runs.
+        planning: Held while a request is checked against what is away and on its way.
+        moving: Modules of migrations that have not ended, by their ids.
+        status: What the host last said; None before it has.
+        since_s: When each unit came to where it is, on the event loop's clock.
+        changed_s: When a unit last moved; None where none has.
+        slow_down: How many times as long as on an idle device its threads have lately taken; None
+            where they have hardly run.
+        grown_blocks: By how much the pool is larger than at the start, as far as it was us.
+    """
+
+    def __init__(self, instance: HostInstance, facts: ModelFacts) -> None:
+        self.instance = instance
+        self.turn = asyncio.Lock()
+        self.planning = asyncio.Lock()
+        self.moving: dict[str, list[Modules]] = {}
+        self.status: Reply | None = None
+        self.since_s: dict[str, float] = {}
+        self.changed_s: float | None = None
+        self.core_waits = CoreWaits()
+        self.slow_down: float | None = None
+        self.grown_blocks = 0
+        self._facts = facts
+        self._link: HostLink | None = None
+
+    @property
+    def id(self) -> str:
+        return self.instance.id
+
+    def link(self) -> HostLink:
+        """To the present incarnation."""
+        if self._link is None or not self._link.is_alive:
+            self._link = HostLink(self.instance)
+        return self._link
+
+    def ended(self) -> None:
+        """The engine has ended, and everything it had away with it."""
+        if self._link is not None:
+            self._link.end()
+            self._link = None
+        self.status = None
+        self.grown_blocks = 0
+        self.since_s.clear()
+
+    @property
+    def most_parts(self) -> int:
+        """That its steps are cut into, as it last said; 1: it waits for its guests."""
+        if self.status is None or self.status["overlap"]["why_not"]:
+            return 1
+        return int(self.status["overlap"]["most_parts"])
+
+    async def refresh(self, memory: bool = False) -> Reply:
+        """Ask the host what is where.
+
+        Raises:
+            MigrationError: The instance cannot migrate.
+            InstanceDeadError: It has ended.
+        """
+        self.status = await self.link().status(memory)
+        return self.status
+
+    @property
+    def kv(self) -> KvFacts:
+        assert self.status is not None
+        return msgspec.convert(self.status["kv"], KvFacts)
+
+    def units(self, guests: Guests) -> list[Away]:
+        """What is away; a guest that is not known any more is beside nobody."""
+        if self.status is None:
+            return []
+        found = []
+        for unit in self.status["units"]:
+            guest = guests.get(unit["guest"])
+            at = guest.target if guest is not None else "?"
+            found.append(Away(unit["unit_id"], read_modules(unit["modules"]), at))
+        return found
+
+    # ---- the scheduler's pool
+
+    def pool_with(self, away: Sequence[Modules]) -> int:
+        """Blocks that the pool may have while these modules are away."""
+        kv, status = self.kv, self.status
+        assert status is not None
+        pages = sum(num_pages(modules, self._facts.num_kv_heads) for modules in away)
+        away_bytes = round(pages * kv.page_bytes)
+        kept_bytes = int(status["kv"]["num_layers"]) * kv.page_bytes - away_bytes
+        return kv.num_blocks + blocks_gained(kv.num_blocks, kv.max_blocks, away_bytes, kept_bytes)
+
+    async def grow_pool(self) -> int:
+        """Let the pool grow to what is free; returns by how many blocks it has."""
+        link = self.link()
+        await self.refresh()
+        allowed = self.kv.num_blocks + self.kv.blocks_gained
+        now = (await link.pool_info())["num_blocks"]
+        await link.resize_pool(max(now, allowed))  # also lets go of blocks that were held
+        self.grown_blocks = self.kv.blocks_gained
+        return max(0, allowed - int(now))
+
+    async def shrink_pool(self, num_blocks: int) -> int:
+        """Try to shrink the pool; returns how many blocks in use are in the way."""
+        link = self.link()
+        busy = 0
+        if (await link.pool_info())["num_blocks"] > num_blocks:
+            busy = int((await link.resize_pool(num_blocks))["busy"])
+        if not busy:
+            self.grown_blocks = num_blocks - self.kv.num_blocks
+        return busy

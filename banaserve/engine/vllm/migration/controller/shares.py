@@ -1,0 +1,115 @@
+"""How much of an instance's device guests beside it may take, and what its own streams feel."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from banaserve.config import LEAST_GUEST_SHARE
+from banaserve.engine.vllm import metrics
+from banaserve.engine.vllm.migration.api import ShareAsk, Sharing
+from banaserve.errors import BanaServeError, MigrationError
+from banaserve.names import check_known
+from banaserve.types import InstanceId
+
+if TYPE_CHECKING:
+    from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
+    from banaserve.engine.vllm.migration.controller.guest_pool import Guest, Guests
+    from banaserve.engine.vllm.migration.controller.host_state import Hosted
+
+_MOST_BUSY = 0.99
+
+
+class Shares:
+    """The bound of each instance, which all guests beside it share evenly.
+
+    Args:
+        fraction: Of instances that have not been given another.
+    """
+
+    def __init__(self, fraction: float = 1.0) -> None:
+        self._fraction = fraction
+        self._own: dict[InstanceId, float] = {}
+
+    def bound(self, target: InstanceId) -> float:
+        """Share of the device of ``target`` that guests beside it may take together."""
+        return self._own.get(target, self._fraction)
+
+    def set(self, target: InstanceId, fraction: float) -> None:
+        """Bound the guests beside ``target``, also those that come later.
+
+        Raises:
+            MigrationError: Out of range.
+        """
+        if not LEAST_GUEST_SHARE <= fraction <= 1.0:
+            raise MigrationError(
+                f"guests take {LEAST_GUEST_SHARE:g} to 1 of a device, not {fraction:g}"
+            )
+        self._own[target] = fraction
+
+
+def predicted_slow_down(busy_fraction: float) -> float:
+    """How many times as long a step takes beside guests that compute for so much of the time.
+
+    Whoever computes on a device that is taken for b of the time gets on at 1 - b of its speed.
+    """
+    return 1.0 / (1.0 - min(busy_fraction, _MOST_BUSY))
+
+
+async def share(coordinator: Coordinator, ask: ShareAsk) -> Sharing:
+    """Bound what guests beside an instance take, and say what they cost it.
+
+    Raises:
+        UserError: There is no such instance.
+        MigrationError: The share is out of range.
+    """
+    check_known("instance", ask.instance, coordinator.hosts)
+    target = InstanceId(ask.instance)
+    coordinator.guests.shares.set(target, ask.fraction)
+    await settle(coordinator.guests, coordinator.hosts)
+    return sharing_of(coordinator, coordinator.hosts[target])
+
+
+def sharing_of(coordinator: Coordinator, hosted: Hosted) -> Sharing:
+    """What guests beside an instance may take, take, and cost it."""
+    target = hosted.instance.id
+    here = coordinator.guests.beside(target)
+    busy = min(1.0, sum(guest.usage.busy_fraction for guest in here))
+    return Sharing(
+        instance=target,
+        fraction=coordinator.guests.shares.bound(target),
+        num_guests=len(here),
+        busy_fraction=busy,
+        predicted_slow_down=predicted_slow_down(busy),
+        measured_slow_down=hosted.slow_down,
+    )
+
+
+async def settle(guests: Guests, hosts: Mapping[InstanceId, Hosted]) -> None:
+    """Tell each guest its share, where it has been told another; one that builds hears later."""
+    for guest in guests:
+        wanted = guests.share_of(guest)
+        if guest.share != wanted and guest.detached_s is None:
+            with contextlib.suppress(BanaServeError):
+                await tell(guest, hosts[guest.host], wanted)
+
+
+async def tell(guest: Guest, hosted: Hosted, fraction: float) -> None:
+    """Bound one guest.
+
+    Raises:
+        MigrationError: It cannot be told at present.
+        InstanceDeadError: Its host has ended.
+    """
+    await hosted.link().call("share", guest.id, fraction)
+    guest.share = fraction
+
+
+def count(sharing: Sharing) -> None:
+    """Publish it."""
+    metrics.GUEST_SHARE.labels(sharing.instance).set(sharing.fraction)
+    slow_downs = metrics.SLOW_DOWN
+    slow_downs.labels(sharing.instance, "predicted").set(sharing.predicted_slow_down)
+    if sharing.measured_slow_down is not None:
+        slow_downs.labels(sharing.instance, "measured").set(sharing.measured_slow_down)

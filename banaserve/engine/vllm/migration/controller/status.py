@@ -1,0 +1,91 @@
+"""What runs where, as people and programs ask for it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from banaserve.engine.vllm.migration.api import (
+    GuestStatus,
+    InstancePlacement,
+    Overlapping,
+    Placement,
+    UnitPlace,
+)
+from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
+from banaserve.engine.vllm.migration.controller.host_state import Hosted
+from banaserve.engine.vllm.migration.controller.planner import kv_bytes, weight_bytes
+from banaserve.engine.vllm.migration.controller.shares import sharing_of
+from banaserve.engine.vllm.migration.types import Modules, write_modules
+from banaserve.errors import BanaServeError
+
+
+async def placement_of(coordinator: Coordinator) -> Placement:
+    """Asks every instance; one that does not answer says why it cannot migrate."""
+    found = await asyncio.gather(*(_of(coordinator, h) for h in coordinator.hosts.values()))
+    guests = [
+        GuestStatus(
+            guest.id,
+            guest.host,
+            guest.target,
+            guest.pid,
+            guest.usage.num_bytes,
+            guest.usage.busy_fraction,
+            guest.share,
+        )
+        for guest in coordinator.guests
+    ]
+    return Placement(list(found), guests, coordinator.recent())
+
+
+async def _of(coordinator: Coordinator, hosted: Hosted) -> InstancePlacement:
+    instance = hosted.instance
+    state = "ready" if instance.is_ready else "down"
+    try:
+        status = await hosted.refresh(memory=True)
+        kv_bytes_here = hosted.kv.resident_bytes or 0
+        num_blocks = (await hosted.link().pool_info())["num_blocks"]
+    except BanaServeError as reason:
+        return InstancePlacement(hosted.id, instance.role.value, state, str(reason))
+    facts = coordinator.facts
+    return InstancePlacement(
+        id=hosted.id,
+        role=instance.role.value,
+        state=state,
+        cannot_migrate="",
+        epoch=status["epoch"],
+        num_layers=facts.num_layers,
+        num_kv_heads=facts.num_kv_heads,
+        num_blocks=num_blocks,
+        blocks_gained=num_blocks - hosted.kv.num_blocks,
+        kv_bytes=kv_bytes_here,
+        units=_units(coordinator, hosted),
+        guests_lost=status["guests_lost"],
+        steps_lost=status["steps_lost"],
+        sharing=sharing_of(coordinator, hosted),
+        overlap=msgspec.convert(status["overlap"], Overlapping),
+    )
+
+
+def _units(coordinator: Coordinator, hosted: Hosted) -> list[UnitPlace]:
+    assert hosted.status is not None
+    facts, kv = coordinator.facts, hosted.kv
+
+    def bytes_of(modules: Modules, num_older_blocks: int | None) -> int:
+        if num_older_blocks is not None:
+            return num_older_blocks * len(modules.layers) * kv.page_bytes
+        return weight_bytes(modules, facts) + kv_bytes(modules, facts, kv)
+
+    by_id = {unit["unit_id"]: unit for unit in hosted.status["units"]}
+    return [
+        UnitPlace(
+            unit.unit_id,
+            write_modules(unit.modules),
+            unit.at,
+            by_id[unit.unit_id]["guest"],
+            by_id[unit.unit_id]["epoch"],
+            bytes_of(unit.modules, by_id[unit.unit_id].get("num_older_blocks")),
+        )
+        for unit in hosted.units(coordinator.guests)
+    ]

@@ -1,0 +1,253 @@
+"""One unit's way through the phases of a move."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from banaserve.engine.vllm import metrics
+from banaserve.engine.vllm.migration.api import MoveStatus
+from banaserve.engine.vllm.migration.controller.guest_pool import Guest, Guests
+from banaserve.engine.vllm.migration.controller.host_state import Hosted
+from banaserve.engine.vllm.migration.controller.planner import Go, GoHome, Op
+from banaserve.engine.vllm.migration.controller.timeouts import Stage, copies_again, timeout_s
+from banaserve.engine.vllm.migration.types import LayerRange, write_modules
+from banaserve.errors import BanaServeError, MigrationError
+from banaserve.types import InstanceId
+
+_POLL_S = 0.01
+_LOOK_S = {Stage.PREPARE: 0.05, Stage.COPY: 0.005, Stage.FREE: 0.02}
+"""Each look at the host is a call between two of its steps."""
+_FACTS = (
+    "rounds",
+    "weight_bytes",
+    "precopy_bytes",
+    "precopy_s",
+    "prepare_s",
+    "commit_blocks",
+    "commit_bytes",
+    "copy_s",
+    "activate_s",
+    "swap_s",
+    "stall_s",
+    "predicted_bytes",
+    "freed_bytes",
+)
+
+
+class AbortedError(BanaServeError):
+    """The user has given the migration up: not a failure."""
+
+
+class Course:
+    """Moves one unit. The host does the work; this decides when the next phase begins.
+
+    Args:
+        move: Written to as the move goes on.
+        num_bytes: That travel, for timeouts.
+        is_aborted: Asked between two looks at the host, until COMMIT.
+        precopy: Whether KV is copied while the host serves.
+
+    Attributes:
+        blocks_gained: By how much the host's pool has grown; negative where it has shrunk.
+    """
+
+    def __init__(
+        self,
+        hosted: Hosted,
+        guests: Guests,
+        move: MoveStatus,
+        op: Op,
+        target: InstanceId | None,
+        num_bytes: int,
+        is_aborted: Callable[[], bool],
+        precopy: bool = True,
+    ) -> None:
+        self.blocks_gained = 0
+        self._hosted = hosted
+        self._link = hosted.link()
+        self._guests = guests
+        self._move = move
+        self._op = op
+        self._target = target
+        self._num_bytes = num_bytes
+        self._is_aborted = is_aborted
+        self._precopy = precopy
+        self._guest: Guest | None = None
+        self._begun = False
+
+    async def run(self) -> None:
+        """Move the unit to its target.
+
+        Raises:
+            MigrationError: It could not be moved; until COMMIT the unit is where it was.
+            InstanceDeadError: The host has ended.
+            AbortedError: The user has given it up.
+        """
+        try:
+            await self._make_ready()
+            await self._prepare()
+            if self._precopy:
+                await self._copy()
+            await self._commit()
+        except BaseException:
+            await self._give_up()
+            raise
+        finally:
+            if self._guest is not None:
+                self._guest.moves.discard(self._move.move_id)
+        await self._settle()
+
+    # ---- before COMMIT
+
+    async def _make_ready(self) -> None:
+        if isinstance(self._op, GoHome):
+            async with self._phase("shrinking"):
+                await self._shrink(self._op.unit_id)
+            return
+        assert self._target is not None
+        async with self._phase("starting"):
+            host = self._hosted.instance.id
+            layers = isinstance(self._op.modules, LayerRange)
+            guest = self._guests.free_for(host, self._target, layers=layers)
+            if guest is None:
+                guest = await self._guests.start(host, self._target, self._link, self._move.move_id)
+            guest.moves.add(self._move.move_id)
+            self._guest = guest
+
+    async def _shrink(self, unit_id: str) -> None:
+        """Take the blocks out of the pool that will have no memory once the unit is home."""
+        hosted, loop = self._hosted, asyncio.get_running_loop()
+        await hosted.refresh()
+        rest = [u.modules for u in hosted.units(self._guests) if u.unit_id != unit_id]
+        target = hosted.pool_with(rest)
+        before = (await self._link.pool_info())["num_blocks"]
+        limit_s = timeout_s(Stage.SHRINK, self._num_bytes)
+        until_s = loop.time() + limit_s
+        while busy := await hosted.shrink_pool(target):
+            self._check_abort()
+            if loop.time() >= until_s:
+                raise MigrationError(
+                    f"{busy} KV blocks beyond {target} are in use after {limit_s:.0f} s: return "
+                    "it when fewer requests run"
+                )
+            await asyncio.sleep(_POLL_S)
+        self.blocks_gained -= max(0, before - target)
+
+    async def _prepare(self) -> None:
+        op, move = self._op, self._move
+        async with self._phase("preparing"):
+            self._check_abort()
+            self._begun = True
+            if isinstance(op, Go):
+                assert self._guest is not None
+                modules = write_modules(op.modules)
+                await self._link.call("prepare", move.move_id, modules, self._guest.id)
+            else:
+                guest_id = self._guest.id if self._guest is not None else None
+                await self._link.call("move_on", move.move_id, op.unit_id, guest_id)
+            await self._until("prepared", Stage.PREPARE)
+
+    async def _copy(self) -> None:
+        dirty: int | None = None
+        num_times = 0
+        async with self._phase("copying"):
+            while True:
+                await self._link.call("precopy", self._move.move_id)
+                now = int((await self._until("copied", Stage.COPY))["dirty_blocks"] or 0)
+                num_times += 1
+                if not copies_again(dirty, now, num_times):
+                    return
+                dirty = now
+
+    async def _commit(self) -> None:
+        self._check_abort()
+        async with self._phase("committing"):
+            limit_s = timeout_s(Stage.COMMIT, self._num_bytes)
+            try:
+                self._note(await self._link.call("commit", self._move.move_id, timeout_s=limit_s))
+            except MigrationError:
+                if not await self._is_committed():
+                    raise
+
+    async def _is_committed(self) -> bool:
+        """After a commit whose answer is an error, or late."""
+        move = (await self._hosted.refresh())["moves"].get(self._move.move_id, {})
+        self._note(move)
+        return move.get("phase") == "committed"
+
+    async def _until(self, phase: str, stage: Stage, may_abort: bool = True) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        limit_s = timeout_s(stage, self._num_bytes)
+        until_s = loop.time() + limit_s
+        while True:
+            if may_abort:
+                self._check_abort()
+            move = (await self._hosted.refresh())["moves"][self._move.move_id]
+            self._note(move)
+            if move["phase"] == phase:
+                return dict(move)
+            if move["phase"] in ("failed", "aborted"):
+                raise MigrationError(move["reason"] or f"the host has {move['phase']} it")
+            if loop.time() >= until_s:
+                raise MigrationError(f"{self._move.phase} took more than {limit_s:.0f} s")
+            await asyncio.sleep(_LOOK_S[stage])
+
+    def _check_abort(self) -> None:
+        if self._is_aborted():
+            raise AbortedError("aborted")
+        self._link.check()
+        if self._guest is not None and self._guests.get(self._guest.id) is None:
+            raise MigrationError(f"the guest beside {self._target} has ended")
+
+    async def _give_up(self) -> None:
+        """Leave the host as it was; where it has ended there is nothing to do."""
+        with contextlib.suppress(BanaServeError):
+            if self._begun:
+                await self._link.call("abort", self._move.move_id)
+        if isinstance(self._op, GoHome):
+            with contextlib.suppress(BanaServeError):
+                self.blocks_gained += await self._hosted.grow_pool()
+
+    # ---- after COMMIT
+
+    async def _settle(self) -> None:
+        """Give memory back and let the pool grow: the unit runs where it should in any case."""
+        self._register()
+        async with self._phase("freeing"):
+            await self._link.call("free", self._move.move_id)
+            await self._until("freed", Stage.FREE, may_abort=False)
+        async with self._phase("growing"):
+            self.blocks_gained += await self._hosted.grow_pool()
+        self._move.phase = "done"
+
+    def _register(self) -> None:
+        unit_id = self._move.unit_id
+        for guest in self._guests:
+            guest.units.discard(unit_id)
+        if self._guest is not None:
+            self._guest.units.add(unit_id)
+        now_s = asyncio.get_running_loop().time()
+        self._hosted.changed_s = self._hosted.since_s[unit_id] = now_s
+        if self._target is None:
+            del self._hosted.since_s[unit_id]
+
+    # ---- what is told
+
+    @contextlib.asynccontextmanager
+    async def _phase(self, name: str) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        self._move.phase = name
+        try:
+            yield
+        finally:
+            seconds = loop.time() - began_s
+            self._move.seconds[name] = self._move.seconds.get(name, 0.0) + seconds
+            metrics.PHASE_S.labels(name).observe(seconds)
+
+    def _note(self, told: dict[str, Any]) -> None:
+        facts = {name: told[name] for name in _FACTS if told.get(name) is not None}
+        self._move.facts = {**self._move.facts, **facts}

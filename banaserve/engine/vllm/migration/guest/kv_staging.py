@@ -1,0 +1,116 @@
+"""A guest's KV on its device, and the host memory in which blocks lie on their way there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from banaserve.engine.vllm.kv_connector.gpu_block_copy import PinnedPool
+from banaserve.engine.vllm.migration.kv.host_kv import DeviceKv, make_slab
+from banaserve.engine.vllm.migration.rpc.messages import CopyPages, KvShape
+from banaserve.engine.vllm.migration.rpc.tensors import dtype_named
+from banaserve.errors import MigrationError, ProtocolError
+from banaserve.kernels.interface import Kernels
+from banaserve.transport.interface import OfferedRegion, Transport
+
+LANDING_BYTES = 32 << 20
+"""For what steps wait for and for copies in the background, half each."""
+
+
+def make_kv(
+    kv: KvShape, heads: Mapping[str, int], num_backed_blocks: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """KV caches ``[num_blocks, num_heads, ...]`` on ``device``, zero, by attention.
+
+    Args:
+        heads: KV heads of each attention.
+        num_backed_blocks: That get memory at once. On a GPU all of them do: nothing comes there
+            with the first touch.
+
+    Raises:
+        MigrationError: The device has no room for them.
+    """
+    dtype = dtype_named(kv.dtype)
+    num_backed = num_backed_blocks if device.type == "cpu" else kv.num_blocks
+    caches: dict[str, torch.Tensor] = {}
+    try:
+        for name, num_heads in heads.items():
+            shape = (kv.num_blocks, num_heads, *kv.block_shape[1:])
+            block_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
+            slab = make_slab(kv.num_blocks * block_bytes, device)
+            slab.populate(num_backed * block_bytes)
+            caches[name] = slab.tensor(shape, dtype)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise MigrationError(f"there is no memory for its KV: {error}") from None
+    return caches
+
+
+class _Pages(NamedTuple):
+    """See ``gpu_pinning.View``."""
+
+    base_address: int
+    memory: npt.NDArray[np.uint8]
+
+
+class Landing:
+    """An offered region of pages, and the KV that they are for.
+
+    Args:
+        caches: As of ``make_kv``.
+        epoch: Of the offer.
+
+    Attributes:
+        region: The peer copies to and from it.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        caches: Mapping[str, torch.Tensor],
+        kernels: Kernels,
+        epoch: int,
+    ) -> None:
+        self._kv = DeviceKv(caches, kernels)
+        one_block = sum(self._kv.page_bytes.values())
+        self.region: OfferedRegion = transport.offer(max(LANDING_BYTES, 2 * one_block), epoch)
+        view = self.region.memory.view()
+        self._bytes = torch.from_numpy(view)
+        device = next(iter(caches.values())).device
+        self._pinned: PinnedPool | None = None
+        if device.type == "cuda":
+            # Nothing is queued behind a call that has returned.
+            self._pinned = PinnedPool(device, lambda: None)
+            self._pinned.pin(_Pages(self.region.memory.address, view))
+
+    def close(self) -> None:
+        """Let go of the region."""
+        if self._pinned is not None:
+            self._pinned.release()
+        self.region.close()
+
+    def copy(self, request: CopyPages) -> None:
+        """Take pages to the device, or give them; they are there when this returns.
+
+        Raises:
+            ProtocolError: The request has another epoch, or names what is not here.
+        """
+        if request.epoch != self.region.epoch:
+            raise ProtocolError(f"pages are at epoch {self.region.epoch}, not {request.epoch}")
+        try:
+            for name in request.names:
+                self._kv.check(name, request.blocks)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
+        sizes = [len(request.blocks) * self._kv.page_bytes[name] for name in request.names]
+        if not 0 <= request.start <= len(self._bytes) - sum(sizes):
+            raise ProtocolError("pages are named that lie outside of the region")
+        start = request.start
+        move = self._kv.unpack if request.to_device else self._kv.pack
+        for name, size in zip(request.names, sizes, strict=True):
+            pages = self._bytes[start : start + size].view(-1, self._kv.page_bytes[name])
+            move(name, request.blocks, pages)
+            start += size

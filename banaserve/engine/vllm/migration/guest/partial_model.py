@@ -1,0 +1,170 @@
+"""Where a guest computes, and what it attends with.
+
+Consecutive decoder layers of a model, built as a pipeline stage with any range.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from banaserve.engine.vllm.compat import model as compat
+from banaserve.engine.vllm.migration.config import MigrationSettings, settings_of
+from banaserve.engine.vllm.migration.guest.throttle import run_giving_way
+from banaserve.engine.vllm.migration.modules.attention_backend import kernels_for
+from banaserve.engine.vllm.migration.modules.layer_proxy import Around, LayerChain
+from banaserve.engine.vllm.migration.modules.paged_attention import KernelsAttention, StepBatches
+from banaserve.errors import MigrationError
+from banaserve.kernels.interface import Kernels
+
+
+def device_of(config: VllmConfig) -> torch.device:
+    """Of weights and KV: the first that this process sees of the kind that the engine runs on."""
+    kind = str(config.device_config.device_type)
+    return torch.device(kind, 0) if kind != "cpu" else torch.device("cpu")
+
+
+def attends_with(config: VllmConfig) -> Kernels | None:
+    """The kernels that a guest attends with, as its host does; None: vLLM's own.
+
+    Raises:
+        MigrationError: What was chosen cannot run here.
+    """
+    settings = settings_of(config) or MigrationSettings()
+    return kernels_for(settings.attention, device_of(config))
+
+
+class Stage:
+    """Layers ``start`` to ``end - 1`` with their weights; KV is bound afterwards.
+
+    Args:
+        path: Of the model's list of layers.
+        device: Of weights and KV.
+        kernels: That attend; None: vLLM's own.
+
+    Attributes:
+        attentions: The attention modules by name, in layer order.
+        weight_bytes: Of all parameters.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        path: str,
+        start: int,
+        end: int,
+        device: torch.device,
+        kernels: Kernels | None = None,
+    ) -> None:
+        self._config = config
+        self._kernels = kernels
+        self._device = device
+        context = config.compilation_config.static_forward_context
+        known = set(context)
+        model = self._build(start, end)
+        self._names = [name for name in context if name not in known]
+        layers = [m for m in _submodule(model, path) if not isinstance(m, PPMissingLayer)]
+        if len(layers) != end - start:
+            raise MigrationError(f"{path} does not hold layers {start}:{end} of this model")
+        self._chain = LayerChain(layers)
+        self.attentions = {
+            name: context[name] for name in self._names if hasattr(context[name], "kv_cache")
+        }
+        self._builder: Any = None
+
+    def _build(self, start: int, end: int) -> nn.Module:
+        model_config = self._config.model_config
+        with set_default_torch_dtype(model_config.dtype):
+            with compat.pipeline_stage(start, end), set_current_vllm_config(self._config):
+                with self._device:
+                    model: nn.Module = compat.initialize_model(self._config)
+                get_model_loader(self._config.load_config).load_weights(model, model_config)
+            # Some kernels pack weights into memory of their own, which counts as none.
+            self.weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+            with set_current_vllm_config(self._config):
+                compat.process_weights_after_loading(model, model_config, self._device)
+        return model
+
+    def bind(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Give each attention its KV cache, ``[num_blocks, heads, ...]``."""
+        for name, attention in self.attentions.items():
+            attention.bind_kv_cache(kv_caches[name])
+        if self._kernels is not None:
+            batches = StepBatches()
+            for name, attention in self.attentions.items():
+                KernelsAttention(attention, name, self._kernels, batches)
+            return
+        first = next(iter(self.attentions.values()))
+        spec = first.get_kv_cache_spec(self._config)
+        with set_current_vllm_config(self._config):
+            self._builder = first.get_attn_backend().get_builder_cls()(
+                spec, list(self.attentions), self._config, self._device
+            )
+
+    def run(
+        self, common: CommonAttentionMetadata, arguments: Mapping[str, Any], around: Around
+    ) -> Any:
+        """One step through all layers.
+
+        Args:
+            common: The host's batch.
+            arguments: Of the first layer, by parameter name; those of the others are the same
+                but for what the layer before has returned.
+            around: Each layer runs within one.
+
+        Returns:
+            What the last layer returns.
+        """
+        # Our kernels make their own of the batch.
+        metadata = common if self._builder is None else self._builder.build(0, common)
+        with (
+            torch.inference_mode(),
+            set_forward_context(
+                dict.fromkeys(self.attentions, metadata),
+                self._config,
+                num_tokens=common.num_actual_tokens,
+                slot_mapping=dict.fromkeys(self.attentions, common.slot_mapping),
+            ),
+        ):
+            return self._chain.run(arguments, around)
+
+    def close(self) -> None:
+        """Let go of weights and KV."""
+        context = self._config.compilation_config.static_forward_context
+        for name in self._names:
+            context.pop(name, None)
+        self._chain, self.attentions, self._builder = LayerChain([]), {}, None
+
+
+def _submodule(model: nn.Module, path: str) -> Sequence[nn.Module]:
+    try:
+        found = model.get_submodule(path)
+    except AttributeError:
+        raise MigrationError(f"this model has no {path}") from None
+    if not isinstance(found, nn.ModuleList):
+        raise MigrationError(f"{path} of this model is no list of layers")
+    return list(found)
+
+
+@contextlib.contextmanager
+def guest_environment(config: VllmConfig, rendezvous: str) -> Iterator[None]:
+    """vLLM's process groups for one process alone, as its layers expect them."""
+    device = device_of(config)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with set_current_vllm_config(config):
+        run_giving_way(lambda: compat.start_alone(rendezvous))
+    try:
+        yield
+    finally:
+        compat.end_alone()

@@ -1,0 +1,228 @@
+"""A guest: runs the layers and heads that a host has moved here, one message at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hmac
+import logging
+import os
+import time
+import traceback
+from typing import Any
+
+import psutil
+import torch
+from vllm.config import VllmConfig
+
+from banaserve.engine.vllm.compat import model as compat
+from banaserve.engine.vllm.migration.guest.throttle import DeviceShare, run_giving_way
+from banaserve.engine.vllm.migration.guest.units import ContextUnit, HeadsUnit, LayersUnit
+from banaserve.engine.vllm.migration.rpc import messages
+from banaserve.engine.vllm.migration.rpc.guest_channel import GuestPost
+from banaserve.engine.vllm.migration.rpc.tensors import Parcel, from_wire
+from banaserve.errors import MigrationError, ProtocolError
+from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
+from banaserve.transport.interface import Channel, Message, Transport
+
+logger = logging.getLogger(__name__)
+
+_IDLE_S = 60.0
+
+Unit = LayersUnit | HeadsUnit | ContextUnit
+Answer = tuple[messages.Reply, Parcel]
+
+
+class Guest:
+    """Single-threaded: vLLM's forward context and its CPU kernels are the process's own.
+
+    Args:
+        config: Of the host's engine.
+        channel: To the host; when it closes, the guest's work is over.
+        transport: Offers the guest's KV to the host.
+        token: What the host has to say first.
+    """
+
+    def __init__(
+        self, config: VllmConfig, channel: Channel, transport: Transport, token: str
+    ) -> None:
+        self._config = _own_config(config)
+        self._channel = channel
+        self._post = GuestPost(channel)
+        self._transport = transport
+        self._token = token
+        self._host: str | None = None
+        self._units: dict[str, Unit] = {}
+        self._step: tuple[int, HeadsUnit.Step] | None = None
+        self._share = DeviceShare()
+        self._told_busy_s = 0.0
+        self._num_runs = 0
+
+    def serve(self) -> None:
+        """Answer the host until it is gone."""
+        with contextlib.suppress(PeerGoneError):
+            while True:
+                with contextlib.suppress(TransferTimeoutError):
+                    self._answer(self._post.receive(_IDLE_S))
+                for unit in self._units.values():
+                    if unit.slots is not None:
+                        unit.slots.let_go_if_lost()
+        self._close()
+
+    def _answer(self, message: Message) -> None:
+        try:
+            reply, parcel = self._obey(messages.decode_request(message.body), message)
+        except (MigrationError, ProtocolError, ValueError, TypeError) as refused:
+            reply, parcel = messages.Refused(str(refused)), Parcel()
+        except Exception as broken:
+            logger.error("%s", traceback.format_exc())
+            reply, parcel = messages.Refused(f"{type(broken).__name__}: {broken}"), Parcel()
+        answer = Message(messages.encode(reply), tuple(parcel.tensors), message.epoch)
+        self._post.answer(message, answer)
+
+    def _obey(self, request: messages.Request, message: Message) -> Answer:
+        if isinstance(request, messages.Hello):
+            return self._hello(request)
+        if self._host is None:
+            raise MigrationError("a guest answers to nobody who has not shown its token")
+        match request:
+            case messages.RunLayers():
+                return self._run_layers(request, message)
+            case messages.RunHeads():
+                return self._run_heads(request, message)
+            case messages.RunContext():
+                return self._run_context(request, message)
+            case messages.BuildLayers() | messages.BuildHeads() | messages.BuildContext():
+                return self._build(request, message.epoch), Parcel()
+            case messages.Activate():
+                self._unit(request.unit_id).activate(request.epoch)
+                self._channel.min_epoch = max(self._channel.min_epoch, request.epoch)
+            case messages.Release():
+                if unit := self._units.pop(request.unit_id, None):
+                    unit.close()
+            case messages.CopyPages():
+                self._unit(request.unit_id).copy_pages(request)
+            case messages.SetShare():
+                self._share.bound(request.fraction)
+            case messages.GetUsage():
+                return self._usage(), Parcel()
+        return messages.Done(), Parcel()
+
+    def _hello(self, hello: messages.Hello) -> Answer:
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            raise MigrationError("the token is not this guest's")
+        self._host = hello.host
+        return messages.Ready(os.getpid()), Parcel()
+
+    def _build(self, request: messages.Build, epoch: int) -> messages.Built:
+        if request.unit_id in self._units:
+            raise MigrationError(f"{request.unit_id} is here already")
+        if isinstance(request, messages.BuildLayers) and self._serves():
+            raise MigrationError(
+                "this guest serves and would stand still while it loads layers: start another"
+            )
+        began_s = time.perf_counter()
+        compat.adopt_kv_layout(self._config, request.kv.layout, request.kv.block_size_tokens)
+        kind = _KINDS[type(request)]
+
+        def make() -> Unit:
+            made: Unit = kind(self._config, self._transport, request, epoch)
+            return made
+
+        # A guest that serves has its host wait for what it builds: no weights, in milliseconds.
+        unit = make() if self._serves() else run_giving_way(make)
+        self._units[request.unit_id] = unit
+        seconds = time.perf_counter() - began_s
+        saves = unit.slots is not None
+        return messages.Built(
+            request.unit_id,
+            unit.descriptor,
+            unit.places,
+            unit.weight_bytes,
+            seconds,
+            saves,
+            unit.landing_bytes,
+        )
+
+    def _serves(self) -> bool:
+        return any(unit.epoch is not None for unit in self._units.values())
+
+    def _run_layers(self, request: messages.RunLayers, message: Message) -> Answer:
+        began_s = time.perf_counter()
+        unit = self._unit(request.unit_id, request.epoch)
+        if not isinstance(unit, LayersUnit):
+            raise ProtocolError(f"{request.unit_id} are no layers")
+        self._post.expect(request.num_follow)
+        returned = unit.run(request.step, request.arguments, message.tensors, self._share.computing)
+        values = returned if isinstance(returned, tuple) else (returned,)
+        parcel = Parcel()
+        indices = tuple(None if value is None else parcel.put(value) for value in values)
+        self._num_runs += 1
+        seconds = time.perf_counter() - began_s
+        save_s = unit.save(request.saves, self._share.computing)
+        return messages.Outputs(isinstance(returned, tuple), indices, seconds, save_s), parcel
+
+    def _run_heads(self, request: messages.RunHeads, message: Message) -> Answer:
+        unit = self._unit(request.unit_id, request.epoch)
+        if not isinstance(unit, HeadsUnit):
+            raise ProtocolError(f"{request.unit_id} are no heads")
+        if request.step is not None:
+            self._step = request.step_id, unit.read_step(request.step, message.tensors)
+        if self._step is None or self._step[0] != request.step_id:
+            raise ProtocolError(f"step {request.step_id} has not been described")
+        query, key, value = (from_wire(tensor) for tensor in message.tensors[:3])
+        parcel = Parcel()
+        with self._share.computing():
+            parcel.put(unit.run(request.name, self._step[1], query, key, value))
+        self._num_runs += 1
+        return messages.Outputs(False, (0,)), parcel
+
+    def _run_context(self, request: messages.RunContext, message: Message) -> Answer:
+        unit = self._unit(request.unit_id, request.epoch)
+        if not isinstance(unit, ContextUnit):
+            raise ProtocolError(f"{request.unit_id} are no older blocks")
+        with self._share.computing():
+            part = unit.run(request.name, request.step_id, request.step, message.tensors)
+        parcel = Parcel()
+        indices = parcel.put(part.output), parcel.put(part.lse)
+        self._num_runs += 1
+        return messages.Outputs(True, indices), parcel
+
+    def _unit(self, unit_id: str, epoch: int | None = None) -> Unit:
+        unit = self._units.get(unit_id)
+        if unit is None:
+            raise MigrationError(f"{unit_id} is not here (any more)")
+        if epoch is not None and epoch != unit.epoch:
+            raise MigrationError(f"{unit_id} is at epoch {unit.epoch}, not {epoch}")
+        return unit
+
+    def _usage(self) -> messages.Usage:
+        memory = psutil.Process().memory_full_info()
+        busy_s = self._share.busy_s - self._told_busy_s
+        self._told_busy_s = self._share.busy_s
+        num_runs, self._num_runs = self._num_runs, 0
+        weights = sum(unit.weight_bytes for unit in self._units.values())
+        return messages.Usage(memory.rss, memory.uss, weights, busy_s, num_runs)
+
+    def _close(self) -> None:
+        for unit in self._units.values():
+            unit.close()
+        self._post.close()
+        self._channel.close()
+        self._transport.close()
+
+
+_KINDS: dict[type[messages.Build], Any] = {
+    messages.BuildLayers: LayersUnit,
+    messages.BuildHeads: HeadsUnit,
+    messages.BuildContext: ContextUnit,
+}
+
+
+def _own_config(config: VllmConfig) -> VllmConfig:
+    """The host's configuration without what belongs to its engine."""
+    own = copy.deepcopy(config)
+    own.kv_transfer_config = None
+    own.compilation_config.static_forward_context = {}
+    torch.compiler.set_stance("force_eager")
+    return own

@@ -1,0 +1,127 @@
+"""Bounds the share of its device that a guest computes on.
+
+Work that engines on the same cores should not feel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from banaserve.errors import MigrationError
+from banaserve.transport.interface import Transport
+from banaserve.transport.memory import PAGE_BYTES
+
+
+class DeviceShare:
+    """Lets work begin only as often as keeps it within a fraction of the time.
+
+    After c seconds of work the next one begins c / fraction after this one did at the earliest, so
+    in any time t a guest computes for ``fraction * t`` and one piece of work more at most. Rest
+    that passes while nothing is asked for counts; what is not used is not kept for later.
+
+    Args:
+        now_s: Wall time.
+        used_s: Processor time so far of all that computes, in seconds of the whole device.
+        sleep: Blocks for so many seconds.
+
+    Attributes:
+        fraction: In (0, 1]; 1: as it comes.
+        busy_s: Processor time of all work.
+    """
+
+    def __init__(
+        self,
+        now_s: Callable[[], float] = time.perf_counter,
+        used_s: Callable[[], float] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.fraction = 1.0
+        self.busy_s = 0.0
+        self._now_s = now_s
+        self._used_s = used_s or _device_seconds
+        self._sleep = sleep
+        self._due_s = 0.0
+
+    def bound(self, fraction: float) -> None:
+        """Take at most so much of the device from here on.
+
+        Raises:
+            MigrationError: Out of range.
+        """
+        if not 0.0 < fraction <= 1.0:
+            raise MigrationError(f"a guest's share is above 0 and at most 1, not {fraction:g}")
+        self.fraction = fraction
+        self._due_s = 0.0
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around one piece of work: waits until it may begin."""
+        self._rest()
+        began_s, used_s = self._now_s(), self._used_s()
+        try:
+            yield
+        finally:
+            took_s = self._used_s() - used_s
+            self.busy_s += took_s
+            self._due_s = began_s + took_s / self.fraction
+
+    def _rest(self) -> None:
+        if self.fraction < 1.0 and (left_s := self._due_s - self._now_s()) > 0:
+            self._sleep(left_s)
+
+
+def _device_seconds() -> float:
+    return time.process_time() / torch.get_num_threads()
+
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_STEP = 5
+_LOWEST = 19
+# torch splits work among its threads in parts of this many elements.
+_PARALLEL_ELEMENTS = 32768
+
+
+def run_giving_way(work: Callable[[], T]) -> T:
+    """Run ``work`` at a low priority and return its result; blocks.
+
+    Linux keeps a priority for each thread and lets nobody raise it again, so the thread ends
+    with the work. Threads that ``work`` starts inherit the low priority and may outlive it, see
+    ``start_threads``. Only for processes whose other threads need nothing meanwhile: whoever waits
+    for the GIL waits for the core as well.
+
+    Raises:
+        Exception: What ``work`` raises.
+    """
+    with ThreadPoolExecutor(1, "giving-way", _give_way) as executor:
+        return executor.submit(work).result()
+
+
+def start_threads(transport: Transport) -> None:
+    """Start what later serves at this thread's priority, before any work gives way.
+
+    A transport starts the thread that answers peers with its first offer. Intel's OpenMP lends
+    the threads of one caller to the next, unless that has its own already.
+    """
+    transport.offer(PAGE_BYTES, 0).close()
+    torch.zeros(torch.get_num_threads() * _PARALLEL_ELEMENTS).add_(1)
+
+
+def _give_way() -> None:
+    thread = threading.get_native_id()
+    try:
+        before = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, min(_LOWEST, before + _STEP))
+    except OSError as refused:
+        logger.warning("what should give way to engines does not: %s", refused)

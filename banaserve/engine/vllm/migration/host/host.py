@@ -1,0 +1,417 @@
+"""The moves of one host: those under way, and the last of those that are over.
+
+The host of a migration: one in each engine's worker, asked between two steps.
+
+How a host gets to know a guest, in the background.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from banaserve.engine.vllm.migration import checks
+from banaserve.engine.vllm.migration.config import MigrationSettings
+from banaserve.engine.vllm.migration.host.move import Move
+from banaserve.engine.vllm.migration.host.placement import Placement
+from banaserve.engine.vllm.migration.host.recovery import LostSteps
+from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
+from banaserve.engine.vllm.migration.host.units import Unit
+from banaserve.engine.vllm.migration.kv.host_kv import HostKv, blocks_gained
+from banaserve.engine.vllm.migration.kv.step_context import StepWatch
+from banaserve.engine.vllm.migration.rpc import messages
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestLink
+from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+from banaserve.engine.vllm.migration.types import (
+    ModelShape,
+    Modules,
+    Phase,
+    check_free,
+    check_shape,
+)
+from banaserve.errors import BanaServeError, GuestLostError, MigrationError
+from banaserve.transport.errors import PeerGoneError
+from banaserve.transport.interface import Channel
+
+KEPT = 32
+"""Moves that are over and can still be asked about."""
+
+
+class MoveBook:
+    """Keeps moves by id, in the order in which they began."""
+
+    def __init__(self) -> None:
+        self._moves: dict[str, Move] = {}
+
+    def __iter__(self) -> Iterator[Move]:
+        return iter(list(self._moves.values()))
+
+    def add(self, move: Move) -> None:
+        """Enter a move that begins, and forget the oldest of those that are over.
+
+        Raises:
+            MigrationError: Its id is taken.
+        """
+        if move.move_id in self._moves:
+            raise MigrationError(f"there was a move {move.move_id} already: name another")
+        for old in [one for one in self if one.is_over][:-KEPT]:
+            del self._moves[old.move_id]
+        self._moves[move.move_id] = move
+
+    def get(self, move_id: str) -> Move:
+        """A move by its id.
+
+        Raises:
+            MigrationError: There is none, or it has been over for long.
+        """
+        found = self._moves.get(move_id)
+        if found is None:
+            raise MigrationError(f"there is no move {move_id}")
+        return found
+
+
+logger = logging.getLogger(__name__)
+
+_ABORT_WAIT_S = 1.0
+_FREE_WAIT_S = 60.0
+
+
+class MigrationHost:
+    """Moves units of one engine between this worker and its guests.
+
+    Every method is called by the engine's thread between two steps, but for ``guest_lost``, which
+    may come in the middle of one.
+
+    Attributes:
+        builder: Makes units in guests.
+        epoch: Of the placement; grows with each change of it.
+        links: Guests by id.
+        attaching: Guests that are not linked yet: ``state`` and ``reason``.
+        moves: Under way, and the last of those that are over.
+    """
+
+    def __init__(self, runner: Any, settings: MigrationSettings, host_kv: HostKv) -> None:
+        self.settings = settings
+        self.epoch = 1
+        self.links: dict[str, GuestLink] = {}
+        self.attaching: dict[str, dict[str, str]] = {}
+        self.moves = MoveBook()
+        self.num_guests_lost = 0
+        self._runner = runner
+        self._config = runner.vllm_config
+        self.kv = host_kv
+        context = self._config.compilation_config.static_forward_context
+        self._attentions = {name: context[name] for name in host_kv.tensors}
+        self._names = dict(enumerate(host_kv.tensors))
+        path, layers = checks.find_layers(runner.get_model(), self._names)
+        (group,) = [g for groups in runner.attn_groups for g in groups]
+        spec = group.kv_cache_spec
+        self.watch = StepWatch(group.get_metadata_builder(0), spec.block_size, host_kv.max_blocks)
+        kv_shape = host_kv.shape(runner.cache_config.kv_cache_layout, spec.block_size)
+        self.builder = UnitBuilder(path, kv_shape, host_kv, self._attentions, settings.poison)
+        self._shape = ModelShape(len(self._names), host_kv.num_heads)
+        self.lost_steps = LostSteps(runner)
+        self.placement = Placement(
+            self._config,
+            layers,
+            self._attentions,
+            host_kv,
+            self.watch,
+            self.guest_lost,
+            settings.overlap,
+        )
+
+    # ---- a move, step by step
+
+    def prepare(self, move_id: str, modules: Modules, guest_id: str) -> Move:
+        """Begin to build ``modules``, which are at home, in a guest.
+
+        Raises:
+            MigrationError: They cannot move, or the guest or the move's id is not to be had.
+        """
+        check_shape(modules, self._shape)
+        if any(unit.unit_id == move_id for unit in self.placement):
+            raise MigrationError(f"there is a unit {move_id} already: name the move otherwise")
+        away = {u.unit_id: u.modules for u in self.placement}
+        moving = {m.unit.unit_id: m.unit.modules for m in self.moves if m.is_open}
+        check_free(modules, away | moving)
+        checks.check_modules(modules, self._attentions, self._names)
+        unit = self.builder.unit(move_id, modules, self._names)
+        return self._begin(move_id, unit, self._link(guest_id))
+
+    def prepare_again(self, move_id: str, unit_id: str, guest_id: str | None) -> Move:
+        """Begin to move a unit that is away on to another guest, or home.
+
+        Raises:
+            MigrationError: There is no such unit, it moves already, or it is there already.
+        """
+        unit = next((u for u in self.placement if u.unit_id == unit_id), None)
+        if unit is None:
+            raise MigrationError(f"{unit_id} is not away: name what is to move instead")
+        busy = [m for m in self.moves if m.unit is unit]
+        if any(m.is_open or m.phase is Phase.FREEING for m in busy):
+            raise MigrationError(f"{unit_id} is moving: wait for that to end, or abort it")
+        target = None if guest_id is None else self._link(guest_id)
+        assert unit.residence is not None
+        if target is unit.residence.link:
+            raise MigrationError(f"{unit_id} is in {guest_id} already")
+        return self._begin(move_id, unit, target)
+
+    def _begin(self, move_id: str, unit: Unit, target: GuestLink | None) -> Move:
+        move = Move(move_id, unit, target)
+        self.moves.add(move)
+        move.prepare(self.builder, self.watch.written)
+        return move
+
+    def precopy(self, move_id: str) -> Move:
+        """Begin to copy what has been written, or what has been since."""
+        move = self.moves.get(move_id)
+        move.precopy(self.watch.written)
+        return move
+
+    def commit(self, move_id: str) -> Move:
+        """Copy what is left and let the target serve: the stall of the engine.
+
+        Raises:
+            MigrationError: Not ready, or a guest was lost; then the source serves on.
+        """
+        move = self.moves.get(move_id)
+        if move.phase not in (Phase.PREPARED, Phase.COPIED) or move.mover is None:
+            raise MigrationError(f"move {move_id} is {move.phase.value}: nothing to commit yet")
+        began_s = time.perf_counter()
+        try:
+            blocks = self._copy_left(move)
+            copied_s = time.perf_counter()
+            if move.new_residence is not None:
+                move.new_residence.activate(self.epoch + 1)
+        except (GuestLostError, MigrationError) as failed:
+            self._failed(move, str(failed))
+            raise MigrationError(f"move {move_id}: {failed}") from failed
+        self.epoch += 1
+        if move.unit.away is not None and move.source is None:
+            move.unit.away.leave(self.watch.written.full())
+        activated_s = time.perf_counter()
+        self.placement.put(move.unit, move.new_residence)
+        move.enter(Phase.COMMITTED)
+        ended_s = time.perf_counter()
+        move.end_copies()
+        move.facts |= {
+            "commit_blocks": len(blocks),
+            "copy_s": copied_s - began_s,
+            "activate_s": activated_s - copied_s,
+            "swap_s": ended_s - activated_s,
+            "stall_s": ended_s - began_s,
+        }
+        if move.source is None:
+            self.builder.poison(move.unit)
+        return move
+
+    def _copy_left(self, move: Move) -> list[int]:
+        assert move.mover is not None
+        self.watch.written.step_ended()
+        blocks = move.take_left(self.watch.written)
+        move.facts["commit_bytes"] = move.mover.copy(blocks)
+        return blocks
+
+    def free(self, move_id: str) -> Move:
+        """Begin to give back what the source still holds of a committed move.
+
+        Raises:
+            MigrationError: It is not committed, or its unit has moved again since.
+        """
+        move = self.moves.get(move_id)
+        if move.unit.residence is not move.new_residence:
+            raise MigrationError(f"{move.unit.unit_id} has moved since {move_id}")
+
+        def work() -> None:
+            if move.source is not None:
+                move.source.leave()
+                return
+            freed = self.builder.free(move.unit)
+            move.facts["predicted_bytes"] = sum(f.predicted_bytes for f in freed)
+            move.facts["freed_bytes"] = sum(f.freed_bytes for f in freed)
+
+        move.free(work)
+        return move
+
+    def abort(self, move_id: str) -> Move:
+        """Give up an open move: the source has never stopped to serve.
+
+        Raises:
+            MigrationError: It is committed or has ended.
+        """
+        move = self.moves.get(move_id)
+        move.enter(Phase.ABORTED)
+        move.give_up()
+        move.join(_ABORT_WAIT_S)
+        return move
+
+    # ---- faults
+
+    def guest_lost(self, link: GuestLink, error: GuestLostError) -> None:
+        """Bring home what a guest held, with the weights kept here; its KV is lost.
+
+        All KV of the engine starts over: blocks are shared by requests, and recomputing one in
+        place would let another request read it before.
+        """
+        lost = self.placement.at(link)
+        for move in self.moves:
+            if move.is_open and (move.target is link or move.unit in lost):
+                self._failed(move, str(error))
+            if move.unit in lost:
+                # What comes home must not be given back under its feet.
+                move.join(_FREE_WAIT_S)
+        lost = self.placement.at(link)  # a move that failed may have brought its unit home
+        if not lost:
+            return
+        logger.error("%s: %s come home", error, ", ".join(str(u.modules) for u in lost))
+        self.num_guests_lost += 1
+        for unit in lost:
+            assert unit.residence is not None
+            unit.residence.kv.close()
+            self.placement.put(unit, None)
+            if self.settings.poison:
+                self.builder.heal(unit)
+        self.epoch += 1
+        self.watch.written.forget()
+        self.lost_steps.kv_lost()
+
+    def check_guests(self) -> None:
+        """Notice guests that have died while no step needed them."""
+        for link in list(self.links.values()):
+            try:
+                link.check()
+            except GuestLostError as error:
+                self.guest_lost(link, error)
+            if link.lost is not None and self.placement.at(link):
+                self.guest_lost(link, GuestLostError(f"guest {link.guest_id}: {link.lost}"))
+
+    def _failed(self, move: Move, reason: str) -> None:
+        move.fail(reason)
+        move.give_up()
+        source = move.source.link if move.source else None
+        if source is not None and source.lost and self.placement.at(source):
+            self.guest_lost(source, GuestLostError(reason))
+
+    # ---- guests
+
+    def detach(self, guest_id: str) -> None:
+        """End the connection to a guest, and so the guest.
+
+        Raises:
+            MigrationError: Something runs there or moves there.
+        """
+        link = self.links.get(guest_id)
+        if link is None:
+            if self.attaching.get(guest_id, {}).get("state") == "lost":
+                del self.attaching[guest_id]
+                return
+            raise MigrationError(f"guest {guest_id} is not attached")
+        held = [str(unit.modules) for unit in self.placement.at(link)]
+        held += [str(m.unit.modules) for m in self.moves if m.is_open and m.target is link]
+        if held:
+            raise MigrationError(f"guest {guest_id} holds {', '.join(held)}: move it first")
+        link.close()
+        del self.links[guest_id]
+
+    def free_link(self, guest_id: str) -> GuestLink:
+        """To a guest that answers at once: one that is not building.
+
+        Raises:
+            MigrationError: It is, or is not attached, or is lost.
+        """
+        link = self._link(guest_id)
+        if any(m.phase is Phase.PREPARING and m.target is link for m in self.moves):
+            raise MigrationError(f"guest {guest_id} is building: ask later")
+        return link
+
+    @property
+    def blocks_gained(self) -> int:
+        """Blocks by which the pool can grow by what is away."""
+        kv = self.kv
+        away = round(self.placement.away_pages() * kv.page_bytes)
+        kept = len(self._names) * kv.page_bytes - away
+        return blocks_gained(kv.num_blocks, kv.max_blocks, away, kept)
+
+    def _link(self, guest_id: str) -> GuestLink:
+        link = self.links.get(guest_id)
+        if link is None:
+            raise MigrationError(f"guest {guest_id} is not attached")
+        if link.lost is not None:
+            raise MigrationError(f"guest {guest_id} is lost: {link.lost}")
+        return link
+
+
+ATTACH_TIMEOUT_S = 120.0
+"""A guest that is not forked imports vLLM first."""
+
+
+class Attaching:
+    """One attempt; its outcome stands in ``host.links`` or in ``host.attaching``."""
+
+    def __init__(self, host: MigrationHost, address: GuestAddress) -> None:
+        self._host = host
+        self._address = address
+
+    @classmethod
+    def begin(cls, host: MigrationHost, address: GuestAddress) -> None:
+        """Connect in a thread.
+
+        Raises:
+            MigrationError: A guest of this name is there already.
+        """
+        known = host.links.get(address.guest_id)
+        if (known is not None and known.lost is None) or (
+            host.attaching.get(address.guest_id, {}).get("state") == "connecting"
+        ):
+            raise MigrationError(f"guest {address.guest_id} is attached already")
+        host.attaching[address.guest_id] = {"state": "connecting", "reason": ""}
+        thread = threading.Thread(
+            target=cls(host, address)._run, name=f"attach-{address.guest_id}", daemon=True
+        )
+        thread.start()
+
+    def _run(self) -> None:
+        guest_id = self._address.guest_id
+        try:
+            link = self._connect()
+        except (BanaServeError, OSError) as failed:
+            self._failed(str(failed))
+            return
+        except Exception as failed:
+            logger.exception("guest %s", guest_id)
+            self._failed(f"{type(failed).__name__}: {failed}")
+            return
+        self._host.links[guest_id] = link
+        self._host.attaching.pop(guest_id, None)
+
+    def _failed(self, reason: str) -> None:
+        logger.error("guest %s: %s", self._address.guest_id, reason)
+        self._host.attaching[self._address.guest_id] = {"state": "lost", "reason": reason}
+
+    def _connect(self) -> GuestLink:
+        address, host = self._address, self._host
+        channel = self._open_channel(time.monotonic() + ATTACH_TIMEOUT_S)
+        link = GuestLink(
+            address.guest_id,
+            channel,
+            address.make_transport(),
+            lambda: host.epoch,
+            host.settings.stall_s,
+        )
+        hello = messages.Hello(address.token, f"host of {address.guest_id}")
+        ready = link.ask(hello, messages.Ready, ATTACH_TIMEOUT_S)
+        link.watch(ready.pid)
+        return link
+
+    def _open_channel(self, deadline_s: float) -> Channel:
+        while True:
+            try:
+                return self._address.connect(deadline_s - time.monotonic())
+            except PeerGoneError:
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.05)

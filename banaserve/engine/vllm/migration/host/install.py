@@ -1,0 +1,139 @@
+"""Puts live migration into an engine's process before its engine is made."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+from banaserve.engine.vllm.compat import model as compat
+from banaserve.engine.vllm.kv_connector.block_copy import BlockCopier
+from banaserve.engine.vllm.migration import checks
+from banaserve.engine.vllm.migration.config import MigrationSettings, settings_of
+from banaserve.engine.vllm.migration.host.host import MigrationHost
+from banaserve.engine.vllm.migration.host.recovery import AsyncPoolScheduler, PoolScheduler
+from banaserve.engine.vllm.migration.host.worker_rpc import HOST_ATTRIBUTE
+from banaserve.engine.vllm.migration.kv.host_kv import HostKv
+from banaserve.engine.vllm.migration.kv.store_copier import MovedCopier
+from banaserve.engine.vllm.migration.modules.attention_backend import kernels_for
+from banaserve.engine.vllm.migration.modules.paged_attention import take_kernels
+from banaserve.engine.vllm.migration.rpc.messages import StorePlace
+from banaserve.errors import MigrationError
+
+logger = logging.getLogger(__name__)
+
+
+def install(config: VllmConfig, runner_class: type[Any]) -> bool:
+    """Prepare this process for the engine that ``config`` describes.
+
+    The engine's own methods are wrapped where it makes its KV cache, because nothing else runs
+    before the store's connector has learned where that lies.
+
+    Returns:
+        Whether the engine can migrate; False where it is not asked to.
+    """
+    settings = settings_of(config)
+    if settings is None:
+        return False
+    if str(config.device_config.device_type) != "cpu":
+        try:
+            checks.check_config(config)
+        except MigrationError as reason:
+            # vLLM's own classes stay, and calls are told why.
+            logger.warning("%s", reason)
+            setattr(runner_class, HOST_ATTRIBUTE, str(reason))
+            return False
+    scheduler = config.scheduler_config
+    scheduler.scheduler_cls = AsyncPoolScheduler if scheduler.async_scheduling else PoolScheduler
+    install_utilities()
+    install_runner(runner_class)
+    return True
+
+
+def install_utilities() -> None:
+    """Let engine cores of this process tell and change the size of their pools."""
+    compat.add_utility("banaserve_pool_info", lambda core: core.scheduler.pool_info())
+    compat.add_utility(
+        "banaserve_resize_pool",
+        lambda core, num_blocks, hold=False: core.scheduler.resize_pool(num_blocks, hold),
+    )
+
+
+def install_runner(runner_class: type[Any]) -> None:
+    """Wrap where runners of this class make their KV cache; engines that do not migrate pass."""
+    if getattr(runner_class, HOST_ATTRIBUTE, None) is not None:
+        return
+    setattr(runner_class, HOST_ATTRIBUTE, "")
+    make_tensors, make_cache = (
+        runner_class.initialize_kv_cache_tensors,
+        runner_class.initialize_kv_cache,
+    )
+
+    @functools.wraps(make_tensors)
+    def initialize_kv_cache_tensors(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        kv_caches = make_tensors(runner, *args, **kwargs)
+        settings = settings_of(runner.vllm_config)
+        return kv_caches if settings is None else _become_host(runner, settings, kv_caches)
+
+    @functools.wraps(make_cache)
+    def initialize_kv_cache(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        made = make_cache(runner, *args, **kwargs)
+        _join_store(runner)
+        return made
+
+    runner_class.initialize_kv_cache_tensors = initialize_kv_cache_tensors
+    runner_class.initialize_kv_cache = initialize_kv_cache
+
+
+def _become_host(
+    runner: Any, settings: MigrationSettings, kv_caches: dict[str, Any]
+) -> dict[str, Any]:
+    """Give each layer's KV a slab of its own, and watch the runner's steps from the first on."""
+    context = runner.vllm_config.compilation_config.static_forward_context
+    try:
+        checks.check_config(runner.vllm_config)
+        checks.check_groups(runner.kv_cache_config.kv_cache_groups)
+        checks.check_tensors(kv_caches, str(runner.cache_config.kv_cache_layout))
+        device = next(iter(kv_caches.values())).device
+        kernels = kernels_for(settings.attention, device)
+        take_kernels(kernels, context, kv_caches)
+    except MigrationError as reason:
+        logger.warning("%s", reason)
+        setattr(runner, HOST_ATTRIBUTE, str(reason))
+        return kv_caches
+    host_kv = HostKv(kv_caches, settings.kv_growth, kernels)
+    for name, tensor in host_kv.tensors.items():
+        context[name].bind_kv_cache(tensor)
+    runner.kv_caches[:] = list(host_kv.tensors.values())
+    setattr(runner, HOST_ATTRIBUTE, MigrationHost(runner, settings, host_kv))
+    return host_kv.tensors
+
+
+def _join_store(runner: Any) -> None:
+    """Let the store's copies go where layers have moved to."""
+    host = getattr(runner, HOST_ATTRIBUTE, None)
+    if not isinstance(host, MigrationHost) or not has_kv_transfer_group():
+        return
+    connector = get_kv_transfer_group()
+    if not hasattr(connector, "wrap_copier"):
+        return
+
+    def wrap(inner: BlockCopier) -> BlockCopier:
+        return MovedCopier(
+            inner,
+            list(host.kv.tensors),
+            host.kv,
+            host.watch.written,
+            host.placement.where_is,
+            host.placement.older_blocks,
+            0,
+            lambda lost: connector.abandon_step(),
+        )
+
+    connector.wrap_copier(wrap)
+    if host.settings.guest_saves and runner.device.type == "cpu":
+        socket, name = connector.worker.options.socket, connector.client_name
+        host.builder.store = StorePlace(socket, name, connector.fingerprint)

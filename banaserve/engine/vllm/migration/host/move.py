@@ -1,0 +1,215 @@
+"""One move of one unit: what runs in the background, and its phases."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from banaserve.engine.vllm.migration.host.block_mover import BlockMover
+from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
+from banaserve.engine.vllm.migration.host.units import Residence, Unit
+from banaserve.engine.vllm.migration.kv.dirty_blocks import Watch, WrittenBlocks
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestLink
+from banaserve.engine.vllm.migration.types import OPEN, Phase, check_step
+from banaserve.errors import BanaServeError
+
+logger = logging.getLogger(__name__)
+
+MAX_ROUNDS = 16
+
+
+class Move:
+    """From where the unit is to ``target``; None is home. Its owner is the engine's thread.
+
+    Only ``_phase`` and the counters are written by the background thread, and only while the
+    phase says that it works.
+
+    Attributes:
+        unit: What moves.
+        target: The guest that it goes to; None: home.
+        new_residence: In the target, once it is prepared.
+        facts: What was measured, by name, for replies.
+        error: Why it failed.
+    """
+
+    def __init__(self, move_id: str, unit: Unit, target: GuestLink | None) -> None:
+        self.move_id = move_id
+        self.unit = unit
+        self.source = unit.residence
+        self.target = target
+        self.new_residence: Residence | None = None
+        self.facts: dict[str, Any] = {"rounds": 0, "precopy_bytes": 0, "precopy_s": 0.0}
+        self.error = ""
+        self.mover: BlockMover | None = None
+        self._phase = Phase.PREPARING
+        self._stop = threading.Event()
+        self._ending = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._watch: Watch | None = None
+        self._working = False
+
+    # ---- phases
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    def enter(self, phase: Phase) -> None:
+        """Go on to ``phase``.
+
+        Raises:
+            MigrationError: The table does not allow it.
+        """
+        check_step(self.move_id, self._phase, phase)
+        self._phase = phase
+
+    @property
+    def is_open(self) -> bool:
+        return self._phase in OPEN
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing happens to it any more, and nobody waits for it."""
+        return not self._working and not self.is_open and self._phase is not Phase.FREEING
+
+    def fail(self, reason: str) -> None:
+        """A fault ends it; the unit stays where it is."""
+        if self.is_open:
+            self.error = reason
+            self._phase = Phase.FAILED
+        self._stop.set()
+
+    # ---- in the background
+
+    def prepare(self, builder: UnitBuilder, written: WrittenBlocks) -> None:
+        """Begin to build the unit in the target, or to make room for it at home."""
+
+        def work() -> None:
+            began_s = time.perf_counter()
+            if self.target is not None:
+                self.new_residence = builder.build(self.unit, self.target, written)
+                self.facts["weight_bytes"] = self.new_residence.weight_bytes
+            else:
+                builder.make_room(self.unit)
+            self.mover = builder.mover(self.unit, self.source, self.new_residence)
+            self.facts["prepare_s"] = time.perf_counter() - began_s
+
+        self._begin(work, Phase.PREPARED)
+
+    def precopy(self, written: WrittenBlocks) -> None:
+        """Begin to copy, round by round while what is left shrinks; callable again."""
+        self.enter(Phase.COPYING)
+        if self._watch is None:
+            self._watch = written.watch()
+
+        watch = self._watch
+
+        def work() -> None:
+            for _ in range(MAX_ROUNDS):
+                blocks = watch.take()
+                if not blocks:
+                    return
+                self._round(blocks)
+                if self._stop.is_set() or len(watch) >= len(blocks):
+                    return
+
+        self._begin(work, Phase.COPIED)
+
+    def _round(self, blocks: list[int]) -> None:
+        assert self.mover is not None
+        began_s = time.perf_counter()
+        num_bytes = self.mover.copy(blocks, self._stop.is_set)
+        self.facts["rounds"] += 1
+        self.facts["precopy_bytes"] += num_bytes
+        self.facts["precopy_s"] += time.perf_counter() - began_s
+
+    def free(self, work: Callable[[], None]) -> None:
+        """Begin to give back what the source holds."""
+        self.enter(Phase.FREEING)
+
+        def timed() -> None:
+            began_s = time.perf_counter()
+            work()
+            self.facts["free_s"] = time.perf_counter() - began_s
+
+        self._begin(timed, Phase.FREED)
+
+    def _begin(self, work: Callable[[], None], then: Phase) -> None:
+        def run() -> None:
+            reason = ""
+            try:
+                work()
+            except BanaServeError as failed:
+                reason = str(failed)
+            except Exception as failed:
+                logger.exception("move %s", self.move_id)
+                reason = f"{type(failed).__name__}: {failed}"
+            with self._ending:
+                self._working = False
+                if reason:
+                    self.fail(reason)
+                if self._phase is Phase.FREEING:
+                    self.error = reason
+                    self._phase = Phase.FAILED if reason else then
+                elif self._stop.is_set():
+                    self._let_go()
+                elif self.is_open:
+                    self._phase = then
+
+        self._working = True
+        self._thread = threading.Thread(target=run, name=f"move-{self.move_id}", daemon=True)
+        self._thread.start()
+
+    # ---- by the engine's thread
+
+    def take_left(self, written: WrittenBlocks) -> list[int]:
+        """What is still to copy, between two steps."""
+        if self._watch is None:
+            self._watch = written.watch()
+        return list(self._watch.take())
+
+    def give_up(self) -> None:
+        """Stop at the next layer; what was built is let go of, now or when the thread ends.
+
+        The caller has entered ABORTED, or called ``fail``.
+        """
+        with self._ending:
+            self._stop.set()
+            if not self._working:
+                self._let_go()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread; whether it has ended."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return not self._working
+
+    def _let_go(self) -> None:
+        residence, self.new_residence = self.new_residence, None
+        if residence is not None:
+            with contextlib.suppress(BanaServeError):
+                residence.leave()
+        self.end_copies()
+
+    def end_copies(self) -> None:
+        """Nothing more is copied."""
+        self.mover = None
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
+
+    def status(self) -> dict[str, Any]:
+        """Plain values for the coordinator."""
+        return {
+            "move_id": self.move_id,
+            "unit_id": self.unit.unit_id,
+            "phase": self._phase.value,
+            "target": self.target.guest_id if self.target else None,
+            "reason": self.error,
+            "dirty_blocks": len(self._watch) if self._watch is not None else None,
+            **self.facts,
+        }

@@ -1,0 +1,170 @@
+"""Steps whose output must not count, because KV that they read was lost with a guest.
+
+A scheduler whose pool of KV blocks grows and shrinks while it serves, and can start over.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from banaserve.engine.vllm.compat import model as compat
+from banaserve.engine.vllm.migration.kv import store_copier
+from banaserve.errors import MigrationError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+
+LIFE = "banaserve_kv_life"
+"""On a scheduler's output: in which life of the KV cache the step was planned."""
+
+LOST_LIFE = "banaserve_lost_life"
+"""On a runner's output: the life that is over, so the output must be dropped."""
+
+
+class LostSteps:
+    """Stands around the runner's two halves of a step.
+
+    A step planned before the scheduler has heard of the loss reads what is no longer there, so
+    it is lost as well.
+
+    Args:
+        runner: vLLM's model runner; its methods are wrapped on this object, not on its class.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._life = 0
+        self._valid_from = 0
+        self.num_lost = 0
+        self._execute, self._sample = runner.execute_model, runner.sample_tokens
+        runner.execute_model, runner.sample_tokens = self._execute_model, self._sample_tokens
+
+    def kv_lost(self) -> None:
+        """KV of the present life is gone: the step under way, or the next one, says so."""
+        self._valid_from = self._life + 1
+        store_copier.abandon_step()
+
+    @property
+    def _is_lost(self) -> bool:
+        return self._life < self._valid_from
+
+    def _execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self._life = getattr(scheduler_output, LIFE, self._life)
+        if self._is_lost:
+            store_copier.abandon_step()
+        return self._mark(self._execute(scheduler_output, *args, **kwargs))
+
+    def _sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_lost:
+            return self._sample(*args, **kwargs)
+        # What is drawn for a dropped step would be missing in the step that is run instead.
+        generators = self._runner.input_batch.generators
+        states = {row: generator.get_state() for row, generator in generators.items()}
+        output = self._sample(*args, **kwargs)
+        for row, state in states.items():
+            if row in generators:
+                generators[row].set_state(state)
+        return self._mark(output)
+
+    def _mark(self, output: Any) -> Any:
+        if output is None or not self._is_lost:
+            return output
+        self.num_lost += 1
+        life = self._life
+        if hasattr(output, "get_output"):
+            get_output = output.get_output
+
+            def marked() -> Any:
+                inner = get_output()
+                setattr(inner, LOST_LIFE, life)
+                return inner
+
+            output.get_output = marked
+        else:
+            setattr(output, LOST_LIFE, life)
+        return output
+
+
+logger = logging.getLogger(__name__)
+
+
+class _PoolControl:
+    """Mixed into vLLM's schedulers.
+
+    All KV of an engine has one life. When some of it is lost with a guest, the worker says in
+    which life; then every request starts over in the next, and what is in flight is dropped.
+    """
+
+    _kv_life = 0
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        setattr(output, LIFE, self._kv_life)
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        lost = getattr(model_runner_output, LOST_LIFE, None)
+        if lost is not None and lost >= self._kv_life:
+            num_restarted = compat.restart_requests(self)
+            self._kv_life = lost + 1
+            logger.warning("KV was lost with a guest: %d requests start over", num_restarted)
+        return super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
+
+    # ---- called by the engine core's utility, between two steps
+
+    def pool_info(self) -> dict[str, int]:
+        """``num_blocks``, ``free_blocks``, ``running``, ``waiting``, ``preemptions``: counts."""
+        num_blocks, free_blocks = compat.pool_usage(self)
+        return {
+            "num_blocks": num_blocks,
+            "free_blocks": free_blocks,
+            "running": len(self.running),  # type: ignore[attr-defined]
+            "waiting": len(self.waiting),  # type: ignore[attr-defined]
+            "preemptions": sum(
+                request.num_preemptions
+                for request in self.requests.values()  # type: ignore[attr-defined]
+            ),
+        }
+
+    def resize_pool(self, num_blocks: int, hold: bool = False) -> dict[str, Any]:
+        """Grow or shrink the pool to ``num_blocks``; a block in use is never taken away.
+
+        Args:
+            hold: Where blocks in use are in the way, give none of those that are to go to anybody
+                until the next call: under load they would never be free all at once.
+
+        Returns:
+            ``pool_info``, with ``busy``: how many blocks in use stand in the way of shrinking.
+            Where there are any, nothing has changed: ask again later.
+
+        Raises:
+            MigrationError: Less than two blocks.
+        """
+        if num_blocks < 2:
+            raise MigrationError("a pool has at least two blocks")
+        compat.release_blocks(self)
+        busy: list[int] = []
+        if num_blocks >= compat.pool_usage(self)[0]:
+            compat.grow_pool(self, num_blocks)
+        else:
+            busy = compat.shrink_pool(self, num_blocks)
+            if busy and hold:
+                compat.hold_blocks(self, num_blocks)
+        return {**self.pool_info(), "busy": len(busy)}
+
+
+class PoolScheduler(_PoolControl, Scheduler):
+    """vLLM's scheduler with a pool that can change."""
+
+
+class AsyncPoolScheduler(_PoolControl, AsyncScheduler):
+    """vLLM's asynchronous scheduler with a pool that can change."""

@@ -1,0 +1,132 @@
+"""The batch's attention metadata as values that a guest rebuilds its own from.
+
+Built metadata depends on the number of heads, so what travels is what it is built from.
+
+What the host knows of the step under way: its batch, and which blocks it writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from banaserve.engine.vllm.migration.kv.dirty_blocks import WrittenBlocks
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(CommonAttentionMetadata))
+_NAMES = frozenset(_FIELDS)
+_CAN_TRAVEL = (bool, int, float, str, torch.Tensor, np.ndarray)
+
+
+def fields_of(common: CommonAttentionMetadata, block_size: int) -> dict[str, Any]:
+    """Every field that is set, with the block table and the slot mapping cut to what is used."""
+    found = {name: getattr(common, name) for name in _FIELDS}
+    fields = {name: value for name, value in found.items() if isinstance(value, _CAN_TRAVEL)}
+    num_columns = -(-common.max_seq_len // block_size)
+    fields["block_table_tensor"] = common.block_table_tensor[:, :num_columns]
+    fields["slot_mapping"] = common.slot_mapping[: common.num_actual_tokens]
+    return fields
+
+
+def common_from(fields: Mapping[str, Any]) -> CommonAttentionMetadata:
+    """The metadata as the host's builder got it; fields of another vLLM are left out."""
+    return CommonAttentionMetadata(
+        **{name: value for name, value in fields.items() if name in _NAMES}
+    )
+
+
+class StepWatch:
+    """Listens to the builder of one attention group, from the first step on.
+
+    Args:
+        num_blocks: That the pool can ever have.
+
+    Attributes:
+        written: Blocks marked from each step's slot mapping.
+        step_id: Counts the steps, and the parts of steps.
+        common: The batch of the step under way, or of a part of it; None before the first.
+    """
+
+    def __init__(self, builder: Any, block_size_tokens: int, num_blocks: int) -> None:
+        self.written = WrittenBlocks(num_blocks)
+        self.step_id = 0
+        self.common: CommonAttentionMetadata | None = None
+        self._block_size = block_size_tokens
+        self._fields: dict[str, Any] | None = None
+        self._local: dict[int, Any] = {}
+        self._listen(builder)
+
+    def _listen(self, builder: Any) -> None:
+        build = self._build = builder.build
+
+        def build_and_watch(
+            common_prefix_len: int, common: CommonAttentionMetadata, *args: Any, **kwargs: Any
+        ) -> Any:
+            self._begin(common)
+            return build(common_prefix_len, common, *args, **kwargs)
+
+        builder.build = build_and_watch
+
+    def _begin(self, common: CommonAttentionMetadata) -> None:
+        self.written.step_ended()
+        self.common = common
+        self._describe_anew()
+        slots = common.slot_mapping[: common.num_actual_tokens].cpu().numpy()
+        # Padding is negative, and stays so.
+        blocks = slots // self._block_size
+        is_last = slots % self._block_size == self._block_size - 1
+        self.written.mark(blocks[blocks >= 0], blocks[is_last & (blocks >= 0)])
+
+    def _describe_anew(self) -> None:
+        self.step_id += 1
+        self._fields = None
+        self._local.clear()
+
+    @contextlib.contextmanager
+    def part(self, common: CommonAttentionMetadata) -> Iterator[None]:
+        """While it lasts, guests hear only of this part of the step under way."""
+        whole, self.common = self.common, common
+        self._describe_anew()
+        try:
+            yield
+        finally:
+            self.common = whole
+            self._describe_anew()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.common.num_actual_tokens if self.common is not None else 0
+
+    def fields(self) -> dict[str, Any]:
+        """The batch for a guest; taken apart once a step."""
+        if self._fields is None:
+            assert self.common is not None
+            self._fields = fields_of(self.common, self._block_size)
+        return self._fields
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self._block_size
+
+    def rebuild(self, part: CommonAttentionMetadata) -> Any:
+        """What the layers' own builder makes of a part of the batch."""
+        return self._build(0, part)
+
+    def metadata_of(self, part: CommonAttentionMetadata) -> Any:
+        """The same, once a step."""
+        if id(part) not in self._local:
+            # The part is kept too, so that no other one of the step gets its id.
+            self._local[id(part)] = self.rebuild(part), part
+        return self._local[id(part)][0]
+
+    def metadata(self, builder: Any) -> Any:
+        """What ``builder`` makes of the batch, once a step."""
+        if id(builder) not in self._local:
+            self._local[id(builder)] = builder.build(0, self.common)
+        return self._local[id(builder)]

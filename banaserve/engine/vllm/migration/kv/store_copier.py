@@ -1,0 +1,194 @@
+"""The store's hooks around attention, for layers whose attention runs elsewhere.
+
+The store's copies of layers and heads that have moved: they go to where the KV lies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+from banaserve.engine.vllm.kv_connector.block_copy import BlockCopier, Copy, EndedCopy
+from banaserve.engine.vllm.migration.kv.dirty_blocks import AwayBlocks, WrittenBlocks
+from banaserve.engine.vllm.migration.kv.host_kv import HostKv, Run
+from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv, wait_all
+from banaserve.engine.vllm.migration.rpc.messages import SlotCopies
+from banaserve.errors import GuestLostError
+from banaserve.kvstore.pool import PoolView
+from banaserve.transport.interface import Ticket
+from banaserve.transport.memory import Memory
+
+_NOTHING = torch.empty(0)
+
+
+def _connector() -> Any | None:
+    if not has_kv_transfer_group():
+        return None
+    connector = get_kv_transfer_group()
+    return connector if connector.has_connector_metadata() else None
+
+
+def wait_for_loads(names: Iterable[str]) -> None:
+    """Return when the blocks that these layers read have been fetched."""
+    connector = _connector()
+    if connector is not None:
+        for name in names:
+            connector.wait_for_layer_load(name)
+
+
+def save_layers(names: Iterable[str], metadata: Any) -> None:
+    """Say that these layers' blocks of this step may be saved."""
+    connector = _connector()
+    if connector is not None:
+        for name in names:
+            of_layer = metadata[name] if isinstance(metadata, dict) else metadata
+            connector.save_kv_layer(name, _NOTHING, of_layer)
+
+
+def slots_to_fill() -> SlotCopies | None:
+    """What this step saves, for a guest to save of its layers; None where it is not to."""
+    connector = _connector()
+    if connector is None:
+        return None
+    found = connector.slots_to_fill()
+    if found.view is None:
+        return None
+    blocks = tuple(copy.block_id for copy in found.copies)
+    slots = tuple(copy.slot.index for copy in found.copies)
+    return SlotCopies(found.view.generation, blocks, slots)
+
+
+def saved_elsewhere(names: Sequence[str], seconds: float) -> None:
+    """Say that a guest has saved these layers' blocks of this step, in so many seconds."""
+    connector = _connector()
+    if connector is not None:
+        connector.saved_elsewhere(names, seconds)
+
+
+def hold_saves(hold: bool) -> None:
+    """Let layers not be saved when their attention ends: more tokens of this step will come."""
+    if has_kv_transfer_group():
+        get_kv_transfer_group().holds_saves = hold
+
+
+def abandon_step() -> None:
+    """Nothing that this step computes may reach the store."""
+    if has_kv_transfer_group() and hasattr(get_kv_transfer_group(), "abandon_step"):
+        get_kv_transfer_group().abandon_step()
+
+
+WhereIs = Callable[[str], Sequence[tuple[Run, RemoteKv | None]]]
+"""The runs of an attention's page, each with the guest that holds it; None: the host."""
+OlderBlocks = Callable[[str], tuple[AwayBlocks, RemoteKv] | None]
+"""Which blocks of an attention are in a guest, where the others are not."""
+
+
+class MovedCopier:
+    """Stands before the connector's copier; what is wholly at home goes on to that.
+
+    Args:
+        names: Of the attentions, by the layer numbers of the connector.
+        part: This worker's part of a slot.
+        on_lost: Told from a copy thread that a guest is lost.
+    """
+
+    def __init__(
+        self,
+        inner: BlockCopier,
+        names: Sequence[str],
+        host: HostKv,
+        written: WrittenBlocks,
+        where_is: WhereIs,
+        older_blocks: OlderBlocks,
+        part: int,
+        on_lost: Callable[[GuestLostError], None],
+    ) -> None:
+        self._inner = inner
+        self._names = list(names)
+        self._host = host
+        self._written = written
+        self._where_is = where_is
+        self._older_blocks = older_blocks
+        self._part = part
+        self._on_lost = on_lost
+        self.is_synchronous = inner.is_synchronous
+
+    def mark(self) -> Any:
+        return self._inner.mark()
+
+    def load(
+        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
+    ) -> Copy:
+        # A fetched block is written as much as a computed one: a move has to copy it again.
+        self._written.mark_loaded(blocks)
+        parts = self._where_is(self._names[layer])
+        if all(kv is None for _, kv in parts):
+            return self._inner.load(layer, view, blocks, slots, after)
+        return self._copy(layer, view, blocks, slots, parts, saves=False)
+
+    def save(
+        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
+    ) -> Copy:
+        parts = self._where_is(self._names[layer])
+        older = self._older_blocks(self._names[layer])
+        if older is not None and (away := older[0].among(np.asarray(blocks, np.int64))).any():
+            return self._save_both(layer, view, blocks, slots, away, older[1])
+        if all(kv is None for _, kv in parts):
+            return self._inner.save(layer, view, blocks, slots, after)
+        return self._copy(layer, view, blocks, slots, parts, saves=True)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _save_both(
+        self,
+        layer: int,
+        view: PoolView,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        away: npt.NDArray[np.bool_],
+        guest: RemoteKv,
+    ) -> EndedCopy:
+        """Blocks of a layer of which some are in a guest; none of them is written meanwhile."""
+        seconds = 0.0
+        page = Run(0, self._host.page_bytes)
+        for held_by, chosen in ((guest, away), (None, ~away)):
+            mine = np.asarray(blocks, np.int64)[chosen].tolist()
+            theirs = np.asarray(slots, np.int64)[chosen].tolist()
+            if mine:
+                parts = [(page, held_by)]
+                seconds += self._copy(layer, view, mine, theirs, parts, saves=True).seconds
+        return EndedCopy(seconds)
+
+    def _copy(
+        self,
+        layer: int,
+        view: PoolView,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        parts: Sequence[tuple[Run, RemoteKv | None]],
+        *,
+        saves: bool,
+    ) -> EndedCopy:
+        began_s = time.perf_counter()
+        name = self._names[layer]
+        pool = Memory(view.base_address, view.memory.size, True, view)
+        in_slot = view.fingerprint.offset_bytes(layer, self._part)
+        pages = np.asarray(slots, np.int64) * view.slot_bytes + in_slot
+        try:
+            tickets: list[Ticket] = []
+            for kv in {id(kv): kv for _, kv in parts if kv is not None}.values():
+                tickets += kv.copy(name, blocks, pool, pages, to_guest=not saves, urgent=True)
+            for run, held_by in parts:
+                if held_by is None:
+                    self._host.copy_run(name, run, blocks, pool, pages + run.in_page, saves=saves)
+            wait_all(tickets, len(blocks) * self._host.page_bytes)
+        except GuestLostError as lost:
+            self._on_lost(lost)
+        return EndedCopy(time.perf_counter() - began_s)

@@ -1,0 +1,238 @@
+"""Steps of a model with ranges in guests, run in parts so that host and guests compute at once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from torch import nn
+from vllm.forward_context import get_forward_context
+
+from banaserve.config import MOST_STEP_PARTS
+from banaserve.engine.vllm.migration.kv.step_context import StepWatch
+from banaserve.engine.vllm.migration.microbatch.pipeline import (
+    Pipeline,
+    Segment,
+    cut,
+    join,
+    seen_of,
+    segments_of,
+    why_uncut,
+)
+from banaserve.engine.vllm.migration.microbatch.planner import (
+    HERE,
+    LEAST_TOKENS,
+    PartPlan,
+    StageTimes,
+    plan_parts,
+)
+from banaserve.engine.vllm.migration.modules.layer_proxy import (
+    LayerChain,
+    LayerOrder,
+    RemoteRange,
+    by_name,
+    signature_of,
+)
+from banaserve.errors import MigrationError
+
+logger = logging.getLogger(__name__)
+
+_SMOOTHING = 0.1
+SMALL_TOKENS = 2 * LEAST_TOKENS
+"""A step of fewer is never cut."""
+_LEARN_EVERY = 8
+"""Of small steps: planning and learning take some tenths of a millisecond."""
+
+
+class Overlap:
+    """Stands before each layer of the model while a range is away and steps may be cut.
+
+    The first layer that is called runs the whole step in parts; the others pass its result on.
+    That is right for models that do nothing between their layers, which a step in one part has to
+    show before any is cut.
+
+    Args:
+        layers: The model's list.
+        why_not: Why steps of this engine cannot be cut; empty where they can.
+
+    Attributes:
+        most_parts: That a step is cut into; 1: guests are waited for.
+    """
+
+    def __init__(
+        self, layers: nn.ModuleList, watch: StepWatch, why_not: str, most_parts: int
+    ) -> None:
+        self.most_parts = most_parts
+        self._why_never = why_not
+        self._why_here = self._told = ""
+        self._layers = layers
+        # Made here, since an engine stands still while they are put in their places.
+        self._before = [_Before(self, index) for index in range(len(layers))]
+        self._watch = watch
+        self._times = StageTimes()
+        self._segments: list[Segment] = []
+        self._order = LayerOrder(len(layers))
+        self._result: Any = None
+        self._num_cut = self._num_waited = self._num_parts = self._num_small = 0
+        self._error_fraction = 0.0
+        self._sums_s = dict.fromkeys(("predicted", "waiting", "measured", "wrong"), 0.0)
+
+    # ---- between two steps, and when a guest is lost in one
+
+    def allow(self, most_parts: int) -> None:
+        """Cut steps into at most so many parts.
+
+        Raises:
+            MigrationError: Out of range, or steps of this engine cannot be cut.
+        """
+        if not 1 <= most_parts <= MOST_STEP_PARTS:
+            raise MigrationError(f"a step has 1 to {MOST_STEP_PARTS} parts, not {most_parts}")
+        why_never = self._why_never or self._order.why_not
+        if most_parts > 1 and why_never:
+            raise MigrationError(f"steps cannot be cut, guests are waited for: {why_never}")
+        self.most_parts = most_parts
+
+    def step_aside(self) -> None:
+        """Leave nothing but the model's layers and their proxies in its list."""
+        for index, module in enumerate(self._layers):
+            if isinstance(module, _Before):
+                self._layers[index] = module.leave()
+        self._segments = []
+
+    def step_in(self, why_not: str) -> None:
+        """Run the steps from here on, where a range is away.
+
+        Args:
+            why_not: Why guests have to be waited for as things lie; empty where they need not.
+        """
+        self._why_here = why_not
+        self._tell()
+        if self.most_parts == 1 or self.why_not:
+            return
+        segments = segments_of(list(self._layers))
+        guests = [s.where.link.guest_id for s in segments if isinstance(s, RemoteRange)]
+        self._times.keep(guests)
+        if not guests:
+            return
+        self._segments = segments
+        for index, module in enumerate(self._layers):
+            self._layers[index] = self._before[index].standing_before(module)
+
+    def _tell(self) -> None:
+        why_not = self.why_not if self.most_parts > 1 else ""
+        if why_not and why_not != self._told:
+            logger.warning("steps are not cut, guests are waited for: %s", why_not)
+        self._told = why_not
+
+    @property
+    def why_not(self) -> str:
+        """Why steps are not cut; empty where they may be."""
+        return self._why_never or self._order.why_not or self._why_here
+
+    @property
+    def parts_allowed(self) -> int:
+        """As many parts as a step may be cut into as things lie."""
+        return 1 if self.why_not else self.most_parts
+
+    def status(self) -> dict[str, Any]:
+        """Plain values for the coordinator."""
+        return {
+            "most_parts": self.most_parts,
+            "why_not": self.why_not,
+            "steps_cut": self._num_cut,
+            "steps_waited": self._num_waited,
+            "parts": self._num_parts,
+            "prediction_error": self._error_fraction,
+            "sums_s": dict(self._sums_s),
+        }
+
+    # ---- in a step
+
+    def call(
+        self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The model calls a layer of its list."""
+        if index == 0:
+            self._result = self._run(layer, args, kwargs)
+        if self._result is not None:
+            result = self._result
+            if index == len(self._layers) - 1:
+                self._result = None
+            return result
+        self._order.called(index, layer, args, kwargs)
+        returned = layer(*args, **kwargs)
+        self._order.returned(index, returned)
+        if index == len(self._layers) - 1:
+            self._tell()
+        return returned
+
+    def _run(self, first: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The whole step; None where the model is to call its layers one by one."""
+        context, common = get_forward_context(), self._watch.common
+        if context.attn_metadata is None or common is None:
+            return None
+        if common.num_actual_tokens < SMALL_TOKENS:
+            self._num_small += 1
+            if self._num_small % _LEARN_EVERY:
+                self._num_waited += 1
+                return None
+        arguments = by_name(signature_of(first), args, kwargs)
+        if not self._order.is_known or self.why_not or why_uncut(arguments, common, context):
+            self._num_waited += 1
+            return None
+        plan = plan_parts(self._times, self._stages(), seen_of(common), self.most_parts)
+        parts = cut(arguments, self._watch, context, plan.sizes)
+        began_s = time.perf_counter()
+        spans = [s for s in self._segments if isinstance(s, RemoteRange)]
+        if not Pipeline(self._segments, self._watch, self._times).run(parts):
+            return spans[0].zeros(arguments)
+        self._count(plan, time.perf_counter() - began_s)
+        return join(parts)
+
+    def _stages(self) -> list[tuple[str, int]]:
+        """Host and guests in the order in which a token passes them, each with the number of
+        layers that it runs."""
+        layers: dict[str, int] = {}
+        for segment in self._segments:
+            name = HERE if isinstance(segment, LayerChain) else segment.where.link.guest_id
+            layers[name] = layers.get(name, 0) + len(segment)
+        return list(layers.items())
+
+    def _count(self, plan: PartPlan, seconds: float) -> None:
+        self._num_parts += len(plan.sizes)
+        if len(plan.sizes) == 1:
+            self._num_waited += 1
+        else:
+            self._num_cut += 1
+        wrong_s = abs(plan.predicted_s - seconds)
+        self._error_fraction += _SMOOTHING * (wrong_s / seconds - self._error_fraction)
+        self._sums_s["predicted"] += plan.predicted_s
+        self._sums_s["waiting"] += plan.waiting_s
+        self._sums_s["measured"] += seconds
+        self._sums_s["wrong"] += wrong_s
+
+
+class _Before(nn.Module):
+    """At the place of a layer, or of its proxy."""
+
+    layer: nn.Module
+
+    def __init__(self, overlap: Overlap, index: int) -> None:
+        super().__init__()
+        object.__setattr__(self, "overlap", overlap)
+        self.index = index
+
+    def standing_before(self, layer: nn.Module) -> _Before:
+        """This, before ``layer``, which is not registered as a part of it."""
+        object.__setattr__(self, "layer", layer)
+        return self
+
+    def leave(self) -> nn.Module:
+        """The layer, which this lets go of."""
+        layer = self.layer
+        object.__delattr__(self, "layer")
+        return layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.overlap.call(self.index, self.layer, args, kwargs)

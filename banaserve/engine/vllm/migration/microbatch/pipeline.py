@@ -1,0 +1,262 @@
+"""A step's batch cut into parts, each with what attention has to know of it.
+
+Parts of a step on their way through layers here and in guests, which compute at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from banaserve.engine.vllm.compat import model as compat
+from banaserve.engine.vllm.migration.kv import store_copier
+from banaserve.engine.vllm.migration.kv.step_context import StepWatch
+from banaserve.engine.vllm.migration.microbatch.planner import HERE, PartWork, StageTimes
+from banaserve.engine.vllm.migration.modules.layer_proxy import (
+    LayerChain,
+    RangeProxy,
+    RemoteRange,
+    as_arguments,
+)
+from banaserve.errors import GuestLostError
+
+
+@dataclass
+class Part:
+    """Some consecutive tokens of a step on their way through the layers.
+
+    Attributes:
+        arguments: Of the next layer, by parameter name.
+        common: The batch that the part is.
+        context: vLLM's for these tokens.
+        num_behind: Parts of the step whose tokens come later.
+        place: Segments of the model that it has entered.
+        returned: What the last layer has returned for it.
+        host_s: Spent on it here.
+    """
+
+    arguments: dict[str, Any]
+    common: CommonAttentionMetadata
+    context: ForwardContext
+    num_behind: int
+    place: int = 0
+    returned: Any = None
+    host_s: float = 0.0
+
+    @property
+    def work(self) -> PartWork:
+        return work_of(self.common)
+
+    @property
+    def hidden_states(self) -> torch.Tensor:
+        hidden: torch.Tensor = self.arguments["hidden_states"]
+        return hidden
+
+    def take(self, returned: Any) -> None:
+        """A layer has returned this: the next one takes it."""
+        self.returned = returned
+        self.arguments |= as_arguments(returned)
+
+
+def work_of(common: CommonAttentionMetadata) -> PartWork:
+    """Tokens of a batch, and at how many tokens they look together."""
+    seen = seen_of(common)
+    return PartWork(float(len(seen)), float(seen.sum()))
+
+
+def seen_of(common: CommonAttentionMetadata) -> NDArray[np.float64]:
+    """At how many tokens each token of a batch looks, itself among them."""
+    starts = common.query_start_loc_cpu.numpy()
+    queries = np.diff(starts)
+    lengths = common.seq_lens.cpu().numpy()[: len(queries)]
+    before = np.repeat(lengths - starts[1:], queries)
+    return np.asarray(before + np.arange(1, len(before) + 1), dtype=np.float64)
+
+
+def why_uncut(
+    arguments: Mapping[str, Any], common: CommonAttentionMetadata, context: ForwardContext
+) -> str:
+    """Why a step cannot be cut between its tokens; empty where it can."""
+    num_tokens = common.num_actual_tokens
+    if common.causal is not True:
+        return "its tokens look at later ones"
+    if not isinstance(context.attn_metadata, dict) or not isinstance(context.slot_mapping, dict):
+        return "the engine has cut it already"
+    if int(common.query_start_loc_cpu[-1]) != num_tokens:
+        return "it is padded"
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and value.shape[:1] != (num_tokens,):
+            return f"{name} has not one row for each token"
+    return ""
+
+
+def cut(
+    arguments: Mapping[str, Any], watch: StepWatch, context: ForwardContext, sizes: Sequence[int]
+) -> list[Part]:
+    """The parts of the step under way, in the order of their tokens.
+
+    Args:
+        sizes: Tokens of each; together those of the step.
+    """
+    assert watch.common is not None
+    if len(sizes) == 1:
+        return [Part(dict(arguments), watch.common, context, 0)]
+    parts = []
+    begin = 0
+    for number, common in enumerate(compat.split_batch(watch.common, sizes), start=1):
+        end = begin + common.num_actual_tokens
+        mine = {k: v[begin:end] if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+        own = _context(context, common, watch.metadata_of(common), slice(begin, end))
+        parts.append(Part(mine, common, own, len(sizes) - number))
+        begin = end
+    return parts
+
+
+def _context(
+    whole: ForwardContext, common: CommonAttentionMetadata, metadata: Any, tokens: slice
+) -> ForwardContext:
+    assert isinstance(whole.attn_metadata, dict)
+    assert isinstance(whole.slot_mapping, dict)
+    return dataclasses.replace(
+        whole,
+        attn_metadata=dict.fromkeys(whole.attn_metadata, metadata),
+        slot_mapping=dict.fromkeys(whole.slot_mapping, common.slot_mapping),
+        is_padding=None if whole.is_padding is None else whole.is_padding[tokens],
+    )
+
+
+def join(parts: Sequence[Part]) -> Any:
+    """What the last layer has returned for all parts, as for one step."""
+    if len(parts) == 1:
+        return parts[0].returned
+    if not isinstance(parts[0].returned, tuple):
+        return torch.cat([part.returned for part in parts])
+    columns = zip(*(part.returned for part in parts), strict=True)
+    return tuple(None if column[0] is None else torch.cat(column) for column in columns)
+
+
+Segment = LayerChain | RemoteRange
+
+
+def segments_of(modules: Sequence[nn.Module]) -> list[Segment]:
+    """The model's list of layers as runs of layers here and ranges elsewhere, in order."""
+    found: list[Segment] = []
+    index = 0
+    while index < len(modules):
+        first = modules[index]
+        if isinstance(first, RangeProxy):
+            found.append(first.span)
+            index += len(first.span)
+            continue
+        end = index
+        while end < len(modules) and not isinstance(modules[end], RangeProxy):
+            end += 1
+        found.append(LayerChain(modules[index:end]))
+        index = end
+    return found
+
+
+class Pipeline:
+    """One step. All parts begin first, so that guests have work; then they go on in their order.
+
+    No part overtakes another, here or in a guest, so each finds the KV of those before it: what
+    chunks of a prompt in steps of their own find.
+
+    Args:
+        segments: Of the model.
+        times: Learn what each part takes.
+    """
+
+    def __init__(self, segments: Sequence[Segment], watch: StepWatch, times: StageTimes) -> None:
+        self._segments = segments
+        self._watch = watch
+        self._times = times
+        self._waiting: deque[tuple[Part, RemoteRange]] = deque()
+
+    def run(self, parts: Sequence[Part]) -> bool:
+        """Take all parts through all layers; False where a guest was lost on the way."""
+        try:
+            for part in parts:
+                self._advance(part)
+                while self._can_feed_another():
+                    self._advance(self._collect())
+            while self._waiting:
+                self._advance(self._collect())
+        except GuestLostError as error:
+            self._end(error, max(part.common.num_actual_tokens for part in parts))
+            return False
+        except BaseException:
+            # The engine ends with this, and what guests write to the store ends before it.
+            for _, span in self._waiting:
+                span.where.link.give_up("the step has failed here")
+            raise
+        finally:
+            store_copier.hold_saves(False)
+        here = sum(len(s) for s in self._segments if isinstance(s, LayerChain))
+        for part in parts:
+            self._times.observe(HERE, here, part.work, part.host_s)
+        return True
+
+    def _advance(self, part: Part) -> None:
+        """Compute a part until a guest has it, or until it is through."""
+        began_s = time.perf_counter()
+        with self._watch.part(part.common):
+            while part.place < len(self._segments):
+                segment = self._segments[part.place]
+                part.place += 1
+                if isinstance(segment, RemoteRange):
+                    self._post(part, segment)
+                    break
+                self._compute(part, segment)
+        part.host_s += time.perf_counter() - began_s
+
+    def _compute(self, part: Part, layers: LayerChain) -> None:
+        store_copier.hold_saves(part.num_behind > 0)
+        with override_forward_context(part.context):
+            part.take(layers.run(part.arguments))
+
+    def _post(self, part: Part, span: RemoteRange) -> None:
+        span.wait_for_loads()
+        saves = None if part.num_behind else span.slots_to_fill()
+        span.where.post(part.arguments, part.num_behind, saves)
+        self._waiting.append((part, span))
+
+    def _can_feed_another(self) -> bool:
+        """Whether a part is back that another guest might be waiting for."""
+        if not self._waiting:
+            return False
+        part, span = self._waiting[0]
+        ahead = self._segments[part.place :]
+        return any(isinstance(s, RemoteRange) for s in ahead) and span.where.link.has_answer()
+
+    def _collect(self) -> Part:
+        """Wait for the part that was posted first."""
+        part, span = self._waiting.popleft()
+        values = span.where.collect(part.hidden_states)
+        part.take(span.returned(values))
+        link = span.where.link
+        self._times.observe(link.guest_id, len(span), part.work, link.run_s)
+        if part.num_behind == 0:
+            store_copier.hold_saves(False)
+            span.save(part.context.attn_metadata)
+        return part
+
+    def _end(self, error: GuestLostError, most_tokens: int) -> None:
+        """Leave nothing on the way: the next that is asked must get its own answer."""
+        spans = {s.where.link: s for s in self._segments if isinstance(s, RemoteRange)}
+        for link in spans:
+            link.drop(most_tokens)
+        for link, span in spans.items():
+            if link.lost is not None:
+                span.lost(error)

@@ -1,0 +1,224 @@
+"""Which tokens of a batch ask a guest for older blocks, and which blocks both ends look at.
+
+Takes the place of an attention's implementation: newer blocks here, older ones in a guest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from banaserve.engine.vllm.migration.kv.dirty_blocks import AwayBlocks
+from banaserve.engine.vllm.migration.kv.step_context import StepWatch
+from banaserve.engine.vllm.migration.modules.paged_attention import Pages
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestLink
+from banaserve.errors import GuestLostError
+from banaserve.kernels.interface import Batch, Part
+from banaserve.kernels.registry import pick
+
+_Ints = npt.NDArray[np.int64]
+_Marks = npt.NDArray[np.bool_]
+
+
+class ContextPlan(NamedTuple):
+    """One step of the layers whose older blocks are in one guest.
+
+    Attributes:
+        rows: Tokens of sequences with blocks in the guest, int64.
+        local: Their blocks here; tokens are counted without those in the guest.
+        remote: Their blocks in the guest: all before the first token that asks, so no mask.
+        other_rows: The other tokens.
+        others: The batch of the other tokens; None where there are none.
+    """
+
+    rows: torch.Tensor
+    local: Batch
+    remote: Batch
+    other_rows: torch.Tensor
+    others: CommonAttentionMetadata | None
+
+
+def split_context(
+    common: CommonAttentionMetadata, block_size: int, away: AwayBlocks
+) -> ContextPlan | None:
+    """Divide a step between the host and a guest; None where the guest has nothing of it.
+
+    Keys carry their positions, and whatever is in the guest lies before the tokens that ask. So
+    the blocks of either end may be counted as if they lay together.
+    """
+    table: _Ints = common.block_table_tensor[: common.num_reqs].cpu().numpy().astype(np.int64)
+    seq_lens = common.seq_lens[: common.num_reqs].cpu().numpy().astype(np.int64)
+    starts = common.query_start_loc[: common.num_reqs + 1].cpu().numpy().astype(np.int64)
+    asking = np.diff(starts)
+    used = np.arange(table.shape[1]) < -(-seq_lens // block_size)[:, None]
+    is_away: _Marks = away.among(np.where(used, table, 0)) & used
+    split = np.flatnonzero(is_away.any(1) & (asking > 0))
+    if not len(split):
+        return None
+    first_asking = (seq_lens - asking)[split]
+    behind = (is_away[split] * (np.arange(table.shape[1]) + 1)).max(1) * block_size
+    assert (behind <= first_asking).all(), "a block that is being written is in a guest"
+    hidden = is_away[split].sum(1) * block_size
+    rest = np.setdiff1d(np.arange(common.num_reqs), split)
+    return ContextPlan(
+        _rows(starts, split),
+        _select(
+            table[split],
+            used[split] & ~is_away[split],
+            asking[split],
+            first_asking - hidden,
+            seq_lens[split] - hidden,
+        ),
+        _select(table[split], is_away[split], asking[split], hidden, hidden),
+        _rows(starts, rest),
+        _without(common, starts, seq_lens, rest),
+    )
+
+
+def _rows(starts: _Ints, seqs: _Ints) -> torch.Tensor:
+    ranges = [np.arange(starts[s], starts[s + 1]) for s in seqs]
+    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *ranges]))
+
+
+def _select(
+    table: _Ints, chosen: _Marks, asking: _Ints, first_asking: _Ints, num_tokens: _Ints
+) -> Batch:
+    """The chosen blocks of each row, at its front."""
+    width = int(chosen.sum(1).max())
+    order = np.argsort(~chosen, axis=1, kind="stable")[:, :width]
+    return Batch(
+        block_table=_int32(np.take_along_axis(np.where(chosen, table, 0), order, 1)),
+        query_start=_int32(np.concatenate([[0], np.cumsum(asking)])),
+        query_position=_int32(first_asking),
+        range_start=torch.zeros(len(asking), dtype=torch.int32),
+        range_end=_int32(num_tokens),
+    )
+
+
+def _int32(values: npt.NDArray[np.integer]) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values, np.int32))
+
+
+def _without(
+    common: CommonAttentionMetadata, starts: _Ints, seq_lens: _Ints, rest: _Ints
+) -> CommonAttentionMetadata | None:
+    """The batch with none but the sequences ``rest``."""
+    asking = np.diff(starts)[rest]
+    if not asking.sum():
+        return None
+    which = torch.from_numpy(rest)
+    query_start = _int32(np.concatenate([[0], np.cumsum(asking)]))
+    changed = {
+        "query_start_loc": query_start.to(common.query_start_loc.device),
+        "query_start_loc_cpu": query_start,
+        "seq_lens": common.seq_lens[which],
+        "num_reqs": len(rest),
+        "num_actual_tokens": int(asking.sum()),
+        "max_query_len": int(asking.max()),
+        "max_seq_len": int(seq_lens[rest].max()),
+        "block_table_tensor": common.block_table_tensor[which],
+        "slot_mapping": common.slot_mapping[_rows(starts, rest)],
+    }
+    return replace(common, **changed)
+
+
+class RemoteContext(Protocol):
+    """Older blocks of some layers in one guest."""
+
+    @property
+    def link(self) -> GuestLink: ...
+
+    def plan(self) -> ContextPlan | None: ...
+
+    def post(self, name: str, query: torch.Tensor) -> None: ...
+
+    def collect(self, query: torch.Tensor) -> Part: ...
+
+
+class ContextAttention:
+    """A sequence is split: both ends attend over their blocks, and the parts are merged.
+
+    BanaServe Eq. 10 in corrected form: a part counts by the exponential of its log-sum-exp, where
+    the paper adds outputs that were normalised by different denominators.
+
+    New keys and values are written by what stands behind, for new blocks are always here.
+
+    Args:
+        layer: vLLM's attention module, whose ``impl`` this object becomes.
+        on_lost: Called when the guest is lost in the middle of a step.
+        pages: How its KV is read.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        name: str,
+        watch: StepWatch,
+        on_lost: Callable[[GuestLink, GuestLostError], None],
+        pages: Pages,
+    ) -> None:
+        self._pages = pages
+        self._layer = layer
+        self._name = name
+        self._watch = watch
+        self._on_lost = on_lost
+        self._remote: RemoteContext | None = None
+        self.inner = layer.impl
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+    def arrange(self, remote: RemoteContext | None) -> None:
+        """Say which guest has older blocks; between two steps. None: all are here."""
+        self._remote = remote
+        self._layer.impl = self.inner if remote is None else self
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """As vLLM's: fills ``output`` ``[num_tokens, num_heads, head_size]``."""
+        remote = self._remote
+        plan = remote.plan() if remote is not None and attn_metadata is not None else None
+        if remote is None or plan is None:
+            arguments = layer, query, key, value, kv_cache, attn_metadata
+            whole: torch.Tensor = self.inner.forward(*arguments, output=output, **kwargs)
+            return whole
+        asking = query[plan.rows]
+        posted = self._ask(remote, lambda: remote.post(self._name, asking))
+        if plan.others is not None:
+            rows = plan.other_rows
+            mine = query[rows], key[rows], value[rows], kv_cache
+            own = torch.empty_like(mine[0])
+            metadata = self._watch.metadata_of(plan.others)
+            self.inner.forward(layer, *mine, metadata, output=own)
+            output[rows] = own
+        scale = self.inner.scale
+        parts = [self._pages.attend(asking, kv_cache, plan.local, scale, causal=True)]
+        if posted:
+            self._ask(remote, lambda: parts.append(remote.collect(asking)))
+        merged = pick(output.device).kernels.merge(parts)
+        output[plan.rows] = merged.output.to(output.dtype)
+        return output
+
+    def _ask(self, remote: RemoteContext, question: Callable[[], None]) -> bool:
+        """Whether the guest has taken it; where it is lost, the step's output is dropped."""
+        try:
+            question()
+        except GuestLostError as lost:
+            self._on_lost(remote.link, lost)
+            return False
+        return True

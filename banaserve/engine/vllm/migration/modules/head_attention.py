@@ -1,0 +1,172 @@
+"""Attention of some KV heads of a layer, over a KV cache of its own."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from banaserve.engine.vllm.migration.modules.paged_attention import (
+    DevicePages,
+    Pages,
+    StepBatches,
+    all_heads,
+    pages_of,
+    write_tokens,
+)
+from banaserve.engine.vllm.migration.rpc.messages import AttentionSlice
+from banaserve.kernels.interface import Kernels
+from banaserve.kernels.layouts import KvLayout, key_value_views
+
+
+class HeadAttention(Protocol):
+    """Heads that a guest computes."""
+
+    def metadata(self, common: CommonAttentionMetadata) -> Any:
+        """What ``run`` needs of a step; the same for every layer with as many heads."""
+        ...
+
+    def pages(self) -> Pages:
+        """How to read keys and values of its KV cache."""
+        ...
+
+    def run(
+        self,
+        metadata: Any,
+        slot_mapping: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write the new keys and values, then attend.
+
+        Args:
+            slot_mapping: ``[num_tokens]`` int64.
+            query: ``[num_tokens, num_heads, head_size]``.
+            key: ``[num_tokens, num_kv_heads, head_size]``; ``value`` likewise.
+
+        Returns:
+            As ``query``.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the KV cache."""
+        ...
+
+
+def head_attention(
+    config: VllmConfig,
+    part: AttentionSlice,
+    unit_id: str,
+    kv_cache: torch.Tensor,
+    kernels: Kernels | None,
+) -> HeadAttention:
+    """Of a slice whose KV is ``[num_blocks, num_kv_heads, ...]``; no kernels: vLLM's own."""
+    if kernels is not None:
+        return KernelsHeadAttention(part, kv_cache, kernels)
+    return VllmHeadAttention(config, part, unit_id, kv_cache)
+
+
+class KernelsHeadAttention:
+    """Through the kernels of the KV's device."""
+
+    def __init__(self, part: AttentionSlice, kv_cache: torch.Tensor, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._scale = part.scale
+        self._heads = all_heads(part.num_heads, part.num_kv_heads)
+        self._kv_cache: torch.Tensor | None = kv_cache
+
+    def metadata(self, common: CommonAttentionMetadata) -> Any:
+        """See ``HeadAttention``."""
+        return StepBatches().of(common)
+
+    def pages(self) -> Pages:
+        """See ``HeadAttention``."""
+        return DevicePages(self._kernels)
+
+    def run(
+        self,
+        metadata: Any,
+        slot_mapping: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ``HeadAttention``."""
+        assert self._kv_cache is not None
+        with torch.inference_mode():
+            write_tokens(self._kv_cache, key, value, slot_mapping)
+            keys, values = key_value_views(self._kv_cache, KvLayout.CONTENT)
+            part = self._kernels.partial_attention(
+                query, keys, values, metadata, self._heads, self._scale
+            )
+        return part.output
+
+    def close(self) -> None:
+        """See ``HeadAttention``."""
+        self._kv_cache = None
+
+
+class VllmHeadAttention:
+    """vLLM's own attention module with fewer heads."""
+
+    def __init__(
+        self, config: VllmConfig, part: AttentionSlice, unit_id: str, kv_cache: torch.Tensor
+    ) -> None:
+        from vllm.model_executor.layers.attention import Attention
+
+        self._config = config
+        self._name = f"{part.name}.{unit_id}"
+        self._kv_cache: torch.Tensor | None = kv_cache
+        dtype = config.model_config.dtype
+        with set_current_vllm_config(config), set_default_torch_dtype(dtype):
+            self._attention: Any = Attention(
+                part.num_heads,
+                part.head_size,
+                part.scale,
+                num_kv_heads=part.num_kv_heads,
+                cache_config=config.cache_config,
+                logits_soft_cap=part.logits_soft_cap,
+                per_layer_sliding_window=part.sliding_window,
+                prefix=self._name,
+            )
+            self._attention.process_weights_after_loading(dtype)
+        spec = self._attention.get_kv_cache_spec(config)
+        with set_current_vllm_config(config):
+            self._builder: Any = self._attention.get_attn_backend().get_builder_cls()(
+                spec, [self._name], config, kv_cache.device
+            )
+
+    def metadata(self, common: CommonAttentionMetadata) -> Any:
+        """See ``HeadAttention``."""
+        return self._builder.build(0, common)
+
+    def pages(self) -> Pages:
+        """See ``HeadAttention``."""
+        assert self._kv_cache is not None
+        return pages_of(self._attention, self._attention.impl, self._kv_cache)
+
+    def run(
+        self,
+        metadata: Any,
+        slot_mapping: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ``HeadAttention``."""
+        layer = self._attention
+        out = torch.empty_like(query)
+        with torch.inference_mode():
+            layer.impl.do_kv_cache_update(layer, key, value, self._kv_cache, slot_mapping)
+            layer.impl.forward(layer, query, key, value, self._kv_cache, metadata, output=out)
+        return out
+
+    def close(self) -> None:
+        """See ``HeadAttention``."""
+        self._config.compilation_config.static_forward_context.pop(self._name, None)
+        self._kv_cache, self._builder, self._attention = None, None, None

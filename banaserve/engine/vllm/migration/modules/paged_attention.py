@@ -1,0 +1,444 @@
+"""Attention of a layer through the kernels of its device: what stands for vLLM's implementation.
+
+Attention over some pages of a KV cache that tells its log-sum-exp, as vLLM's on CPU does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from banaserve.errors import MigrationError
+from banaserve.kernels.interface import HEAD_SIZES, Batch, Heads, Kernels, Part
+from banaserve.kernels.layouts import KvLayout, key_value_views
+
+
+class StepBatches:
+    """What vLLM says of a step, as kernels take it: made for its first layer, kept for the rest."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, Batch] | None = None
+
+    def of(self, metadata: Any) -> Batch:
+        """The batch of an attention's metadata, or of what that is built from.
+
+        Raises:
+            ValueError: Tokens see later ones.
+        """
+        if self._last is None or self._last[0] is not metadata:
+            self._last = metadata, _batch_of(metadata)
+        return self._last[1]
+
+
+def _batch_of(metadata: Any) -> Batch:
+    if metadata.causal is not True:
+        raise ValueError(f"causal: {metadata.causal}; allowed: True")
+    table = getattr(metadata, "block_table", None)
+    if table is None:
+        table = metadata.block_table_tensor
+    num_seqs = getattr(metadata, "num_reqs", len(metadata.seq_lens))
+    starts, lengths = metadata.query_start_loc[: num_seqs + 1], metadata.seq_lens[:num_seqs]
+    return Batch(
+        block_table=table[:num_seqs],
+        query_start=starts,
+        query_position=lengths - starts.diff(),
+        range_start=torch.zeros_like(lengths),
+        range_end=lengths,
+        max_range_tokens=int(metadata.max_seq_len),
+    )
+
+
+def write_tokens(
+    kv_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    kv_heads: Sequence[int] | None = None,
+) -> None:
+    """Write new keys and values to their slots.
+
+    Args:
+        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``; is changed.
+        key: ``[num_tokens, num_kv_heads, head_size]``, likewise ``value``; those without a slot
+            are left out.
+        slots: Int64; what is negative goes to slot 0, in vLLM's block for nothing.
+        kv_heads: Of the cache and of the tokens, which are written; None: all.
+    """
+    chosen = slice(None) if kv_heads is None else list(kv_heads)
+    num_tokens, size = len(slots), kv_cache.shape[2]
+    slots = slots.clamp(min=0)
+    blocks, offsets = slots // size, slots % size
+    for cache, new in zip(key_value_views(kv_cache, KvLayout.CONTENT), (key, value), strict=True):
+        if kv_heads is None:
+            cache[blocks, offsets] = new[:num_tokens]
+        else:
+            where = blocks[:, None], offsets[:, None], torch.tensor(chosen, device=slots.device)
+            cache[where] = new[:num_tokens, chosen]
+
+
+class KernelsAttention:
+    """Takes the place of an attention's implementation, which it keeps as ``inner``.
+
+    Args:
+        layer: vLLM's attention module, whose ``impl`` this object becomes.
+        batches: Of the engine, or of the guest's unit.
+        splits_only: Attend with vLLM's own while all heads are here: it keeps its KV as the
+            kernels read it.
+
+    Attributes:
+        kernels: That attend.
+
+    Raises:
+        MigrationError: The attention is more than keys and queries, or the kernels do not take it.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        name: str,
+        kernels: Kernels,
+        batches: StepBatches,
+        splits_only: bool = False,
+    ) -> None:
+        check_plain(layer, name)
+        self.inner = layer.impl
+        self.kernels = kernels
+        self._batches = batches
+        self._splits_only = splits_only
+        self._heads = all_heads(layer.num_heads, layer.num_kv_heads)
+        layer.impl = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """As vLLM's: writes the new keys and values."""
+        if self._splits_only:
+            self.inner.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        write_tokens(kv_cache, key, value, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """As vLLM's: fills ``output`` ``[num_tokens, num_heads, head_size]``."""
+        if attn_metadata is None:
+            return output
+        if self._splits_only:
+            arguments = layer, query, key, value, kv_cache, attn_metadata
+            whole: torch.Tensor = self.inner.forward(*arguments, output=output, **kwargs)
+            return whole
+        num_tokens = attn_metadata.num_actual_tokens
+        output[:num_tokens] = self.attend(query[:num_tokens], kv_cache, attn_metadata, self._heads)
+        return output
+
+    def attend(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, heads: Heads
+    ) -> torch.Tensor:
+        """Attention of some KV heads, ``[num_tokens, query heads, head_size]``.
+
+        BanaServe Eq. 6 to 9 in corrected form, see ``kernels.interface``.
+        """
+        key, value = key_value_views(kv_cache, KvLayout.CONTENT)
+        batch = self._batches.of(metadata)
+        scale = self.inner.scale
+        return self.kernels.partial_attention(query, key, value, batch, heads, scale).output
+
+
+def take_kernels(
+    kernels: Kernels | None, attentions: Mapping[str, Any], names: Iterable[str]
+) -> None:
+    """Let an engine's attentions attend with ``kernels``; None: nothing changes.
+
+    On a CPU all of them, for vLLM packs KV otherwise there. Elsewhere only what is split.
+
+    Raises:
+        MigrationError: They do not take one of the attentions; nothing has changed.
+    """
+    chosen = {name: attentions[name] for name in names if kernels is not None}
+    for name, layer in chosen.items():
+        check_plain(layer, name)
+    batches = StepBatches()
+    for name, layer in chosen.items():
+        assert kernels is not None
+        splits_only = layer.kv_cache.device.type != "cpu"
+        KernelsAttention(layer, name, kernels, batches, splits_only)
+
+
+def kernels_of(impl: Any) -> Kernels | None:
+    """What an attention's implementation attends with; None: vLLM's own.
+
+    It may be split, and so have another in its place.
+    """
+    while impl is not None and not isinstance(impl, KernelsAttention):
+        impl = vars(impl).get("inner")
+    return None if impl is None else impl.kernels
+
+
+def all_heads(num_heads: int, num_kv_heads: int) -> Heads:
+    """Every KV head with the query heads that ask it."""
+    return Heads(tuple(range(num_kv_heads)), num_heads // num_kv_heads)
+
+
+def check_plain(layer: Any, name: str) -> None:
+    """Refuse an attention that the kernels would compute otherwise than vLLM.
+
+    Raises:
+        MigrationError: With the reason.
+    """
+    impl = layer.impl
+    window = impl.sliding_window
+    # vLLM keeps a number or a pair; -1, 0 and None mean that there is none.
+    sizes = window if isinstance(window, tuple) else (window or 0,)
+    for is_there, what in (
+        (max(sizes) > 0, "a sliding window"),
+        ((impl.logits_soft_cap or 0) > 0, "a cap of the scores"),
+        (getattr(impl, "alibi_slopes", None) is not None, "ALiBi"),
+        (getattr(impl, "sinks", None) is not None, "attention sinks"),
+    ):
+        if is_there:
+            raise MigrationError(f"{name} has {what}, which the kernels do not take")
+    if str(layer.kv_cache_dtype) != "auto":
+        raise MigrationError(
+            f"{name} keeps its KV as {layer.kv_cache_dtype}, which the kernels do not take: leave "
+            "--kv-cache-dtype at auto"
+        )
+    if layer.head_size not in HEAD_SIZES or layer.head_size_v != layer.head_size:
+        raise MigrationError(
+            f"{name} has heads of size {layer.head_size}, which the kernels do not take: they "
+            f"take {', '.join(map(str, HEAD_SIZES))}"
+        )
+    if layer.attn_backend.forward_includes_kv_cache_update:
+        raise MigrationError(
+            f"{name} writes its KV while it attends ({layer.attn_backend.get_name()}): choose "
+            "another --attention-backend"
+        )
+
+
+_BITS = 7
+"""Of a number that every floating-point type holds exactly."""
+_TENSORS_OF_A_BATCH = (
+    "block_table", "query_start", "query_position", "range_start", "range_end",
+)  # fmt: skip
+_MAX_SCORES = 1 << 22
+"""Held at once: what a long prompt asks is answered in pieces."""
+
+Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Writes keys and values ``[num_tokens, num_kv_heads, head_size]`` to slots of a KV cache."""
+
+
+class Pages(Protocol):
+    """How attention over a KV cache is computed where it lies."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: Batch,
+        scale: float,
+        *,
+        causal: bool,
+    ) -> Part:
+        """Attention over the first ``range_end`` tokens of each sequence's blocks.
+
+        Args:
+            query: ``[num_tokens, num_heads, head_size]``.
+            kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+            batch: See ``kernels.interface``; ranges begin at 0. In host memory.
+            causal: Whether a token sees no position above its own.
+
+        Returns:
+            Output and log-sum-exp, float32.
+        """
+        ...
+
+
+def pages_of(
+    attention: Any, impl: Any, kv_cache: torch.Tensor, kernels: Kernels | None = None
+) -> Pages:
+    """Of one of vLLM's attention modules, whose implementation is ``impl``.
+
+    Args:
+        kernels: That attend with it; None: vLLM's own.
+
+    Raises:
+        MigrationError: Keys and values are not kept as they are written.
+    """
+    if kernels is not None:
+        return DevicePages(kernels)
+    return KvPages.of(attention, impl, kv_cache)
+
+
+class DevicePages:
+    """Keys and values as vLLM keeps them on GPUs, in any of its layouts: our kernels read them.
+
+    On a CPU so are those that our kernels have written.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._batches: tuple[Batch, Batch] | None = None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: Batch,
+        scale: float,
+        *,
+        causal: bool,
+    ) -> Part:
+        """See ``Pages``."""
+        key, value = key_value_views(kv_cache, KvLayout.CONTENT)
+        num_kv_heads = key.shape[2]
+        heads = Heads(tuple(range(num_kv_heads)), query.shape[1] // num_kv_heads)
+        there = self._on(batch, query.device)
+        part = self._kernels.partial_attention(query, key, value, there, heads, scale, causal)
+        return Part(part.output.float(), part.lse)
+
+    def _on(self, batch: Batch, device: torch.device) -> Batch:
+        """The same batch on the device; copied for the first layer of a step, kept for the rest."""
+        if self._batches is None or self._batches[0] is not batch:
+            there = {name: getattr(batch, name).to(device) for name in _TENSORS_OF_A_BATCH}
+            longest = int(batch.range_end.max()) if len(batch.range_end) else 0
+            self._batches = batch, Batch(**there, max_range_tokens=longest)
+        return self._batches[1]
+
+
+class KvPages:
+    """Keys and values in pages ``[num_kv_heads, block_size, 2 * head_size]``.
+
+    vLLM's kernels pack keys in an order that suits the processor. It is found by writing numbered
+    keys and values, so every processor that vLLM knows will do.
+
+    Raises:
+        MigrationError: A page holds anything else than what was written.
+    """
+
+    def __init__(self, write: Write, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+        num_heads, block_size, twice = shape
+        count = block_size * twice // 2
+        numbers = torch.arange(2 * count)
+        found = torch.zeros(2 * count, dtype=torch.int64)
+        for shift in range(0, (2 * count).bit_length(), _BITS):
+            digits = ((numbers >> shift) & ((1 << _BITS) - 1)).to(dtype)
+            key, value = (
+                part.view(block_size, 1, twice // 2).expand(-1, num_heads, -1).contiguous()
+                for part in digits.chunk(2)
+            )
+            page = torch.zeros(1, *shape, dtype=dtype)
+            write(key, value, page, torch.arange(block_size))
+            found |= page[0, 0].reshape(-1).long() << shift
+        where = torch.argsort(found)
+        if not torch.equal(found[where], numbers):
+            raise MigrationError("KV is not kept as it is written, so sequences cannot be split")
+        self._key, self._value = (_Order(half.view(block_size, -1)) for half in where.chunk(2))
+
+    @classmethod
+    def of(cls, attention: Any, impl: Any, kv_cache: torch.Tensor) -> KvPages:
+        """Of one of vLLM's attention modules, whose implementation is ``impl``."""
+
+        def write(
+            key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+        ) -> None:
+            impl.do_kv_cache_update(attention, key, value, cache, slots)
+
+        num_heads, block_size, twice = kv_cache.shape[1:]
+        return cls(write, (num_heads, block_size, twice), kv_cache.dtype)
+
+    def read(self, page: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A page's keys and values, float32 ``[num_kv_heads, block_size, head_size]``."""
+        return self._key.read(page).float(), self._value.read(page).float()
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: Batch,
+        scale: float,
+        *,
+        causal: bool,
+    ) -> Part:
+        """See ``Pages``. Pages are multiplied where they lie.
+
+        BanaServe Eq. 6 to 9 in corrected form: ``softmax(scale * q k) v``, each head by itself,
+        with the logarithm of the denominator beside it.
+        """
+        output = torch.zeros(query.shape, dtype=torch.float32)
+        lse = torch.full(query.shape[:2], float("-inf"))
+        starts = batch.query_start.tolist()
+        size = kv_cache.shape[2]
+        for seq, (position, end) in enumerate(
+            zip(batch.query_position.tolist(), batch.range_end.tolist(), strict=True)
+        ):
+            blocks = batch.block_table[seq, : -(-end // size)].tolist()
+            read = [self.read(kv_cache[block]) for block in blocks]
+            step = max(1, _MAX_SCORES // max(1, end * query.shape[1]))
+            for first in range(starts[seq], starts[seq + 1], step) if end else ():
+                rows = slice(first, min(first + step, starts[seq + 1]))
+                last = position + first - starts[seq] if causal else None
+                output[rows], lse[rows] = _attend(query[rows].float() * scale, read, end, last)
+        return Part(output, lse)
+
+
+class _Order:
+    """Where in a page the elements of ``[block_size, head_size]`` lie."""
+
+    def __init__(self, where: torch.Tensor) -> None:
+        self._where = where
+        self._first = int(where[0, 0])
+        self._strides = int(where[1, 0]) - self._first, int(where[0, 1]) - self._first
+        rows, columns = (torch.arange(size) for size in where.shape)
+        even = self._first + rows[:, None] * self._strides[0] + columns * self._strides[1]
+        self._is_even = torch.equal(where, even)
+
+    def read(self, page: torch.Tensor) -> torch.Tensor:
+        """Without a copy where they lie in even steps."""
+        if not self._is_even:
+            return page.flatten(1)[:, self._where]
+        shape, strides = (len(page), *self._where.shape), (page.stride(0), *self._strides)
+        return page.as_strided(shape, strides, page.storage_offset() + self._first)
+
+
+def _attend(
+    query: torch.Tensor,
+    read: list[tuple[torch.Tensor, torch.Tensor]],
+    num_tokens: int,
+    last: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one sequence: scaled query ``[q, H, D]``; its first row sees up to position ``last``."""
+    num, heads, head_size = query.shape
+    num_kv_heads, size, _ = read[0][0].shape
+    group = heads // num_kv_heads
+    # The query heads of a KV head ask as more tokens would.
+    rows = query.view(num, num_kv_heads, group, head_size).permute(1, 2, 0, 3).flatten(1, 2)
+    scores = torch.cat([rows @ key.transpose(1, 2) for key, _ in read], -1)[..., :num_tokens]
+    if last is not None:
+        unseen = torch.arange(num_tokens) > last + torch.arange(num)[:, None]
+        scores.view(num_kv_heads, group, num, num_tokens).masked_fill_(unseen, float("-inf"))
+    lse = torch.logsumexp(scores, -1, keepdim=True)
+    weights = torch.exp(scores - lse)
+    output = torch.zeros_like(rows)
+    for number, (_, value) in enumerate(read):
+        part = weights[..., number * size : (number + 1) * size]
+        output.baddbmm_(part, value[:, : part.shape[-1]])
+    parts = torch.cat([output, lse], -1).view(num_kv_heads, group, num, head_size + 1)
+    parts = parts.permute(2, 0, 1, 3).flatten(1, 2)
+    return parts[..., :-1], parts[..., -1]

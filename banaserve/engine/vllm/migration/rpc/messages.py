@@ -1,0 +1,384 @@
+"""Where a guest answers, and what its host has to know to talk to it.
+
+What a host says to its guest, and the answers. Tensors travel beside a message, not in it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from banaserve.errors import ProtocolError
+from banaserve.kvstore.fingerprint import Fingerprint
+from banaserve.transport.connect import connect, over_unix
+from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
+from banaserve.transport.interface import Channel, RegionDescriptor, Transport
+from banaserve.transport.options import TransportOptions
+from banaserve.transport.registry import create
+
+
+class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Made by the coordinator; given to the guest when it starts and to its host.
+
+    Attributes:
+        guest_id: Of the guest: one for each host and target, or for each move.
+        channel: Path of the Unix socket at which the guest answers.
+        token: Secret that the host shows.
+        transport: Name of the transport for KV.
+        folder: Private folder of the run.
+        secret: Of the transports of the run, in hex, at least 32 digits.
+        listen_host: Address for transports that use TCP.
+        target: Id of the instance beside which the guest runs, on the same devices.
+    """
+
+    guest_id: str
+    channel: str
+    token: str
+    transport: str
+    folder: str
+    secret: str
+    listen_host: str = "127.0.0.1"
+    target: str = ""
+
+    def make_transport(self) -> Transport:
+        """For either side.
+
+        Raises:
+            UserError: There is no such transport here.
+        """
+        return create(self.transport, self._options)
+
+    def accept(self, timeout_s: float) -> Channel:
+        """The guest's side: wait for the host.
+
+        Raises:
+            TransportError: Nobody comes, or somebody who may not.
+        """
+        path = Path(self.channel)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            os.fchmod(listener.fileno(), 0o600)
+            listener.bind(self.channel)
+            listener.listen(1)
+            listener.settimeout(timeout_s)
+            sock, _ = listener.accept()
+        except TimeoutError:
+            raise TransferTimeoutError(f"no host has come to {path.name}") from None
+        except OSError as error:
+            raise PeerGoneError(f"cannot listen at {path}: {error.strerror}") from error
+        finally:
+            listener.close()
+            path.unlink(missing_ok=True)
+        return over_unix(sock)
+
+    def connect(self, timeout_s: float) -> Channel:
+        """The host's side.
+
+        Raises:
+            TransportError: The guest does not answer.
+        """
+        return connect(f"unix:{self.channel}", self._options, timeout_s)
+
+    @property
+    def _options(self) -> TransportOptions:
+        return TransportOptions(
+            folder=self.folder, secret=bytes.fromhex(self.secret), host=self.listen_host
+        )
+
+
+class AttentionSlice(msgspec.Struct, frozen=True):
+    """Some KV heads of one layer, as a guest has to build their attention.
+
+    Attributes:
+        name: Of the layer's attention on the host.
+        num_heads: Query heads, of all KV heads together.
+        num_kv_heads: How many move.
+        sliding_window: As the attention was built; None where there is none.
+    """
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    sliding_window: int | None
+    logits_soft_cap: float | None
+
+
+class KvShape(msgspec.Struct, frozen=True):
+    """How the host lays its KV cache out: a guest uses the same block ids.
+
+    Attributes:
+        num_blocks: Room to reserve, as many as the host's pool can ever have.
+        block_shape: Of one block of one layer with all its heads, ``[heads, ...]``.
+        dtype: Of its elements.
+        layout: vLLM's name of it.
+        block_size_tokens: Tokens in a block.
+    """
+
+    num_blocks: int
+    block_shape: tuple[int, ...]
+    dtype: str
+    layout: str
+    block_size_tokens: int
+
+
+class StorePlace(msgspec.Struct, frozen=True):
+    """The store of a host.
+
+    Attributes:
+        socket: Where it listens.
+        client_name: Of the host there: what the host has reserved is given to nobody else before
+            every process that connects by this name is dead.
+    """
+
+    socket: str
+    client_name: str
+    fingerprint: Fingerprint
+
+
+class SlotCopies(msgspec.Struct, frozen=True):
+    """Blocks of a unit, and the slots of the store that the host has reserved for them.
+
+    Attributes:
+        generation: Of the store's pool.
+        slots: Of each block, which slot of the pool.
+    """
+
+    generation: int
+    blocks: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First of all messages; ``token`` is the secret that the guest was started with."""
+
+    token: str
+    host: str
+
+
+class BuildLayers(msgspec.Struct, frozen=True, tag=True):
+    """Build layers ``start`` to ``end - 1`` of the model's list ``path`` from the checkpoint.
+
+    Attributes:
+        num_backed_blocks: The first ones, which get their memory before the answer.
+        store: Where the guest may save blocks itself; None where it may not.
+    """
+
+    unit_id: str
+    path: str
+    start: int
+    end: int
+    kv: KvShape
+    num_backed_blocks: int
+    store: StorePlace | None = None
+
+
+class BuildHeads(msgspec.Struct, frozen=True, tag=True):
+    """Build the attention of some heads; ``num_backed_blocks`` as for layers."""
+
+    unit_id: str
+    slices: tuple[AttentionSlice, ...]
+    kv: KvShape
+    num_backed_blocks: int
+
+
+class BuildContext(msgspec.Struct, frozen=True, tag=True):
+    """Make room for older blocks of some layers, whose slices are all KV heads.
+
+    Attributes:
+        num_backed_blocks: As for layers; copies back what they need, so as a rule none.
+    """
+
+    unit_id: str
+    slices: tuple[AttentionSlice, ...]
+    kv: KvShape
+    num_backed_blocks: int = 0
+
+
+class Activate(msgspec.Struct, frozen=True, tag=True):
+    """From here on the unit runs, for messages of this epoch only, and takes no copies of old."""
+
+    unit_id: str
+    epoch: int
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Forget a unit, its weights and its KV."""
+
+    unit_id: str
+
+
+class CopyPages(msgspec.Struct, frozen=True, tag=True):
+    """Take pages from the unit's region to its device, or give them: where KV is not in the region.
+
+    Attributes:
+        epoch: As the region's.
+        start: Of the first page in the region, in bytes; pages lie attention by attention.
+        blocks: Of each of the attentions.
+    """
+
+    unit_id: str
+    epoch: int
+    to_device: bool
+    start: int
+    names: tuple[str, ...]
+    blocks: tuple[int, ...]
+
+
+class RunLayers(msgspec.Struct, frozen=True, tag=True):
+    """One step of a range of layers.
+
+    Attributes:
+        step: Attention metadata by field: a plain value, or a list that begins with the index of
+            a tensor.
+        arguments: Of the first layer by parameter name, likewise.
+        num_follow: Messages that the host sends next without waiting for this one's answer.
+        saves: Blocks to copy to the store before the answer, as they are after the step.
+    """
+
+    unit_id: str
+    epoch: int
+    step: dict[str, Any]
+    arguments: dict[str, Any]
+    num_follow: int = 0
+    saves: SlotCopies | None = None
+
+
+class RunHeads(msgspec.Struct, frozen=True, tag=True):
+    """One step of some heads of one layer; the first three tensors are query, key and value.
+
+    Attributes:
+        step_id: Names the step; ``step`` is None where this guest has its metadata already.
+        name: The attention on the host.
+    """
+
+    unit_id: str
+    epoch: int
+    step_id: int
+    name: str
+    step: dict[str, Any] | None
+
+
+class RunContext(msgspec.Struct, frozen=True, tag=True):
+    """One layer's step over older blocks; the first tensor is the query of those that ask.
+
+    Answered with output and log-sum-exp, float32.
+
+    Attributes:
+        step_id: Names the step; ``step`` is None where the unit has been told of it.
+        step: ``block_table``, ``query_start`` and ``num_tokens`` of the sequences that ask: what
+            ``kernels.interface.Batch`` has of them where nothing is masked.
+    """
+
+    unit_id: str
+    epoch: int
+    step_id: int
+    name: str
+    step: dict[str, Any] | None
+
+
+class GetUsage(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class SetShare(msgspec.Struct, frozen=True, tag=True):
+    """Compute for at most this fraction of the time from here on, in (0, 1]."""
+
+    fraction: float
+
+
+Build = BuildLayers | BuildHeads | BuildContext
+Run = RunLayers | RunHeads | RunContext
+Request = Hello | Build | Activate | Release | CopyPages | Run | GetUsage | SetShare
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    pid: int
+
+
+class Built(msgspec.Struct, frozen=True, tag=True):
+    """A unit is there and its KV is offered.
+
+    Attributes:
+        region: With the KV of all its attentions, or pages on their way to it.
+        places: Offset of each attention's KV in the region, by name.
+        weight_bytes: Of the parameters that were loaded.
+        seconds: That it took.
+        saves: Whether the guest can save blocks of it to the store.
+        landing_bytes: Of a region that only has pages on their way, see ``CopyPages``; 0: the
+            region holds the KV itself.
+    """
+
+    unit_id: str
+    region: RegionDescriptor
+    places: dict[str, int]
+    weight_bytes: int
+    seconds: float
+    saves: bool = False
+    landing_bytes: int = 0
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """What was returned: one tensor, or a tuple of them, by index; None stays None.
+
+    Attributes:
+        seconds: That computing it took.
+        save_s: That saving took; None where the host has to save.
+    """
+
+    is_tuple: bool
+    values: tuple[int | None, ...]
+    seconds: float = 0.0
+    save_s: float | None = None
+
+
+class Usage(msgspec.Struct, frozen=True, tag=True):
+    """What a guest takes from its machine.
+
+    Attributes:
+        resident_bytes: Of the whole process, pages that it shares with its parent included.
+        own_bytes: Of pages that no other process shares.
+        weight_bytes: Of the layers that it has built.
+        busy_s: Processor time spent computing since it was asked last, of all its threads alike.
+        num_runs: Runs of units since then.
+    """
+
+    resident_bytes: int
+    own_bytes: int
+    weight_bytes: int
+    busy_s: float
+    num_runs: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Not done, and nothing has changed; ``reason`` is for people."""
+
+    reason: str
+
+
+Reply = Ready | Built | Done | Outputs | Usage | Refused
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def decode_reply(body: bytes) -> Reply:
+    """What a guest has answered.
+
+    Raises:
+        ProtocolError: It is no answer.
+    """
+    try:
+        return _replies.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"that is no guest's answer: {error}") from None

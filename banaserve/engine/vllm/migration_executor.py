@@ -1,0 +1,363 @@
+"""What of an instance stays as it is, for the policies, from vLLM's configuration.
+
+Between the policies' words and the coordinator's: actions, requests, what came of them.
+
+Steps of migration plans on real engines: moves by the coordinator, roles by ``Roles``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import replace
+from statistics import median
+
+from vllm.config import VllmConfig
+
+from banaserve.clock import Clock
+from banaserve.engine.interface import Ending, Outcome
+from banaserve.engine.vllm import metrics
+from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.instance import Instance
+from banaserve.engine.vllm.migration.api import Ask, Heads, Migration, MoveHeads, MoveLayers, Return
+from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
+from banaserve.engine.vllm.migration.controller.planner import ModelFacts
+from banaserve.engine.vllm.migration.types import Context, HeadSet, Modules, overlap
+from banaserve.engine.vllm.role_switch import Roles
+from banaserve.errors import BanaServeError, InstanceDeadError, MigrationError, NoAnswerError
+from banaserve.orchestrator.model.calibration import TransferTime, eased
+from banaserve.orchestrator.model.moving import Link
+from banaserve.orchestrator.viewing import Known, cluster_view
+from banaserve.types import (
+    ClusterView,
+    InstanceFacts,
+    InstanceId,
+    Module,
+    MoveModule,
+    ReturnModule,
+    Role,
+    Step,
+    SwitchRole,
+)
+
+
+def instance_facts(
+    config: VllmConfig, model: ModelFacts, kv_growth: float, can_move: bool, can_switch_role: bool
+) -> InstanceFacts | None:
+    """Returns the facts of an engine that runs ``config``; None where nothing can be said of it.
+
+    Its KV blocks have memory of their own: what moves away frees the bytes of its KV for more
+    blocks, weights and guests take other memory (see ``migration/host_kv.py``).
+
+    Args:
+        config: Of an engine that has started, so that it says how many KV blocks it has.
+        kv_growth: How many times these it may once have.
+        can_move: Whether layers and heads can leave it or come to it.
+    """
+    num_blocks = config.cache_config.num_gpu_blocks
+    block_tokens = config.cache_config.block_size
+    if not num_blocks or not block_tokens or model.num_kv_heads < 1:
+        return None
+    settings = config.model_config
+    element_bytes = settings.dtype.itemsize
+    num_heads = settings.get_num_attention_heads(config.parallel_config)
+    token_bytes = 2 * model.num_kv_heads * settings.get_head_size() * element_bytes
+    kv_bytes = num_blocks * block_tokens * token_bytes * model.num_layers
+    return InstanceFacts(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        layer_weight_bytes=model.layer_weight_bytes,
+        layer_token_bytes=token_bytes,
+        block_tokens=block_tokens,
+        memory_bytes=kv_bytes + model.num_layers * model.layer_weight_bytes,
+        hidden_bytes=settings.get_hidden_size() * element_bytes,
+        queries_a_head=max(1, num_heads // model.num_kv_heads),
+        kv_bytes=kv_bytes,
+        max_kv_blocks=max(num_blocks, int(num_blocks * kv_growth)),
+        can_move_layers=can_move,
+        can_move_heads=can_move,
+        can_switch_role=can_switch_role,
+    )
+
+
+def ask_of(action: MoveModule | ReturnModule) -> Ask:
+    """Returns what the coordinator has to be asked for an action of a plan."""
+    module = action.module
+    heads: Heads = dict.fromkeys(range(module.first_layer, module.end_layer), module.heads)
+    layers = (module.first_layer, module.end_layer)
+    if isinstance(action, ReturnModule):
+        return (
+            Return(action.host, heads=heads) if module.heads else Return(action.host, layers=layers)
+        )
+    if module.heads:
+        return MoveHeads(action.host, action.guest, heads)
+    return MoveLayers(action.host, action.guest, layers)
+
+
+def modules_of(modules: Modules) -> list[Module]:
+    """Returns ``modules`` as policies know them: neighbouring layers with equal heads together.
+
+    Of older blocks they know nothing: nobody but a person moves them.
+    """
+    if isinstance(modules, Context):
+        return []
+    if not isinstance(modules, HeadSet):
+        return [Module(modules.start, modules.end)]
+    found: list[Module] = []
+    for layer in modules.layers:
+        heads = tuple(sorted(modules.heads[layer]))
+        last = found[-1] if found else None
+        if last is not None and (last.end_layer, last.heads) == (layer, heads):
+            found[-1] = Module(last.first_layer, layer + 1, heads)
+        else:
+            found.append(Module(layer, layer + 1, heads))
+    return found
+
+
+def foreign_step(migration: Migration, coordinator: Coordinator) -> Step:
+    """Returns an open migration that no policy has begun as a step without influence.
+
+    It keeps its instances out of other moves; what it changes is seen when it is there.
+    """
+    hosted = coordinator.hosts[InstanceId(migration.host)]
+    moving = [m for modules in hosted.moving.get(migration.id, ()) for m in modules_of(modules)]
+    module = moving[0] if moving else Module(0, 0)
+    host = InstanceId(migration.host)
+    if migration.to is not None:
+        return Step(MoveModule(host, InstanceId(migration.to), module, 0), (), 0.0, 0.0, 0.0)
+    guest = host
+    for unit in hosted.units(coordinator.guests):
+        if any(overlap(m, unit.modules) for m in hosted.moving.get(migration.id, ())):
+            guest = InstanceId(unit.at)
+    return Step(ReturnModule(host, guest, module, 0), (), 0.0, 0.0, 0.0)
+
+
+def bytes_of(migration: Migration) -> int:
+    """KV and weights that travelled."""
+    names = ("precopy_bytes", "commit_bytes", "weight_bytes")
+    return int(sum(move.facts.get(name, 0) for move in migration.moves for name in names))
+
+
+def seconds_of(migration: Migration) -> float:
+    """Time of all phases, without waiting for another migration of the host."""
+    return float(sum(sum(move.seconds.values()) for move in migration.moves))
+
+
+def stall_s_of(migration: Migration) -> float:
+    return float(sum(move.facts.get("stall_s", 0.0) for move in migration.moves))
+
+
+logger = logging.getLogger(__name__)
+
+_FIRST_LINK = Link(bytes_per_s=200e6, sync_s=1.0, hop_s=2e-4)
+"""Before the first move: a guest that has to be forked, weights from a disk's cache, and a message
+that wakes a process."""
+
+
+class MoveExecutor:
+    """The executor of one front door; see ``engine.interface.Executor``.
+
+    Args:
+        kv_growth: How many times the KV blocks of the start an instance may once have.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        coordinator: Coordinator,
+        roles: Roles,
+        clock: Clock,
+        kv_growth: float,
+    ) -> None:
+        self._cluster = cluster
+        self._coordinator = coordinator
+        self._roles = roles
+        self._clock = clock
+        self._kv_growth = kv_growth
+        self._cannot: dict[InstanceId, str] = {}
+        self._asking: dict[InstanceId, asyncio.Task[None]] = {}
+        self._facts: dict[tuple[InstanceId, int, bool], InstanceFacts | None] = {}
+        self._active: dict[int, Step] = {}
+        self._own_ids: set[str] = set()
+        self._learnt: set[str] = set()
+        self._transfer = TransferTime.of(_FIRST_LINK, doubt=2.0)
+        self._learnt_s = clock.now()
+        self._hop_s = _FIRST_LINK.hop_s
+
+    # ---- what is there
+
+    async def discover(self) -> None:
+        await asyncio.gather(*(self._ask(name) for name in self._coordinator.hosts))
+
+    async def _ask(self, name: InstanceId) -> None:
+        """Learn whether an instance can move modules; one that does not say so is asked again."""
+        try:
+            await self._coordinator.hosts[name].refresh()
+            self._cannot[name] = ""
+        except (NoAnswerError, InstanceDeadError):
+            pass
+        except MigrationError as reason:
+            self._cannot[name] = str(reason)
+
+    def _ask_again(self) -> None:
+        self._asking = {name: task for name, task in self._asking.items() if not task.done()}
+        for name, host in self._coordinator.hosts.items():
+            cannot = self._cannot.get(name)
+            is_known = bool(cannot) or (cannot is not None and host.status is not None)
+            if not is_known and name not in self._asking and host.instance.is_ready:
+                self._asking[name] = asyncio.create_task(self._ask(name))
+
+    def view(self) -> ClusterView:
+        self._learn()
+        self._ask_again()
+        instances = self._cluster.instances.values()
+        known = {instance.id: self._known(instance) for instance in instances}
+        return cluster_view(
+            self._clock.now(), (i.view() for i in instances), known, self._under_way()
+        )
+
+    def _known(self, instance: Instance) -> Known:
+        llm, name = instance.llm, instance.id
+        if llm is None:
+            return Known(None)
+        can_move = self._cannot.get(name) == ""
+        key = (name, instance.incarnation, can_move)
+        if key not in self._facts:
+            self._facts[key] = self._facts_of(llm.vllm_config, instance.role, can_move)
+        hosted = self._coordinator.hosts[name]
+        blocks = (llm.vllm_config.cache_config.num_gpu_blocks or 0) + hosted.grown_blocks
+        parts = hosted.most_parts
+        overlap = instance.board.meter.overlap_fraction(parts) if parts > 1 else None
+        return Known(self._facts[key], blocks, overlap)
+
+    def _facts_of(self, config: VllmConfig, role: Role, can_move: bool) -> InstanceFacts | None:
+        can_switch = role is not Role.COLOCATED
+        return instance_facts(
+            config, self._coordinator.facts, self._kv_growth, can_move, can_switch
+        )
+
+    def _under_way(self) -> list[Step]:
+        """Own steps as they were decided, and what people have begun."""
+        steps = list(self._active.values())
+        for migration in self._coordinator.recent():
+            if migration.is_open and migration.id not in self._own_ids:
+                steps.append(foreign_step(migration, self._coordinator))
+        for change in self._roles.recent():
+            if change.is_open and change.id not in self._own_ids:
+                action = SwitchRole(
+                    InstanceId(change.instance), Role(change.old), Role(change.role)
+                )
+                steps.append(Step(action, (), 0.0, 0.0, 0.0))
+        return steps
+
+    # ---- what is done
+
+    async def carry_out(self, step: Step) -> Outcome:
+        began_s = self._clock.now()
+        self._active[id(step)] = step
+        try:
+            if isinstance(step.action, SwitchRole):
+                outcome = await self._switch(step.action, step)
+            else:
+                outcome = await self._move(step.action, step.timeout_s)
+        except BanaServeError as refused:
+            outcome = Outcome(Ending.REFUSED, str(refused))
+        finally:
+            del self._active[id(step)]
+        if outcome.ending is Ending.DONE or outcome.reverted:
+            for name in step.instances:
+                self._cluster.instances[name].has_changed()
+        return replace(outcome, seconds=self._clock.now() - began_s)
+
+    async def _switch(self, action: SwitchRole, step: Step) -> Outcome:
+        # What draining may cost is what the policy has weighed the switch with.
+        change = self._roles.begin(
+            action.instance, action.role.value, step.timeout_s, drain_s=step.cost_s
+        )
+        self._own_ids.add(change.id)
+        try:
+            await self._roles.wait(change.id)
+        except asyncio.CancelledError:
+            with contextlib.suppress(MigrationError):
+                self._roles.abort(change.id)
+            raise
+        return Outcome(Ending(change.state), change.reason)
+
+    async def _move(self, action: MoveModule | ReturnModule, timeout_s: float) -> Outcome:
+        coordinator = self._coordinator
+        migration = await coordinator.begin(ask_of(action))
+        self._own_ids.add(migration.id)
+        try:
+            await coordinator.wait(migration.id, timeout_s)
+        except asyncio.CancelledError:
+            with contextlib.suppress(MigrationError):
+                coordinator.abort(migration.id)
+            raise
+        is_late = migration.is_open
+        if is_late:
+            with contextlib.suppress(MigrationError):
+                coordinator.abort(migration.id)
+            await coordinator.wait(migration.id)
+        reverted = migration.state != "done" and await self._revert(action)
+        return _outcome(migration, is_late, timeout_s, reverted)
+
+    async def _revert(self, action: MoveModule | ReturnModule) -> bool:
+        """Take home what is away of a move that has not come to its end."""
+        if isinstance(action, ReturnModule):
+            return False
+        asked = ask_of(action)
+        home = Return(action.host, getattr(asked, "layers", None), getattr(asked, "heads", None))
+        try:
+            migration = await self._coordinator.begin(home)
+        except BanaServeError:
+            return False  # nothing of it is away
+        self._own_ids.add(migration.id)
+        ended = await self._coordinator.wait(migration.id)
+        if ended.state != "done":
+            logger.warning("cannot take back what %s has left: %s", action.host, ended.error)
+        return ended.state == "done"
+
+    # ---- what it costs
+
+    def link(self) -> Link:
+        meters = [instance.board.meter for instance in self._cluster.instances.values()]
+        learnt = [meter.call_s for meter in meters if meter.call_s is not None]
+        if learnt:
+            self._hop_s = median(learnt) / 2
+        return eased(self._transfer.link(self._hop_s), _FIRST_LINK, self._learnt_age_s())
+
+    def _learnt_age_s(self) -> float:
+        return self._clock.now() - self._learnt_s
+
+    def _learn(self) -> None:
+        """Take every migration that has come to its end as a measurement, whoever began it."""
+        kept = set()
+        for migration in self._coordinator.recent():
+            kept.add(migration.id)
+            if migration.state != "done" or migration.id in self._learnt:
+                continue
+            self._learnt.add(migration.id)
+            seconds = seconds_of(migration)
+            if seconds > 0:
+                self._transfer = self._transfer.observed(bytes_of(migration), seconds)
+                self._learnt_s = self._clock.now()
+                error = self._transfer.error_fraction
+                metrics.STEP_ERROR.labels("migration", "").set(error)
+        self._learnt &= kept
+        self._own_ids = {i for i in self._own_ids if i in kept or self._roles.get(i) is not None}
+
+
+def _outcome(migration: Migration, is_late: bool, timeout_s: float, reverted: bool) -> Outcome:
+    ending, reason = Ending(migration.state), migration.error
+    if is_late and ending is not Ending.DONE:
+        ending = Ending.TIMED_OUT
+        reason = reason or f"not done in {timeout_s:.0f} s"
+    return Outcome(
+        ending,
+        reason,
+        num_bytes=bytes_of(migration),
+        stall_s=stall_s_of(migration),
+        blocks_gained=migration.blocks_gained,
+        reverted=reverted,
+    )

@@ -1,0 +1,276 @@
+"""How much an engine may do in one step, by the role that it has.
+
+Role switches: what the router sends to an instance changes, and nothing restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Mapping
+from math import inf
+from typing import Any, Protocol
+
+from vllm.config import VllmConfig
+
+from banaserve.clock import Clock
+from banaserve.config import Budget, ServeConfig
+from banaserve.engine.interface import RoleChange
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.errors import MigrationError, NoAnswerError, UserError
+from banaserve.names import check_known
+from banaserve.types import InstanceId, Role
+
+_ANSWER_S = 30.0
+"""An engine answers between two steps, and one with a long prompt takes its time."""
+
+
+class Budgets:
+    """The budgets of prefill and of decode; what is not given is the engine's own.
+
+    Raises:
+        UserError: One is more than the engines are made for, or allows fewer tokens than requests.
+    """
+
+    def __init__(self, given: Mapping[Role, Budget], config: VllmConfig) -> None:
+        own_tokens, own_requests = compat.own_budget(config)
+        self._own = Budget(own_tokens, own_requests)
+        self._given = {role: _filled(role, one, self._own) for role, one in given.items() if one}
+
+    @classmethod
+    def of(cls, config: ServeConfig, engine: VllmConfig) -> Budgets:
+        """Those that ``banaserve serve`` was given."""
+        given = {Role.PREFILL: config.prefill_budget, Role.DECODE: config.decode_budget}
+        return cls(given, engine)
+
+    def of_role(self, role: Role) -> Budget:
+        return self._given.get(role, self._own)
+
+    async def give(self, llm: Any, role: Role) -> Budget:
+        """Let the engine behind ``llm`` work with the budget of ``role`` from its next step on.
+
+        Raises:
+            NoAnswerError: It does not say in time that it does.
+        """
+        budget = self.of_role(role)
+        if self._given:
+            asked = (compat.UTILITY, budget.num_tokens, budget.num_requests)
+            try:
+                async with asyncio.timeout(_ANSWER_S):
+                    await llm.engine_core.call_utility_async(*asked)
+            except TimeoutError:
+                said = f"the engine has not taken its budget in {_ANSWER_S:.0f} s"
+                raise NoAnswerError(said) from None
+        return budget
+
+
+def _filled(role: Role, given: Budget, own: Budget) -> Budget:
+    filled = Budget(given.num_tokens or own.num_tokens, given.num_requests or own.num_requests)
+    limits = (
+        ("max-num-batched-tokens", filled.num_tokens, own.num_tokens),
+        ("max-num-seqs", filled.num_requests, own.num_requests),
+    )
+    for name, wanted, most in limits:
+        if wanted > most:
+            raise UserError(
+                f"--{role.value}-{name} {wanted} is above what the engines are made for: "
+                f"give --{name} {wanted} too (it is {most})"
+            )
+    if filled.num_tokens < filled.num_requests:
+        raise UserError(
+            f"--{role.value}-max-num-batched-tokens {filled.num_tokens} is below "
+            f"--{role.value}-max-num-seqs {filled.num_requests}: each running request takes one"
+        )
+    return filled
+
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+_KEPT = 200
+_ROLES = (Role.PREFILL, Role.DECODE)
+
+
+class RoleInstance(Protocol):
+    """What a role switch needs of an ``Instance``."""
+
+    id: InstanceId
+    role: Role
+    is_draining: bool
+    inflight_requests: int
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    def set_role(self, role: Role) -> None: ...
+
+    async def take_budget(self, role: Role) -> None: ...
+
+
+class Roles:
+    """Drains instances and gives them the other role.
+
+    The engine knows no role, so a leg that comes late is served all the same: draining keeps the
+    work of one role from slowing down that of the other.
+
+    Args:
+        instances: By id; they may die and come back.
+    """
+
+    def __init__(self, instances: Mapping[InstanceId, RoleInstance], clock: Clock) -> None:
+        self._instances = instances
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._changes: dict[str, RoleChange] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def begin(
+        self, name: str, role_name: str, timeout_s: float, drain_s: float = inf
+    ) -> RoleChange:
+        """Begin to drain an instance; it has the new role when nothing is left on it.
+
+        Args:
+            timeout_s: After this it keeps its role, if it is not drained.
+            drain_s: After this it has the new role, whatever is left: that runs on beside it.
+
+        Raises:
+            UserError: There is no such instance or role.
+            MigrationError: It cannot have it at present.
+        """
+        check_known("instance", name, self._instances)
+        check_known("role", role_name, [role.value for role in _ROLES])
+        if not timeout_s > 0:
+            raise UserError(f"timeout_s={timeout_s:g}: give more than 0 seconds")
+        instance, role = self._instances[InstanceId(name)], Role(role_name)
+        self._check(instance, role)
+        change = RoleChange(
+            f"r{next(self._numbers)}", name, instance.role.value, role.value, "draining"
+        )
+        self._changes[change.id] = change
+        for old in list(self._changes)[:-_KEPT]:
+            if not self._changes[old].is_open:
+                del self._changes[old]
+        instance.is_draining = True
+        task = asyncio.create_task(self._run(change, instance, role, timeout_s, drain_s))
+        self._tasks[change.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(change.id, None))
+        return change
+
+    def get(self, change_id: str) -> RoleChange | None:
+        return self._changes.get(change_id)
+
+    def recent(self) -> list[RoleChange]:
+        """All that are kept, the oldest first."""
+        return list(self._changes.values())
+
+    def abort(self, change_id: str) -> RoleChange:
+        """Give a switch up: the instance keeps its role.
+
+        Raises:
+            MigrationError: It has ended.
+        """
+        change = self._changes[change_id]
+        if not change.is_open:
+            raise MigrationError(f"role switch {change_id} is {change.state}: nothing to abort")
+        change.state = "aborted"
+        return change
+
+    async def wait(self, change_id: str, timeout_s: float | None = None) -> RoleChange:
+        """Return when it has ended, or after ``timeout_s``."""
+        if task := self._tasks.get(change_id):
+            await asyncio.wait({task}, timeout=timeout_s)
+        return self._changes[change_id]
+
+    async def stop(self) -> None:
+        """Give up every switch."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- checks
+
+    def _check(self, instance: RoleInstance, role: Role) -> None:
+        if instance.role not in _ROLES:
+            raise MigrationError(f"instance {instance.id} does both: it has no role to switch")
+        if instance.role is role:
+            raise MigrationError(f"instance {instance.id} is for {role.value} already")
+        if instance.is_draining:
+            raise MigrationError(f"instance {instance.id} is switching its role already")
+        if not instance.is_ready:
+            raise MigrationError(f"instance {instance.id} does not serve at present")
+        if not self._has_peer(instance):
+            raise MigrationError(
+                f"instance {instance.id} is the only one that serves {instance.role.value}: "
+                "switch another one to it first"
+            )
+
+    def _has_peer(self, instance: RoleInstance) -> bool:
+        return any(
+            other is not instance
+            and other.role is instance.role
+            and other.is_ready
+            and not other.is_draining
+            for other in self._instances.values()
+        )
+
+    # ---- running
+
+    async def _run(
+        self,
+        change: RoleChange,
+        instance: RoleInstance,
+        role: Role,
+        timeout_s: float,
+        drain_s: float,
+    ) -> None:
+        began_s = self._clock.now()
+        try:
+            while True:
+                change.num_left = instance.inflight_requests
+                change.seconds = self._clock.now() - began_s
+                if ending := self._ending(change, instance, timeout_s):
+                    change.state, change.reason = ending
+                    break
+                if not change.num_left or change.seconds >= drain_s:
+                    await self._adopt(change, instance, role)
+                    break
+                await self._clock.sleep(_POLL_S)
+        except asyncio.CancelledError:
+            change.state, change.reason = "aborted", "the server stops"
+            raise
+        except Exception as broken:
+            logger.exception("the role switch %s of %s", change.id, change.instance)
+            change.state, change.reason = "failed", f"{type(broken).__name__}: {broken}"
+        finally:
+            instance.is_draining = False
+
+    async def _adopt(self, change: RoleChange, instance: RoleInstance, role: Role) -> None:
+        """Budget first: the engine is asked, and the router does what it likes."""
+        try:
+            await instance.take_budget(role)
+            change.num_left = instance.inflight_requests
+            if ending := self._ending(change, instance, inf):
+                change.state, change.reason = ending
+                return
+            instance.set_role(role)
+            change.state = "done"
+            logger.info("instance %s is for %s from here on", instance.id, role.value)
+        finally:
+            if instance.role is not role and instance.is_ready:
+                await instance.take_budget(instance.role)
+
+    def _ending(
+        self, change: RoleChange, instance: RoleInstance, timeout_s: float
+    ) -> tuple[str, str] | None:
+        """State and reason where the role is to stay what it is."""
+        if not change.is_open:
+            return change.state, change.reason
+        if not instance.is_ready:
+            return "failed", "the instance has ended"
+        if not self._has_peer(instance):
+            return "failed", f"no other instance serves {change.old} any more"
+        if change.num_left and change.seconds >= timeout_s:
+            return "timed out", f"{change.num_left} requests are left after {timeout_s:g} s"
+        return None
