@@ -1,4 +1,7 @@
-"""One balancer: who may ask, where requests go, and what is under way."""
+"""What the balancer answers itself: probes, metrics, and its state for the others.
+
+One balancer: who may ask, where requests go, and what is under way.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,11 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
+from typing import Protocol
 
 from msgspec import structs
 
-from banaserve.balancer.asked import blind_request, read_request, without_tried
-from banaserve.balancer.client import Client
-from banaserve.balancer.door import (
+from banaserve.balancer.auth import (
     OPEN_PATHS,
     PEER_FIELD,
     REGIONS_FIELD,
@@ -22,18 +24,19 @@ from banaserve.balancer.door import (
     check_path,
     check_peer,
 )
-from banaserve.balancer.exchange import Exchange
-from banaserve.balancer.line import Line
-from banaserve.balancer.message import Message, RefusedError
+from banaserve.balancer.config import BalancerSettings
+from banaserve.balancer.http import replies
+from banaserve.balancer.http.client_connection import Client
+from banaserve.balancer.http.request import Message, RefusedError
+from banaserve.balancer.membership import BLIND, Roster, prefixes_of
 from banaserve.balancer.metrics import Metrics
-from banaserve.balancer.own_paths import own_answer
-from banaserve.balancer.peers import PEER_PATHS
-from banaserve.balancer.roster import BLIND, Roster, prefixes_of
-from banaserve.balancer.settings import BalancerSettings
+from banaserve.balancer.peers import PEER_PATHS, PREFIXES_PATH, STATE_PATH, encode_state
+from banaserve.balancer.proxy import Exchange
+from banaserve.balancer.queue import Line, Waker
+from banaserve.balancer.routing_request import blind_request, read_request, without_tried
 from banaserve.balancer.state_file import StateFile
-from banaserve.balancer.target import Target
+from banaserve.balancer.targets import Target
 from banaserve.balancer.tracing import observers
-from banaserve.balancer.waking import Waker
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
 from banaserve.orchestrator.replicas import registry
@@ -42,7 +45,52 @@ from banaserve.orchestrator.replicas.interface import (
     Decision,
     Request,
 )
+from banaserve.orchestrator.replicas.peer_prefixes import PeerPrefixes
 from banaserve.types import RequestId
+
+
+class House(Protocol):
+    """The balancer, as far as it tells of itself.
+
+    Attributes:
+        prefixes: What it tells peers of its replicas' caches; None where the policy uses none.
+    """
+
+    line: Line
+    metrics: Metrics
+    prefixes: PeerPrefixes | None
+    roster: Roster
+
+    @property
+    def is_ready(self) -> bool: ...
+
+
+def own_answer(house: House, message: Message, closes: bool) -> bytes:
+    """Returns the whole answer to ``message``, whose path is one of ours."""
+    if message.method == b"HEAD":
+        head, end, _ = _answer_get(house, message, closes).partition(b"\r\n\r\n")
+        return head + end
+    if message.method != b"GET":
+        return replies.error(405, "GET only", closes=closes)
+    return _answer_get(house, message, closes)
+
+
+def _answer_get(house: House, message: Message, closes: bool) -> bytes:
+    if message.path == b"/metrics":
+        kind = b"text/plain; version=0.0.4; charset=utf-8"
+        return replies.answer(200, kind, house.metrics.page(), closes)
+    if message.path == STATE_PATH:
+        state = encode_state(house.roster.state(len(house.line)))
+        return replies.answer(200, b"application/json", state, closes)
+    if message.path == PREFIXES_PATH:
+        if house.prefixes is None:
+            return replies.error(404, "prefixes are not told here", closes=closes)
+        kind = b"application/octet-stream"
+        return replies.answer(200, kind, house.prefixes.snapshot(), closes)
+    if message.path == b"/ready" and not house.is_ready:
+        return replies.error(503, "no replica is available", closes=closes, retry_after_s=1.0)
+    return replies.answer(200, b"application/json", b"{}", closes)
+
 
 FIXED = (
     "region",

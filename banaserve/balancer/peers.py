@@ -9,15 +9,14 @@ from typing import Annotated
 
 import msgspec
 
-from banaserve.balancer.fetch import fetch
-from banaserve.balancer.rounds import over_and_over
-from banaserve.balancer.settings import (
+from banaserve.balancer.config import (
     BalancerSettings,
     HealthSettings,
     PeerSettings,
     ReplicaSettings,
 )
-from banaserve.balancer.target import Target
+from banaserve.balancer.health import fetch, over_and_over
+from banaserve.balancer.targets import Target
 from banaserve.errors import UserError
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
 from banaserve.orchestrator.replicas.interface import ReplicaView

@@ -12,8 +12,8 @@ from pathlib import Path
 import uvloop
 
 from banaserve.balancer.balancer import Balancer
-from banaserve.balancer.client import Client
-from banaserve.balancer.reload import follow
+from banaserve.balancer.config_file import follow
+from banaserve.balancer.http.client_connection import Client
 
 _TICK_S = 0.1
 _TICKS_A_SLOW_ONE = 5

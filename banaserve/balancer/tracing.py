@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from banaserve.balancer.settings import BalancerSettings
+from banaserve.balancer.config import BalancerSettings
 from banaserve.errors import UserError
 from banaserve.orchestrator.replicas.interface import Flight
 
 if TYPE_CHECKING:
-    from banaserve.balancer.exchange import Exchange
+    from banaserve.balancer.proxy import Exchange
 
 
 class Observer(Protocol):

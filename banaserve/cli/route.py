@@ -10,14 +10,14 @@ from pathlib import Path
 
 from banaserve.arguments import Parser
 from banaserve.balancer.balancer import Balancer
-from banaserve.balancer.config_file import read_settings
-from banaserve.balancer.settings import (
+from banaserve.balancer.config import (
     BalancerSettings,
     HealthSettings,
     LimitSettings,
     PolicySettings,
     ReplicaSettings,
 )
+from banaserve.balancer.config_file import read_settings
 from banaserve.cli.console import print_error, timed
 from banaserve.cli.listening import listening
 from banaserve.cli.pairs import read_pair

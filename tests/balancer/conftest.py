@@ -11,9 +11,9 @@ import pytest
 import uvloop
 
 from banaserve.balancer.balancer import Balancer
-from banaserve.balancer.client import Client
+from banaserve.balancer.config import BalancerSettings, HealthSettings, ReplicaSettings
+from banaserve.balancer.http.client_connection import Client
 from banaserve.balancer.server import tick
-from banaserve.balancer.settings import BalancerSettings, HealthSettings, ReplicaSettings
 from banaserve.bench.router_link import Link
 
 WAIT_S = 20.0

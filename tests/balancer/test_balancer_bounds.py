@@ -11,11 +11,11 @@ import pytest
 from msgspec import structs
 
 from banaserve.balancer import server
-from banaserve.balancer.asked import read_request
-from banaserve.balancer.client import Client
-from banaserve.balancer.message import Message
+from banaserve.balancer.config import LimitSettings, PolicySettings
+from banaserve.balancer.http.client_connection import Client
+from banaserve.balancer.http.request import Message
 from banaserve.balancer.peers import PeerState, ReplicaState
-from banaserve.balancer.settings import LimitSettings, PolicySettings
+from banaserve.balancer.routing_request import read_request
 from banaserve.balancer.tracing import DecisionLog
 from banaserve.types import RequestId
 

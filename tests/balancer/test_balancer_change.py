@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from msgspec import structs
 
-from banaserve.balancer import prober as prober_module
-from banaserve.balancer.settings import (
+from banaserve.balancer import health as prober_module
+from banaserve.balancer.config import (
     HealthSettings,
     LimitSettings,
     PeerSettings,

@@ -10,7 +10,7 @@ from time import monotonic
 import msgspec
 
 from banaserve.balancer import peers
-from banaserve.balancer.settings import (
+from banaserve.balancer.config import (
     BalancerSettings,
     HealthSettings,
     LimitSettings,

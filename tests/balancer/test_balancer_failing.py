@@ -10,11 +10,8 @@ import socket
 
 import pytest
 
-from banaserve.balancer.roster import BLIND, READS_REPORTS
-from banaserve.balancer.settings import (
-    HealthSettings,
-    PolicySettings,
-)
+from banaserve.balancer.config import HealthSettings, PolicySettings
+from banaserve.balancer.membership import BLIND, READS_REPORTS
 from banaserve.orchestrator.replicas import registry
 
 

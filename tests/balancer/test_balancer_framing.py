@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from banaserve.balancer.framing import (
+from banaserve.balancer.http.response import (
     ChunkedBody,
     LengthBody,
     UntilClose,

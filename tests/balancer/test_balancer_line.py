@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from banaserve.balancer.breaker import Breaker
-from banaserve.balancer.line import REFUSALS_AT_A_TIME, Line
+from banaserve.balancer.queue import REFUSALS_AT_A_TIME, Line
+from banaserve.balancer.targets import Breaker
 
 
 class One:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 
-from banaserve.balancer.settings import (
-    LimitSettings,
-    ReplicaSettings,
-)
-from banaserve.balancer.upstream import Upstream
+from banaserve.balancer.config import LimitSettings, ReplicaSettings
+from banaserve.balancer.http.replica_connection import Upstream
 
 
 async def test_a_request_and_its_answer_pass_unchanged(house):

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from banaserve.balancer import peers
-from banaserve.balancer.settings import (
+from banaserve.balancer.config import (
     BalancerSettings,
     HealthSettings,
     PeerSettings,
@@ -17,7 +17,7 @@ from banaserve.balancer.settings import (
     ReplicaSettings,
     TenantSettings,
 )
-from banaserve.balancer.succession import heir
+from banaserve.balancer.membership import heir
 from banaserve.bench.servers import free_port
 
 ROUND_TRIP_MS = {("us", "asia"): 145.4, ("us", "eu"): 99.1, ("asia", "eu"): 222.5}

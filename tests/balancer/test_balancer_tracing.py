@@ -7,7 +7,7 @@ import socket
 import msgspec
 import pytest
 
-from banaserve.balancer.settings import (
+from banaserve.balancer.config import (
     BalancerSettings,
     PeerSettings,
     PolicySettings,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from banaserve.balancer.asked import without_tried
+from banaserve.balancer.routing_request import without_tried
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
 from banaserve.orchestrator.replicas.interface import (
     Decision,

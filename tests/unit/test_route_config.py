@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from banaserve.balancer.balancer import Balancer
-from banaserve.balancer.config_file import read_settings
-from banaserve.balancer.reload import follow
-from banaserve.balancer.settings import BalancerSettings, PolicySettings, ReplicaSettings
+from banaserve.balancer.config import BalancerSettings, PolicySettings, ReplicaSettings
+from banaserve.balancer.config_file import follow, read_settings
 from banaserve.cli import main as cli
 from banaserve.errors import UserError
 
@@ -158,7 +157,7 @@ async def test_a_change_touches_only_what_changes():
 
 
 async def test_a_file_is_followed_and_a_mistake_in_it_changes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("banaserve.balancer.reload._LOOK_S", 0.005)
+    monkeypatch.setattr("banaserve.balancer.config_file._LOOK_S", 0.005)
     path = write(tmp_path, "[[replicas]]\nurl = 'http://127.0.0.1:1'")
     said = asyncio.Queue()
     balancer = Balancer(read_settings(path), said.put_nowait)

@@ -1,17 +1,72 @@
-"""Connections from clients: bytes to messages, and what a client may take its time with."""
+"""What a client's connection needs of its balancer.
+
+Connections from clients: bytes to messages, and what a client may take its time with.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from time import monotonic
-from typing import cast
+from typing import Protocol, cast
 
 import httptools
 
-from banaserve.balancer import answers
-from banaserve.balancer.desk import Desk, Exchange
-from banaserve.balancer.message import MAX_HEAD_BYTES, Message, RefusedError
+from banaserve.balancer.http import replies
+from banaserve.balancer.http.request import MAX_HEAD_BYTES, Message, RefusedError
+
+
+class Cancellable(Protocol):
+    """One request on its way, as its connection sees it."""
+
+    def cancel(self) -> None:
+        """The client has gone."""
+        ...
+
+    def pause(self) -> None:
+        """The client reads more slowly than the answer comes."""
+        ...
+
+    def resume(self) -> None: ...
+
+
+class Desk(Protocol):
+    """Who takes the requests.
+
+    Attributes:
+        max_body_bytes: Of one request.
+    """
+
+    max_body_bytes: int
+
+    def opened(self, client: Client) -> bool:
+        """Returns whether another connection may be open."""
+        ...
+
+    def closed(self, client: Client) -> None: ...
+
+    def check_head(self, message: Message) -> None:
+        """Returns if the body of ``message`` may come.
+
+        Raises:
+            RefusedError: It may not.
+        """
+        ...
+
+    def hold(self, num_bytes: int) -> None:
+        """Counts bytes of bodies in memory; a negative number gives them back.
+
+        Raises:
+            RefusedError: There is no room for them.
+        """
+        ...
+
+    def take(self, client: Client, message: Message) -> Cancellable | None:
+        """Takes a whole request; None where it is answered already."""
+        ...
+
+    def refused(self, error: RefusedError) -> None: ...
+
 
 MAX_PIPELINED = 16
 HEAD_TIMEOUT_S = 10.0
@@ -51,7 +106,7 @@ class Client(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._message = Message()
         self._waiting: deque[Message] = deque()
-        self._exchange: Exchange | None = None
+        self._exchange: Cancellable | None = None
         self._refusal: RefusedError | None = None
         self._closes_at_s = 0.0
         self._head_bytes = self._held_bytes = self._unread_bytes = 0
@@ -237,7 +292,7 @@ class Client(asyncio.Protocol):
 
     def _answer_refusal(self, error: RefusedError) -> None:
         again = _RETRY_AFTER_S if error.status in (429, 503) else None
-        self.write(answers.error(error.status, str(error), closes=True, retry_after_s=again))
+        self.write(replies.error(error.status, str(error), closes=True, retry_after_s=again))
         self._leave()
 
     def _leave(self) -> None:

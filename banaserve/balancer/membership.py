@@ -1,22 +1,25 @@
-"""The targets of one balancer: its own replicas, those it looks after for others, and peers."""
+"""Who looks after the replicas of a balancer that is dead.
+
+The targets of one balancer: its own replicas, those it looks after for others, and peers.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import monotonic
 
-from banaserve.balancer.endpoint import Endpoint, parse_endpoint
-from banaserve.balancer.peers import PeerProber, PeerState, ReplicaState, is_free
-from banaserve.balancer.prober import Prober
-from banaserve.balancer.settings import (
+from banaserve.balancer.config import (
     BalancerSettings,
+    Endpoint,
     PeerSettings,
     ReplicaSettings,
+    parse_endpoint,
     replica_id,
 )
-from banaserve.balancer.succession import heir
-from banaserve.balancer.target import Target
+from banaserve.balancer.health import Prober
+from banaserve.balancer.peers import PeerProber, PeerState, ReplicaState, is_free
+from banaserve.balancer.targets import Target
 from banaserve.orchestrator.replicas.fleet import Fleet
 from banaserve.orchestrator.replicas.interface import (
     PeerView,
@@ -28,6 +31,19 @@ from banaserve.orchestrator.replicas.interface import (
 from banaserve.orchestrator.replicas.peer_prefixes import PeerPrefixes
 from banaserve.orchestrator.replicas.policy import may_serve
 from banaserve.orchestrator.replicas.skywalker import SkyWalker
+
+
+def heir(distances_ms: Mapping[str, float]) -> str:
+    """Returns the region that is nearest to the dead one; the first by name among equals.
+
+    Every living balancer asks this with the same distances and so comes to the same answer. Where
+    they differ for a moment, two of them serve a replica, which loses and doubles nothing.
+
+    Args:
+        distances_ms: From each living region to the dead one, as each measured it; at least one.
+    """
+    return min(distances_ms, key=lambda region: (distances_ms[region], region))
+
 
 BLIND = frozenset(("round_robin", "random", "least_requests", "power_of_two"))
 """Policies that look at no request: bodies are not parsed for them."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 
-from banaserve.balancer.message import Message
+from banaserve.balancer.http.request import Message
 from banaserve.orchestrator.replicas.interface import FleetView, Request
 from banaserve.types import RequestId
 

@@ -6,8 +6,8 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 
-from banaserve.balancer.message import Message, RefusedError
-from banaserve.balancer.settings import TenantSettings
+from banaserve.balancer.config import TenantSettings
+from banaserve.balancer.http.request import Message, RefusedError
 
 OPEN_PATHS = frozenset((b"/health", b"/ready", b"/ping", b"/metrics"))
 """Answered by the balancer itself, without a key."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Protocol, cast
 
-from banaserve.balancer.endpoint import Endpoint
-from banaserve.balancer.framing import (
+from banaserve.balancer.config import Endpoint
+from banaserve.balancer.http.response import (
     MAX_HEAD_BYTES,
     Body,
     ResponseHead,
