@@ -10,9 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
 
-import msgspec
-
 from banaserve.bench.client import Call, OpenAiClient
+from banaserve.bench.compare_timeline import decisions_of
 from banaserve.bench.loops import open_loop
 from banaserve.bench.modelled import modelled_time
 from banaserve.bench.provenance import ModelledTime
@@ -20,7 +19,6 @@ from banaserve.bench.record import RequestRecord
 from banaserve.bench.servers import banaserve_server
 from banaserve.bench.serving_summary import output_tokens, tpot_s
 from banaserve.config import MINIATURE
-from banaserve.controller.words import Decision
 from banaserve.costs.profile import Profile
 from banaserve.errors import UserError
 from banaserve.sim.request import SimRequest
@@ -165,36 +163,3 @@ def figures_of(
 
 def _due_s(record: RequestRecord) -> float:
     return record.sent_at_s if record.due_at_s is None else record.due_at_s
-
-
-def decisions_of(log: Path, began_s: float, dilation: float) -> list[dict[str, Any]]:
-    """Decisions that began steps, each as it was last written, in modelled seconds."""
-    if not log.exists():
-        return []
-    read = (msgspec.json.decode(line, type=Decision) for line in log.read_bytes().splitlines())
-    last = {decision.number: decision for decision in read}
-    begun = [one for one in last.values() if any(not step.held for step in one.steps)]
-    return [
-        {
-            "at_s": round((one.at_s - began_s) / dilation, 2),
-            "gap": round(one.gap, 3),
-            "load": {
-                name: [round(seen.compute, 3), round(seen.memory, 3)]
-                for name, seen in one.instances.items()
-            },
-            "num_rejected": len(one.rejected),
-            "steps": [
-                {
-                    "what": step.what,
-                    "cost_s": step.cost_s / dilation,
-                    "benefit_s": step.benefit_s / dilation,
-                    "ending": step.result.ending if step.result is not None else "under way",
-                    "reason": step.result.reason if step.result is not None else "",
-                    "took_s": (step.result.seconds if step.result is not None else 0.0) / dilation,
-                }
-                for step in one.steps
-                if not step.held
-            ],
-        }
-        for one in begun
-    ]

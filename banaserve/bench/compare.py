@@ -30,7 +30,6 @@ from tokenizers import Tokenizer
 from banaserve import models
 from banaserve.api.admin_client import AdminClient
 from banaserve.bench import compare_options, result
-from banaserve.bench.cases_run import decisions_of
 from banaserve.bench.client import Call, OpenAiClient
 from banaserve.bench.compare_options import parse, plans
 from banaserve.bench.compare_placement import StartPlacement
@@ -46,7 +45,7 @@ from banaserve.bench.compare_result import (
 )
 from banaserve.bench.compare_simulated import simulated_cells
 from banaserve.bench.compare_systems import REFERENCE, System, chosen_systems
-from banaserve.bench.compare_timeline import watched
+from banaserve.bench.compare_timeline import decisions_of, watched
 from banaserve.bench.loops import closed_loop
 from banaserve.bench.modelled import StretchedClock, modelled_time
 from banaserve.bench.report import write_report

@@ -8,11 +8,13 @@ import http.client
 import urllib.request
 from collections.abc import AsyncIterator
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from banaserve.clock import Clock
+from banaserve.controller.words import Decision
 
 _EVERY_S = 1.0
 _IN_FLIGHT = "banaserve_requests_in_flight"
@@ -130,3 +132,36 @@ def _page(url: str) -> str:
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
         text: str = answer.read().decode()
     return text
+
+
+def decisions_of(log: Path, began_s: float, dilation: float) -> list[dict[str, Any]]:
+    """Decisions that began steps, each as it was last written, in modelled seconds."""
+    if not log.exists():
+        return []
+    read = (msgspec.json.decode(line, type=Decision) for line in log.read_bytes().splitlines())
+    last = {decision.number: decision for decision in read}
+    begun = [one for one in last.values() if any(not step.held for step in one.steps)]
+    return [
+        {
+            "at_s": round((one.at_s - began_s) / dilation, 2),
+            "gap": round(one.gap, 3),
+            "load": {
+                name: [round(seen.compute, 3), round(seen.memory, 3)]
+                for name, seen in one.instances.items()
+            },
+            "num_rejected": len(one.rejected),
+            "steps": [
+                {
+                    "what": step.what,
+                    "cost_s": step.cost_s / dilation,
+                    "benefit_s": step.benefit_s / dilation,
+                    "ending": step.result.ending if step.result is not None else "under way",
+                    "reason": step.result.reason if step.result is not None else "",
+                    "took_s": (step.result.seconds if step.result is not None else 0.0) / dilation,
+                }
+                for step in one.steps
+                if not step.held
+            ],
+        }
+        for one in begun
+    ]

@@ -10,7 +10,8 @@ import pytest
 
 from banaserve.bench import cases, result
 from banaserve.bench.cases_answers import sampled
-from banaserve.bench.cases_run import Asked, decisions_of, figures_of, options_of
+from banaserve.bench.cases_run import Asked, figures_of, options_of
+from banaserve.bench.compare_timeline import decisions_of
 from banaserve.bench.provenance import ModelledTime
 from banaserve.bench.record import RequestRecord
 from banaserve.controller.dilation import dilated
