@@ -67,7 +67,7 @@ lint: install  ## Check style, types and which floor imports which.
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/cuda/*
-	@$(BIN)/mypy -p banaserve
+	@$(BIN)/mypy -p banaserve -p benchmarks
 	@$(BIN)/lint-imports --no-logo
 
 format: install  ## Rewrite the sources as lint wants them.
@@ -76,10 +76,10 @@ format: install  ## Rewrite the sources as lint wants them.
 	@$(BIN)/clang-format -i csrc/*.cpp csrc/*.h csrc/cuda/*
 
 bench: install  ## Run the benchmark NAME.
-	@exec $(BIN)/banaserve bench '$(NAME)' $(ARGS)
+	@exec $(BIN)/python -m benchmarks '$(NAME)' $(ARGS)
 
 bench-gpu:  ## Time the kernels on a GPU with GPU_PYTHON into benchmarks/results/kernels.json.
-	@timeout 480 $(GPU_PYTHON) -m banaserve.bench.kernels --json benchmarks/results/kernels.json $(ARGS)
+	@timeout 480 $(GPU_PYTHON) -m benchmarks.kernel_bandwidth --json benchmarks/results/kernels.json $(ARGS)
 
 wheel: install  ## Build a wheel into dist/; BANASERVE_CUDA=1 adds the CUDA part, with nvcc.
 	@rm -rf build/lib* build/bdist* # what an earlier wheel left would go into this one

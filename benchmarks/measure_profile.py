@@ -1,6 +1,6 @@
 """Step times of a real engine on this machine, fitted to a profile for simulator and pacing.
 
-Usage: ``python benchmarks/measure_profile.py [--out banaserve/costs/profiles] [--json FILE]``.
+Usage: ``python -m benchmarks.measure_profile [--out banaserve/costs/profiles] [--json FILE]``.
 One engine of SmolLM2-135M on one thread is stepped by hand: prompts of several lengths alone, and
 batches that decode with several contexts. Two least-squares fits of the relative error give the
 coefficients; steps of both kinds at once, which no fit has seen, say how far they hold.
@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from banaserve import models
-from banaserve.bench import result
-from banaserve.bench.provenance import machine
-from banaserve.bench.statistics import median
+from banaserve.bench.results import result
+from banaserve.bench.results.result import machine
+from banaserve.bench.results.statistics import median
 from banaserve.costs.profile import DecodeSection, PrefillSection
 from banaserve.engine.vllm.environment import set_environment
 from banaserve.errors import UserError
@@ -211,7 +211,7 @@ def fits(steps: dict[str, list[Step]]) -> tuple[PrefillSection, DecodeSection]:
     decode = fitted(
         [(1, s.batch * s.context, s.batch) for s in batches], [s.took_s for s in batches]
     )
-    return PrefillSection(*prefill), DecodeSection(*decode)
+    return PrefillSection(*prefill), DecodeSection(*decode)  # type: ignore[arg-type]
 
 
 def error_of(steps: Sequence[Step], prefill: PrefillSection, decode: DecodeSection) -> list[float]:

@@ -1,6 +1,6 @@
 """Three regions of real balancers and modelled engines: what does a policy give clients?
 
-    python benchmarks/regions.py [--runs 3] [--json FILE]
+    python -m benchmarks.regions [--runs 3] [--json FILE]
 
 One balancer a region, two replicas each, distances of AWS between them (``bench/router_regions``),
 and most of the clients in one region. Balancers, connections and distances are real; engines are
@@ -21,17 +21,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from banaserve.bench import result, router_engine
-from banaserve.bench.router_clients import Load
-from banaserve.bench.router_faults import account, kill_and_bring_back
-from banaserve.bench.router_regions import REGIONS, Plan, World
-from banaserve.bench.servers import end_on_sigterm
-from banaserve.bench.statistics import percentile
+from banaserve.bench.loadgen.servers import end_on_sigterm
+from banaserve.bench.results import result
+from banaserve.bench.results.statistics import percentile
+from benchmarks.router import engine
+from benchmarks.router.clients import Load
+from benchmarks.router.faults import account, kill_and_bring_back
+from benchmarks.router.regions import REGIONS, Plan, World
 
 POLICIES = ("skywalker", "gorgo_v1", "load_aware", "round_robin")
-OPTIONS: dict[str, dict[str, Any]] = {
-    "gorgo_v1": {"max_outstanding": router_engine.SPEC.max_running}
-}
+OPTIONS: dict[str, dict[str, Any]] = {"gorgo_v1": {"max_outstanding": engine.SPEC.max_running}}
 """GORGO forwards nothing while a replica has room: here, while its batch is not full."""
 
 CLIENTS = {"us": 60, "eu": 6, "asia": 6}

@@ -1,6 +1,6 @@
 """BanaServe's figures 8 to 11 in the simulator: two models, two workloads, 1 to 20 requests/s.
 
-Usage: ``python benchmarks/simulate_paper.py [--out benchmarks/results] [--jobs 2]``; plots need
+Usage: ``python -m benchmarks.simulate_paper [--out benchmarks/results] [--jobs 2]``; plots need
 matplotlib (``pip install .[plots]``). Writes ``simulate-paper.json``, ``simulate-paper.md`` and a
 PNG for each figure. A call that is interrupted goes on where it was, as long as the code is the
 same.
@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 
-from banaserve.bench import result
+from banaserve.bench.results import result
 from banaserve.costs.profile import load as load_profile
 from banaserve.errors import UserError
 from banaserve.sim.cluster import SimCluster
@@ -196,7 +196,7 @@ def fingerprint() -> str:
 
 
 def main() -> int:
-    from simulate_paper_report import figures_of, markdown, plot
+    from benchmarks.simulate_paper_report import figures_of, markdown, plot
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")

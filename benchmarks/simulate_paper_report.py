@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from simulate_paper import FIGURES, RATES, READINGS, SEEDS, SPLITS, SYSTEMS, Figure, Run
-
-from banaserve.bench import result
-from banaserve.bench.statistics import Interval, mean_interval, paired_ratios
+from banaserve.bench.results import result
+from banaserve.bench.results.statistics import Interval, mean_interval, paired_ratios
 from banaserve.sim.result import SIMULATED
+from benchmarks.simulate_paper import FIGURES, RATES, READINGS, SEEDS, SPLITS, SYSTEMS, Figure, Run
 
 Found = Mapping[str, float]
 Runs = Sequence[tuple[Run, Found]]
@@ -79,7 +78,7 @@ def markdown(runs: Runs) -> str:
 
 _HEAD = f"""# BanaServe's figures 8 to 11, simulated
 
-Written by `python benchmarks/simulate_paper.py`. **{SIMULATED.capitalize()}.**
+Written by `python -m benchmarks.simulate_paper`. **{SIMULATED.capitalize()}.**
 
 Three systems with four GPUs each get the same Poisson arrivals, {RATES[0]} to {RATES[-1]} requests
 a second, with {len(SEEDS)} seeds; intervals are 95%. *colocated* is a vLLM on every GPU, *static*

@@ -1,7 +1,7 @@
 """The tables of SkyWalker, GORGO and Preble beside what the simulator gives.
 
-    python benchmarks/simulate_seeds.py [--seeds 5] [--only skywalker] [--json FILE]
-    python benchmarks/simulate_seeds.py --json FILE --report FILE.md
+    python -m benchmarks.simulate_seeds [--seeds 5] [--only skywalker] [--json FILE]
+    python -m benchmarks.simulate_seeds --json FILE --report FILE.md
 
 All systems of a seed meet the same clients. Requests without an end when the time is over are
 counted ("open") and their waiting so far is in the latencies. Throughput is given as output tokens
@@ -19,13 +19,13 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from simulate_seeds_cases import PAPERS, Case
 
-from banaserve.bench import result
-from banaserve.bench.result import Figure, figure
-from banaserve.bench.statistics import mean_interval
+from banaserve.bench.results import result
+from banaserve.bench.results.result import Figure, figure
+from banaserve.bench.results.statistics import mean_interval
 from banaserve.errors import UserError
 from banaserve.sim.regions.world import Outcome, simulate
+from benchmarks.simulate_seeds_cases import PAPERS, Case
 
 MEASURES: dict[str, tuple[str, Callable[[Outcome], float]]] = {
     "output": ("tokens/s", lambda one: one.output_tokens_per_s),
@@ -127,7 +127,7 @@ def main() -> None:
                     result.write(record, given.json)
             console.print(table(case, figures))
     if given.report is not None:
-        from simulate_seeds_report import markdown
+        from benchmarks.simulate_seeds_report import markdown
 
         given.report.write_text(markdown(figures, given.seeds))
 

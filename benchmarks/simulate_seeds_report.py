@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from simulate_seeds import MEASURES, cell, figure_name
-from simulate_seeds_cases import PAPERS
-from simulate_seeds_claims import ANY, CLAIMS, Claim
-
-from banaserve.bench.result import Figure
-from banaserve.bench.statistics import mean_interval, paired_ratios
+from banaserve.bench.results.result import Figure
+from banaserve.bench.results.statistics import mean_interval, paired_ratios
 from banaserve.sim.result import SIMULATED
+from benchmarks.simulate_seeds import MEASURES, cell, figure_name
+from benchmarks.simulate_seeds_cases import PAPERS
+from benchmarks.simulate_seeds_claims import ANY, CLAIMS, Claim
 
 Figures = Mapping[str, Figure]
 
@@ -20,7 +19,7 @@ def markdown(figures: Figures, seeds: int) -> str:
     lines = [
         "# SkyWalker, GORGO and Preble, simulated",
         "",
-        f"Written by `python benchmarks/simulate_seeds.py --report`. **{SIMULATED.capitalize()}.**",
+        f"Written by `python -m benchmarks.simulate_seeds --report`. **{SIMULATED.capitalize()}.**",
         "",
         f"{seeds} seeds; a ratio is taken seed by seed, and its interval is 95 % (Student). All",
         "systems of a seed meet the same clients. What the papers do not give (hardware times,",

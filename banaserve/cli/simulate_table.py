@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from banaserve.bench.statistics import mean_interval
+from banaserve.bench.results.statistics import mean_interval
 from banaserve.costs import profile as profiles
 from banaserve.sim import case as cases
 from banaserve.sim.lengths import DATASETS

@@ -14,7 +14,7 @@ from banaserve.balancer.balancer import Balancer
 from banaserve.balancer.config import BalancerSettings, HealthSettings, ReplicaSettings
 from banaserve.balancer.http.client_connection import Client
 from banaserve.balancer.server import tick
-from banaserve.bench.router_link import Link
+from benchmarks.router.link import Link
 
 WAIT_S = 20.0
 """Only a test that fails waits this long."""

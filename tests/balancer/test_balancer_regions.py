@@ -18,7 +18,7 @@ from banaserve.balancer.config import (
     TenantSettings,
 )
 from banaserve.balancer.membership import heir
-from banaserve.bench.servers import free_port
+from banaserve.bench.loadgen.servers import free_port
 
 ROUND_TRIP_MS = {("us", "asia"): 145.4, ("us", "eu"): 99.1, ("asia", "eu"): 222.5}
 """us-east-2, ap-northeast-1 and eu-central-1 of AWS, SkyWalker's regions; from

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from banaserve.bench.kvstore_peers import Peer, missing_mooncake, mooncake_master
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, Outcome
 from banaserve.kvstore.tiers.mooncake import MooncakeTier
 from banaserve.kvstore.tiers.mooncake_config import parse_url
 from banaserve.kvstore.tiers.mooncake_process import KEY_PREFIX
+from benchmarks.kvstore.peers import Peer, missing_mooncake, mooncake_master
 
 needs_mooncake = pytest.mark.skipif(missing_mooncake() is not None, reason=str(missing_mooncake()))
 PEER = Path(__file__).with_name("mooncake_peer.py")

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from banaserve.bench.kvstore_peers import missing_mooncake, mooncake_master
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Lookup
+from benchmarks.kvstore.peers import missing_mooncake, mooncake_master
 from waiting import eventually
 
 MISSING = missing_mooncake()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.bench.kvstore_peers import joined_mooncake, missing_mooncake, mooncake_master
 from banaserve.errors import UserError
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.tiers.dictionary import DictionaryTier
@@ -23,6 +22,7 @@ from banaserve.kvstore.tiers.interface import (
 )
 from banaserve.kvstore.tiers.ssd.device import aligned_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
+from benchmarks.kvstore.peers import joined_mooncake, missing_mooncake, mooncake_master
 
 _masters = ExitStack()
 

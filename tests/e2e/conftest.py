@@ -19,7 +19,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from banaserve.bench import servers
+from banaserve.bench.loadgen import servers
 from observing import until
 
 MODEL = "smollm2-135m"

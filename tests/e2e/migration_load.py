@@ -14,10 +14,9 @@ from pathlib import Path
 
 from banaserve import models
 from banaserve.api.admin_client import AdminClient
-from banaserve.bench import workloads
-from banaserve.bench.client import Call, OpenAiClient
-from banaserve.bench.record import RequestRecord
-from banaserve.bench.servers import Server
+from banaserve.bench.datasets import prompts
+from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.servers import Server
 from banaserve.engine.vllm.migration.api import (
     Ask,
     InstancePlacement,
@@ -48,8 +47,8 @@ class Reference:
             return list(tokenizer(text, verbose=False)["input_ids"])
 
         few = max(1, num_prompts // 8)
-        found = workloads.prompts("synthetic", num_prompts - few, 40, 160, seed, tokenize)
-        found += workloads.prompts("synthetic", few, longest // 2, longest, seed + 1, tokenize)
+        found = prompts.prompts("synthetic", num_prompts - few, 40, 160, seed, tokenize)
+        found += prompts.prompts("synthetic", few, longest // 2, longest, seed + 1, tokenize)
         self.prompts = [tokenize(prompt.text) for prompt in found]
         answers = reference_tokens(model.path_or_id, self.prompts, {"it": SAMPLING})
         self.tokens = answers["it"]

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from banaserve import models
-from banaserve.bench import workloads
-from banaserve.bench.servers import banaserve_server
+from banaserve.bench.datasets import prompts
+from banaserve.bench.loadgen.servers import banaserve_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -42,7 +42,7 @@ def door() -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def prompt() -> str:
     """Longer than a block, so that its beginning is kept."""
-    (made,) = workloads.prompts("synthetic", 1, 300, 300, 4, str.split)
+    (made,) = prompts.prompts("synthetic", 1, 300, 300, 4, str.split)
     return made.text
 
 

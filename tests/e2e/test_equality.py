@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from banaserve import models
-from banaserve.bench import workloads
-from banaserve.bench.client import Call, OpenAiClient
-from banaserve.bench.loops import closed_loop
-from banaserve.bench.servers import Server, banaserve_server
+from banaserve.bench.datasets import prompts as datasets_prompts
+from banaserve.bench.loadgen.client import Call, OpenAiClient
+from banaserve.bench.loadgen.loops import closed_loop
+from banaserve.bench.loadgen.servers import Server, banaserve_server
 from banaserve.config import DEFAULT_SKIP_PREFILL_BELOW_TOKENS
 from reference import reference_tokens
 
@@ -56,7 +56,7 @@ def real_prompts(tokenize: Callable[[str], list[int]]) -> list[list[int]]:
     ]
     found = []
     for number, (kind, count, low, high) in enumerate(shapes):
-        found += workloads.prompts(kind, count, low, high, SEED + number, tokenize, data)
+        found += datasets_prompts.prompts(kind, count, low, high, SEED + number, tokenize, data)
     return [tokenize(prompt.text) for prompt in found]
 
 

@@ -13,10 +13,9 @@ import httpx
 import pytest
 
 from banaserve import models
-from banaserve.bench import workloads
-from banaserve.bench.client import Call, OpenAiClient
-from banaserve.bench.record import RequestRecord
-from banaserve.bench.servers import Server, banaserve_server
+from banaserve.bench.datasets import prompts
+from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.servers import Server, banaserve_server
 from observing import until, writer, writers
 
 pytestmark = pytest.mark.e2e
@@ -42,7 +41,7 @@ def server(run_dir: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def calls() -> list[Call]:
-    texts = workloads.prompts("synthetic", NUM_STREAMS, 60, 200, 4, str.split)
+    texts = prompts.prompts("synthetic", NUM_STREAMS, 60, 200, 4, str.split)
     return [
         Call(str(i), prompt=prompt.text, max_tokens=48, extra={"ignore_eos": True})
         for i, prompt in enumerate(texts)
@@ -150,7 +149,7 @@ def test_two_ends_one_after_the_other_break_no_answer(
 @pytest.mark.long
 def test_a_request_under_which_engines_die_is_given_up(server: Server, run_dir: Path) -> None:
     """Each is killed in its prefill, as if it died of the request."""
-    (prompt,) = workloads.prompts("synthetic", 1, 3000, 3000, 5, str.split)
+    (prompt,) = prompts.prompts("synthetic", 1, 3000, 3000, 5, str.split)
     body = {"model": "smollm2-135m", "prompt": prompt.text, "max_tokens": 1}
     killed: list[int] = []
 

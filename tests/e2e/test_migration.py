@@ -27,7 +27,7 @@ import pytest
 import migration_load as loads
 from banaserve import models
 from banaserve.api.admin_client import AdminClient
-from banaserve.bench.servers import Server, banaserve_server
+from banaserve.bench.loadgen.servers import Server, banaserve_server
 from banaserve.config import DEFAULT_STEP_PARTS
 from banaserve.engine.vllm.migration.api import (
     MoveContext,

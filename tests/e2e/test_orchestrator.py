@@ -18,10 +18,9 @@ import pytest
 import migration_load as loads
 from banaserve import models
 from banaserve.api.admin_client import AdminClient
-from banaserve.bench import workloads
-from banaserve.bench.client import Call, OpenAiClient
-from banaserve.bench.record import RequestRecord
-from banaserve.bench.servers import Server, banaserve_server
+from banaserve.bench.datasets import prompts
+from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.servers import Server, banaserve_server
 from banaserve.controller.words import Decision, RoleAsk, Wanted
 from banaserve.engine.interface import RoleChange
 from banaserve.engine.vllm.migration.api import Return
@@ -69,8 +68,8 @@ class Before:
         def tokenize(text: str) -> list[int]:
             return list(tokenizer(text, verbose=False)["input_ids"])
 
-        found = workloads.prompts("synthetic", 10, 40, 160, 5, tokenize)
-        found += workloads.prompts("synthetic", 4, 200, 350, 6, tokenize)
+        found = prompts.prompts("synthetic", 10, 40, 160, 5, tokenize)
+        found += prompts.prompts("synthetic", 4, 200, 350, 6, tokenize)
         self.prompts = [tokenize(prompt.text) for prompt in found]
         self.tokens = asyncio.run(self._ask(server))
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from banaserve.api.admin_client import AdminClient
-from banaserve.bench.client import Call, OpenAiClient
-from banaserve.bench.loops import closed_loop
-from banaserve.bench.modelled import modelled_time
-from banaserve.bench.servers import Server, banaserve_server
+from banaserve.bench.loadgen.client import Call, OpenAiClient
+from banaserve.bench.loadgen.loops import closed_loop
+from banaserve.bench.loadgen.modelled_time import modelled_time
+from banaserve.bench.loadgen.servers import Server, banaserve_server
 from banaserve.config import MINIATURE
 from banaserve.costs import miniatures
 from banaserve.costs.profile import load

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.bench.router_clients import Load
-from banaserve.bench.router_faults import account, kill_and_bring_back
-from banaserve.bench.router_regions import REGIONS, Plan, World
+from benchmarks.router.clients import Load
+from benchmarks.router.faults import account, kill_and_bring_back
+from benchmarks.router.regions import REGIONS, Plan, World
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 
 from banaserve import models
-from banaserve.bench import workloads
-from banaserve.bench.client import Call, OpenAiClient
-from banaserve.bench.record import RequestRecord
-from banaserve.bench.servers import Server, banaserve_server
+from banaserve.bench.datasets import prompts as datasets_prompts
+from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.servers import Server, banaserve_server
 from observing import until, writer
 from reference import reference_tokens
 
@@ -88,7 +87,7 @@ def prompts(model: models.ResolvedModel) -> list[list[int]]:
     def tokenize(text: str) -> list[int]:
         return list(tokenizer(text, verbose=False)["input_ids"])
 
-    found = workloads.prompts("synthetic", NUM_PROMPTS, 400, 500, 31, tokenize)
+    found = datasets_prompts.prompts("synthetic", NUM_PROMPTS, 400, 500, 31, tokenize)
     return [tokenize(prompt.text)[: 3 * BLOCK_TOKENS] for prompt in found]
 
 

@@ -7,7 +7,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from banaserve.bench.arrivals import arrival_times_s, gamma, poisson, trace
+from banaserve.bench.loadgen.arrivals import arrival_times_s, gamma, poisson, trace
 from banaserve.errors import UserError
 
 

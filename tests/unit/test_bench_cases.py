@@ -8,12 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from banaserve.bench import cases, result
-from banaserve.bench.cases_answers import sampled
-from banaserve.bench.cases_run import Asked, figures_of, options_of
-from banaserve.bench.compare_timeline import decisions_of
-from banaserve.bench.provenance import ModelledTime
-from banaserve.bench.record import RequestRecord
+from banaserve.bench.compare.timeline import decisions_of
+from banaserve.bench.loadgen.client import RequestRecord
+from banaserve.bench.results import result
+from banaserve.bench.results.result import ModelledTime
 from banaserve.controller.dilation import dilated
 from banaserve.controller.loop import ControllerOptions
 from banaserve.controller.words import Decision, Result, Wanted
@@ -25,6 +23,8 @@ from banaserve.sim import case as scenarios
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import Limits
 from banaserve.sim.system import preset
+from benchmarks import cases
+from benchmarks.cases import Asked, figures_of, options_of, sampled
 
 
 def record(due_s: float, first_s: float, end_s: float, tokens: int) -> RequestRecord:

@@ -16,9 +16,8 @@ pytest.importorskip("aiohttp")
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from banaserve.bench.client import Call, OpenAiClient, _Answer
-from banaserve.bench.loops import closed_loop, open_loop
-from banaserve.bench.record import RequestRecord
+from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord, _Answer
+from banaserve.bench.loadgen.loops import closed_loop, open_loop
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CALL = Call("r0", "Once upon", max_tokens=3)

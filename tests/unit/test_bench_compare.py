@@ -10,8 +10,9 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from banaserve.bench import compare, compare_options
-from banaserve.bench.compare_result import (
+from banaserve.bench.compare import command
+from banaserve.bench.compare import options as compare_options
+from banaserve.bench.compare.result import (
     SystemRun,
     Workload,
     as_result,
@@ -20,13 +21,13 @@ from banaserve.bench.compare_result import (
     folder_of,
     kept_path,
 )
-from banaserve.bench.compare_systems import REFERENCE, System, chosen_systems, known_systems
-from banaserve.bench.compare_timeline import Timeline
-from banaserve.bench.record import RequestRecord
-from banaserve.bench.report_pages import section_of
-from banaserve.bench.serving_cell import CellId, Sent
-from banaserve.bench.serving_run import write_whole
-from banaserve.bench.serving_summary import Slo, Summary, summarize
+from banaserve.bench.compare.systems import REFERENCE, System, chosen_systems, known_systems
+from banaserve.bench.compare.timeline import Timeline
+from banaserve.bench.loadgen.client import RequestRecord
+from banaserve.bench.results.report import section_of
+from banaserve.bench.serving.cell import CellId, Sent
+from banaserve.bench.serving.run import write_whole
+from banaserve.bench.serving.summary import Slo, Summary, summarize
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
@@ -154,7 +155,7 @@ def test_no_cell_is_empty_or_asked_twice(
     tmp_path: Path, options: tuple[str, ...], words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        compare.main(["--out", str(tmp_path), "--model", "/nowhere", *options])
+        command.main(["--out", str(tmp_path), "--model", "/nowhere", *options])
 
 
 def test_prefixes_are_followed_by_a_balancer_over_plain_engines() -> None:

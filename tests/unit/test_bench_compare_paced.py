@@ -6,15 +6,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from banaserve.bench import compare_options, result
-from banaserve.bench.compare_pages import extra_tables
-from banaserve.bench.compare_result import SystemRun, Workload, as_result
-from banaserve.bench.compare_simulated import simulated_cells
-from banaserve.bench.compare_systems import chosen_systems
-from banaserve.bench.compare_timeline import Timeline
-from banaserve.bench.provenance import ModelledTime
-from banaserve.bench.report_pages import section_of
-from banaserve.bench.serving_items import Item
+from banaserve.bench.compare import options as compare_options
+from banaserve.bench.compare.pages import extra_tables
+from banaserve.bench.compare.result import SystemRun, Workload, as_result
+from banaserve.bench.compare.simulated import simulated_cells
+from banaserve.bench.compare.systems import chosen_systems
+from banaserve.bench.compare.timeline import Timeline
+from banaserve.bench.datasets.items import Item
+from banaserve.bench.results import result
+from banaserve.bench.results.report import section_of
+from banaserve.bench.results.result import ModelledTime
 
 
 def test_a_paced_comparison_has_the_simulator_beside_it(tmp_path: Path) -> None:

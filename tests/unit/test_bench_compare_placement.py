@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from banaserve.api.admin_client import AdminClient
-from banaserve.bench import compare_placement
-from banaserve.bench.compare_placement import StartPlacement
+from banaserve.bench.compare import command
+from banaserve.bench.compare.command import StartPlacement
 from banaserve.controller.words import RoleAsk
 from banaserve.engine.interface import RoleChange
 from banaserve.engine.vllm.migration.api import Return
@@ -58,7 +58,7 @@ class Cluster:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_placement, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(command, "_AGAIN_S", 0.0)
 
 
 def started(cluster: Cluster) -> StartPlacement:
@@ -85,7 +85,7 @@ def test_what_is_in_its_place_is_left_there() -> None:
 def test_what_does_not_come_back_is_told_and_the_orchestrator_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compare_placement, "_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(command, "_TIMEOUT_S", 0.0)
     cluster = Cluster({"p0": "prefill"}, away={"p0": 1}, refusals=10**6)
     with pytest.raises(UserError, match="does not come back: busy"):
         started(cluster).restore()

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.bench import copies, result
-from banaserve.bench.copies_disk import QueueBench
-from banaserve.bench.copies_memory import MEMCPY, CopyBench
-from banaserve.bench.kvstore_disk import check_direct
+from banaserve.bench.results import result
 from banaserve.errors import UserError
+from benchmarks import copies
+from benchmarks.copies import MEMCPY, CopyBench, QueueBench
+from benchmarks.kvstore.disk import check_direct
 
 
 def test_a_small_run_has_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from banaserve.bench.front import _LONG, _SHORT, Sample, _result, costs_us
+from benchmarks.front import _LONG, _SHORT, Sample, _result, costs_us
 
 
 def one(requests: int, chunks: int, cpu_s: float, ttft_s: float = 0.1) -> Sample:

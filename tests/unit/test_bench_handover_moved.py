@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from banaserve.bench import handover_moved
-from banaserve.bench.handover_moved import Run
 from banaserve.errors import UserError
+from benchmarks import handover_moved
+from benchmarks.handover_moved import Run
 
 
 def run_of(host_bytes: float, guest_bytes: float, ttft_s: float, answer: int) -> Run:

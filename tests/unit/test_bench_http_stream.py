@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from banaserve.bench.http_stream import Exchange, HttpStreams
+from banaserve.bench.loadgen.http import Exchange, HttpStreams
 from banaserve.errors import UserError
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"

@@ -14,13 +14,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from banaserve.bench import kernels_pipeline, result
-from banaserve.bench.kernels import main
-from banaserve.bench.kernels_work import SIZES, all_work, attention_work
+from banaserve.bench.results import result
 from banaserve.engine.vllm.kv_connector import gpu_block_copy
 from banaserve.errors import UserError
 from banaserve.kernels.interface import Part
 from banaserve.kernels.reference import ReferenceKernels
+from benchmarks.kernel_bandwidth import pipeline
+from benchmarks.kernel_bandwidth.__main__ import main
+from benchmarks.kernel_bandwidth.work import SIZES, all_work, attention_work
+from benchmarks.location import environment
 
 TINY = ["--device", "cpu", "--sizes", "tiny", "--runs", "2", "--repeats", "1"]
 
@@ -64,7 +66,7 @@ def test_wrong_results_are_not_timed() -> None:
         attention_work("decode", Wrong(), device, 2, 1, 32, (0, 1))
     later = all_work(SIZES["tiny"], ReferenceKernels(), device, 0)
     assert [works[0].name for works, _ in later][-2:] == ["pack", "pack_half_heads"]
-    from banaserve.bench.kernels_work import pack_work
+    from benchmarks.kernel_bandwidth.work import pack_work
 
     with pytest.raises(UserError, match="our bytes differ"):
         pack_work("", Wrong(), device, SIZES["tiny"], tuple(range(8)))
@@ -110,9 +112,9 @@ def test_the_pipeline_is_measured_and_predicted(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(torch.cuda, name, double)
     monkeypatch.setattr(gpu_block_copy, "choose_copies", lambda *_: copy)
     for name, size in {"_LAYERS": 3, "_BLOCKS": 2, "_SIDE": 16}.items():
-        monkeypatch.setattr(kernels_pipeline, name, size)
+        monkeypatch.setattr(pipeline, name, size)
     samples: dict[str, list[float]] = defaultdict(list)
-    kernels_pipeline.measure_pipeline(torch.device("cpu"), 2, samples)
+    pipeline.measure_pipeline(torch.device("cpu"), 2, samples)
     kinds = ("hidden", "serial_hidden", "predicted_hidden")
     assert set(samples) == {
         f"pipeline_at_{ratio}_{kind}_fraction" for ratio in ("0.5", "1", "2") for kind in kinds
@@ -126,10 +128,11 @@ def test_the_pipeline_is_measured_and_predicted(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_run_on_a_gpu_machine_needs_no_vllm() -> None:
     code = (
         "import sys; sys.modules['vllm'] = None\n"
-        "import banaserve.bench.kernels, banaserve.engine.vllm.kv_connector.gpu_block_copy\n"
+        "import benchmarks.kernel_bandwidth.__main__\n"
+        "import banaserve.engine.vllm.kv_connector.gpu_block_copy\n"
         "import banaserve.engine.vllm.migration.kv.slabs\n"
         "import banaserve.engine.vllm.migration.host.block_mover\n"
         "import banaserve.engine.vllm.migration.modules.paged_attention\n"
         "import banaserve.engine.vllm.migration.guest.kv_staging\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment())

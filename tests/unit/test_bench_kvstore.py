@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from banaserve.bench.kvstore_disk import DiskBench
-from banaserve.bench.kvstore_memory import (
+from banaserve.errors import UserError
+from benchmarks.kvstore.disk import DiskBench
+from benchmarks.kvstore.memory import (
     ARRANGEMENTS,
     NUM_LAYERS,
     PoolBench,
     plain_memory,
     store_daemon,
 )
-from banaserve.bench.kvstore_others import OtherBench, redis_bench
-from banaserve.bench.kvstore_peers import missing_redis
-from banaserve.errors import UserError
+from benchmarks.kvstore.others import OtherBench, redis_bench
+from benchmarks.kvstore.peers import missing_redis
 
 BLOCK_BYTES = NUM_LAYERS * 4096
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.bench import orchestrator, result
-from banaserve.bench.orchestrator_work import EVEN, RANDOM, cluster, load, system
+from banaserve.bench.results import result
 from banaserve.costs.profile import load as load_profile
 from banaserve.errors import UserError
 from banaserve.orchestrator.migration import registry
+from benchmarks import orchestrator
+from benchmarks.orchestrator import EVEN, RANDOM, cluster, load, system
 
 
 def test_a_small_run_writes_every_figure(

@@ -11,12 +11,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.bench import overlap, overlap_neighbour, overlap_paced, overlap_rounds
-from banaserve.bench import overlap_figures as figures
 from banaserve.costs import profile as profiles
-from banaserve.engine.vllm import overlapped
 from banaserve.engine.vllm.launch import messages
 from banaserve.errors import UserError
+from benchmarks.drivers import overlapped
+from benchmarks.overlap import __main__, paced
+from benchmarks.overlap import figures as figures
+from benchmarks.overlap import neighbour as overlap_neighbour
+from benchmarks.overlap import rounds as overlap_rounds
 
 
 @pytest.mark.parametrize(
@@ -35,20 +37,20 @@ from banaserve.errors import UserError
 )
 def test_what_cannot_be_measured_is_refused(argv: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        overlap._parse(argv)
+        __main__._parse(argv)
 
 
 @pytest.mark.parametrize("layers", ["12", "40", "0"])
 def test_paced_layers_are_whole_layers_of_the_miniature(layers: str) -> None:
-    given = overlap._parse(["--pace", "opt-13b-a100", "--layers", "5", layers])
+    given = __main__._parse(["--pace", "opt-13b-a100", "--layers", "5", layers])
     with pytest.raises(UserError, match=f"--layers {layers}: .*multiples of 5"):
-        overlap_paced.run(given)
+        paced.run(given)
 
 
 def test_paced_places_are_a_quarter_and_a_half_unless_asked() -> None:
     profile = profiles.load("opt-13b-a100")
-    given = overlap._parse(["--pace", profile.name, "--parts", "4"])
-    assert [tuple(place) for place in overlap_paced._places(given, profile)] == [
+    given = __main__._parse(["--pace", profile.name, "--parts", "4"])
+    assert [tuple(place) for place in paced._places(given, profile)] == [
         ("layers_10.waiting", 2, 1),
         ("layers_10.overlap", 2, 4),
         ("layers_20.waiting", 4, 1),
@@ -57,8 +59,8 @@ def test_paced_places_are_a_quarter_and_a_half_unless_asked() -> None:
 
 
 def test_loads_are_of_the_size_that_is_asked() -> None:
-    given = overlap._parse(["--requests", "3", "--prompt-tokens", "50", "--batches", "1", "8"])
-    loads = overlap._loads(given)
+    given = __main__._parse(["--requests", "3", "--prompt-tokens", "50", "--batches", "1", "8"])
+    loads = __main__._loads(given)
     assert [load.name for load in loads] == ["prefill", "ttft", "decode_1", "decode_8"]
     assert [load.num_requests for load in loads] == [3, 1, 1, 8]
     prompts = overlap_rounds.draw_prompts(random.Random(0), loads[0])
@@ -166,7 +168,7 @@ class Serving:
 
 def rounds(live: Serving, stages: Serving | None = None) -> overlap_rounds.Rounds:
     argv = ["--batches", "--requests", "1", "--prompt-tokens", "600", "--long-prompt-tokens", "700"]
-    loads = overlap._loads(overlap._parse(argv))
+    loads = __main__._loads(__main__._parse(argv))
     prompts = [
         {load.name: overlap_rounds.draw_prompts(random.Random(n), load) for load in loads}
         for n in range(2)

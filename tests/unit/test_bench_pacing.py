@@ -6,13 +6,13 @@ import argparse
 
 import pytest
 
-from banaserve.bench import pacing
-from banaserve.bench.pacing import Ask, Run, draw, figures_of, predicted
-from banaserve.bench.provenance import ModelledTime
-from banaserve.bench.record import RequestRecord
+from banaserve.bench.loadgen.client import RequestRecord
+from banaserve.bench.results.result import ModelledTime
 from banaserve.costs.profile import load
 from banaserve.engine.vllm.emulation.step_log import PacedStep
 from banaserve.errors import UserError
+from benchmarks import pacing
+from benchmarks.pacing import Ask, Run, draw, figures_of, predicted
 
 PROFILE = load("opt-13b-a100")
 TOLD = ModelledTime(PROFILE.name, PROFILE.source, 2.0, 3, 1, 0.0)

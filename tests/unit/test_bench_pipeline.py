@@ -7,9 +7,8 @@ from math import nan
 
 import pytest
 
-from banaserve.bench.pipeline import measured_break_even
-from banaserve.bench.prefix_ttft import whole_blocks
-from banaserve.bench.traced_engine import times_of
+from benchmarks.pipeline import measured_break_even, times_of
+from benchmarks.prefix_ttft import whole_blocks
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02])

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.bench import result
-from banaserve.bench.plot import Plot, Series, svg
-from banaserve.bench.record import RequestRecord
-from banaserve.bench.report import main, write_report
-from banaserve.bench.report_pages import cdf
-from banaserve.bench.serving_cell import CellId, Sent
-from banaserve.bench.serving_run import as_result
-from banaserve.bench.serving_summary import Slo, Summary, summarize
+from banaserve.bench.loadgen.client import RequestRecord
+from banaserve.bench.results import result
+from banaserve.bench.results.plot import Plot, Series, svg
+from banaserve.bench.results.report import cdf, main, write_report
+from banaserve.bench.serving.cell import CellId, Sent
+from banaserve.bench.serving.run import as_result
+from banaserve.bench.serving.summary import Slo, Summary, summarize
 from banaserve.errors import UserError
 
 COMMITTED = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

@@ -9,8 +9,17 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from banaserve.bench import provenance
-from banaserve.bench.result import Figure, Result, figure, read, result, schema, table, write
+from banaserve.bench.results import result as results_result
+from banaserve.bench.results.result import (
+    Figure,
+    Result,
+    figure,
+    read,
+    result,
+    schema,
+    table,
+    write,
+)
 from banaserve.errors import UserError
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -89,7 +98,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 def test_the_schema_is_the_checked_in_one() -> None:
     wanted = (BENCHMARKS / "schema.json").read_bytes()
-    assert schema() == wanted, "python -m banaserve.bench.result > benchmarks/schema.json"
+    assert schema() == wanted, "python -m banaserve.bench.results.result > benchmarks/schema.json"
 
 
 def test_committed_results_are_valid() -> None:
@@ -119,9 +128,9 @@ def test_provenance() -> None:
 
 def test_no_commit_outside_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
-        provenance.banaserve, "__file__", str(tmp_path / "banaserve" / "__init__.py")
+        results_result.banaserve, "__file__", str(tmp_path / "banaserve" / "__init__.py")
     )
-    assert provenance.commit() == (None, None)
+    assert results_result.commit() == (None, None)
 
 
 def test_table_names_every_figure() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from banaserve.bench import router_decisions
+from benchmarks.router import decisions
 
 
 def test_every_policy_is_measured_and_the_headline_is_one_of_the_cases():
-    figures = router_decisions.decisions(
+    figures = decisions.decisions(
         ("round_robin", "skywalker", "preble"), (8, 64), (1000, 8000), 1, 0, seconds=0.01
     )
     assert len(figures) == 1 + 3 * 2 * 2
@@ -15,8 +15,8 @@ def test_every_policy_is_measured_and_the_headline_is_one_of_the_cases():
 
 
 def test_the_tree_is_at_its_bound_and_its_course_is_told(monkeypatch):
-    monkeypatch.setattr(router_decisions, "_MEMORY_TREE_BYTES", 1 << 20)
-    figures, raw = router_decisions.tree_memory(20_000, 0)
+    monkeypatch.setattr(decisions, "_MEMORY_TREE_BYTES", 1 << 20)
+    figures, raw = decisions.tree_memory(20_000, 0)
     course = raw["tree_memory"]
     assert [one["insertions"] for one in course] == [2000 * number for number in range(1, 11)]
     assert all((1 << 20) * 0.99 < one["charged_bytes"] <= 1 << 20 for one in course)

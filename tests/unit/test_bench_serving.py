@@ -20,9 +20,9 @@ pytest.importorskip("aiohttp")
 from aiohttp import web
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from banaserve.bench import result
-from banaserve.bench.serving import main
-from banaserve.bench.serving_cell import Sent, read_cell
+from banaserve.bench.results import result
+from banaserve.bench.serving.cell import Sent, read_cell
+from banaserve.bench.serving.command import main
 from banaserve.errors import UserError
 
 KEY = "secret"

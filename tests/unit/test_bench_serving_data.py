@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from banaserve.bench import standins
-from banaserve.bench.serving_entries import read_entries
-from banaserve.bench.serving_items import Dataset, Item, Wanted, Words
+from banaserve.bench.datasets import synthetic_datasets
+from banaserve.bench.datasets.entries import read_entries
+from banaserve.bench.datasets.items import Dataset, Item, Wanted, Words
 from banaserve.errors import UserError
 
 BESIDE_CHECKOUT = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -246,10 +246,10 @@ def test_turns_of_a_chat_begin_with_the_turn_before(words: Words) -> None:
     assert found[1].prompt[: len(first.prompt)] != first.prompt
 
 
-@pytest.mark.parametrize("kind", standins.PUBLISHED)
+@pytest.mark.parametrize("kind", synthetic_datasets.PUBLISHED)
 def test_stand_ins_have_the_published_quantiles(kind: str) -> None:
-    drawn = list(islice(standins.published_lengths(kind, random.Random(1)), 4000))
-    lengths = standins._LENGTHS[kind]
+    drawn = list(islice(synthetic_datasets.published_lengths(kind, random.Random(1)), 4000))
+    lengths = synthetic_datasets._LENGTHS[kind]
     for name, table in (("prompt_tokens", lengths.prompt), ("output_tokens", lengths.output)):
         values = sorted(getattr(entry, name) for entry in drawn)
         assert table[0] <= values[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from banaserve.bench.statistics import (
+from banaserve.bench.results.statistics import (
     mean_interval,
     median,
     paired_ratios,

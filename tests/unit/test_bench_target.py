@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from banaserve.bench import compare_timeline
-from banaserve.bench.modelled import modelled_time
-from banaserve.bench.target import find_target
+from banaserve.bench.compare import timeline
+from banaserve.bench.loadgen.modelled_time import modelled_time
+from banaserve.bench.loadgen.target import find_target
 from banaserve.clock import WallClock
 from banaserve.errors import UserError
 
@@ -88,8 +88,8 @@ async def test_a_look_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
         loop.call_soon_threadsafe(has_failed.set)
         return ""
 
-    monkeypatch.setattr(compare_timeline, "_page", look)
-    monkeypatch.setattr(compare_timeline, "_EVERY_S", 0.0)
-    async with compare_timeline.watched("http://nowhere", WallClock()):
+    monkeypatch.setattr(timeline, "_page", look)
+    monkeypatch.setattr(timeline, "_EVERY_S", 0.0)
+    async with timeline.watched("http://nowhere", WallClock()):
         await asyncio.wait_for(has_failed.wait(), 30)
     assert set(looks) == {"http://nowhere"}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.bench.datasets import DATA_VARIABLE, dataset_files, read_texts
-from banaserve.bench.workloads import Prompt, prompts, without_middle
+from banaserve.bench.datasets.files import DATA_VARIABLE, dataset_files, read_texts
+from banaserve.bench.datasets.prompts import Prompt, prompts, without_middle
 from banaserve.errors import UserError
 
 BESIDE_CHECKOUT = Path(__file__).resolve().parents[3] / "shared" / "data"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,15 @@ import pytest
 from banaserve.costs import profile
 from banaserve.costs.profile import DecodeSection, PrefillSection
 from banaserve.costs.steps import StepCosts
+from benchmarks import measure_profile
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 PREFILL = PrefillSection(fixed_s=0.02, token_s=1e-3, pair_s=2e-7)
 DECODE = DecodeSection(fixed_s=0.03, context_token_s=3e-6, request_s=2e-3)
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import measure_profile
-
-    yield measure_profile
-    sys.modules.pop("measure_profile", None)
+def script() -> Any:
+    return measure_profile
 
 
 def steps_of(script: Any) -> dict[str, list[Any]]:

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from safetensors.numpy import load_file
 
 from banaserve import models
-from banaserve.bench import modelled
-from banaserve.bench.provenance import ModelledTime
+from banaserve.bench.loadgen import modelled_time
+from banaserve.bench.results.result import ModelledTime
 from banaserve.cli import paced
 from banaserve.cli.main import main
 from banaserve.cli.serve_options import parse_serve_argv
@@ -159,6 +159,6 @@ def test_results_take_from_the_metrics_page_that_time_is_modelled(tmp_path):
     registry.register(PacedTime(profile, 2.0, tmp_path))
     page = generate_latest(registry).decode()
     assert 'banaserve_paced_steps_overrun_total{instance_id="p0"} 1.0' in page
-    told = modelled.read(page)
+    told = modelled_time.read(page)
     assert told == ModelledTime(profile.name, profile.source, 2.0, 2, 1, 0.25)
-    assert modelled.read("# TYPE up gauge\nup 1\n") is None
+    assert modelled_time.read("# TYPE up gauge\nup 1\n") is None

@@ -12,7 +12,7 @@ import urllib.request
 
 import pytest
 
-from banaserve.bench.servers import free_port
+from banaserve.bench.loadgen.servers import free_port
 from banaserve.cli import main as cli
 from banaserve.cli.route import _from_words, _make_parser
 

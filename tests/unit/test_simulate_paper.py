@@ -11,24 +11,16 @@ from typing import Any
 import pytest
 
 from banaserve.sim.request import SimRequest
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def paper(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import simulate_paper
-
-    yield simulate_paper
-    for name in ("simulate_paper", "simulate_paper_report"):
-        sys.modules.pop(name, None)
+from benchmarks import simulate_paper, simulate_paper_report
 
 
 @pytest.fixture
-def report(paper: Any) -> Any:
-    import simulate_paper_report
+def paper() -> Any:
+    return simulate_paper
 
+
+@pytest.fixture
+def report() -> Any:
     return simulate_paper_report
 
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from banaserve.bench.result import figure
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import simulate_seeds
-import simulate_seeds_claims as claims
-import simulate_seeds_report as report
-from simulate_seeds_cases import PAPERS
+from banaserve.bench.results.result import figure
+from benchmarks import simulate_seeds
+from benchmarks import simulate_seeds_claims as claims
+from benchmarks import simulate_seeds_report as report
+from benchmarks.simulate_seeds_cases import PAPERS
 
 CASES = {case.name: case for make in PAPERS.values() for case in make()}
 

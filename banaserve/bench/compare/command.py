@@ -1,0 +1,313 @@
+"""Between two cells of ``bench compare``: what the orchestrator has moved goes back.
+
+``banaserve bench compare``: which system serves the same requests better on this machine?
+
+Starts one system after the other, sends each the same requests at the same times, checks a
+sample of its answers token by token against a single vLLM engine, and writes a report. What is
+complete is kept: the same command goes on where a stopped one was.
+
+Systems: colocated-round-robin, colocated-least-requests, colocated-prefix-affinity, static-pd,
+banaserve, banaserve-no-migration, banaserve-colocated, banaserve-no-store, or NAME='OPTIONS of
+serve'.
+
+With --pace all engines keep the time of a modelled GPU: rates, latencies and durations are then
+modelled seconds, and the simulator's figures for the same requests stand beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from banaserve import models
+from banaserve.api.admin_client import AdminClient
+from banaserve.bench.compare import options as compare_options
+from banaserve.bench.compare.options import parse, plans
+from banaserve.bench.compare.result import (
+    CHECK_TOKENS,
+    SystemRun,
+    Workload,
+    as_result,
+    check_folder,
+    complete_runs,
+    folder_of,
+    kept_path,
+)
+from banaserve.bench.compare.simulated import simulated_cells
+from banaserve.bench.compare.systems import REFERENCE, System, chosen_systems
+from banaserve.bench.compare.timeline import decisions_of, watched
+from banaserve.bench.datasets.items import Words
+from banaserve.bench.loadgen.client import Call, OpenAiClient
+from banaserve.bench.loadgen.loops import closed_loop
+from banaserve.bench.loadgen.modelled_time import StretchedClock, modelled_time
+from banaserve.bench.loadgen.servers import Running, balanced_servers, banaserve_server
+from banaserve.bench.results import result
+from banaserve.bench.results.report import write_report
+from banaserve.bench.serving.cell import CellId, Progress
+from banaserve.bench.serving.command import table
+from banaserve.bench.serving.run import run_cells, stopped_by_signals, write_whole
+from banaserve.controller.words import RoleAsk
+from banaserve.costs import miniatures
+from banaserve.engine.vllm.migration.api import Return
+from banaserve.errors import UserError
+from banaserve.run_dir import find_admin
+
+_TIMEOUT_S = 120.0
+_AGAIN_S = 0.5
+
+
+class StartPlacement:
+    """Roles and modules of a server as they were when it had started.
+
+    A cell that begins with what the one before has left behind measures that one too, and is no
+    cell of the simulator's.
+
+    Args:
+        admin: Of a server that nobody has used yet.
+
+    Raises:
+        UserError: It cannot be reached.
+    """
+
+    def __init__(self, admin: AdminClient) -> None:
+        self._admin = admin
+        self._roles = {one.id: one.role for one in admin.placement().instances}
+
+    def restore(self) -> None:
+        """Return when everything is there again; the orchestrator rests meanwhile. Blocking.
+
+        Raises:
+            UserError: It does not come back in two minutes.
+        """
+        self._admin.set_paused(True)
+        until_s = time.monotonic() + _TIMEOUT_S
+        try:
+            while problem := self._step():
+                if time.monotonic() > until_s:
+                    raise UserError(f"the start's placement does not come back: {problem}")
+                time.sleep(_AGAIN_S)
+        finally:
+            self._admin.set_paused(False)
+
+    def _step(self) -> str:
+        """Bring one thing home; what was still in the way, empty where nothing was."""
+        placement = self._admin.placement()
+        if any(migration.is_open for migration in placement.migrations):
+            return "a move is under way"
+        try:
+            for one in placement.instances:
+                if one.units:
+                    self._admin.run(Return(one.id))
+                    return f"{one.id} has modules away"
+            for one in placement.instances:
+                if one.role != self._roles.get(one.id, one.role):
+                    change = self._admin.begin_role(RoleAsk(one.id, self._roles[one.id]))
+                    while change.is_open:
+                        change = self._admin.show_role(change.id, wait_s=_AGAIN_S)
+                    return f"{one.id} is {one.role}"
+        except UserError as error:
+            return str(error)
+        return ""
+
+
+_SAME = ("--dtype", "float32", "--enable-prompt-tokens-details", "--threads-per-instance", "1")
+_SMALL = ("--kv-cache-memory-bytes", str(256 << 20))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what is missing, write results and report; the exit code."""
+    given = parse(argv, __doc__)
+    systems = chosen_systems(given.system, given.instances)
+    asked = plans(given)
+    model = _resolved(given)
+    words = Words(Tokenizer.from_file(str(Path(model.path_or_id) / "tokenizer.json")))
+    workloads = compare_options.workloads(given, asked, words)
+    check_folder(given, systems, workloads)
+    started_at = datetime.now(UTC)
+    try:
+        asyncio.run(_run(given, systems, workloads, model))
+    except asyncio.CancelledError:
+        _write(given, systems, workloads, started_at)
+        raise UserError(
+            f"interrupted: what is complete is kept in {given.out}; the same command goes on there"
+        ) from None
+    for page in _write(given, systems, workloads, started_at):
+        print(page)
+    return 0
+
+
+def _resolved(given: argparse.Namespace) -> models.ResolvedModel:
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    if given.profile is not None:
+        return miniatures.resolve(given.profile, say)
+    return models.resolve(given.model, None, say)
+
+
+def _write(
+    given: argparse.Namespace,
+    systems: Sequence[System],
+    workloads: Sequence[Workload],
+    started_at: datetime,
+) -> list[Path]:
+    """Writes what is complete of each workload, and the report; returns its pages."""
+    written = []
+    for workload in workloads:
+        ran = complete_runs(given, systems, workload)
+        if not ran:
+            continue
+        simulated = simulated_cells(given, systems, workload)
+        record = as_result(given, systems, workload, ran, simulated, started_at)
+        result.write(record, given.out / f"compare-{workload.name}.json")
+        written.append(record)
+        for name, one in ran.items():
+            print(f"\n{workload.name}: {name}")
+            Console().print(table(one.cells))
+    return write_report(given.out, given.out, "Systems side by side") if written else []
+
+
+async def _run(
+    given: argparse.Namespace,
+    systems: Sequence[System],
+    workloads: Sequence[Workload],
+    model: models.ResolvedModel,
+) -> None:
+    reference = await _reference(given, workloads, model)
+    clock = StretchedClock(given.dilate)
+    for system in systems:
+        missing = [one for one in workloads if not kept_path(given, system, one).is_file()]
+        if not missing:
+            print(f"{system.name}: complete", flush=True)
+            continue
+        print(f"{system.name}: {system.question}", flush=True)
+        with TemporaryDirectory(prefix="bench-") as folder, stopped_by_signals():
+            log = Path(folder) / "decisions.jsonl"
+            with _server(given, system, log) as server:
+                async with OpenAiClient(
+                    server.url, model.served_name, return_token_ids=True, clock=clock
+                ) as client:
+                    start = _start_placement(system, log)
+                    for workload in missing:
+                        ran = await _one(
+                            given, system, workload, server, client, reference, log, start
+                        )
+                        write_whole(kept_path(given, system, workload), msgspec.json.encode(ran))
+                        print(f"  {workload.name}: {ran.equal} of {ran.checked} equal", flush=True)
+
+
+def _server(
+    given: argparse.Namespace, system: System, log: Path
+) -> AbstractContextManager[Running]:
+    options = [*_SAME, *system.options, *given.serve_option]
+    if given.profile is not None:
+        options += ["--pace", given.pace, "--dilate", f"{given.dilate:g}"]
+    if system.has_orchestrator:
+        options += ["--decision-log", str(log), "--run-dir", str(_run_dir(log))]
+    if system.num_servers > 1:
+        return balanced_servers(system.num_servers, system.policy, given.model, *options)
+    return banaserve_server(given.model, *options)
+
+
+async def _one(
+    given: argparse.Namespace,
+    system: System,
+    workload: Workload,
+    server: Running,
+    client: OpenAiClient,
+    reference: dict[str, list[list[int]]],
+    log: Path,
+    start: StartPlacement | None,
+) -> SystemRun:
+    folder = folder_of(given, system, workload)
+    await _answers(client, [_call("warm", [7, 8, 9], 2)])
+    lacking = [cell for cell in workload.plan.cells() if folder.summary(cell) is None]
+    before_s, began_s = server.cpu_s(), time.time()
+
+    def begin(cell: CellId, count: int) -> None:
+        if start is not None:
+            start.restore()
+        print(f"  {cell.name}: {count} requests", flush=True)
+
+    async with watched(server.url, client.clock) as timeline:
+        cells = await run_cells(
+            workload.plan, client, workload.dataset, folder, Progress(), begin=begin
+        )
+    cpu_s = server.cpu_s() - before_s
+    found = await _answers(client, _checked_calls(given, workload))
+    equal = sum(a == b for a, b in zip(found, reference[workload.name], strict=True))
+    return SystemRun(
+        cells,
+        cpu_s / (sum(map(workload.plan.count, lacking)) or 1),
+        len(found),
+        equal,
+        server.memory_bytes(),
+        modelled_time(server.url),
+        timeline,
+        decisions_of(log, began_s, given.dilate),
+    )
+
+
+def _start_placement(system: System, log: Path) -> StartPlacement | None:
+    if not system.has_orchestrator:
+        return None
+    return StartPlacement(AdminClient(*find_admin(_run_dir(log))))
+
+
+def _run_dir(log: Path) -> Path:
+    return log.with_name("run")
+
+
+async def _reference(
+    given: argparse.Namespace, workloads: Sequence[Workload], model: models.ResolvedModel
+) -> dict[str, list[list[int]]]:
+    """Returns the tokens that one engine gives to the sample of each workload, sent one by one.
+
+    Its time is real, also where that of the systems is modelled.
+    """
+    path = Path(given.out) / "systems" / "summaries" / "reference-tokens.json"
+    if path.is_file():
+        kept = msgspec.json.decode(path.read_bytes(), type=dict[str, list[list[int]]])
+        if all(len(kept.get(one.name, ())) == given.check for one in workloads):
+            return kept
+    found = {}
+    name = model.served_name
+    options = [*_SAME, *REFERENCE.options, "--served-model-name", name]
+    options += _SMALL if given.profile is not None else given.serve_option
+    with stopped_by_signals(), banaserve_server(model.path_or_id, *options) as server:
+        async with OpenAiClient(server.url, name, return_token_ids=True) as client:
+            for workload in workloads:
+                calls = _checked_calls(given, workload)
+                found[workload.name] = [(await _answers(client, [call]))[0] for call in calls]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, msgspec.json.encode(found))
+    return found
+
+
+def _checked_calls(given: argparse.Namespace, workload: Workload) -> list[Call]:
+    """The first requests of the first cell, which the system has served already."""
+    first = workload.plan.cells()[0]
+    items = workload.dataset.items(workload.plan.count(first), first.name, 0)[: given.check]
+    return [_call(f"check{n}", item.prompt, CHECK_TOKENS) for n, item in enumerate(items)]
+
+
+def _call(name: str, prompt: str | list[int], max_tokens: int) -> Call:
+    return Call(name, prompt=prompt, max_tokens=max_tokens, extra={"ignore_eos": True})
+
+
+async def _answers(client: OpenAiClient, calls: Sequence[Call]) -> list[list[int]]:
+    records = await closed_loop(client, calls, max(1, len(calls)))
+    for record in records:
+        if record.error is not None:
+            raise UserError(f"a request for checking answers failed: {record.error}")
+    return [record.token_ids for record in records]

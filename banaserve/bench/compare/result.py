@@ -1,0 +1,195 @@
+"""What ``banaserve bench compare`` keeps of each system, and the result made of it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from banaserve.bench.compare.systems import System
+from banaserve.bench.compare.timeline import Timeline
+from banaserve.bench.datasets.items import Dataset
+from banaserve.bench.results import result
+from banaserve.bench.results.result import ModelledTime
+from banaserve.bench.serving.run import Plan, RunFolder, figures
+from banaserve.bench.serving.summary import Summary
+
+CHECK_TOKENS = 12
+"""Tokens of each answer that is compared with the reference."""
+
+
+_MAX_SAMPLES = 200
+_TIME_IS_REAL = "server_cpu_s: CPU seconds of all of a system's processes for a request"
+_TIME_IS_MODELLED = (
+    "time is MODELLED: all seconds and rates are those of the profile's GPU and model, kept by "
+    "paced engines; simulated: the simulator with the same requests"
+)
+
+
+class Workload(NamedTuple):
+    """A dataset, its requests, and the sample whose answers are compared."""
+
+    name: str
+    dataset: Dataset
+    plan: Plan
+
+
+class SystemRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one system did with one workload.
+
+    Attributes:
+        server_cpu_s: CPU seconds of all its processes for a request of the workload.
+        equal: How many of the checked answers were those of the reference.
+        memory_bytes: Of all its processes after the workload, shared pages counted once.
+        modelled: Where its time was modelled.
+        decisions: Those of the orchestrator that began steps, as ``decisions_of`` tells them.
+    """
+
+    cells: list[Summary]
+    server_cpu_s: float
+    checked: int
+    equal: int
+    memory_bytes: int
+    modelled: ModelledTime | None = None
+    timeline: Timeline = msgspec.field(default_factory=Timeline)
+    decisions: list[dict[str, Any]] = []
+
+
+def kept_path(given: argparse.Namespace, system: System, workload: Workload) -> Path:
+    """Returns where a complete run of ``system`` with ``workload`` is kept."""
+    return Path(given.out) / "systems" / system.name / workload.name / "summaries" / "run.json"
+
+
+def options_of(given: argparse.Namespace) -> dict[str, Any]:
+    """Returns what makes two runs comparable, without folders of the machine."""
+    names = (
+        *("model", "pace", "dilate", "instances", "seeds", "requests", "duration", "warmup"),
+        *("prompt_tokens", "prefix_tokens", "prefixes", "sessions", "output_tokens"),
+        *("max_output_tokens", "slo_ttft", "slo_tpot", "check", "serve_option"),
+    )
+    found = {name: getattr(given, name) for name in names}
+    return {name: list(one) if isinstance(one, tuple) else one for name, one in found.items()}
+
+
+def folder_of(given: argparse.Namespace, system: System, workload: Workload) -> RunFolder:
+    """Returns where ``system``'s cells with ``workload`` are kept.
+
+    Raises:
+        UserError: It holds those of other options.
+    """
+    asked = {
+        **options_of(given),
+        "system": system.name,
+        "system_options": [*system.options, system.policy],
+        "name": workload.name,
+        "rps": list(workload.plan.loads),
+    }
+    return RunFolder(kept_path(given, system, workload).parent.parent, asked)
+
+
+def check_folder(
+    given: argparse.Namespace, systems: Sequence[System], workloads: Sequence[Workload]
+) -> None:
+    """Returns if whatever is kept already comes from the same options.
+
+    Raises:
+        UserError: It does not: what is complete there is no answer to what is asked.
+    """
+    RunFolder(Path(given.out) / "systems", options_of(given))
+    for system in systems:
+        for workload in workloads:
+            if kept_path(given, system, workload).is_file():
+                folder_of(given, system, workload)
+
+
+def complete_runs(
+    given: argparse.Namespace, systems: Sequence[System], workload: Workload
+) -> dict[str, SystemRun]:
+    """Returns the runs with ``workload`` that are complete, by system."""
+    paths = {system.name: kept_path(given, system, workload) for system in systems}
+    return {
+        name: msgspec.json.decode(path.read_bytes(), type=SystemRun)
+        for name, path in paths.items()
+        if path.is_file()
+    }
+
+
+def as_result(
+    given: argparse.Namespace,
+    systems: Sequence[System],
+    workload: Workload,
+    ran: Mapping[str, SystemRun],
+    simulated: Mapping[str, Sequence[Summary]],
+    started_at: datetime,
+) -> result.Result:
+    """Returns the result of one workload; says which systems have not run.
+
+    Args:
+        simulated: The simulator's cells by system, where time is modelled.
+    """
+    found: dict[str, result.Figure] = {}
+    for name, one in ran.items():
+        found |= figures(one.cells, f"{name}.")
+        if one.modelled is None:
+            found[f"{name}.server_cpu_s"] = result.figure([one.server_cpu_s], "s")
+            found[f"{name}.memory"] = result.figure([one.memory_bytes], "bytes")
+        if one.checked:
+            found[f"{name}.equal_answers"] = result.figure([one.equal / one.checked], "fraction")
+        if name in simulated:
+            found |= figures(simulated[name], f"{name}.simulated.")
+    return result.result(
+        "compare",
+        seed=given.seeds[0],
+        options={
+            **options_of(given),
+            "rps": list(workload.plan.loads),
+            "workload": workload.name,
+        },
+        started_at=started_at,
+        figures=found,
+        notes=_notes(given, systems, ran),
+        raw={
+            "systems": {name: _cells(one.cells) for name, one in ran.items()},
+            "simulated": {name: _cells(simulated[name]) for name in ran if name in simulated},
+            "timelines": {name: msgspec.to_builtins(one.timeline) for name, one in ran.items()},
+            "decisions": {name: one.decisions for name, one in ran.items() if one.decisions},
+        },
+        modelled_time=[one.modelled for one in ran.values() if one.modelled is not None],
+    )
+
+
+def _notes(
+    given: argparse.Namespace, systems: Sequence[System], ran: Mapping[str, SystemRun]
+) -> list[str]:
+    changes = [
+        f"{name}: {change}" for name, one in ran.items() for change in one.timeline.changes()
+    ]
+    checked = ", ".join(f"{name} {one.equal} of {one.checked}" for name, one in ran.items())
+    return [
+        *(f"INCOMPLETE: {one.name} has not run" for one in systems if one.name not in ran),
+        *(f"{one.name}: {one.told()}" for one in systems),
+        "one system after the other, the same requests at the same times; float32, one thread "
+        "an engine",
+        _TIME_IS_REAL if given.profile is None else _TIME_IS_MODELLED,
+        f"equal answers: {checked}; {given.check} requests sent again, together, {CHECK_TOKENS} "
+        "greedy tokens each, against one vLLM engine that got them one by one",
+        *changes,
+        "without a store each engine still has vLLM's own prefix cache",
+    ]
+
+
+def _cells(cells: Sequence[Summary]) -> list[Any]:
+    """Their figures, and of the samples as many as a plot of their distribution shows."""
+    slim = []
+    for cell in cells:
+        kept = {
+            name: sorted(values)[:: -(-len(values) // _MAX_SAMPLES) or 1]
+            for name, values in cell.samples.items()
+            if name != "itl"
+        }
+        slim.append(msgspec.to_builtins(msgspec.structs.replace(cell, samples=kept)))
+    return slim

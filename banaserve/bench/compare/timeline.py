@@ -1,0 +1,168 @@
+"""What each instance of a server had to do over time, and which role it had."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import urllib.request
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from banaserve.clock import Clock
+from banaserve.controller.words import Decision
+
+_EVERY_S = 1.0
+_IN_FLIGHT = "banaserve_requests_in_flight"
+_READY = "banaserve_instance_ready"
+_BUSY = "banaserve_busy_seconds_total"
+_PACED = "banaserve_paced_modelled_seconds_total"
+_DILATION = "banaserve_paced_dilation"
+_WANTED = (_IN_FLIGHT, _READY, _BUSY, _PACED, _DILATION)
+_MOST_POINTS = 40
+
+
+class Timeline(msgspec.Struct, forbid_unknown_fields=True):
+    """Looks at a server's metrics, in their order.
+
+    Attributes:
+        at_s: Of each look, from the first one.
+        in_flight: By instance: legs that it held at each look.
+        roles: By instance: its role at each look; empty where it was not ready.
+        busy_s: By instance: seconds that it had spent in steps by each look, modelled ones where
+            time is modelled; 0 where it does not count them.
+    """
+
+    at_s: list[float] = []
+    in_flight: dict[str, list[float]] = {}
+    roles: dict[str, list[str]] = {}
+    busy_s: dict[str, list[float]] = {}
+
+    def add(self, at_s: float, page: str) -> None:
+        """Adds a look: ``page`` in Prometheus' text format."""
+        legs: dict[str, float] = {}
+        roles: dict[str, str] = {}
+        busy_s: dict[str, float] = {}
+        paced_s: dict[str, float] = {}
+        dilation = 1.0
+        # Parsing the whole page every second would take a tenth of the client's core.
+        lines = [line for line in page.splitlines() if line.startswith(_WANTED)]
+        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+            for sample in family.samples:
+                name = sample.labels.get("instance_id", "")
+                if sample.name == _IN_FLIGHT:
+                    legs[name] = sample.value
+                elif sample.name == _READY and sample.value:
+                    roles[name] = sample.labels.get("role", "")
+                elif sample.name == _PACED:
+                    paced_s[name] = sample.value
+                elif sample.name == _BUSY:
+                    busy_s[name] = sample.value
+                elif sample.name == _DILATION:
+                    dilation = sample.value
+        busy_s |= {name: spent_s / dilation for name, spent_s in paced_s.items()}
+        for name in sorted(legs.keys() | roles.keys() | busy_s.keys()):
+            # One that was not there at the looks before held nothing.
+            self.in_flight.setdefault(name, [0.0] * len(self.at_s))
+            self.roles.setdefault(name, [""] * len(self.at_s))
+            self.busy_s.setdefault(name, [0.0] * len(self.at_s))
+        self.at_s.append(at_s)
+        for name, seen in self.in_flight.items():
+            seen.append(legs.get(name, 0.0))
+            self.roles[name].append(roles.get(name, ""))
+            self.busy_s[name].append(busy_s.get(name, 0.0))
+
+    def utilisation(self) -> dict[str, list[tuple[float, float]]]:
+        """Returns by instance the share of time in steps, between looks some seconds apart."""
+        found = {}
+        for name, spent_s in self.busy_s.items():
+            if not any(spent_s):
+                continue
+            looks = list(zip(self.at_s, spent_s, strict=True))
+            width = max(1, len(looks) // _MOST_POINTS)
+            looks = looks[::width]
+            found[name] = [
+                (at_s, min(1.0, max(0.0, (spent - before) / (at_s - began_s))))
+                for (began_s, before), (at_s, spent) in pairwise(looks)
+                if at_s > began_s
+            ]
+        return found
+
+    def changes(self) -> list[str]:
+        """Says in a line each when an instance changed its role."""
+        found = []
+        for name, roles in self.roles.items():
+            for at_s, before, after in zip(self.at_s[1:], roles, roles[1:], strict=False):
+                if before and after and before != after:
+                    found.append(f"{name} became {after} after {at_s:.0f} s (it was {before})")
+        return found
+
+
+@contextlib.asynccontextmanager
+async def watched(url: str, clock: Clock) -> AsyncIterator[Timeline]:
+    """Looks at the server at ``url`` once a second until the block ends, but for failures.
+
+    Args:
+        clock: Of the looks' times.
+    """
+    timeline = Timeline()
+    watcher = asyncio.create_task(_watch(url, timeline, clock))
+    try:
+        yield timeline
+    finally:
+        watcher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watcher
+
+
+async def _watch(url: str, timeline: Timeline, clock: Clock) -> None:
+    began_s = clock.now()
+    while True:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            page = await asyncio.to_thread(_page, url)
+            timeline.add(round(clock.now() - began_s, 2), page)
+        await asyncio.sleep(_EVERY_S)
+
+
+def _page(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def decisions_of(log: Path, began_s: float, dilation: float) -> list[dict[str, Any]]:
+    """Decisions that began steps, each as it was last written, in modelled seconds."""
+    if not log.exists():
+        return []
+    read = (msgspec.json.decode(line, type=Decision) for line in log.read_bytes().splitlines())
+    last = {decision.number: decision for decision in read}
+    begun = [one for one in last.values() if any(not step.held for step in one.steps)]
+    return [
+        {
+            "at_s": round((one.at_s - began_s) / dilation, 2),
+            "gap": round(one.gap, 3),
+            "load": {
+                name: [round(seen.compute, 3), round(seen.memory, 3)]
+                for name, seen in one.instances.items()
+            },
+            "num_rejected": len(one.rejected),
+            "steps": [
+                {
+                    "what": step.what,
+                    "cost_s": step.cost_s / dilation,
+                    "benefit_s": step.benefit_s / dilation,
+                    "ending": step.result.ending if step.result is not None else "under way",
+                    "reason": step.result.reason if step.result is not None else "",
+                    "took_s": (step.result.seconds if step.result is not None else 0.0) / dilation,
+                }
+                for step in one.steps
+                if not step.held
+            ],
+        }
+        for one in begun
+    ]

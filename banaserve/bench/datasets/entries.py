@@ -1,0 +1,186 @@
+"""What files say about requests: prompts or only their lengths, output lengths, arrival times.
+
+Formats, told apart by name and fields (each may be compressed, ``.zst``):
+
+    .csv    TIMESTAMP,ContextTokens,GeneratedTokens                            Azure LLM traces
+    .json   one list of objects;  .jsonl  one object a line, of these kinds:
+            input_length, output_length, optionally timestamp (ms) or t (s),
+            and hash_ids (a number a block of the prompt, equal for equal prefixes)
+                                                                 Mooncake and other traces
+            conversations: [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]
+                                                                 ShareGPT: the first two turns
+            prompt | question | text | instruction + input | context + input
+            with output (text), or output_length or max_gen (tokens)
+                                                                 Alpaca, LongBench, your own
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from banaserve.bench.datasets.files import prompt_of, prompt_templates
+from banaserve.errors import UserError
+from banaserve.records import read_records, unpacked
+
+_AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_REQUIRED = {
+    "alpaca": ("instruction",),
+    "azure": ("t", "input_length", "output_length"),
+    "mooncake": ("timestamp", "input_length", "output_length", "hash_ids"),
+}
+"""Fields that an object of a named dataset must have, beside being readable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One request as a file describes it.
+
+    Attributes:
+        source: File and line, or where it was drawn from.
+        text: The prompt; None where only its length is known, which is then ``prompt_tokens``.
+        output_text: Its token count is the output length, where ``output_tokens`` is None.
+        at_s: Arrival on the trace's own time axis.
+        block_ids: Of the prompt's blocks; entries with equal first ids share that prefix.
+        shared_tokens: Of a made-up prompt: its first tokens that it shares with others, told
+            apart by ``shared_by``.
+    """
+
+    source: str
+    text: str | None = None
+    prompt_tokens: int | None = None
+    output_text: str | None = None
+    output_tokens: int | None = None
+    at_s: float | None = None
+    block_ids: tuple[int, ...] = ()
+    shared_tokens: int = 0
+    shared_by: str = ""
+
+
+def read_entries(path: Path, kind: str | None = None) -> list[Entry]:
+    """Reads all entries of ``path`` in their order.
+
+    Args:
+        kind: A named dataset whose fields are then required.
+
+    Raises:
+        UserError: The file cannot be read, or an entry is wrong: names file, line and field.
+    """
+    found = list(_csv(path) if ".csv" in path.suffixes else _objects(path, kind))
+    if not found:
+        raise UserError(f"{path} holds no requests")
+    return found
+
+
+def _objects(path: Path, kind: str | None) -> Iterator[Entry]:
+    templates = prompt_templates(path)
+    is_list = path.name.removesuffix(".zst").endswith(".json")
+    for number, record in _list(path) if is_list else read_records(path):
+        where = f"{path}, {'object' if is_list else 'line'} {number}"
+        for field in _REQUIRED.get(kind or "", ()):
+            if field not in record:
+                _refuse(where, field, f"is missing, and {kind} has it")
+        yield _entry(record, path, where, f"{path.name}:{number}", templates)
+
+
+def _list(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        objects = msgspec.json.decode(unpacked(path), type=list[dict[str, Any]])
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path} is not a list of JSON objects: {error}") from error
+    yield from enumerate(objects, start=1)
+
+
+def _entry(
+    record: Mapping[str, Any], path: Path, where: str, source: str, templates: Mapping[str, str]
+) -> Entry:
+    if "input_length" in record:
+        return _traced(record, where, source)
+    if "conversations" in record:
+        question, answer = _turns(record["conversations"], where)
+        return Entry(source=source, text=question, output_text=answer)
+    try:
+        text = prompt_of(record, path, templates)
+    except KeyError as error:
+        raise UserError(f"{where}: {error.args[0]}") from error
+    output = record.get("output")
+    if output is not None and not isinstance(output, str):
+        _refuse(where, "output", "is not a text")
+    name = next((name for name in ("output_length", "max_gen") if name in record), None)
+    length = _count(record, name, where) if name else None
+    return Entry(source=source, text=text, output_text=output, output_tokens=length)
+
+
+def _traced(record: Mapping[str, Any], where: str, source: str) -> Entry:
+    at = record.get("t", record.get("timestamp"))
+    if at is not None and (isinstance(at, bool) or not isinstance(at, int | float)):
+        _refuse(where, "t" if "t" in record else "timestamp", "is not a number")
+    ids = record.get("hash_ids", [])
+    if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
+        _refuse(where, "hash_ids", "is not a list of whole numbers")
+    return Entry(
+        source=source,
+        prompt_tokens=_count(record, "input_length", where),
+        output_tokens=_count(record, "output_length", where),
+        at_s=at if "t" in record or at is None else at / 1000,
+        block_ids=tuple(ids),
+    )
+
+
+def _turns(turns: Any, where: str) -> tuple[str, str | None]:
+    """Returns the first question of a conversation and the answer that follows it."""
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns
+    ):
+        _refuse(where, "conversations", "is not a list of objects with a text in value")
+    asked = [n for n, turn in enumerate(turns) if turn.get("from") in ("human", "user")]
+    if not asked:
+        _refuse(where, "conversations", 'has no turn with "from": "human"')
+    values = [turn["value"] for turn in turns[asked[0] :]]
+    return values[0], values[1] if len(values) > 1 else None
+
+
+def _count(record: Mapping[str, Any], field: str, where: str) -> int:
+    value = record.get(field)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        _refuse(where, field, f"is {value!r}, not a number of tokens")
+    return value
+
+
+def _csv(path: Path) -> Iterator[Entry]:
+    try:
+        text = unpacked(path).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a text file: {error}") from error
+    rows = csv.DictReader(io.StringIO(text))
+    for field in _AZURE_FIELDS:
+        if field not in (rows.fieldnames or ()):
+            _refuse(f"{path}, line 1", field, "is missing in the header")
+    for row in rows:
+        where = f"{path}, line {rows.line_num}"
+        try:
+            at = datetime.fromisoformat((row["TIMESTAMP"] or "").strip())
+        except ValueError:
+            _refuse(where, "TIMESTAMP", f"is {row['TIMESTAMP']!r}, not a time")
+        lengths = {}
+        for field in _AZURE_FIELDS[1:]:
+            word = (row[field] or "").strip()
+            lengths[field] = _count({field: int(word) if word.isdecimal() else word}, field, where)
+        yield Entry(
+            source=f"{path.name}:{rows.line_num}",
+            prompt_tokens=lengths["ContextTokens"],
+            output_tokens=lengths["GeneratedTokens"],
+            # Some of Azure's traces name the offset from UTC, others are in UTC and do not.
+            at_s=(at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp(),
+        )
+
+
+def _refuse(where: str, field: str, why: str) -> NoReturn:
+    raise UserError(f"{where}: the field {field} {why}")

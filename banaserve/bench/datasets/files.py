@@ -1,0 +1,150 @@
+"""Datasets from the Hugging Face hub, for users who can reach one (``--data hub``).
+
+Reads prompts from data files that the user has; none of them comes with the code.
+
+A file holds one JSON object a line (``.jsonl``, or ``.jsonl.zst`` with the zstandard package).
+The fields of an object say what it is:
+
+    instruction, input (may be empty)   Alpaca and its like: the two parts, a blank line between
+    prompt, question or text            a finished prompt, as in prepared LongBench files
+    context, input                      LongBench as published: needs ``dataset2prompt.json``
+                                        beside the file or in ``config/`` beside it
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from banaserve.errors import UserError
+from banaserve.names import check_known
+from banaserve.records import read_records
+
+_FILES = {
+    "alpaca": ("yahma/alpaca-cleaned", "alpaca_data_cleaned.json"),
+    "sharegpt": (
+        "anon8231489123/ShareGPT_Vicuna_unfiltered",
+        "ShareGPT_V3_unfiltered_cleaned_split.json",
+    ),
+}
+"""Repository and file of each. LongBench and the traces are not there in a form that is read."""
+
+
+def fetch(kind: str) -> Path:
+    """Returns the file of the dataset ``kind``, fetched or from the hub's own cache. Blocking.
+
+    Raises:
+        UserError: It is not on the hub, or the hub cannot be reached.
+    """
+    check_known("dataset on the hub", kind, _FILES)
+    from huggingface_hub import errors, hf_hub_download
+
+    transport_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]
+    repo_id, name = _FILES[kind]
+    try:
+        return Path(hf_hub_download(repo_id, name, repo_type="dataset"))
+    except (transport_error, errors.LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"cannot fetch {name} of {repo_id} ({type(error).__name__}): download it and give its "
+            f"path with --data, or use {kind}-like"
+        ) from error
+
+
+DATA_VARIABLE = "BANASERVE_DATA"
+
+_PATTERNS = {
+    "alpaca": ("instruct/alpaca*.jsonl*", "alpaca*.json*"),
+    "azure": ("traces/azure*.jsonl*", "azure*.jsonl*", "AzureLLMInferenceTrace_*.csv*"),
+    "longbench": ("longbench/*.jsonl*",),
+    "mooncake": ("traces/mooncake*.jsonl*", "mooncake*.jsonl*", "*conversation_trace.jsonl*"),
+    "sharegpt": ("ShareGPT*.json*", "sharegpt*.json*", "traces/sharegpt*.jsonl*"),
+}
+
+
+class Text(NamedTuple):
+    """A prompt as found: where (file and line) and what."""
+
+    source: str
+    text: str
+
+
+def data_folder(given: Path | None) -> Path | None:
+    """Returns the folder of data files: ``given``, else that of BANASERVE_DATA, else None."""
+    named = os.environ.get(DATA_VARIABLE)
+    return given if given is not None else Path(named) if named else None
+
+
+def dataset_files(kind: str, folder: Path | None) -> list[Path]:
+    """Returns the files of the dataset ``kind`` under ``folder``.
+
+    ``folder`` may also be one file, which is then taken for the dataset, or the dataset's own
+    folder, named as the dataset is.
+
+    Raises:
+        UserError: No folder, or nothing of that kind in it.
+    """
+    if folder is None:
+        raise UserError(
+            f"the {kind} data are not part of banaserve: give their file or folder with --data "
+            f"or in {DATA_VARIABLE}, or use what is named synthetic or {kind}-like"
+        )
+    if folder.is_file():
+        return [folder]
+    patterns = (*_PATTERNS[kind], *(("*.jsonl*",) if folder.name == kind else ()))
+    for pattern in patterns:
+        if found := sorted(folder.glob(pattern)):
+            return found
+    raise UserError(f"no {kind} file in {folder} (looked for {', '.join(_PATTERNS[kind])})")
+
+
+def read_texts(path: Path) -> Iterator[Text]:
+    """Yields the prompts of ``path`` in their order.
+
+    Raises:
+        UserError: The file is missing, not JSON lines, or an object has none of the known fields.
+    """
+    templates = prompt_templates(path)
+    for number, record in read_records(path):
+        try:
+            yield Text(f"{path.name}:{number}", prompt_of(record, path, templates))
+        except KeyError as error:
+            raise UserError(f"{path}, line {number}: {error.args[0]}") from error
+
+
+def prompt_templates(path: Path) -> Mapping[str, str]:
+    """Returns LongBench's templates by task, where their file lies beside ``path``."""
+    for folder in (path.parent, path.parent / "config"):
+        file = folder / "dataset2prompt.json"
+        if file.is_file():
+            try:
+                return msgspec.json.decode(file.read_bytes(), type=dict[str, str])
+            except msgspec.DecodeError as error:
+                raise UserError(f"{file} is not a table of prompt templates: {error}") from error
+    return {}
+
+
+def prompt_of(record: Mapping[str, Any], path: Path, templates: Mapping[str, str]) -> str:
+    """Returns the text of one object.
+
+    Raises:
+        KeyError: It has none; its argument says what is missing.
+    """
+    if isinstance(instruction := record.get("instruction"), str):
+        return "\n\n".join(part for part in (instruction, record.get("input")) if part)
+    for field in ("prompt", "question", "text"):
+        if isinstance(text := record.get(field), str):
+            return text
+    if isinstance(record.get("context"), str):
+        name = record.get("dataset") or path.name.partition(".")[0]
+        if name not in templates:
+            raise KeyError(f"no template for {name}: put dataset2prompt.json beside the file")
+        parts = {"context": record["context"], "input": record.get("input", "")}
+        return templates[name].format(**parts)
+    for field in ("instruction", "prompt", "question", "text", "context"):
+        if field in record:
+            raise KeyError(f"the field {field} is not a text")
+    raise KeyError("none of the fields instruction, prompt, question, text or context")

@@ -1,0 +1,19 @@
+"""``python -m benchmarks NAME ...``, from the top of a checkout; ``make bench`` runs it."""
+
+from __future__ import annotations
+
+import sys
+
+from banaserve.cli.bench import run_benchmark
+from banaserve.cli.main import one_line_errors
+from benchmarks.registry import BENCHMARKS
+
+
+@one_line_errors
+def main(argv: list[str]) -> int:
+    """Run the benchmark that ``argv`` begins with; return its exit code."""
+    return run_benchmark(argv, BENCHMARKS, "python -m benchmarks")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,242 @@
+"""One engine with a guest beside it, told over stdin what to run: ``bench overlap`` measures so.
+
+Usage: ``python -m benchmarks.drivers.overlapped MODEL KIND OPTIONS``. KIND ``live``: an engine
+whose layers can move to a guest, each on a core of its own. ``stages``: vLLM's own pipeline of two
+stages. ``neighbour``: an engine on the core of guests. OPTIONS: JSON with more of the engine's
+arguments. Each line of stdin is a JSON object with ``do``, each answer a line of JSON:
+
+    {"do": "away", "layers": [15, 30]}   the range that is away from here on; null: none
+    {"do": "overlap", "parts": 8}        as ``banaserve_migration_overlap``
+    {"do": "share", "fraction": 0.5}     of its core, that the guest may take
+    {"do": "usage"}                      "busy_s" of the guest since it was asked last
+    {"do": "run", "prompts": [[1, 2]], "tokens": 16}   "seconds", and "tokens" of each prompt
+    {"do": "sums"}                       "sums_s" of the same
+    {"do": "status"}                     "overlap" of ``banaserve_migration_status``
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from banaserve.engine.vllm.environment import set_environment
+from banaserve.engine.vllm.worker import WorkerExtension
+from benchmarks.drivers.answers import say, take_stdout
+
+_CORES = sorted(os.sched_getaffinity(0))
+_HOST_CORE, _GUEST_CORE = _CORES[0], _CORES[-1]
+_LOOK_S = 0.02
+_ARGUMENTS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+    "max_model_len": 4608,
+    "max_num_batched_tokens": 2048,
+    "kv_cache_memory_bytes": 1 << 30,
+    "disable_log_stats": True,
+}
+
+
+def main() -> int:
+    """Answer line by line until stdin ends."""
+    model, kind, given = sys.argv[1:]
+    replies = take_stdout()
+    set_environment()
+    arguments = {"model": model, **_ARGUMENTS, **json.loads(given)}
+    with tempfile.TemporaryDirectory(prefix="ov-") as folder:
+        engine: Any = _KINDS[kind](arguments, Path(folder))
+        say(replies, ready=True)
+        for line in sys.stdin:
+            told = json.loads(line)
+            what = told.pop("do")
+            say(replies, **getattr(engine, what)(**told))
+    return 0
+
+
+class _Engine:
+    """What both kinds do alike."""
+
+    llm: Any
+
+    def sums(self) -> dict[str, Any]:
+        """Of the layers of all steps in parts, in seconds; nothing where there are none."""
+        return {}
+
+    def run(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """Serve these prompts at once."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        began_s = time.perf_counter()
+        outputs = self.llm.generate(asked, params, use_tqdm=False)
+        seconds = time.perf_counter() - began_s
+        return {"seconds": seconds, "tokens": [list(o.outputs[0].token_ids) for o in outputs]}
+
+
+class Live(_Engine):
+    """An engine on one core, and the parent of its guests, which run on another."""
+
+    def __init__(self, arguments: dict[str, Any], folder: Path) -> None:
+        from vllm import LLM
+        from vllm.engine.arg_utils import EngineArgs
+
+        from banaserve.engine.vllm.compat import engine as compat
+        from banaserve.engine.vllm.launch import forkserver
+        from banaserve.engine.vllm.migration.host import install
+
+        whole = arguments | {
+            "worker_extension_cls": "banaserve.engine.vllm.worker.WorkerExtension",
+            "scheduler_cls": "banaserve.engine.vllm.migration.host.recovery.AsyncPoolScheduler",
+            "async_scheduling": True,
+            "additional_config": {"banaserve_migration": {"stall_s": 5.0, "overlap": 1}},
+        }
+        forkserver.pre_import()
+        config = EngineArgs(**whole).create_engine_config()
+        _, self._control = forkserver.fork_engine_parent(config)
+        self._folder = folder
+        self._secret = secrets.token_hex(16)
+        self._num = 0
+        install.install_runner(compat.cpu_model_runner())
+        install.install_utilities()
+        self.llm = LLM(**whole)
+        _pin(os.getpid(), _HOST_CORE)
+
+    def sums(self) -> dict[str, Any]:
+        found: dict[str, float] = self._ask("status")["overlap"]["sums_s"]
+        return found
+
+    def away(self, layers: Sequence[int] | None) -> dict[str, Any]:
+        """Take home what is away, then move ``layers``."""
+        for unit in self._ask("status")["units"]:
+            self._carry_out("move_on", unit["unit_id"], None)
+            self._ask("detach", unit["guest"])
+        if layers:
+            modules = {"type": "layers", "start": layers[0], "end": layers[1]}
+            self._carry_out("prepare", modules, self._guest())
+        return {}
+
+    def overlap(self, parts: int) -> dict[str, Any]:
+        return self._ask("overlap", parts)
+
+    def share(self, fraction: float) -> dict[str, Any]:
+        return self._ask("share", self._only_guest(), fraction)
+
+    def usage(self) -> dict[str, Any]:
+        return self._ask("usage", self._only_guest())
+
+    def status(self) -> dict[str, Any]:
+        return {"overlap": self._ask("status")["overlap"]}
+
+    def _only_guest(self) -> str:
+        guest_id: str
+        (guest_id,) = self._ask("status")["guests"]
+        return guest_id
+
+    def _carry_out(self, begin: str, *what: Any) -> None:
+        self._num += 1
+        move_id = f"m{self._num}"
+        self._ask(begin, move_id, *what)
+        self._wait(move_id, "prepared")
+        self._ask("precopy", move_id)
+        self._wait(move_id, "copied")
+        self._ask("commit", move_id)
+        self._ask("free", move_id)
+        self._wait(move_id, "freed")
+
+    def _wait(self, move_id: str, phase: str) -> None:
+        while (move := self._ask("status")["moves"][move_id])["phase"] != phase:
+            if move["phase"] == "failed":
+                raise RuntimeError(move["reason"])
+            time.sleep(_LOOK_S)
+
+    def _guest(self) -> str:
+        from banaserve.engine.vllm.launch import messages
+        from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+
+        self._num += 1
+        guest_id, folder = f"g{self._num}", str(self._folder)
+        token = secrets.token_hex(16)
+        channel = str(self._folder / f"{guest_id}.sock")
+        address = GuestAddress(guest_id, channel, token, "shm", folder, self._secret)
+        messages.send(
+            self._control, messages.StartGuest(address, str(self._folder / f"{guest_id}.log"))
+        )
+        while isinstance(started := messages.receive(self._control), messages.EngineExited):
+            pass  # a guest whose layers have gone home
+        if not isinstance(started, messages.GuestStarted):
+            raise RuntimeError(f"the guest did not start: {started}")
+        _pin(started.pid, _GUEST_CORE)
+        self._ask("attach", {name: getattr(address, name) for name in address.__struct_fields__})
+        while (guest := self._ask("status")["guests"][guest_id])["state"] == "connecting":
+            time.sleep(_LOOK_S)
+        if guest["state"] != "ready":
+            raise RuntimeError(guest["reason"])
+        return guest_id
+
+    def _ask(self, method: str, *args: Any) -> dict[str, Any]:
+        reply: dict[str, Any]
+        (reply,) = self.llm.collective_rpc(f"banaserve_migration_{method}", args=args)
+        if reply["error"]:
+            raise RuntimeError(f"{method}: {reply['error']}")
+        return reply
+
+
+class Stages(_Engine):
+    """vLLM's own pipeline parallelism, a core for each stage."""
+
+    def __init__(self, arguments: dict[str, Any], folder: Path) -> None:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"{_HOST_CORE}|{_GUEST_CORE}"
+        from vllm import LLM
+
+        self.llm = LLM(
+            **arguments,
+            pipeline_parallel_size=2,
+            distributed_executor_backend="mp",
+            worker_extension_cls="benchmarks.drivers.overlapped.StageWorker",
+        )
+        self.llm.collective_rpc("banaserve_make_buffers")
+
+
+class Neighbour(_Engine):
+    """An engine that knows nothing of guests on its core."""
+
+    def __init__(self, arguments: dict[str, Any], folder: Path) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**arguments)
+        _pin(os.getpid(), _GUEST_CORE)
+
+
+class StageWorker(WorkerExtension):
+    """Mixed into the workers of a pipeline on CPU."""
+
+    def banaserve_make_buffers(self) -> None:
+        """What vLLM 0.32 forgets on CPU: memory for what the stage before sends."""
+        from vllm.distributed.parallel_state import get_pp_group
+
+        runner = self.model_runner  # type: ignore[attr-defined]
+        if not get_pp_group().is_first_rank:
+            runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+            )
+
+
+_KINDS = {"live": Live, "stages": Stages, "neighbour": Neighbour}
+
+
+def _pin(pid: int, core: int) -> None:
+    """Keep all threads of a process on one core."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), {core})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

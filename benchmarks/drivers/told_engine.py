@@ -1,0 +1,90 @@
+"""An engine in a process of its own, told line by line what to run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from banaserve.bench.loadgen.servers import end_with_parent
+from banaserve.engine.vllm.environment import ENVIRONMENT
+from banaserve.errors import UserError
+from benchmarks.location import environment
+
+_END_S = 20.0
+
+
+class ToldEngine:
+    """Answers one order at a time.
+
+    Attributes:
+        greeting: Its first line.
+    """
+
+    def __init__(self, process: subprocess.Popen[str], log_path: Path) -> None:
+        self._process = process
+        self._log_path = log_path
+        self.greeting = self._read()
+
+    def tell(self, **order: Any) -> dict[str, Any]:
+        """Its answer to ``order``.
+
+        Raises:
+            UserError: It has ended; the last line of its log.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            last = self._log_path.read_text(errors="replace").strip().splitlines()[-1:]
+            raise UserError(f"the engine ended: {' '.join(last)}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextlib.contextmanager
+def told_engine(module: str, *arguments: str) -> Iterator[ToldEngine]:
+    """Run ``python -m module``, which answers through ``benchmarks.drivers.answers``.
+
+    Raises:
+        UserError: It did not start.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        log_path = Path(folder) / "engine.log"
+        with (
+            log_path.open("wb") as log,
+            subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**ENVIRONMENT, "OMP_NUM_THREADS": "1", **environment()},
+                preexec_fn=end_with_parent,
+            ) as process,
+        ):
+            try:
+                yield ToldEngine(process, log_path)
+            finally:
+                _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Let it end what it has started; make it end where it does not."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()

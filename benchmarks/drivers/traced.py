@@ -1,0 +1,71 @@
+"""One engine in this process, told over stdin what to run: ``bench pipeline`` measures with it.
+
+Usage: ``python -m benchmarks.drivers.traced MODEL SOCKET``. Each line of stdin is a JSON object:
+``prompt`` (token ids) and any of the connector's options for measurements. Each answer is a line
+of JSON: what the engine is, then for each prompt the trace of the step that computed it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from banaserve.engine.vllm.environment import set_environment
+from benchmarks.drivers.answers import say, take_stdout
+
+_MAX_TOKENS = 4096
+
+
+def main() -> int:
+    """Answer line by line until stdin ends."""
+    model, socket = sys.argv[1:]
+    replies = take_stdout()
+    set_environment()
+    from vllm import LLM, SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    engine = LLM(model, **_engine_options(socket))
+    connector: Any = get_kv_transfer_group()
+    worker, start = connector.worker, connector.worker.options
+    kind = connector.fingerprint
+    say(
+        replies,
+        block_size=kind.block_size_tokens,
+        num_layers=kind.num_layers,
+        page_bytes=kind.page_bytes,
+    )
+    one_token = SamplingParams(max_tokens=1, temperature=0.0)
+    for line in sys.stdin:
+        told = json.loads(line)
+        prompt = {"prompt_token_ids": told.pop("prompt")}
+        worker.configure(dataclasses.replace(start, **told))
+        worker.trace.steps.clear()
+        engine.generate([prompt], one_token, use_tqdm=False)
+        say(replies, steps=[dataclasses.asdict(step) for step in worker.trace.steps])
+    return 0
+
+
+def _engine_options(socket: str) -> dict[str, Any]:
+    # Nothing is cached in the engine itself, and a prompt is one step.
+    return {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": 512 << 20,
+        "max_model_len": _MAX_TOKENS,
+        "max_num_batched_tokens": _MAX_TOKENS,
+        "max_num_seqs": 1,
+        "distributed_executor_backend": "uni",
+        "kv_transfer_config": {
+            "kv_connector": "StoreConnector",
+            "kv_connector_module_path": "banaserve.engine.vllm.kv_connector.connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"socket": socket, "trace": True, "cost_gate": False},
+        },
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""``python -m benchmarks front``: what does the front door cost beside vLLM's own API server?
+
+Three servers run side by side over a miniature model whose steps cost almost nothing: vLLM's API
+server with one engine, and banaserve with four, colocated and apart. Each gets the same requests
+in turn. What is counted is the CPU of the process that answers HTTP, from the system's own
+accounts, so what else runs on the machine shows in latencies more than in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from banaserve.arguments import Parser
+from banaserve.bench.loadgen.client import Call, OpenAiClient
+from banaserve.bench.loadgen.loops import closed_loop
+from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm, vllm_server
+from banaserve.bench.results import result
+from banaserve.bench.results.statistics import paired_ratios, percentile
+from banaserve.errors import UserError
+from banaserve.models import miniature
+
+_NAME = "miniature"
+_CONTEXT_TOKENS = 1024
+_SHORT, _LONG = 4, 32
+"""Output tokens of the two kinds of request, from which requests and chunks are told apart."""
+_MIN_REQUESTS = 24
+_SAME = ("--dtype", "float32", "--max-model-len", str(_CONTEXT_TOKENS))
+_OURS = (*_SAME, "--kv-store-size", "256MiB", "--max-concurrent-requests", "1024")
+_SYSTEMS = {
+    "colocated": ("--colocated", "4"),
+    "pd": ("--pd", "2:2"),
+}
+_VLLM = "vllm"
+
+
+class Sample(NamedTuple):
+    """One pass of requests over one server.
+
+    Attributes:
+        cpu_s: Of the process that answers HTTP, user and system.
+        chunks: Events with text that the client got.
+    """
+
+    requests: int
+    chunks: int
+    tokens: int
+    cpu_s: float
+    ttft_s: list[float]
+    gaps_s: list[float]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and write the result; the exit code."""
+    parser = Parser(prog="python -m benchmarks front", description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the result there, after each run")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument(
+        "--streams",
+        type=lambda text: tuple(map(int, text.split(","))),
+        default=(1, 64, 512),
+        help="under way at once, such as 1,64,512",
+    )
+    parser.add_argument("--system", choices=(*_SYSTEMS, "both"), default="both")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    given = parser.parse_args(list(argv))
+    end_on_sigterm()
+    if given.runs < 1:
+        raise UserError("--runs: give 1 or more")
+    record = asyncio.run(_measure(given, datetime.now(UTC)))
+    Console().print(result.table(record))
+    return 0
+
+
+Samples = dict[tuple[str, int, int], list[Sample]]
+"""By system, streams and output tokens; one a run."""
+
+
+async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Result:
+    tiny = miniature.Miniature(1, 2, 2, _CONTEXT_TOKENS)
+    model = miniature.resolve(tiny, _NAME, None, lambda line: print(line, flush=True))
+    systems = [given.system] if given.system != "both" else list(_SYSTEMS)
+    samples: Samples = {}
+    record: result.Result
+    with contextlib.ExitStack() as stack, Progress(transient=True) as progress:
+        task = progress.add_task("starting servers", total=None)
+        plain = vllm_server(model.path_or_id, _NAME, *_SAME, *_KV, "--enforce-eager")
+        servers = {_VLLM: stack.enter_context(plain)}
+        for name in systems:
+            started = banaserve_server(model.path_or_id, *_SYSTEMS[name], *_OURS, *_KV)
+            servers[name] = stack.enter_context(started)
+        progress.update(task, total=1 + given.runs, description="warming up")
+        for server in servers.values():
+            await _pass(server, given.prompt_tokens, min(64, max(given.streams)), _SHORT, 0)
+        for run in range(1, given.runs + 1):
+            progress.update(task, advance=1, description=f"run {run} of {given.runs}")
+            names = list(servers) if run % 2 else list(reversed(servers))
+            for streams in given.streams:
+                for tokens in (_SHORT, _LONG):
+                    for name in names:
+                        sample = await _pass(
+                            servers[name], given.prompt_tokens, streams, tokens, run
+                        )
+                        samples.setdefault((name, streams, tokens), []).append(sample)
+            memory = {name: servers[name].front_memory_bytes() for name in servers}
+            record = _result(given, run, started_at, samples, memory)
+            if given.json is not None:
+                result.write(record, given.json)
+    return record
+
+
+_KV = ("--kv-cache-memory-bytes", str(256 << 20), "--served-model-name", _NAME)
+
+
+async def _pass(
+    server: Server, prompt_tokens: int, streams: int, output_tokens: int, run: int
+) -> Sample:
+    """Sends ``streams`` requests at once, or some more so that there are enough to count."""
+    count = max(streams, _MIN_REQUESTS)
+    calls = [
+        Call(
+            f"{number}",
+            prompt=_prompt(prompt_tokens, (run, streams, output_tokens, number)),
+            max_tokens=output_tokens,
+            extra={"ignore_eos": True},
+        )
+        for number in range(count)
+    ]
+    async with OpenAiClient(server.url, _NAME) as client:
+        before_s = server.front_cpu_s()
+        records = await closed_loop(client, calls, streams)
+        cpu_s = server.front_cpu_s() - before_s
+    failed = next((record.error for record in records if record.error), None)
+    if failed is not None:
+        raise UserError(f"a request failed: {failed}")
+    return Sample(
+        count,
+        sum(len(record.token_at_s) for record in records),
+        sum(record.completion_tokens or 0 for record in records),
+        cpu_s,
+        [record.ttft_s for record in records if record.ttft_s is not None],
+        [gap for record in records for gap in record.gaps_s],
+    )
+
+
+def _prompt(num_tokens: int, key: tuple[int, ...]) -> list[int]:
+    draws = np.random.default_rng(key)
+    return [int(token) for token in draws.integers(100, 40_000, num_tokens)]
+
+
+def costs_us(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Returns microseconds a request and a chunk: least squares over passes of two kinds.
+
+    Raises:
+        ValueError: All passes have the same number of chunks a request.
+    """
+    work = np.array([(one.requests, one.chunks) for one in samples], dtype=np.float64)
+    if np.linalg.matrix_rank(work) < 2:
+        raise ValueError("passes of one kind tell nothing about requests and chunks apart")
+    spent_us = np.array([one.cpu_s for one in samples]) * 1e6
+    (request_us, chunk_us), *_ = np.linalg.lstsq(work, spent_us, rcond=None)
+    return float(request_us), float(chunk_us)
+
+
+def _result(
+    given: argparse.Namespace,
+    runs: int,
+    started_at: datetime,
+    samples: Samples,
+    memory: Mapping[str, int],
+) -> result.Result:
+    figures: dict[str, result.Figure] = {}
+    for name in memory:
+        for streams in given.streams:
+            figures |= _of_load(samples, name, streams, runs)
+        figures[f"{name}_memory"] = result.figure([memory[name]], "bytes")
+    for name in memory:
+        if name == _VLLM:
+            continue
+        everywhere = [
+            ratio for streams in given.streams for ratio in _ratios(samples, name, streams, runs)
+        ]
+        suffix = "" if name == "colocated" else f"_{name}"
+        figures[f"front_cpu_ratio{suffix}"] = result.figure(everywhere, "ratio")
+        for streams in given.streams:
+            ratios = _ratios(samples, name, streams, runs)
+            figures[f"front_cpu_ratio{suffix}_{streams}"] = result.figure(ratios, "ratio")
+            figures |= _added(samples, name, streams, runs)
+    return result.result(
+        "front",
+        seed=0,
+        options={
+            "runs": runs,
+            "streams": list(given.streams),
+            "prompt_tokens": given.prompt_tokens,
+        },
+        started_at=started_at,
+        figures=figures,
+        notes=[
+            "front_cpu_ratio: CPU of banaserve's front door over four colocated instances over "
+            "that of vLLM's API server over one engine, pass by pass, same requests; _pd: 2:2",
+            "CPU of the one process that answers HTTP; engines and store are not in it",
+            f"requests of {given.prompt_tokens} prompt tokens, {_SHORT} and {_LONG} output tokens",
+            "request_cpu and chunk_cpu: least squares over both kinds of pass in a run",
+            "added: percentile at banaserve less that at vLLM, of the requests of one run; "
+            "negative where four engines are faster than one",
+            "miniature of one layer, float32, one OMP thread an engine; memory: PSS of the process",
+        ],
+    )
+
+
+def _of_load(samples: Samples, name: str, streams: int, runs: int) -> dict[str, result.Figure]:
+    pairs = [
+        [samples[name, streams, tokens][run] for tokens in (_SHORT, _LONG)] for run in range(runs)
+    ]
+    costs = [costs_us(pair) for pair in pairs]
+    stem = f"{name}_{streams}"
+    chunks = [sum(one.chunks for one in pair) / sum(one.tokens for one in pair) for pair in pairs]
+    return {
+        f"{stem}_request_cpu": result.figure([cost[0] for cost in costs], "us"),
+        f"{stem}_chunk_cpu": result.figure([cost[1] for cost in costs], "us"),
+        f"{stem}_chunks_a_token": result.figure(chunks, "ratio"),
+    }
+
+
+def _ratios(samples: Samples, name: str, streams: int, runs: int) -> list[float]:
+    """Front CPU over vLLM's for the same requests, both kinds of pass of a run together."""
+
+    def spent_s(system: str, run: int) -> float:
+        return sum(samples[system, streams, tokens][run].cpu_s for tokens in (_SHORT, _LONG))
+
+    ours = [spent_s(name, run) for run in range(runs)]
+    return paired_ratios(ours, [spent_s(_VLLM, run) for run in range(runs)])
+
+
+def _added(samples: Samples, name: str, streams: int, runs: int) -> dict[str, result.Figure]:
+    found = {}
+    for percent in (50, 99):
+        for what in ("ttft", "gap"):
+            added = [
+                _latency(samples[name, streams, _LONG][run], what, percent)
+                - _latency(samples[_VLLM, streams, _LONG][run], what, percent)
+                for run in range(runs)
+            ]
+            found[f"{name}_{streams}_added_{what}_p{percent}"] = result.figure(added, "s")
+    return found
+
+
+def _latency(sample: Sample, what: str, percent: int) -> float:
+    return percentile(sample.ttft_s if what == "ttft" else sample.gaps_s or [0.0], percent)

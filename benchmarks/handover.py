@@ -1,0 +1,252 @@
+"""``python -m benchmarks handover``: what it costs that a request is handed from prefill to decode.
+
+Two servers run side by side on the same machine and get the same prompts in turn: vLLM's own
+API server over one engine, and banaserve at ``--pd 1:1``. Each run uses prompts of its own, so
+that no cache of an earlier run answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.progress import Progress
+
+from banaserve import models
+from banaserve.arguments import Parser, positive
+from banaserve.bench.datasets import prompts as datasets_prompts
+from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.loops import closed_loop
+from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm, vllm_server
+from banaserve.bench.results import result
+from banaserve.bench.results.statistics import median, paired_ratios
+from banaserve.errors import UserError
+
+_SAME = ("--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 30))
+"""Options of both servers; float32, so that their answers can be compared token by token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to measure with."""
+
+    model: str
+    runs: int
+    requests: int
+    concurrency: int
+    output_tokens: int
+    min_tokens: int
+    max_tokens: int
+    seed: int
+    kind: str
+    data: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One pass of the same prompts over one server.
+
+    Attributes:
+        cpu_s: CPU seconds a request, of all the server's processes.
+        cpu_alone_s: The same of those sent one at a time.
+        cpu_together_s: The same of those sent together.
+        steps_together: Engine steps a request of those sent together.
+        ttft_s: Median time to first token of the requests sent one at a time.
+        token_ids: Of every answer, for comparing the two servers.
+    """
+
+    cpu_s: float
+    cpu_alone_s: float
+    cpu_together_s: float
+    steps_together: float
+    ttft_s: float
+    token_ids: list[list[int]]
+
+
+class _Spent(NamedTuple):
+    """What a server has used since it began: CPU seconds and engine steps."""
+
+    cpu_s: float
+    steps: float
+
+    @classmethod
+    def of(cls, server: Server) -> _Spent:
+        return cls(server.cpu_s(), server.metric("vllm:iteration_tokens_total_count"))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and write the result; the exit code."""
+    given = _parse(argv)
+    end_on_sigterm()
+    options = Options(**{name: getattr(given, name) for name in Options.__slots__})
+    started_at = datetime.now(UTC)
+    record = asyncio.run(_measure(options, started_at))
+    result.deliver(record, given.json)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m benchmarks handover", description=__doc__)
+    add = parser.add_argument
+    add("--json", type=Path, help="write the result there")
+    add("--model", default=models.PACKAGED)
+    add("--runs", type=positive, default=5)
+    add("--requests", type=positive, default=12, help="a run")
+    add("--concurrency", type=int, default=4)
+    add("--output-tokens", type=int, default=48)
+    add("--min-tokens", type=int, default=200)
+    add("--max-tokens", type=int, default=1200)
+    add("--seed", type=int, default=0)
+    add("--kind", default="synthetic", help="alpaca, longbench, file or synthetic prompts")
+    add("--data", type=Path, help="where the prompts lie, except synthetic ones")
+    return parser.parse_args(list(argv))
+
+
+async def _measure(options: Options, started_at: datetime) -> result.Result:
+    model = models.resolve(options.model, None, lambda line: print(line, flush=True))
+    prompts = _prompts(options, model.path_or_id)
+    with contextlib.ExitStack() as stack, Progress(transient=True) as progress:
+        task = progress.add_task("starting two servers", total=1 + 2 * options.runs)
+        plain = stack.enter_context(
+            vllm_server(model.path_or_id, model.served_name, *_SAME, "--enforce-eager")
+        )
+        apart = stack.enter_context(banaserve_server(options.model, "--pd", "1:1", *_SAME))
+        warm_up = prompts.pop()
+        for server in (plain, apart):
+            await _run(server, model.served_name, warm_up, options)
+        progress.advance(task)
+        runs: list[tuple[Run, Run]] = []
+        before = _counts(apart)
+        for number, batch in enumerate(prompts):
+            progress.update(task, description=f"run {number + 1} of {options.runs}")
+            pair: list[Run] = []
+            for server in (plain, apart) if number % 2 else (apart, plain):
+                pair.append(await _run(server, model.served_name, batch, options))
+                progress.advance(task)
+            runs.append((pair[0], pair[1]) if number % 2 else (pair[1], pair[0]))
+        after = _counts(apart)
+    return _result(options, started_at, runs, {name: after[name] - before[name] for name in after})
+
+
+def _prompts(options: Options, model_path: str) -> list[list[str]]:
+    """Prompts for the runs and, last, for the warm-up."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    found = datasets_prompts.prompts(
+        options.kind,
+        options.requests * (options.runs + 1),
+        options.min_tokens,
+        options.max_tokens,
+        options.seed,
+        lambda text: tokenizer(text)["input_ids"],
+        options.data,
+    )
+    texts = [prompt.text for prompt in found]
+    return [texts[i :: options.runs + 1] for i in range(options.runs + 1)]
+
+
+async def _run(server: Server, model: str, prompts: list[str], options: Options) -> Run:
+    """Half of the prompts together, for CPU time; half one at a time, for time to first token."""
+    calls = [
+        Call(
+            str(i),
+            prompt=text,
+            max_tokens=options.output_tokens,
+            extra={"ignore_eos": True},
+        )
+        for i, text in enumerate(prompts)
+    ]
+    half = len(calls) // 2
+    spent = [_Spent.of(server)]
+    async with OpenAiClient(server.url, model, return_token_ids=True) as client:
+        together = await closed_loop(client, calls[:half], options.concurrency)
+        spent.append(_Spent.of(server))
+        alone = await closed_loop(client, calls[half:], 1)
+    spent.append(_Spent.of(server))
+    records = [*together, *alone]
+    failed = [record.error for record in records if record.error]
+    if failed:
+        raise UserError(f"a request failed: {failed[0]}")
+    return Run(
+        cpu_s=(spent[2].cpu_s - spent[0].cpu_s) / len(records),
+        cpu_alone_s=(spent[2].cpu_s - spent[1].cpu_s) / len(alone),
+        cpu_together_s=(spent[1].cpu_s - spent[0].cpu_s) / len(together),
+        steps_together=(spent[1].steps - spent[0].steps) / len(together),
+        ttft_s=median([_ttft_s(record) for record in alone]),
+        token_ids=[record.token_ids for record in records],
+    )
+
+
+def _ttft_s(record: RequestRecord) -> float:
+    assert record.ttft_s is not None
+    return record.ttft_s
+
+
+def _counts(server: Server) -> dict[str, float]:
+    name = "banaserve_prompt_tokens_{}_total"
+    return {
+        "decode_requests": server.metric("banaserve_scheduled_requests_total", instance_id="d0"),
+        "decode_computed": server.metric(name.format("computed"), instance_id="d0"),
+        "decode_cached": server.metric(name.format("cached"), instance_id="d0"),
+        "prefill_computed": server.metric(name.format("computed"), instance_id="p0"),
+        "early_tokens": server.metric("banaserve_first_tokens_total", leg="prefill"),
+    }
+
+
+_NOTES = (
+    "cpu_ratio and ttft_ratio compare the same prompts on both servers, run by run",
+    "both servers run at once; the idle one waits. One OMP thread an engine",
+    "alone: one request at a time, so nothing but the hand-over differs; together: requests "
+    "overlap, and an engine that does not wait for others' prompts runs more and smaller decode "
+    "steps",
+    "float32, greedy; equal_answers_fraction compares the tokens of both servers",
+)
+
+
+def _result(
+    options: Options,
+    started_at: datetime,
+    runs: list[tuple[Run, Run]],
+    counts: dict[str, float],
+) -> result.Result:
+    plain, apart = [run[0] for run in runs], [run[1] for run in runs]
+    pairs = [(a, b) for p, q in runs for a, b in zip(p.token_ids, q.token_ids, strict=True)]
+    equal = sum(a == b for a, b in pairs) / len(pairs)
+    cached = counts["decode_cached"] / (counts["decode_cached"] + counts["decode_computed"])
+
+    def ratios(of: Callable[[Run], float]) -> list[float]:
+        return paired_ratios([of(run) for run in apart], [of(run) for run in plain])
+
+    figures = {
+        "cpu_ratio": (ratios(lambda run: run.cpu_s), "ratio"),
+        "cpu_ratio_alone": (ratios(lambda run: run.cpu_alone_s), "ratio"),
+        "cpu_ratio_together": (ratios(lambda run: run.cpu_together_s), "ratio"),
+        "steps_ratio_together": (ratios(lambda run: run.steps_together), "ratio"),
+        "ttft_ratio": (ratios(lambda run: run.ttft_s), "ratio"),
+        "cpu_per_request": ([r.cpu_s for r in apart], "s"),
+        "cpu_per_request_vllm": ([r.cpu_s for r in plain], "s"),
+        "ttft": ([r.ttft_s for r in apart], "s"),
+        "ttft_vllm": ([r.ttft_s for r in plain], "s"),
+        "decode_prompt_tokens": (
+            [counts["decode_computed"] / counts["decode_requests"]],
+            "tokens/request",
+        ),
+        "cross_instance_hit_fraction": ([cached], "fraction"),
+        "equal_answers_fraction": ([equal], "fraction"),
+    }
+    return result.result(
+        "handover",
+        seed=options.seed,
+        options={name: str(getattr(options, name)) for name in Options.__slots__},
+        started_at=started_at,
+        figures={name: result.figure(*values) for name, values in figures.items()},
+        notes=_NOTES,
+        raw={"counts": counts},
+    )

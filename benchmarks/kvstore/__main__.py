@@ -1,0 +1,220 @@
+"""``python -m benchmarks kvstore``: what the KV cache store costs beside doing its work without it.
+
+Put and get through the pool beside plain memcpy of as many bytes, the SSD tier beside raw direct
+I/O, and the same blocks through Mooncake Store and Redis. Whatever is compared takes turns within
+each run, and no cache of the processor holds what is copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.progress import Progress
+
+from banaserve.arguments import Parser
+from banaserve.bench.loadgen.servers import end_on_sigterm
+from banaserve.bench.results import result
+from banaserve.bench.results.statistics import median
+from banaserve.errors import UserError
+from benchmarks.kvstore.disk import DiskBench, DiskTimes, check_direct
+from benchmarks.kvstore.memory import ARRANGEMENTS, BLOCK_BYTES, MIB, PoolBench, Times, store_daemon
+from benchmarks.kvstore.others import OtherBench, mooncake_bench, redis_bench
+from benchmarks.kvstore.peers import missing_mooncake, missing_redis
+
+_POOL_SIZE = "512MiB"
+_NUM_LOOKUPS = 300
+
+# In the order in which a reader wants them; the cases that they sum up follow.
+_FIRST = (
+    "put_memcpy_fraction",
+    "get_memcpy_fraction",
+    "put_memcpy_cpu_fraction",
+    "get_memcpy_cpu_fraction",
+    "ssd_write_fraction",
+    "ssd_read_fraction",
+    "lookups_of_64_keys_per_s",
+    "round_trips_per_request",
+)
+Samples = dict[str, list[float]]
+_UNITS = {"fraction": "fraction", "gb_per_s": "GB/s", "per_s": "calls/s", "request": "calls"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and write the result; the exit code."""
+    given = _parse(argv)
+    end_on_sigterm()
+    started_at = datetime.now(UTC)
+    samples: Samples = defaultdict(list)
+    with Progress(transient=True) as progress:
+        notes = _memory(given, samples, progress)
+        notes += _disk(given, samples, progress)
+        notes += _others(given, samples, progress)
+    names = [*_FIRST, *(name for name in samples if name not in _FIRST)]
+    record = result.result(
+        "kvstore",
+        seed=given.seed,
+        options={name: str(value) for name, value in vars(given).items() if name != "json"},
+        started_at=started_at,
+        figures={name: result.figure(samples[name], _unit(name)) for name in names},
+        notes=notes,
+    )
+    result.deliver(record, given.json)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m benchmarks kvstore", description=__doc__)
+    add = parser.add_argument
+    add("--json", type=Path, help="write the result there")
+    add("--runs", type=int, default=5)
+    add("--repeats", type=int, default=9, help="of each copy within a run; the median counts")
+    add("--blocks", type=int, default=16, help="of a request")
+    add("--disk-blocks", type=int, default=64, help="of a run on disk")
+    add("--depth", type=int, default=8, help="transfers of the disk at once")
+    add("--folder", type=Path, default=Path("/var/tmp"), help="on the disk to measure")
+    add("--seed", type=int, default=0)
+    given = parser.parse_args(list(argv))
+    counts = (given.runs, given.repeats, given.blocks, given.disk_blocks, given.depth)
+    if min(counts) < 1:
+        raise UserError("runs, repeats, blocks and depth are at least 1")
+    return given
+
+
+def _unit(name: str) -> str:
+    return next(unit for part, unit in _UNITS.items() if part in name)
+
+
+def _memory(given: argparse.Namespace, samples: Samples, progress: Progress) -> list[str]:
+    task = progress.add_task("pool", total=given.runs)
+    with contextlib.ExitStack() as stack:
+        benches: list[tuple[str, PoolBench]] = []
+        for block_bytes in BLOCK_BYTES:
+            daemon = stack.enter_context(store_daemon(_POOL_SIZE))
+            for num_blocks in (given.blocks, 1):
+                bench = PoolBench(daemon, block_bytes, num_blocks, given.seed)
+                stack.callback(bench.close)
+                size = f"{block_bytes / MIB:g}mib"
+                benches.append((size if num_blocks > 1 else f"{size}_single", bench))
+        # The first turn around meets page faults, and a pool that is not full yet.
+        for _, bench in benches:
+            for _ in range(4 * given.blocks // bench.num_blocks):
+                bench.run("layers")
+        for _ in range(given.runs):
+            _memory_run(benches, given, samples)
+            progress.advance(task)
+    return [
+        f"put: reserve, copy, commit; get: lease, copy, release; {given.blocks} blocks a request, "
+        "one block where it says single",
+        "put_ and get_memcpy_fraction: over 1.5 and 3 MiB blocks, copied layer by layer (32 "
+        "layers, as an engine does) and whole; plain memcpy moves as many bytes within a process",
+        "cpu_fraction: seconds on a processor, of client and daemon, instead of the clock's: on a "
+        "machine that others use too, a reply waits for its turn",
+        "round_trips_per_request: waits for the daemon of a request, half of which is cached",
+    ]
+
+
+def _memory_run(
+    benches: Sequence[tuple[str, PoolBench]], given: argparse.Namespace, samples: Samples
+) -> None:
+    total = Times(*[0.0] * len(Times._fields))
+    for name, bench in benches:
+        taken: dict[str, list[Times]] = {arrangement: [] for arrangement in ARRANGEMENTS}
+        for _ in range(given.repeats):
+            for arrangement in ARRANGEMENTS:
+                taken[arrangement].append(bench.run(arrangement))
+        for arrangement, times in taken.items():
+            typical = Times(*(median(column) for column in zip(*times, strict=True)))
+            case = f"memcpy_fraction_{name}_{arrangement}"
+            samples[f"put_{case}"].append(typical.memcpy_s / typical.put_s)
+            samples[f"get_{case}"].append(typical.memcpy_s / typical.get_s)
+            if bench.num_blocks > 1:
+                total = Times(*(a + b for a, b in zip(total, typical, strict=True)))
+    num_bytes = 2 * given.blocks * sum(BLOCK_BYTES)
+    samples["put_memcpy_fraction"].append(total.memcpy_s / total.put_s)
+    samples["get_memcpy_fraction"].append(total.memcpy_s / total.get_s)
+    samples["put_memcpy_cpu_fraction"].append(total.memcpy_cpu_s / total.put_cpu_s)
+    samples["get_memcpy_cpu_fraction"].append(total.memcpy_cpu_s / total.get_cpu_s)
+    for name, seconds in zip(("memcpy", "put", "get"), total[:3], strict=True):
+        samples[f"{name}_gb_per_s"].append(num_bytes / seconds / 1e9)
+    samples["lookups_of_64_keys_per_s"].append(benches[0][1].lookups_per_s(_NUM_LOOKUPS))
+    samples["round_trips_per_request"].append(benches[0][1].round_trips())
+
+
+def _disk(given: argparse.Namespace, samples: Samples, progress: Progress) -> list[str]:
+    task = progress.add_task("disk", total=given.runs)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.folder)))
+        check_direct(folder)
+        benches: list[tuple[str, DiskBench]] = []
+        for block_bytes in BLOCK_BYTES:
+            size = f"{block_bytes / MIB:g}mib"
+            (folder / size).mkdir()
+            bench = DiskBench(
+                folder / size, block_bytes, given.disk_blocks, given.depth, given.seed
+            )
+            stack.callback(bench.close)
+            benches.append((size, bench))
+            bench.run(tier_first=False)
+        for number in range(given.runs):
+            total = DiskTimes(0.0, 0.0, 0.0, 0.0)
+            for size, bench in benches:
+                times = bench.run(tier_first=bool(number % 2))
+                samples[f"ssd_write_fraction_{size}"].append(times.raw_write_s / times.tier_write_s)
+                samples[f"ssd_read_fraction_{size}"].append(times.raw_read_s / times.tier_read_s)
+                total = DiskTimes(*(a + b for a, b in zip(total, times, strict=True)))
+            num_bytes = given.disk_blocks * sum(BLOCK_BYTES)
+            samples["ssd_write_fraction"].append(total.raw_write_s / total.tier_write_s)
+            samples["ssd_read_fraction"].append(total.raw_read_s / total.tier_read_s)
+            for name, seconds in zip(DiskTimes._fields, total, strict=True):
+                rate = num_bytes / seconds / 1e9
+                samples[f"disk_{name.removesuffix('_s')}_gb_per_s"].append(rate)
+            progress.advance(task)
+        bench = benches[0][1]
+        direct = "past" if bench.is_direct else "through"
+        return [
+            f"disk: {given.depth} transfers at once; raw: pwritev and preadv with O_DIRECT from "
+            f"threads on one preallocated file; the tier: {bench.engine}, {direct} the page cache, "
+            "checksums included"
+        ]
+
+
+def _others(given: argparse.Namespace, samples: Samples, progress: Progress) -> list[str]:
+    notes = [f"stores side by side: {given.blocks} blocks of 3 MiB a request, single client"]
+    block_bytes = BLOCK_BYTES[-1]
+    with contextlib.ExitStack() as stack:
+        daemon = stack.enter_context(store_daemon(_POOL_SIZE))
+        pool = PoolBench(daemon, block_bytes, given.blocks, given.seed)
+        stack.callback(pool.close)
+        runs: dict[str, Callable[[], tuple[float, float]]] = {"store": lambda: _put_get(pool)}
+        for name, missing, start in (
+            ("mooncake", missing_mooncake(), mooncake_bench),
+            ("redis", missing_redis(), redis_bench),
+        ):
+            if missing is not None:
+                notes.append(f"{name} was not measured: {missing}")
+                continue
+            bench: OtherBench = stack.enter_context(start(block_bytes, given.blocks, given.seed))
+            runs[name] = bench.run
+        task = progress.add_task("other stores", total=given.runs)
+        for work in runs.values():
+            work()
+        for _ in range(given.runs):
+            for name, work in runs.items():
+                put_s, get_s = work()
+                num_bytes = given.blocks * block_bytes
+                samples[f"{name}_put_gb_per_s"].append(num_bytes / put_s / 1e9)
+                samples[f"{name}_get_gb_per_s"].append(num_bytes / get_s / 1e9)
+            progress.advance(task)
+    notes.append("mooncake and redis: over TCP on the loopback, a process each; batches of calls")
+    return notes
+
+
+def _put_get(pool: PoolBench) -> tuple[float, float]:
+    times = pool.run("layers")
+    return times.put_s, times.get_s

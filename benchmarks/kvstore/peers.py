@@ -1,0 +1,140 @@
+"""Other stores that a benchmark or a test starts for itself: mooncake_master and Redis."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from banaserve.bench.loadgen.servers import end_with_parent, free_port
+from banaserve.errors import UserError
+from banaserve.kvstore.tiers.mooncake import MooncakeTier
+from banaserve.kvstore.tiers.mooncake_config import check_installed
+
+_START_TIMEOUT_S = 30.0
+
+
+class Peer:
+    """A server process on a port of 127.0.0.1; may be ended and started again there."""
+
+    def __init__(self, command: list[str], port: int) -> None:
+        self.port = port
+        self._command = command
+        self.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it and return when it takes connections.
+
+        Raises:
+            UserError: It ended, or took none in time.
+        """
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+        until_s = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < until_s and self._process.poll() is None:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", self.port)).close()
+                return
+            time.sleep(0.02)
+        self.kill()
+        raise UserError(f"{Path(self._command[0]).name} did not start")
+
+    def pause(self) -> None:
+        """Let it answer nobody, with its connections open; returns when it has stopped."""
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
+
+    def resume(self) -> None:
+        """Undo ``pause``."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it without warning and wait for that."""
+        self._process.kill()
+        self._process.wait()
+
+
+def missing_mooncake() -> str | None:
+    """Why Mooncake cannot be used here; None where it can."""
+    try:
+        check_installed()
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def missing_redis() -> str | None:
+    """Why Redis cannot be used here; None where it can."""
+    if shutil.which("redis-server") is None:
+        return "redis-server is not on PATH"
+    return None
+
+
+def joined_mooncake(master: Peer, options: str) -> MooncakeTier:
+    """A tier that has joined ``master``; ``options`` are those of its URL.
+
+    Raises:
+        UserError: It cannot join; says why.
+    """
+    tier = MooncakeTier.from_url(f"mooncake://127.0.0.1:{master.port}?{options}")
+    until_s = time.monotonic() + 2 * _START_TIMEOUT_S
+    while not tier.stats().available:
+        left_s = until_s - time.monotonic()
+        if left_s <= 0 or not select.select([tier.fd], [], [], left_s)[0]:
+            problem = tier.stats().problem
+            tier.close()
+            raise UserError(f"Mooncake did not start: {problem}")
+        tier.poll()
+    return tier
+
+
+@contextlib.contextmanager
+def mooncake_master() -> Iterator[Peer]:
+    """A master of Mooncake Store, on free ports of the loopback."""
+    spec = find_spec("mooncake")
+    if spec is None or spec.origin is None:
+        raise UserError("Mooncake is not installed: pip install 'banaserve[mooncake]'")
+    port = free_port()
+    command = [str(Path(spec.origin).with_name("mooncake_master")), f"--rpc_port={port}"]
+    command += ["--rpc_address=127.0.0.1", "--rpc_thread_num=2"]
+    command += ["--metrics_host=127.0.0.1", f"--metrics_port={free_port()}"]
+    with _running(command, port) as peer:
+        yield peer
+
+
+@contextlib.contextmanager
+def redis_server() -> Iterator[Peer]:
+    """Redis without persistence, on a free port of the loopback."""
+    port = free_port()
+    command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port)]
+    command += ["--save", "", "--appendonly", "no"]
+    with _running(command, port) as peer:
+        yield peer
+
+
+@contextlib.contextmanager
+def _running(command: list[str], port: int) -> Iterator[Peer]:
+    peer = Peer(command, port)
+    try:
+        yield peer
+    finally:
+        peer.kill()

@@ -1,0 +1,209 @@
+"""Clusters to decide over, and the load and the cluster that are simulated.
+
+``python -m benchmarks orchestrator``: what does a decision take, and how fast is the simulator?
+
+A decision is one ``plan`` of a migration policy over so many instances: once over loads that are
+even, when there is nothing to do, and once over loads drawn at random, when the policy fills its
+plan. The simulator is timed on a cluster under a load that it can serve, from the first arrival
+to the last token, its cells dealt over as many processes as there are cores. Nothing of it needs an
+engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from math import log2
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from banaserve.arguments import Parser, positive
+from banaserve.bench.results import result
+from banaserve.bench.results.statistics import median
+from banaserve.costs.profile import load as load_profile
+from banaserve.errors import UserError
+from banaserve.orchestrator.migration import registry
+from banaserve.sim.cluster import cells_of
+from banaserve.sim.parts import simulate_in_parts
+from banaserve.sim.request import SimRequest
+from banaserve.sim.system import System, preset
+from banaserve.sim.workload import Lengths, Phase, drawn
+from banaserve.types import (
+    ClusterView,
+    InstanceFacts,
+    InstanceId,
+    InstanceReport,
+    InstanceView,
+    Role,
+)
+
+EVEN, RANDOM = (0.5, 0.54), (0.0, 1.0)
+"""Ranges of both loads."""
+
+_NOW_S = 100.0
+_ROLES = (("p", Role.PREFILL), ("d", Role.DECODE))
+
+
+def cluster(size: int, seed: int, spread: tuple[float, float], facts: InstanceFacts) -> ClusterView:
+    """Returns ``size`` instances, half of them of each role, with loads drawn from ``spread``."""
+    draws = random.Random(f"{seed} {size}")
+    views = {}
+    for number in range(size):
+        letter, role = _ROLES[number % 2]
+        name = InstanceId(f"{letter}{number:05}")
+        compute, memory = draws.uniform(*spread), draws.uniform(*spread)
+        report = InstanceReport(48, 0, memory, compute, _NOW_S, step_s=0.03)
+        views[name] = InstanceView(name, role, True, report, 48, 0, 8000.0, facts)
+    return ClusterView(_NOW_S, views)
+
+
+def system(instances: int, cell_size: int) -> System:
+    """Returns prefill and decode apart, half of the instances each, with migration.
+
+    No prefixes are kept: the requests of ``load`` share none, and the cells then share nothing.
+
+    Raises:
+        UserError: Too few instances, or cells that would lack a role.
+    """
+    if instances < 2 or instances % 2:
+        raise UserError(f"instances is {instances}: give an even number")
+    half = instances // 2
+    return preset("banaserve", prefill=half, decode=half, cell_size=cell_size, cache="none")
+
+
+def load(rate_per_s: float, requests: int, seed: int) -> Iterator[SimRequest]:
+    """Yields about ``requests`` requests: Poisson arrivals, chat-like lengths."""
+    phase = Phase(
+        duration_s=requests / rate_per_s,
+        rate_per_s=rate_per_s,
+        prompt=Lengths(kind="lognormal", mean=250, high=1500),
+        output=Lengths(kind="lognormal", mean=100, high=500),
+    )
+    return drawn([phase], seed)
+
+
+_SIZES = (8, 64, 512, 4096)
+_PROFILE = "opt-13b-a100"
+_KINDS = (
+    ("", "repaired", RANDOM),
+    ("even_", "repaired", EVEN),
+    ("published_", "published", RANDOM),
+)
+_UNITS = {"_per_s": "requests/s", "_cpu_s": "requests/s of CPU", "_n_log_n": "times n log n"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and write the result; the exit code."""
+    given = _parse(argv)
+    started_at = datetime.now(UTC)
+    samples: dict[str, list[float]] = defaultdict(list)
+    raw = {}
+    with Progress(transient=True, console=Console(stderr=True)) as progress:
+        task = progress.add_task("decisions", total=given.runs * len(_SIZES) + given.sim_runs)
+        for run in range(given.runs):
+            for size in _SIZES:
+                _time_decisions(size, given.seed + run, samples)
+                progress.advance(task)
+        for run in range(given.sim_runs):
+            progress.update(task, description=f"simulating {given.requests} requests")
+            raw = _time_simulation(given, given.seed + run, samples)
+            progress.advance(task)
+    record = result.result(
+        "orchestrator",
+        seed=given.seed,
+        options={name: value for name, value in vars(given).items() if name != "json"},
+        started_at=started_at,
+        figures={name: result.figure(found, _unit(name)) for name, found in samples.items()},
+        notes=_NOTES,
+        raw={"last_simulation": raw},
+    )
+    result.deliver(record, given.json)
+    return 0
+
+
+_NOTES = (
+    "decision_ms_N: one plan of the repaired policy over N instances whose loads are drawn at "
+    "random, so that the plan has as many steps as it may; decision_even_ms_N: loads within 0.04 "
+    "of each other, nothing to do; decision_published_ms_N: the published policy over the random "
+    "loads. CPU time of the process, the median of several plans a run",
+    "decision_growth_n_log_n: time over 4,096 instances by that over 512, over the growth of "
+    "n log n; at most 1 says that it grows no faster",
+    "simulated_requests_per_s: wall time of all processes, each with its part of the cells; "
+    "simulated_requests_per_cpu_s: the same by their CPU time together, which is what one core "
+    "does, also on machines that others use",
+)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m benchmarks orchestrator", description=__doc__)
+    add = parser.add_argument
+    add("--json", type=Path, help="write the result there")
+    add("--runs", type=int, default=5, help="of the decisions, each over other loads")
+    add("--sim-runs", type=int, default=1)
+    add("--requests", type=int, default=1_000_000, help="about as many are simulated")
+    add("--instances", type=int, default=1000, help="of the simulated cluster")
+    add("--cell-size", type=int, default=8, help="instances under one router and one policy")
+    add("--processes", type=positive, help="that simulate; else one a core, or one a cell")
+    add("--rps", type=float, default=5.0, help="of each simulated instance")
+    add("--seed", type=int, default=0)
+    given = parser.parse_args(list(argv))
+    if given.runs < 1 or given.sim_runs < 0 or given.requests < 1:
+        raise UserError("runs and requests are at least 1, sim-runs at least 0")
+    num_cells = len(cells_of(system(given.instances, given.cell_size)))
+    given.processes = given.processes or min(len(os.sched_getaffinity(0)), num_cells)
+    return given
+
+
+def _time_decisions(size: int, seed: int, samples: dict[str, list[float]]) -> None:
+    repeats = max(3, min(20, 2048 // size))
+    for prefix, policy, spread in _KINDS:
+        view = cluster(size, seed, spread, load_profile(_PROFILE).facts)
+        planner = registry.make(policy)
+        taken_s = []
+        for _ in range(repeats):
+            began_s = time.process_time()
+            planner.plan(view)
+            taken_s.append(time.process_time() - began_s)
+        samples[f"decision_{prefix}ms_{size}"].append(1e3 * median(taken_s))
+    large, small = _SIZES[-1], _SIZES[-2]
+    if size == large:
+        grown = large * log2(large) / (small * log2(small))
+        for prefix, _, _ in _KINDS:
+            last = {n: samples[f"decision_{prefix}ms_{n}"][-1] for n in (small, large)}
+            ratio = last[large] / last[small]
+            samples[f"decision_{prefix}growth_n_log_n"].append(ratio / grown)
+
+
+def _time_simulation(
+    given: argparse.Namespace, seed: int, samples: dict[str, list[float]]
+) -> dict[str, object]:
+    rate_per_s = given.rps * given.instances
+    requests = partial(load, rate_per_s, given.requests, seed)
+    measured = system(given.instances, given.cell_size)
+    began_s, began_cpu_s = time.perf_counter(), _cpu_s()
+    outcome = simulate_in_parts(load_profile(_PROFILE), measured, requests, given.processes)
+    wall_s, cpu_s = time.perf_counter() - began_s, _cpu_s() - began_cpu_s
+    num = outcome["num_finished"]
+    samples["simulated_requests_per_s"].append(num / wall_s)
+    samples["simulated_requests_per_cpu_s"].append(num / cpu_s)
+    samples["simulation_s"].append(wall_s)
+    return {name: value for name, value in outcome.items() if name != "steps"}
+
+
+def _cpu_s() -> float:
+    """CPU time of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
+def _unit(name: str) -> str:
+    if "_ms_" in name:
+        return "ms"
+    return next((unit for end, unit in _UNITS.items() if name.endswith(end)), "s")

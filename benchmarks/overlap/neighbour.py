@@ -1,0 +1,88 @@
+"""What an engine feels of a guest on its core, against the share that the guest may take."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from typing import NamedTuple
+
+from banaserve.engine.vllm.migration.controller.shares import predicted_slow_down
+from benchmarks.drivers.told_engine import ToldEngine
+
+Prompts = list[list[int]]
+
+
+class Sharing(NamedTuple):
+    """One run beside a guest.
+
+    Attributes:
+        slow_down: Of the neighbour's streams, against the same ones while the guest rests.
+        predicted: The same, from the time that the guest computed.
+        busy_fraction: Of its core, that the guest computed.
+        prefill_s: Mean of the prompts that its host served meanwhile.
+    """
+
+    slow_down: float
+    predicted: float
+    busy_fraction: float
+    prefill_s: float
+
+
+class Streams(NamedTuple):
+    """What both engines serve.
+
+    Attributes:
+        fed: Served by the host one after the other, for as long as the others last.
+        own: The neighbour's, all at once.
+        output_tokens: Of each of ``own``.
+    """
+
+    fed: Prompts
+    own: Prompts
+    output_tokens: int
+
+
+def beside(host: ToldEngine, neighbour: ToldEngine, streams: Streams) -> Sharing:
+    """The neighbour's streams alone, then while the host has work for its guest all the time."""
+    alone_s = _streams_s(neighbour, streams)
+    host.tell(do="usage")
+    began_s = time.perf_counter()
+    feeding = _Feeding(host, streams.fed)
+    try:
+        shared_s = _streams_s(neighbour, streams)
+    finally:
+        fed_s = feeding.stop()
+    elapsed_s = time.perf_counter() - began_s
+    busy = float(host.tell(do="usage")["busy_s"]) / elapsed_s
+    return Sharing(shared_s / alone_s, predicted_slow_down(busy), busy, sum(fed_s) / len(fed_s))
+
+
+def _streams_s(neighbour: ToldEngine, streams: Streams) -> float:
+    answer = neighbour.tell(do="run", prompts=streams.own, tokens=streams.output_tokens)
+    return float(answer["seconds"])
+
+
+class _Feeding:
+    """Has a host serve one prompt after the other, from its construction until it is stopped."""
+
+    def __init__(self, host: ToldEngine, prompts: Prompts) -> None:
+        self._host = host
+        self._prompts = prompts
+        self._seconds: list[float] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for prompt in itertools.cycle(self._prompts):
+            answer = self._host.tell(do="run", prompts=[prompt], tokens=1)
+            self._seconds.append(float(answer["seconds"]))
+            if self._is_over.is_set():
+                return
+
+    def stop(self) -> list[float]:
+        """What each prompt took, when the last one has been answered."""
+        self._is_over.set()
+        self._thread.join()
+        return self._seconds

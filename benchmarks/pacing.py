@@ -1,0 +1,239 @@
+"""``python -m benchmarks pacing``: how well paced engines keep the time of the GPU that they model.
+
+The same requests, drawn once, go to a paced cluster at several dilations, and through the
+simulator, which gives what the model predicts for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from rich.progress import Progress
+
+from banaserve.arguments import Parser
+from banaserve.bench.loadgen import arrivals
+from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.loops import open_loop
+from banaserve.bench.loadgen.modelled_time import modelled_time
+from banaserve.bench.loadgen.servers import banaserve_server, end_on_sigterm
+from banaserve.bench.results import result
+from banaserve.bench.results.result import ModelledTime
+from banaserve.bench.results.statistics import median, percentile
+from banaserve.bench.serving.summary import tpot_s
+from banaserve.config import MINIATURE, parse_pd
+from banaserve.costs import profile as profiles
+from banaserve.costs.profile import Profile
+from banaserve.engine.vllm.emulation.step_log import PacedStep, StepReader, readers
+from banaserve.errors import UserError
+from banaserve.sim.request import SimRequest
+from banaserve.sim.run import simulate
+from banaserve.sim.system import preset
+
+_TOKEN_IDS = (500, 40_000)
+_WARM_UP = 4
+_Figures = dict[str, tuple[list[float], str]]
+
+
+class Ask(NamedTuple):
+    """A request: when it comes, in modelled seconds, and its lengths."""
+
+    at_s: float
+    prompt: list[int]
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of one dilation.
+
+    Attributes:
+        steps: By instance, those of the measured requests.
+        overrun_fractions: Of these steps, by instance.
+    """
+
+    dilation: float
+    records: list[RequestRecord]
+    steps: dict[str, list[PacedStep]]
+    overrun_fractions: dict[str, float]
+    modelled: ModelledTime
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and write the result; the exit code."""
+    given = _parse(argv)
+    end_on_sigterm()
+    record = asyncio.run(_measure(given, datetime.now(UTC)))
+    result.deliver(record, given.json)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m benchmarks pacing", description=__doc__)
+    add = parser.add_argument
+    add("--json", type=Path, help="write the result there")
+    add("--profile", default="opt-13b-a100", help="name or .toml file")
+    add("--pd", default="2:2", metavar="P:D")
+    add("--dilations", type=float, nargs="+", default=[1.0, 2.0, 4.0], metavar="N")
+    add("--requests", type=int, default=64)
+    add("--rate", type=float, default=6.0, help="requests a modelled second")
+    add("--prompt-tokens", type=int, nargs=2, default=[64, 768], metavar=("LEAST", "MOST"))
+    add("--output-tokens", type=int, nargs=2, default=[16, 96], metavar=("LEAST", "MOST"))
+    add("--seed", type=int, default=0)
+    given = parser.parse_args(list(argv))
+    for name in ("prompt_tokens", "output_tokens"):
+        least, most = getattr(given, name)
+        if not 2 <= least <= most:
+            raise UserError(f"--{name.replace('_', '-')} {least} {most}: at least 2, and ascending")
+    if given.requests < 1:
+        raise UserError(f"--requests {given.requests}: give 1 or more")
+    parse_pd(given.pd)
+    return given
+
+
+def draw(given: argparse.Namespace) -> list[Ask]:
+    """The requests of every run."""
+    draws = random.Random(given.seed)
+    times_s = arrivals.poisson(given.rate, given.requests, given.seed)
+    return [
+        Ask(
+            at_s,
+            draws.choices(range(*_TOKEN_IDS), k=draws.randint(*given.prompt_tokens)),
+            draws.randint(*given.output_tokens),
+        )
+        for at_s in times_s
+    ]
+
+
+def predicted(profile: Profile, pd: str, asks: Sequence[Ask]) -> dict[str, Any]:
+    """What the simulator gives for the same requests: static roles, one store."""
+    prefill, decode = parse_pd(pd)
+    system = preset("banaserve", prefill=prefill, decode=decode, migration="still")
+    requests = (
+        SimRequest(number, ask.at_s, len(ask.prompt), ask.output_tokens)
+        for number, ask in enumerate(asks)
+    )
+    return simulate(profile, system, requests)
+
+
+async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Result:
+    profile = profiles.load(given.profile)
+    asks = draw(given)
+    figures: _Figures = {}
+    runs = []
+    simulated = predicted(profile, given.pd, asks)
+    with Progress(transient=True) as progress:
+        task = progress.add_task("starting", total=len(given.dilations))
+        for dilation in given.dilations:
+            progress.update(task, description=f"dilation {dilation:g}")
+            runs.append(await _run(given, profile, asks, dilation))
+            figures |= figures_of(runs[-1], simulated)
+            progress.advance(task)
+    return _result(given, started_at, figures, runs, simulated)
+
+
+async def _run(
+    given: argparse.Namespace, profile: Profile, asks: Sequence[Ask], dilation: float
+) -> Run:
+    options = ("--pace", given.profile, "--dilate", str(dilation), "--pd", given.pd)
+    with TemporaryDirectory(prefix="bench-") as folder:
+        run_dir = Path(folder) / "run"
+        with banaserve_server(MINIATURE, *options, "--run-dir", str(run_dir)) as server:
+            async with OpenAiClient(server.url, f"paced-{profile.name}") as client:
+                warm_up = [Ask(0.0, ask.prompt[::-1], 8) for ask in asks[:_WARM_UP]]
+                await _send(client, warm_up, dilation)
+                before = {log.instance_id: log.sums() for log in readers(run_dir)}
+                records = await _send(client, asks, dilation)
+            told = modelled_time(server.url)
+            assert told is not None
+            steps, overrun = {}, {}
+            for log in _with_steps(run_dir):
+                first = before[log.instance_id]
+                sums = log.sums()
+                steps[log.instance_id] = log.steps(since=first.num_steps)
+                overrun[log.instance_id] = (sums.num_overrun - first.num_overrun) / max(
+                    1, sums.num_steps - first.num_steps
+                )
+    return Run(dilation, records, steps, overrun, told)
+
+
+def _with_steps(run_dir: Path) -> Iterator[StepReader]:
+    found = list(readers(run_dir))
+    if not found:
+        raise UserError(f"the server recorded no steps in {run_dir}")
+    yield from found
+
+
+async def _send(client: OpenAiClient, asks: Sequence[Ask], dilation: float) -> list[RequestRecord]:
+    calls = [
+        Call(
+            str(number),
+            prompt=ask.prompt,
+            max_tokens=ask.output_tokens,
+            extra={"ignore_eos": True},
+        )
+        for number, ask in enumerate(asks)
+    ]
+    records = await open_loop(client, calls, [ask.at_s * dilation for ask in asks])
+    if failed := next((record.error for record in records if record.error), None):
+        raise UserError(f"a request failed: {failed}")
+    return records
+
+
+def figures_of(run: Run, simulated: dict[str, Any]) -> _Figures:
+    """Times are modelled seconds: those on the wall over the dilation."""
+    ttft_s = [(r.ttft_s or 0.0) / run.dilation for r in run.records]
+    found = (tpot_s(r) for r in run.records)
+    tpots_s = [each_s / run.dilation for each_s in found if each_s is not None]
+    errors = {name: [s.took_s / s.modelled_s - 1 for s in run.steps[name]] for name in run.steps}
+    errors = {name: found for name, found in errors.items() if found}
+    modelled_s = [s.modelled_s for steps in run.steps.values() for s in steps]
+    worked_s = [s.worked_s for steps in run.steps.values() for s in steps]
+    late_s = sum(max(0.0, s.took_s - s.modelled_s) for steps in run.steps.values() for s in steps)
+    figures: _Figures = {
+        "step_error_median": ([median(found) for found in errors.values()], "fraction"),
+        "step_error_p99": ([percentile(found, 99) for found in errors.values()], "fraction"),
+        "overrun_fraction": ([run.overrun_fractions[name] for name in errors], "fraction"),
+        "late_fraction": ([late_s / sum(modelled_s)], "fraction"),
+        "work_fraction": ([sum(worked_s) / sum(modelled_s)], "fraction"),
+        "num_steps": ([float(len(modelled_s))], "steps"),
+        "ttft": (ttft_s, "modelled s"),
+        "tpot": (tpots_s, "modelled s"),
+        "ttft_vs_simulated": ([median(ttft_s) / simulated["ttft_p50_s"]], "ratio"),
+        "tpot_vs_simulated": ([median(tpots_s) / simulated["tpot_p50_s"]], "ratio"),
+    }
+    return {f"x{run.dilation:g}.{name}": found for name, found in figures.items()}
+
+
+def _result(
+    given: argparse.Namespace,
+    started_at: datetime,
+    figures: _Figures,
+    runs: Sequence[Run],
+    simulated: dict[str, Any],
+) -> result.Result:
+    return result.result(
+        "pacing",
+        seed=given.seed,
+        options={name: value for name, value in vars(given).items() if name != "json"},
+        started_at=started_at,
+        figures={name: result.figure(*found) for name, found in figures.items()},
+        notes=[
+            "xN: dilation N, one modelled second takes N s; ttft and tpot are modelled seconds",
+            "step_error: what a step took against what the model gives for it, one sample an "
+            "instance; steps end late, never early",
+            "overrun_fraction: steps whose real work took longer than their modelled time",
+            "work_fraction: real work, the engine's own code included, of all modelled time",
+            "vs_simulated: median against the simulator's for the same requests, roles static; it "
+            "routes by its own view and lets no step wait for a request that is handed over",
+        ],
+        raw={"simulated": simulated, "instances": [sorted(run.steps) for run in runs]},
+        modelled_time=[run.modelled for run in runs],
+    )

@@ -1,0 +1,388 @@
+"""A store and an engine beside it that say when each layer was fetched, computed and saved.
+
+``python -m benchmarks pipeline``: how much of the transfers hides behind the computation.
+
+One engine gets prompts of which a part is in the store. Copies are held back to bandwidths on
+both sides of the break-even that the corrected equations 12 and 13 predict from the time to
+compute the whole prompt. Each prompt runs pipelined, layer by layer, and serial: everything
+fetched before the forward pass and saved after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import Progress
+
+from banaserve import models
+from banaserve.arguments import Parser, positive
+from banaserve.bench.loadgen.servers import end_on_sigterm
+from banaserve.bench.results import result
+from banaserve.bench.results.statistics import median, paired_ratios
+from banaserve.errors import UserError
+from banaserve.kvstore.overlap import Prefill, hidden_fraction, pipeline
+from benchmarks.drivers.told_engine import ToldEngine, told_engine
+
+_LOAD, _LOADED, _WAIT, _WAITED, _ATTENDED, _SAVE, _SAVED = range(7)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTimes:
+    """One prompt's forward pass, in seconds.
+
+    Attributes:
+        step_s: From its beginning until everything was saved and committed.
+        fetch_s: All layers' fetches.
+        store_s: All layers' saves.
+        fetch_wait_s: How long the forward pass waited for fetches.
+        store_wait_s: How long saves went on after the forward pass.
+        compute_s: The forward pass without waiting.
+        layers: ``[num_layers][7]``: the trace, in seconds from the step's beginning.
+    """
+
+    step_s: float
+    fetch_s: float
+    store_s: float
+    fetch_wait_s: float
+    store_wait_s: float
+    compute_s: float
+    layers: list[list[float | None]]
+
+    @property
+    def transfer_s(self) -> float:
+        return self.fetch_s + self.store_s
+
+    @property
+    def visible_s(self) -> float:
+        return self.fetch_wait_s + self.store_wait_s
+
+
+class TracedEngine:
+    """Answers one prompt at a time.
+
+    Attributes:
+        block_size: Tokens a block.
+        num_layers: Layers that have a KV cache.
+        token_layer_bytes: Of K and V of one token in one layer.
+    """
+
+    def __init__(self, engine: ToldEngine) -> None:
+        self._engine = engine
+        kind = engine.greeting
+        self.block_size = int(kind["block_size"])
+        self.num_layers = int(kind["num_layers"])
+        self.token_layer_bytes = int(kind["page_bytes"]) // self.block_size
+
+    def prefill(self, prompt: Sequence[int], **options: Any) -> PrefillTimes:
+        """Compute ``prompt`` with the connector's options changed to ``options``."""
+        steps = self._engine.tell(prompt=list(prompt), **options)["steps"]
+        if len(steps) != 1:
+            raise UserError(f"a prompt took {len(steps)} steps that moved blocks, not one")
+        return times_of(steps[0])
+
+
+def times_of(step: dict[str, Any]) -> PrefillTimes:
+    """What a step's trace says."""
+    layers: list[list[float]] = step["layers"]
+    began_s, forward_s = step["began_s"], step["forward_s"]
+    loads = [layer for layer in layers if not isnan(layer[_LOAD])]
+    first_load_s = min((layer[_LOAD] for layer in loads), default=forward_s)
+    fetch_wait_s = max(0.0, forward_s - first_load_s)
+    fetch_wait_s += sum(layer[_WAITED] - layer[_WAIT] for layer in layers)
+    saves = [layer for layer in layers if not isnan(layer[_SAVE])]
+    return PrefillTimes(
+        step_s=step["ended_s"] - began_s,
+        fetch_s=sum(layer[_LOADED] - layer[_LOAD] for layer in loads),
+        store_s=sum(layer[_SAVED] - layer[_SAVE] for layer in saves),
+        fetch_wait_s=fetch_wait_s,
+        store_wait_s=step["ended_s"] - step["computed_s"],
+        compute_s=step["computed_s"] - began_s - fetch_wait_s,
+        layers=[[None if isnan(at) else at - began_s for at in layer] for layer in layers],
+    )
+
+
+@contextlib.contextmanager
+def traced_engine(model_path: str, store_size: str) -> Iterator[TracedEngine]:
+    """A store of ``store_size`` and an engine over it, both ended at the end.
+
+    Raises:
+        UserError: One of them did not start; says why.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        socket = folder / "store.sock"
+        stack.enter_context(_store(socket, store_size))
+        module = "benchmarks.drivers.traced"
+        engine = stack.enter_context(told_engine(module, model_path, str(socket)))
+        yield TracedEngine(engine)
+
+
+@contextlib.contextmanager
+def _store(socket: Path, size: str) -> Iterator[None]:
+    readable, writable = os.pipe()
+    command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--die-with-parent"]
+    command += ["--socket", str(socket), "--size", size, "--ready-fd", str(writable)]
+    with subprocess.Popen(command, pass_fds=[writable], stderr=subprocess.DEVNULL) as process:
+        os.close(writable)
+        with os.fdopen(readable) as pipe:
+            ready = pipe.readline()
+        if not ready:
+            raise UserError("the KV cache store did not start: is there memory for it?")
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+_FACTORS = (0.4, 0.6, 0.8, 1.25, 2.0, 4.0)
+"""Bandwidths as multiples of the predicted break-even."""
+_ARRANGEMENTS = ("pipelined", "serial")
+_WARM_UPS = 2
+_FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """What was measured.
+
+    Attributes:
+        full: The whole prompt computed, once a run.
+        cached: By arrangement and factor, once a run.
+    """
+
+    full: list[PrefillTimes]
+    cached: dict[tuple[str, float], list[PrefillTimes]]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and write the result; the exit code."""
+    parser = Parser(prog="python -m benchmarks pipeline", description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the result there")
+    parser.add_argument("--model", default=models.PACKAGED)
+    parser.add_argument("--runs", type=positive, default=5)
+    parser.add_argument("--blocks", type=int, default=6, help="of a prompt")
+    parser.add_argument("--cached-blocks", type=int, default=4, help="of them, in the store")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(list(argv))
+    if not 0 < given.cached_blocks < given.blocks:
+        raise UserError("--cached-blocks is above 0 and below --blocks")
+    end_on_sigterm()
+    record = _measure(given, datetime.now(UTC))
+    result.deliver(record, given.json)
+    return 0
+
+
+def _measure(given: argparse.Namespace, started_at: datetime) -> result.Result:
+    model = models.resolve(given.model, None, lambda line: print(line, flush=True))
+    draws = random.Random(given.seed)
+    with traced_engine(model.path_or_id, "512MiB") as engine, Progress(transient=True) as progress:
+        task = progress.add_task("measuring", total=given.runs)
+        warm = [engine.prefill(_tokens(draws, given.blocks, engine)) for _ in range(_WARM_UPS)]
+        predicted = _prefill(given, engine, warm[-1].compute_s)
+        prefix = _tokens(draws, given.cached_blocks, engine)
+        engine.prefill(prefix)
+        samples = _Samples([], {(a, f): [] for f in _FACTORS for a in _ARRANGEMENTS})
+        for _ in range(given.runs):
+            _one_run(given, engine, draws, prefix, predicted.break_even_bytes_per_s(), samples)
+            progress.advance(task)
+        layers, token_bytes = engine.num_layers, engine.token_layer_bytes
+    # The bandwidths came from the warm-up; the prediction that counts comes from the runs.
+    predicted = Prefill(
+        median([times.compute_s for times in samples.full]),
+        layers,
+        predicted.num_tokens,
+        predicted.cached_fraction,
+        token_bytes,
+    )
+    return _result(given, started_at, samples, predicted, warm[-1].compute_s)
+
+
+def _one_run(
+    given: argparse.Namespace,
+    engine: TracedEngine,
+    draws: random.Random,
+    prefix: list[int],
+    break_even_bytes_per_s: float,
+    samples: _Samples,
+) -> None:
+    samples.full.append(engine.prefill(_tokens(draws, given.blocks, engine)))
+    for (arrangement, factor), times in samples.cached.items():
+        bandwidth = factor * break_even_bytes_per_s
+        rest = _tokens(draws, given.blocks - given.cached_blocks, engine)
+        times.append(
+            engine.prefill(
+                prefix + rest,
+                arrangement=arrangement,
+                load_bytes_per_s=bandwidth,
+                save_bytes_per_s=bandwidth,
+            )
+        )
+
+
+def _tokens(draws: random.Random, num_blocks: int, engine: TracedEngine) -> list[int]:
+    return draws.choices(range(_FIRST_TOKEN, _LAST_TOKEN), k=num_blocks * engine.block_size)
+
+
+def _prefill(given: argparse.Namespace, engine: TracedEngine, full_compute_s: float) -> Prefill:
+    return Prefill(
+        full_compute_s,
+        engine.num_layers,
+        given.blocks * engine.block_size,
+        given.cached_blocks / given.blocks,
+        engine.token_layer_bytes,
+    )
+
+
+def measured_break_even(waits: Sequence[tuple[float, float]]) -> float:
+    """The bandwidth at which fetches begin to hide, from how long they were waited for.
+
+    Below it the forward pass waits for ``a / B - c``: the fetch of all layers less their
+    computation. That is a line in ``1 / B``, and it meets zero at ``B = a / c``.
+
+    Args:
+        waits: (bandwidth in bytes/s, seconds waited), all below the break-even.
+    """
+    bandwidths, seconds = np.asarray(waits, dtype=np.float64).T
+    slope, intercept = np.polyfit(1 / bandwidths, seconds, 1)
+    return float(slope / -intercept)
+
+
+def _result(
+    given: argparse.Namespace,
+    started_at: datetime,
+    samples: _Samples,
+    predicted: Prefill,
+    warm_compute_s: float,
+) -> result.Result:
+    set_by = _prefill_of(predicted, warm_compute_s).break_even_bytes_per_s()
+    figures = _figures(samples, predicted, set_by)
+    return result.result(
+        "pipeline",
+        seed=given.seed,
+        options={
+            "model": given.model,
+            "runs": given.runs,
+            "blocks": given.blocks,
+            "cached_blocks": given.cached_blocks,
+        },
+        started_at=started_at,
+        figures={name: result.figure(*values) for name, values in figures.items()},
+        notes=_NOTES,
+        raw=_raw(samples, predicted, set_by),
+    )
+
+
+def _figures(
+    samples: _Samples, predicted: Prefill, set_by: float
+) -> dict[str, tuple[list[float], str]]:
+    """Samples and unit of each figure; ``set_by`` is the bandwidth that the factors multiply."""
+    full = [times.compute_s for times in samples.full]
+    rest = [times.compute_s for times in samples.cached["pipelined", _FACTORS[-1]]]
+    break_evens = [_prefill_of(predicted, s).break_even_bytes_per_s() for s in full]
+    equation_12 = [s * (1 - predicted.cached_fraction) for s in full]
+    figures = {
+        "full_compute": (full, "s"),
+        "predicted_break_even": (break_evens, "bytes/s"),
+        "compute_vs_equation_12": (paired_ratios(rest, equation_12), "ratio"),
+        "measured_break_even": (_break_evens(samples, set_by), "bytes/s"),
+        "hidden_fraction": (_worst_hidden(samples, set_by, predicted), "fraction"),
+    }
+    for factor in _FACTORS:
+        piped = samples.cached["pipelined", factor]
+        serial = samples.cached["serial", factor]
+        ratios = paired_ratios([t.step_s for t in piped], [t.step_s for t in serial])
+        figures[f"hidden_fraction_at_{factor}x"] = ([_hidden(t) for t in piped], "fraction")
+        figures[f"hidden_fraction_serial_at_{factor}x"] = ([_hidden(t) for t in serial], "fraction")
+        figures[f"step_vs_serial_at_{factor}x"] = (ratios, "ratio")
+    return figures
+
+
+def _raw(samples: _Samples, predicted: Prefill, set_by: float) -> dict[str, Any]:
+    return {
+        "bandwidths": {str(factor): factor * set_by for factor in _FACTORS},
+        "predicted_hidden_fraction": {
+            str(factor): _predicted_hidden(predicted, factor * set_by) for factor in _FACTORS
+        },
+        "samples": [
+            {"arrangement": a, "factor": f, **_without_layers(times)}
+            for (a, f), runs in samples.cached.items()
+            for times in runs
+        ],
+        "layers_of_first_run": {
+            f"{a} {f}": runs[0].layers for (a, f), runs in samples.cached.items()
+        },
+    }
+
+
+_NOTES = [
+    "Nx: the copies are held back to N times the predicted break-even, in both directions",
+    "hidden_fraction: of each run the worst bandwidth at which equation 13 is below equation 12",
+    "compute_vs_equation_12: what computing the rest took, against T_F (1 - r); above 1 by the "
+    "attention over the fetched part, which the equation leaves out, so fetches hide earlier",
+    "visible: waits for a layer's fetch, and what follows the forward pass, the commit included",
+    "the first layer's fetch and the last layer's save can hide behind nothing: 1/layers of each",
+    "layers_of_first_run: load, loaded, wait, waited, attended, save, saved; seconds from the "
+    "step's beginning",
+    "float32, one OMP thread, a prompt is one step",
+]
+
+
+def _prefill_of(like: Prefill, full_compute_s: float) -> Prefill:
+    return Prefill(
+        full_compute_s,
+        like.num_layers,
+        like.num_tokens,
+        like.cached_fraction,
+        like.token_layer_bytes,
+    )
+
+
+def _hidden(times: PrefillTimes) -> float:
+    return hidden_fraction(times.transfer_s, times.visible_s)
+
+
+def _worst_hidden(samples: _Samples, set_by: float, predicted: Prefill) -> list[float]:
+    hiding = [factor for factor in _FACTORS if predicted.hides(factor * set_by)]
+    if not hiding:
+        raise UserError("the machine became so much faster that no bandwidth was enough: run again")
+    runs = zip(*(samples.cached["pipelined", factor] for factor in hiding), strict=True)
+    return [min(_hidden(times) for times in run) for run in runs]
+
+
+def _break_evens(samples: _Samples, set_by: float) -> list[float]:
+    below = [factor for factor in _FACTORS if factor < 1]
+    runs = zip(*(samples.cached["pipelined", factor] for factor in below), strict=True)
+    return [
+        measured_break_even(
+            [
+                (factor * set_by, times.fetch_wait_s)
+                for factor, times in zip(below, run, strict=True)
+            ]
+        )
+        for run in runs
+    ]
+
+
+def _predicted_hidden(predicted: Prefill, bandwidth: float) -> float:
+    layers = predicted.num_layers
+    fetch, store = predicted.fetch_layer_s(bandwidth), predicted.store_layer_s(bandwidth)
+    line = pipeline([fetch] * layers, [predicted.compute_layer_s()] * layers, [store] * layers)
+    return hidden_fraction(layers * (fetch + store), line.fetch_wait_s + line.store_wait_s)
+
+
+def _without_layers(times: PrefillTimes) -> dict[str, float]:
+    names = ("step_s", "fetch_s", "store_s", "fetch_wait_s", "store_wait_s", "compute_s")
+    return {name: getattr(times, name) for name in names}

@@ -1,0 +1,237 @@
+"""``python -m benchmarks prefix-ttft``: is a cached prefix ever slower than computing it?
+
+Two servers run side by side on the same machine: one without a store, which computes every
+prompt, and one whose store has an SSD folder. Prefixes are computed once and written to the
+folder; then the server is started again with an empty memory. Each run asks for a prompt with
+a prefix that lies on SSD, then for another with the same prefix, which lies in memory by then.
+No engine keeps a cache of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.progress import Progress
+
+from banaserve import models
+from banaserve.arguments import Parser, positive
+from banaserve.bench.loadgen.client import Call, OpenAiClient
+from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
+from banaserve.bench.results import result
+from banaserve.bench.results.statistics import paired_ratios
+from banaserve.errors import UserError
+
+_BLOCK_TOKENS = 128
+_FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
+_WARM_UP_TOKENS = 400
+_FLUSH_TIMEOUT_S = 60.0
+_SAME = ("--colocated", "1", "--dtype", "float32", "--no-enable-prefix-caching")
+_STORE = ("--kv-store-size", "1536MiB", "--kv-store-ssd-size", "8GiB")
+
+
+class Case(NamedTuple):
+    """A share of the prompt that is cached, and where."""
+
+    percent: int
+    place: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.percent}_{self.place}" if self.percent else "0"
+
+
+_SHARES = (50, 90)
+_CASES = [Case(0, "nowhere"), *(Case(p, place) for p in _SHARES for place in ("ssd", "memory"))]
+_RECOMPUTE = "recompute"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and write the result; the exit code."""
+    parser = Parser(prog="python -m benchmarks prefix-ttft", description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the result there")
+    parser.add_argument("--model", default=models.PACKAGED)
+    parser.add_argument("--runs", type=positive, default=5)
+    parser.add_argument("--prompt-tokens", type=int, default=2000)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(list(argv))
+    end_on_sigterm()
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=given.folder) as folder:
+        record = asyncio.run(_measure(given, Path(folder) / "store", datetime.now(UTC)))
+    result.deliver(record, given.json)
+    return 0
+
+
+async def _measure(given: argparse.Namespace, folder: Path, started_at: datetime) -> result.Result:
+    model = models.resolve(given.model, None, lambda line: print(line, flush=True))
+    draws = random.Random(given.seed)
+    prefixes = [
+        {
+            percent: _tokens(draws, whole_blocks(given.prompt_tokens, percent))
+            for percent in (50, 90)
+        }
+        for _ in range(given.runs)
+    ]
+    with Progress(transient=True) as progress:
+        task = progress.add_task("writing prefixes to SSD", total=1 + given.runs)
+        with _stored(given.model, folder) as server:
+            await _write(server, model.served_name, [p for run in prefixes for p in run.values()])
+        progress.advance(task)
+        with (
+            banaserve_server(given.model, *_SAME, "--no-kv-store") as plain,
+            _stored(given.model, folder) as stored,
+        ):
+            bench = _Bench(plain, stored, model.served_name, given.prompt_tokens, draws)
+            await bench.warm_up()
+            for number, run in enumerate(prefixes):
+                progress.update(task, description=f"run {number + 1} of {given.runs}")
+                await bench.one_run(run, recompute_first=number % 2 == 0)
+                progress.advance(task)
+            counts = _counts(stored)
+    return _result(given, started_at, bench.ttft_s, counts)
+
+
+@contextlib.contextmanager
+def _stored(model: str, folder: Path) -> Iterator[Server]:
+    with banaserve_server(model, *_SAME, *_STORE, "--kv-store-ssd", str(folder)) as server:
+        yield server
+
+
+def whole_blocks(num_tokens: int, percent: int) -> int:
+    """The tokens of the whole blocks nearest to ``percent`` of a prompt: only these are kept."""
+    return round(num_tokens * percent / 100 / _BLOCK_TOKENS) * _BLOCK_TOKENS
+
+
+def _tokens(draws: random.Random, count: int) -> list[int]:
+    return draws.choices(range(_FIRST_TOKEN, _LAST_TOKEN), k=count)
+
+
+async def _write(server: Server, model: str, prefixes: list[list[int]]) -> None:
+    """Compute prefixes and wait until all their blocks are on SSD."""
+    for prefix in prefixes:
+        await _ttft_s(server, model, prefix)
+    blocks = sum(len(prefix) for prefix in prefixes) // _BLOCK_TOKENS
+    for _ in range(int(_FLUSH_TIMEOUT_S / 0.1)):
+        if server.metric("banaserve_kvstore_tier_stores_total", tier="ssd") >= blocks:
+            return
+        await asyncio.sleep(0.1)
+    raise UserError(f"not all of {blocks} blocks were on SSD after {_FLUSH_TIMEOUT_S:.0f} s")
+
+
+async def _ttft_s(server: Server, model: str, prompt: list[int]) -> float:
+    async with OpenAiClient(server.url, model) as client:
+        record = await client.send(Call("one", prompt=prompt, max_tokens=1))
+    if record.error is not None or record.ttft_s is None:
+        raise UserError(f"a request failed: {record.error}")
+    return record.ttft_s
+
+
+class _Bench:
+    """The two servers, and the samples so far."""
+
+    def __init__(
+        self, plain: Server, stored: Server, model: str, prompt_tokens: int, draws: random.Random
+    ) -> None:
+        self._plain = plain
+        self._stored = stored
+        self._model = model
+        self._prompt_tokens = prompt_tokens
+        self._draws = draws
+        self.ttft_s: dict[str, list[float]] = {
+            name: [] for name in (_RECOMPUTE, *(case.name for case in _CASES))
+        }
+
+    async def warm_up(self) -> None:
+        """First calls cost more; the second one of the store's server reads from memory."""
+        for server in (self._plain, self._stored, self._stored):
+            prompt = _tokens(random.Random(-1), _WARM_UP_TOKENS)
+            await _ttft_s(server, self._model, prompt)
+
+    async def one_run(self, prefixes: dict[int, list[int]], recompute_first: bool) -> None:
+        """Each case once, and the same prompt without a store."""
+        if recompute_first:
+            await self._sample(_RECOMPUTE, self._plain, [])
+        for case in _CASES:
+            await self._sample(case.name, self._stored, prefixes.get(case.percent, []))
+        if not recompute_first:
+            await self._sample(_RECOMPUTE, self._plain, [])
+
+    async def _sample(self, name: str, server: Server, prefix: list[int]) -> None:
+        prompt = prefix + _tokens(self._draws, self._prompt_tokens - len(prefix))
+        self.ttft_s[name].append(await _ttft_s(server, self._model, prompt))
+
+
+def _counts(stored: Server) -> dict[str, float]:
+    names = (
+        "promoted_blocks",
+        "promotion_wait_seconds",
+        "promotion_predicted_seconds",
+        "tier_declined_blocks",
+        "loaded_blocks",
+        "load_wait_seconds",
+        "predicted_fetch_seconds",
+        "measured_fetch_seconds",
+        "predicted_compute_seconds",
+        "measured_compute_seconds",
+        "avoided_compute_seconds",
+    )
+    counts = {name: stored.metric(f"banaserve_{name}_total") for name in names}
+    for kind in ("fetch", "compute", "unmeasured", "probe"):
+        counts[f"decided_{kind}"] = stored.metric("banaserve_fetch_decisions_total", kind=kind)
+    for kind in ("arrived", "failed", "late", "abandoned"):
+        counts[f"promotion_{kind}"] = stored.metric("banaserve_promotions_total", kind=kind)
+    return counts
+
+
+def _result(
+    given: argparse.Namespace,
+    started_at: datetime,
+    ttft_s: dict[str, list[float]],
+    counts: dict[str, float],
+) -> result.Result:
+    figures = _figures(given, ttft_s, counts)
+    return result.result(
+        "prefix-ttft",
+        seed=given.seed,
+        options={
+            "model": given.model,
+            "runs": given.runs,
+            "prompt_tokens": given.prompt_tokens,
+        },
+        started_at=started_at,
+        figures={name: result.figure(*values) for name, values in figures.items()},
+        notes=[
+            "ttft_vs_recompute compares with a server without a store, run by run",
+            "the cached share is whole blocks: "
+            + ", ".join(f"{whole_blocks(given.prompt_tokens, p)} tokens" for p in _SHARES),
+            "ssd_blocks_fraction: of the blocks that lay on SSD only, so many came from there",
+            "the page cache is bypassed where the folder's file system has direct I/O",
+            "float32, one OMP thread an engine, one request at a time",
+        ],
+        raw={"counts": counts},
+    )
+
+
+def _figures(
+    given: argparse.Namespace, ttft_s: dict[str, list[float]], counts: dict[str, float]
+) -> dict[str, tuple[list[float], str]]:
+    """Samples and unit of each figure."""
+    recompute_s = ttft_s[_RECOMPUTE]
+    figures = {f"ttft_{name}": (samples, "s") for name, samples in ttft_s.items()}
+    for case in _CASES:
+        ratios = paired_ratios(ttft_s[case.name], recompute_s)
+        figures[f"ttft_vs_recompute_{case.name}"] = (ratios, "ratio")
+    # One prefix of each share is fetched from SSD in a run.
+    expected = given.runs * sum(
+        whole_blocks(given.prompt_tokens, percent) // _BLOCK_TOKENS for percent in _SHARES
+    )
+    figures["ssd_blocks_fraction"] = ([counts["promoted_blocks"] / expected], "fraction")
+    return figures

@@ -1,0 +1,56 @@
+"""Every benchmark by the name that is typed: those of this folder and those of the package."""
+
+from __future__ import annotations
+
+from banaserve.cli import bench
+from banaserve.cli.bench import Benchmark
+
+BENCHMARKS = {
+    **bench.BENCHMARKS,
+    "all": Benchmark("benchmarks.run_all", "What do all of them say, in one report?"),
+    "cases": Benchmark(
+        "benchmarks.cases", "Do the simulator's cases reach their goals on paced engines?"
+    ),
+    "copies": Benchmark(
+        "benchmarks.copies", "How near do copies of scattered blocks come to memcpy?"
+    ),
+    "front": Benchmark("benchmarks.front", "What does the front door cost beside vLLM's own?"),
+    "handover": Benchmark("benchmarks.handover", "What does a request cost that is handed over?"),
+    "handover-moved": Benchmark(
+        "benchmarks.handover_moved",
+        "What is handed over where layers of the prefill instance run beside the decode instance?",
+    ),
+    "kernels": Benchmark(
+        "benchmarks.kernel_bandwidth.__main__",
+        "How near do the kernels come to the GPU's bandwidth?",
+    ),
+    "kvstore": Benchmark(
+        "benchmarks.kvstore.__main__", "What does the KV cache store cost beside plain copies?"
+    ),
+    "migration": Benchmark(
+        "benchmarks.migration", "What does moving layers and heads take, and bring?"
+    ),
+    "orchestrator": Benchmark(
+        "benchmarks.orchestrator", "How long does a decision take, how fast is the simulator?"
+    ),
+    "overlap": Benchmark(
+        "benchmarks.overlap.__main__",
+        "How much faster is it when moved layers run at the same time?",
+    ),
+    "pacing": Benchmark(
+        "benchmarks.pacing", "How well do paced engines keep the modelled GPU's time?"
+    ),
+    "pipeline": Benchmark(
+        "benchmarks.pipeline", "How much of the store's transfers hides behind computing?"
+    ),
+    "prefix-ttft": Benchmark(
+        "benchmarks.prefix_ttft", "Is a cached prefix ever slower than computing it?"
+    ),
+    "router": Benchmark(
+        "benchmarks.router.__main__", "What does a router cost a request and a streamed part?"
+    ),
+    "short-prompts": Benchmark(
+        "benchmarks.short_prompts", "From how many tokens on does a prefill leg pay?"
+    ),
+    "stall": Benchmark("benchmarks.stall", "Does a very long prompt stall the streams of others?"),
+}

@@ -1,0 +1,212 @@
+"""What a router costs a request and a streamed part, beside vllm-router and sglang-router.
+
+CPU seconds of the router's own process, user and system, over closed loops of the same requests to
+the same replicas; health checks, retries and metrics are on in all of them. A part's cost is what
+a stream costs beyond a whole answer, divided by its parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import venv
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from banaserve.bench.loadgen.servers import Server, command_server, end_with_parent, free_port
+from banaserve.bench.results import result
+from banaserve.bench.results.statistics import paired_ratios, percentile
+from banaserve.errors import UserError
+from benchmarks.router import load
+from benchmarks.router.replica import NUM_PARTS
+
+PEERS = {"vllm-router": "vllm-router==0.1.17", "sglang-router": "sglang-router==0.3.2"}
+_MODULES = {
+    "vllm-router": "vllm_router.launch_router",
+    "sglang-router": "sglang_router.launch_router",
+}
+NUM_REPLICAS = 4
+NUM_CALLERS = 16
+_START_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyOptions:
+    """What is measured.
+
+    Attributes:
+        peers: Folder of the other routers' environments, made where they are missing; None
+            leaves them out.
+        policy: Of ``banaserve route`` in the figures that have no name in them.
+        rate_per_s: Of the requests whose latency is compared.
+    """
+
+    runs: int
+    num_requests: int
+    num_streams: int
+    rate_per_s: float
+    policy: str
+    peers: Path | None
+    seed: int
+
+
+def figures(options: ProxyOptions) -> tuple[dict[str, result.Figure], list[str]]:
+    """Runs everything; returns figures and notes.
+
+    Raises:
+        UserError: A router could not be installed or started.
+    """
+    samples: dict[str, list[float]] = defaultdict(list)
+    with contextlib.ExitStack() as stack:
+        ports = stack.enter_context(_replicas())
+        servers = {
+            name: stack.enter_context(command_server(command, name))
+            for name, command in _commands(options, ports).items()
+        }
+        for server in servers.values():
+            _warm(_port(server), options)
+        # In turns, so that whatever else the machine does meets all of them.
+        for run in range(options.runs):
+            direct_ms = _latency(ports[0], options, run)
+            samples["direct_p99_ms"].append(direct_ms)
+            for name, server in servers.items():
+                _sample(name, server, options, run, direct_ms, samples)
+    found = {name: result.figure(each, _unit(name)) for name, each in samples.items()}
+    ours = f"banaserve_{options.policy}"
+    for kind, named in (("request", "request"), ("part", "chunk")):
+        if (theirs := samples.get(f"vllm-router_cpu_{kind}_us")) is not None:
+            ratios = paired_ratios(samples[f"{ours}_cpu_{kind}_us"], theirs)
+            found[f"cpu_per_{named}_ratio"] = result.figure(ratios, "ratio")
+    return found, [
+        f"{NUM_REPLICAS} replicas that cost next to nothing, {NUM_CALLERS} connections; "
+        f"{NUM_PARTS} parts a stream",
+        f"ratios: banaserve with {options.policy} to vllm-router with round robin",
+        f"p99 is at {options.rate_per_s:g} requests/s, less that of a replica asked directly",
+    ]
+
+
+def _commands(options: ProxyOptions, ports: list[int]) -> dict[str, list[str]]:
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    ours = [sys.executable, "-m", "banaserve", "route"]
+    for url in urls:
+        ours += ["--replica", url]
+    made = {
+        f"banaserve_{policy}": [*ours, "--policy", policy]
+        for policy in dict.fromkeys((options.policy, "round_robin"))
+    }
+    if options.peers is None:
+        return made
+    for name in PEERS:
+        python = _environment(options.peers, name)
+        made[name] = [
+            str(python), "-m", _MODULES[name], "--host", "127.0.0.1", "--policy", "round_robin",
+            "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()),
+            "--log-level", "error", "--worker-urls", *urls,
+        ]  # fmt: skip
+    return made
+
+
+def _environment(folder: Path, name: str) -> Path:
+    """Returns the Python of the environment that has the router, made if need be."""
+    python = folder / name / "bin" / "python"
+    if not python.exists():
+        venv.create(folder / name, with_pip=True)
+    try:
+        install = [str(python), "-m", "pip", "install", "--quiet", PEERS[name]]
+        subprocess.run(install, check=True, capture_output=True, text=True, timeout=600)
+    except (OSError, subprocess.SubprocessError) as error:
+        why = getattr(error, "stderr", None) or str(error)
+        raise UserError(f"cannot install {PEERS[name]}: {str(why).strip()[-200:]}") from None
+    return python
+
+
+def _unit(name: str) -> str:
+    return name.rpartition("_")[2]
+
+
+def _port(server: Server) -> int:
+    return int(server.url.rpartition(":")[2])
+
+
+def _warm(port: int, options: ProxyOptions) -> None:
+    _wait_for_replicas(port)
+    asyncio.run(load.closed_loop(port, _bodies(options, 500, -1, False), NUM_CALLERS))
+
+
+def _sample(
+    name: str,
+    server: Server,
+    options: ProxyOptions,
+    run: int,
+    direct_ms: float,
+    samples: dict[str, list[float]],
+) -> None:
+    """Adds one run of one router to ``samples``."""
+    port = _port(server)
+    whole = _bodies(options, options.num_requests, run, False)
+    streams = _bodies(options, options.num_streams, run, True)
+    request_us = _cpu_us(server, port, whole)
+    stream_us = _cpu_us(server, port, streams, NUM_CALLERS * 4)
+    samples[f"{name}_cpu_request_us"].append(request_us)
+    samples[f"{name}_cpu_part_us"].append((stream_us - request_us) / NUM_PARTS)
+    samples[f"{name}_added_p99_ms"].append(_latency(port, options, run) - direct_ms)
+
+
+def _bodies(options: ProxyOptions, count: int, run: int, is_stream: bool) -> list[bytes]:
+    return load.bodies(count, options.seed + run, is_stream)
+
+
+def _cpu_us(server: Server, port: int, asked: list[bytes], callers: int = NUM_CALLERS) -> float:
+    # Each router is one process; its threads are counted in nanoseconds.
+    before_s = server.front_cpu_s()
+    asyncio.run(load.closed_loop(port, asked, callers))
+    return (server.front_cpu_s() - before_s) / len(asked) * 1e6
+
+
+def _latency(port: int, options: ProxyOptions, run: int) -> float:
+    """Returns the 99th percentile in milliseconds."""
+    asked = _bodies(options, options.num_requests // 4, run, False)
+    return percentile(asyncio.run(load.open_loop(port, asked, options.rate_per_s)), 99) * 1e3
+
+
+def _wait_for_replicas(port: int) -> None:
+    """Routers answer looks at their own health before they know their replicas."""
+    until_s = time.monotonic() + _START_TIMEOUT_S
+    while True:
+        with contextlib.suppress(Exception):
+            asyncio.run(load.closed_loop(port, load.bodies(20, 0, False), 4))
+            return
+        if time.monotonic() > until_s:
+            raise UserError("a router found no replica")
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def _replicas() -> Iterator[list[int]]:
+    ports = [free_port() for _ in range(NUM_REPLICAS)]
+    with contextlib.ExitStack() as stack:
+        for port in ports:
+            command = [sys.executable, "-m", "benchmarks.router.replica", str(port)]
+            process = subprocess.Popen(command, preexec_fn=end_with_parent)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+        for port in ports:
+            _wait_for(port)
+        yield ports
+
+
+def _wait_for(port: int) -> None:
+    until_s = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < until_s:
+        with contextlib.suppress(urllib.error.URLError, OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
+            return
+        time.sleep(0.05)
+    raise UserError("a replica of the benchmark did not start")

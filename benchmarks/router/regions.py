@@ -1,0 +1,222 @@
+"""Three regions as real processes: balancers, replicas and the distances between them.
+
+Replicas, balancers and clients are on one machine; links between regions delay what passes by half
+of a measured round trip each way. Clients reach the balancer of their region, and another one when
+theirs is gone, as clients of one DNS name would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+from banaserve.bench.loadgen.servers import end_with_parent, free_port
+from banaserve.errors import BanaServeError
+from benchmarks.router.link import Link
+
+ROUND_TRIP_MS = {("us", "asia"): 145.4, ("us", "eu"): 99.1, ("asia", "eu"): 222.5}
+"""us-east-2, ap-northeast-1 and eu-central-1 of AWS, SkyWalker's regions; from
+profiles/latency.csv of skyplane-project/skyplane (Apache-2.0)."""
+
+REGIONS = ("us", "eu", "asia")
+HOME_ONLY = "eu"
+"""Every third client of this region may be served there alone."""
+
+_START_S = 60.0
+ANSWER_S = 60.0
+KEYS: dict[str, tuple[str, ...]] = {"any": (), "home": (HOME_ONLY,)}
+"""What clients show, and the regions that their requests may be served in; none: all."""
+
+
+def round_trip_ms(one: str, other: str) -> float:
+    """Returns the time from one region to another and back."""
+    if one == other:
+        return 0.0
+    return ROUND_TRIP_MS.get((one, other)) or ROUND_TRIP_MS[other, one]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is started.
+
+    Attributes:
+        options: Of the policy.
+        slower: The links' round trips, times this.
+    """
+
+    policy: str
+    preset: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    replicas: int = 2
+    slower: float = 1.0
+
+
+class Process:
+    """One process that is killed and started again, on the same port."""
+
+    def __init__(self, command: Sequence[str], port: int, log: Path) -> None:
+        self.port = port
+        self._command, self._log = command, log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        """Return when it answers.
+
+        Raises:
+            BanaServeError: It does not.
+        """
+        process = self._begin()
+        until_s = monotonic() + _START_S
+        while monotonic() < until_s and process.poll() is None:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                await ask(
+                    self.port, b"GET /health HTTP/1.1\r\nHost: b\r\nConnection: close\r\n\r\n"
+                )
+                return
+            await asyncio.sleep(0.05)
+        raise BanaServeError(f"a process did not start: {self._log.read_text()[-300:]}")
+
+    def _begin(self) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=log,
+                stderr=log,
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+        return self._process
+
+    def kill(self) -> None:
+        """Take its life without a word, and that of all it started."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+
+
+async def ask(port: int, request: bytes) -> bytes:
+    """Returns everything that comes back until the other side closes.
+
+    Raises:
+        OSError: Nobody listens, or the connection broke.
+    """
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        async with asyncio.timeout(ANSWER_S):
+            return await reader.read()
+    finally:
+        writer.transport.abort()
+
+
+class World:
+    """The regions, started by ``async with``.
+
+    Attributes:
+        replicas: By region.
+    """
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.plan, self.folder = plan, folder
+        self.balancers: dict[str, Process] = {}
+        self.replicas: dict[str, list[Process]] = {}
+        self.links: dict[tuple[str, str], Link] = {}
+
+    async def __aenter__(self) -> World:
+        try:
+            await self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    def served(self) -> dict[str, Counter[str]]:
+        """Returns by region how often each request was answered whole by a replica."""
+        found: dict[str, Counter[str]] = {name: Counter() for name in REGIONS}
+        for name in REGIONS:
+            for path in self.folder.glob(f"served-{name}-*"):
+                found[name].update(path.read_text().split())
+        return found
+
+    def port(self, home: str, name: str) -> int:
+        """Returns where clients of ``home`` reach the balancer of ``name``."""
+        return self.balancers[name].port if home == name else self.links[home, name].port
+
+    async def _start(self) -> None:
+        ports = {name: free_port() for name in REGIONS}
+        for one in REGIONS:
+            for other in REGIONS:
+                if one != other:
+                    delay_s = self.plan.slower * round_trip_ms(one, other) / 2000
+                    self.links[one, other] = await Link(ports[other], delay_s).start()
+        for name in REGIONS:
+            self.replicas[name] = [self._replica(name, n) for n in range(self.plan.replicas)]
+        await asyncio.gather(*(one.start() for each in self.replicas.values() for one in each))
+        for name in REGIONS:
+            self.balancers[name] = self._balancer(name, ports[name])
+        await asyncio.gather(*(one.start() for one in self.balancers.values()))
+
+    def _stop(self) -> None:
+        for process in [*self.balancers.values(), *(o for e in self.replicas.values() for o in e)]:
+            process.kill()
+        for link in self.links.values():
+            link.stop()
+
+    def _replica(self, region: str, number: int) -> Process:
+        port, served = free_port(), self.folder / f"served-{region}-{number}"
+        command = [sys.executable, "-m", "benchmarks.router.engine", str(port), str(served)]
+        return Process(command, port, self.folder / f"replica-{region}-{number}.log")
+
+    def _balancer(self, region: str, port: int) -> Process:
+        path = self.folder / f"{region}.yaml"
+        path.write_text(json.dumps(self._settings(region, port)))
+        command = [sys.executable, "-m", "banaserve", "route", "--config", str(path)]
+        return Process(command, port, self.folder / f"balancer-{region}.log")
+
+    def _settings(self, region: str, port: int) -> dict[str, Any]:
+        plan = self.plan
+
+        def replicas(name: str) -> list[dict[str, str]]:
+            return [
+                {"url": f"http://127.0.0.1:{one.port}", "id": f"{name}-{number}"}
+                for number, one in enumerate(self.replicas[name])
+            ]
+
+        return {
+            "region": region,
+            "port": port,
+            "peer_key": "between-us",
+            "tenants": [{"key": key, "regions": list(where)} for key, where in KEYS.items()],
+            "policy": {"name": plan.policy, "preset": plan.preset, "options": plan.options},
+            "replicas": replicas(region),
+            "peers": [
+                {"region": other, "url": self.links[region, other].url, "replicas": replicas(other)}
+                for other in REGIONS
+                if other != region
+            ],
+            # More than a dead region's clients wait for its return: they try elsewhere.
+            "limits": {"queue_timeout_s": 5.0},
+            "health": {"interval_s": 0.2, "breaker_pause_s": 0.2},
+        }
