@@ -17,7 +17,7 @@ at 32 the streams of a decode instance stand still for 0.22 s with one leg, for 
 SCHEDULERS = ("vllm", "preble")
 MINIATURE = "miniature"
 """The model that runs in the place of a modelled one."""
-DEFAULT_STEP_PARTS, MOST_STEP_PARTS = 32, 64
+DEFAULT_MICROBATCHES, MAX_MICROBATCHES = 32, 64
 """Beyond the most, a part of the largest steps is smaller than it pays to send. How many there are
 of these is computed for each step: the default bounds it where the computation might be wrong."""
 MIGRATION_ATTENTION = "auto", "vllm", "kernels", "reference", "triton"
@@ -138,7 +138,7 @@ class ServeConfig:
     migration: bool = True
     migration_kv_growth: float = 2.0
     migration_stall_s: float = 1.0
-    migration_overlap: int = DEFAULT_STEP_PARTS
+    migration_overlap: int = DEFAULT_MICROBATCHES
     migration_guest_share: float = 1.0
     migration_guest_saves: bool = True
     migration_poison: bool = False
@@ -243,10 +243,10 @@ def _check_numbers(config: ServeConfig) -> None:
             raise UserError(f"{option} {value}: must not be negative")
     if not (config.migration_kv_growth >= 1 and config.migration_stall_s > 0):
         raise UserError("--migration-kv-growth is at least 1 and --migration-stall above 0")
-    if not 1 <= config.migration_overlap <= MOST_STEP_PARTS:
+    if not 1 <= config.migration_overlap <= MAX_MICROBATCHES:
         raise UserError(
             f"--migration-overlap {config.migration_overlap}: 1 (an instance waits for its guests) "
-            f"to {MOST_STEP_PARTS} parts of a step"
+            f"to {MAX_MICROBATCHES} parts of a step"
         )
     if not LEAST_GUEST_SHARE <= config.migration_guest_share <= 1:
         given = f"{config.migration_guest_share:g}"

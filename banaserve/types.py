@@ -131,7 +131,7 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ModulePlacement:
     """A module that serves the requests of ``host`` and runs at ``guest``.
 
     Attributes:
@@ -286,7 +286,7 @@ class InstanceView:
     inflight_prefill_tokens: int
     prefill_tokens_per_s: float
     facts: InstanceFacts | None = None
-    placements: tuple[Placement, ...] = ()
+    placements: tuple[ModulePlacement, ...] = ()
     epoch: int = 0
     changed_s: float | None = None
 

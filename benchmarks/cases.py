@@ -40,7 +40,7 @@ from banaserve.names import check_known
 from banaserve.sim import case as cases
 from banaserve.sim.case import Case
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import Limits, percentile
+from banaserve.sim.result import LatencyLimits, percentile
 from banaserve.sim.run import judged, simulate
 from banaserve.sim.system import System
 
@@ -90,7 +90,7 @@ _OPTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CaseRequest:
     """A request: when it comes, in modelled seconds, and what it asks for."""
 
     at_s: float
@@ -106,7 +106,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CaseRun:
     """What came of one system.
 
     Attributes:
@@ -147,8 +147,12 @@ def options_of(system: System, profile: str, dilation: float, log: Path) -> list
 
 
 async def run_system(
-    profile: Profile, system: System, asked: Sequence[Asked], dilation: float, limits: Limits
-) -> Run:
+    profile: Profile,
+    system: System,
+    asked: Sequence[CaseRequest],
+    dilation: float,
+    limits: LatencyLimits,
+) -> CaseRun:
     """Start ``system``, send it ``asked`` as they come, and end it.
 
     Raises:
@@ -162,7 +166,7 @@ async def run_system(
             async with OpenAiClient(
                 server.url, name, return_token_ids=True, timeout_s=_TIMEOUT_S, read_late=True
             ) as client:
-                warm_up = [Asked(0.0, one.prompt[:64], 8) for one in asked[:_WARM_UP]]
+                warm_up = [CaseRequest(0.0, one.prompt[:64], 8) for one in asked[:_WARM_UP]]
                 await _send(client, warm_up, dilation)
                 began_s = time.time()
                 records = await _send(client, asked, dilation)
@@ -174,11 +178,11 @@ async def run_system(
     figures = figures_of(records, dilation, limits)
     figures["num_moves"] = float(num_moves)
     figures["overrun_fraction"] = told.num_overrun / max(1, told.num_steps)
-    return Run(records, figures, decisions, told)
+    return CaseRun(records, figures, decisions, told)
 
 
 async def _send(
-    client: OpenAiClient, asked: Sequence[Asked], dilation: float
+    client: OpenAiClient, asked: Sequence[CaseRequest], dilation: float
 ) -> list[RequestRecord]:
     calls = [
         Call(str(n), prompt=one.prompt, max_tokens=one.output_tokens, extra={"ignore_eos": True})
@@ -188,7 +192,7 @@ async def _send(
 
 
 def figures_of(
-    records: Sequence[RequestRecord], dilation: float, limits: Limits
+    records: Sequence[RequestRecord], dilation: float, limits: LatencyLimits
 ) -> dict[str, float]:
     """Returns the simulator's figures of real records; latencies count from the arrival."""
     ended = [r for r in records if r.error is None and r.ended_at_s is not None]
@@ -322,7 +326,7 @@ def _with_system(
     paced: _Found = dict(before["paced"]) if before is not None and is_same else {}
     simulated: _Found = dict(before["simulated"]) if before is not None and is_same else {}
     simulated[system_name] = simulate(case.profile, system, case.requests(case.seed), case.limits)
-    asked = [Asked.of(request, case.seed) for request in case.requests(case.seed)]
+    asked = [CaseRequest.of(request, case.seed) for request in case.requests(case.seed)]
     began = datetime.now(UTC)
     ran = asyncio.run(run_system(case.profile, system, asked, given.dilate, case.limits))
     paced[system_name] = _told(given, case, asked, ran, began)
@@ -338,7 +342,11 @@ def _with_system(
 
 
 def _told(
-    given: argparse.Namespace, case: Case, asked: Sequence[Asked], ran: Run, began: datetime
+    given: argparse.Namespace,
+    case: Case,
+    asked: Sequence[CaseRequest],
+    ran: CaseRun,
+    began: datetime,
 ) -> dict[str, Any]:
     places = sampled(len(asked), given.sample)
     answers = [(asked[n].prompt, ran.records[n].token_ids) for n in places]

@@ -43,7 +43,7 @@ _SYSTEMS = {
 _VLLM = "vllm"
 
 
-class Sample(NamedTuple):
+class FrontSample(NamedTuple):
     """One pass of requests over one server.
 
     Attributes:
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-Samples = dict[tuple[str, int, int], list[Sample]]
+Samples = dict[tuple[str, int, int], list[FrontSample]]
 """By system, streams and output tokens; one a run."""
 
 
@@ -123,7 +123,7 @@ _KV = ("--kv-cache-memory-bytes", str(256 << 20), "--served-model-name", _NAME)
 
 async def _pass(
     server: Server, prompt_tokens: int, streams: int, output_tokens: int, run: int
-) -> Sample:
+) -> FrontSample:
     """Sends ``streams`` requests at once, or some more so that there are enough to count."""
     count = max(streams, _MIN_REQUESTS)
     calls = [
@@ -142,7 +142,7 @@ async def _pass(
     failed = next((record.error for record in records if record.error), None)
     if failed is not None:
         raise UserError(f"a request failed: {failed}")
-    return Sample(
+    return FrontSample(
         count,
         sum(len(record.token_at_s) for record in records),
         sum(record.completion_tokens or 0 for record in records),
@@ -157,7 +157,7 @@ def _prompt(num_tokens: int, key: tuple[int, ...]) -> list[int]:
     return [int(token) for token in draws.integers(100, 40_000, num_tokens)]
 
 
-def costs_us(samples: Sequence[Sample]) -> tuple[float, float]:
+def costs_us(samples: Sequence[FrontSample]) -> tuple[float, float]:
     """Returns microseconds a request and a chunk: least squares over passes of two kinds.
 
     Raises:
@@ -255,5 +255,5 @@ def _added(samples: Samples, name: str, streams: int, runs: int) -> dict[str, re
     return found
 
 
-def _latency(sample: Sample, what: str, percent: int) -> float:
+def _latency(sample: FrontSample, what: str, percent: int) -> float:
     return percentile(sample.ttft_s if what == "ttft" else sample.gaps_s or [0.0], percent)

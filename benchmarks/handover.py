@@ -49,7 +49,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class HandoverRun:
     """One pass of the same prompts over one server.
 
     Attributes:
@@ -81,7 +81,7 @@ class _Spent(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """HandoverRun it and write the result; the exit code."""
     given = _parse(argv)
     end_on_sigterm()
     options = Options(**{name: getattr(given, name) for name in Options.__slots__})
@@ -121,11 +121,11 @@ async def _measure(options: Options, started_at: datetime) -> result.Result:
         for server in (plain, apart):
             await _run(server, model.served_name, warm_up, options)
         progress.advance(task)
-        runs: list[tuple[Run, Run]] = []
+        runs: list[tuple[HandoverRun, HandoverRun]] = []
         before = _counts(apart)
         for number, batch in enumerate(prompts):
             progress.update(task, description=f"run {number + 1} of {options.runs}")
-            pair: list[Run] = []
+            pair: list[HandoverRun] = []
             for server in (plain, apart) if number % 2 else (apart, plain):
                 pair.append(await _run(server, model.served_name, batch, options))
                 progress.advance(task)
@@ -152,7 +152,7 @@ def _prompts(options: Options, model_path: str) -> list[list[str]]:
     return [texts[i :: options.runs + 1] for i in range(options.runs + 1)]
 
 
-async def _run(server: Server, model: str, prompts: list[str], options: Options) -> Run:
+async def _run(server: Server, model: str, prompts: list[str], options: Options) -> HandoverRun:
     """Half of the prompts together, for CPU time; half one at a time, for time to first token."""
     calls = [
         Call(
@@ -174,7 +174,7 @@ async def _run(server: Server, model: str, prompts: list[str], options: Options)
     failed = [record.error for record in records if record.error]
     if failed:
         raise UserError(f"a request failed: {failed[0]}")
-    return Run(
+    return HandoverRun(
         cpu_s=(spent[2].cpu_s - spent[0].cpu_s) / len(records),
         cpu_alone_s=(spent[2].cpu_s - spent[1].cpu_s) / len(alone),
         cpu_together_s=(spent[1].cpu_s - spent[0].cpu_s) / len(together),
@@ -213,7 +213,7 @@ _NOTES = (
 def _result(
     options: Options,
     started_at: datetime,
-    runs: list[tuple[Run, Run]],
+    runs: list[tuple[HandoverRun, HandoverRun]],
     counts: dict[str, float],
 ) -> result.Result:
     plain, apart = [run[0] for run in runs], [run[1] for run in runs]
@@ -221,7 +221,7 @@ def _result(
     equal = sum(a == b for a, b in pairs) / len(pairs)
     cached = counts["decode_cached"] / (counts["decode_cached"] + counts["decode_computed"])
 
-    def ratios(of: Callable[[Run], float]) -> list[float]:
+    def ratios(of: Callable[[HandoverRun], float]) -> list[float]:
         return paired_ratios([of(run) for run in apart], [of(run) for run in plain])
 
     figures = {

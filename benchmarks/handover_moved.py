@@ -38,7 +38,7 @@ _SAVES = {"guest": "on", "host": "off"}
 """Who saves what has moved, and ``--migration-guest-saves`` for it."""
 
 
-class Run(NamedTuple):
+class MovedRun(NamedTuple):
     """One pass of some prompts over one server, a request: bytes and seconds.
 
     Attributes:
@@ -60,7 +60,7 @@ class Run(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """MovedRun it and write the result; the exit code."""
     parser = Parser(prog="python -m benchmarks handover-moved", description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Result:
-    runs: dict[str, list[Run]] = {name: [] for name in _SAVES}
+    runs: dict[str, list[MovedRun]] = {name: [] for name in _SAVES}
     with contextlib.ExitStack() as stack, Progress(transient=True) as progress:
         task = progress.add_task("two servers", total=len(_SAVES) * (given.runs + 1))
         servers = {
@@ -108,7 +108,7 @@ def _server(guest_saves: str, num_layers: int) -> Iterator[Server]:
             yield server
 
 
-async def _run(server: Server, given: argparse.Namespace, number: int) -> Run:
+async def _run(server: Server, given: argparse.Namespace, number: int) -> MovedRun:
     model = models.resolve(models.PACKAGED, None, lambda line: print(line, flush=True))
     before = _counts(server)
     async with OpenAiClient(server.url, model.served_name, return_token_ids=True) as client:
@@ -117,7 +117,7 @@ async def _run(server: Server, given: argparse.Namespace, number: int) -> Run:
             for i in range(given.requests)
         ]
     spent = {name: (value - before[name]) / len(records) for name, value in _counts(server).items()}
-    return Run(
+    return MovedRun(
         host_bytes=spent["saved_bytes"] - spent["guest_saved_bytes"],
         guest_bytes=spent["guest_saved_bytes"],
         save_s=spent["save_seconds"],
@@ -146,7 +146,7 @@ def _checked(record: RequestRecord) -> RequestRecord:
 
 
 def _result(
-    given: argparse.Namespace, started_at: datetime, runs: dict[str, list[Run]]
+    given: argparse.Namespace, started_at: datetime, runs: dict[str, list[MovedRun]]
 ) -> result.Result:
     guest, host = runs["guest"], runs["host"]
     answers = [[ids for run in found for ids in run.token_ids] for found in (guest, host)]

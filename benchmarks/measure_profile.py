@@ -52,7 +52,7 @@ PREFILL_STEPS, DECODE_STEPS = 3, 12
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """One kind of step and how long it took, once a run."""
 
     tokens: int
@@ -183,7 +183,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def measured(engine: Stepped, runs: int) -> dict[str, list[Step]]:
+def measured(engine: Stepped, runs: int) -> dict[str, list[MeasuredStep]]:
     """Returns steps by kind; rounds go over all of them, so that a slow moment hits one of each."""
     engine.prefill_s(512)
     engine.decode_s(4, 64)
@@ -198,13 +198,17 @@ def measured(engine: Stepped, runs: int) -> dict[str, list[Step]]:
         for place, (batch, context, tokens) in enumerate(MIXED):
             mixed[place].append(engine.decode_s(batch, context, tokens))
     return {
-        "prefill": [Step(n, 0, 0, tuple(s)) for n, s in zip(PROMPTS, prefill, strict=True)],
-        "decode": [Step(0, b, c, tuple(s)) for (b, c), s in zip(DECODES, decode, strict=True)],
-        "mixed": [Step(n, b, c, tuple(s)) for (b, c, n), s in zip(MIXED, mixed, strict=True)],
+        "prefill": [MeasuredStep(n, 0, 0, tuple(s)) for n, s in zip(PROMPTS, prefill, strict=True)],
+        "decode": [
+            MeasuredStep(0, b, c, tuple(s)) for (b, c), s in zip(DECODES, decode, strict=True)
+        ],
+        "mixed": [
+            MeasuredStep(n, b, c, tuple(s)) for (b, c, n), s in zip(MIXED, mixed, strict=True)
+        ],
     }
 
 
-def fits(steps: dict[str, list[Step]]) -> tuple[PrefillSection, DecodeSection]:
+def fits(steps: dict[str, list[MeasuredStep]]) -> tuple[PrefillSection, DecodeSection]:
     """Returns the coefficients of prefill and decode."""
     prompts, batches = steps["prefill"], steps["decode"]
     prefill = fitted([(1, s.tokens, s.tokens**2) for s in prompts], [s.took_s for s in prompts])
@@ -214,7 +218,9 @@ def fits(steps: dict[str, list[Step]]) -> tuple[PrefillSection, DecodeSection]:
     return PrefillSection(*prefill), DecodeSection(*decode)  # type: ignore[arg-type]
 
 
-def error_of(steps: Sequence[Step], prefill: PrefillSection, decode: DecodeSection) -> list[float]:
+def error_of(
+    steps: Sequence[MeasuredStep], prefill: PrefillSection, decode: DecodeSection
+) -> list[float]:
     """Returns the relative error of each; a step of both kinds has the larger fixed part once."""
     errors = []
     for step in steps:

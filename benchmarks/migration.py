@@ -38,7 +38,13 @@ from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median
-from banaserve.engine.vllm.migration.api import Ask, Migration, MoveHeads, MoveLayers, Return
+from banaserve.engine.vllm.migration.api import (
+    Migration,
+    MigrationRequest,
+    MoveHeads,
+    MoveLayers,
+    Return,
+)
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
 from banaserve.transport.interface import Offsets, RemoteRegion
@@ -93,7 +99,7 @@ _LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchRun:
     """One pass of all requests.
 
     Attributes:
@@ -114,7 +120,7 @@ async def run_batch(
     client: OpenAiClient,
     prompts: Sequence[list[int]],
     output_tokens: int,
-) -> Batch:
+) -> BatchRun:
     """Send all prompts at once and wait for all answers."""
     calls = [
         Call(str(i), list(prompt), max_tokens=output_tokens, extra={"ignore_eos": True})
@@ -134,7 +140,7 @@ async def run_batch(
     placed = await asyncio.to_thread(admin.placement)
     (host,) = [one for one in placed.instances if one.id == "d0"]
     busy = [number for number in seen if number] or [0.0]
-    return Batch(
+    return BatchRun(
         tokens_per_s=len(calls) * output_tokens / seconds,
         running=sum(busy) / len(busy),
         preemptions=_preemptions(server) - preempted,
@@ -155,21 +161,21 @@ WINDOW_S = 1.0
 _TRANSPORT = "shm"
 
 
-class Case(NamedTuple):
+class MigrationCase(NamedTuple):
     """What moves."""
 
     name: str
-    ask: Ask
+    ask: MigrationRequest
 
 
-def layers(count: int, precopy: bool = True) -> Case:
+def layers(count: int, precopy: bool = True) -> MigrationCase:
     first = (30 - count) // 2
     name = f"layers_{count}" if precopy else f"stop_and_copy_{count}"
-    return Case(name, MoveLayers("d0", "p0", (first, first + count), precopy=precopy))
+    return MigrationCase(name, MoveLayers("d0", "p0", (first, first + count), precopy=precopy))
 
 
-def heads(count: int) -> Case:
-    return Case(f"heads_{count}", MoveHeads("d0", "p0", {5: tuple(range(1, 1 + count))}))
+def heads(count: int) -> MigrationCase:
+    return MigrationCase(f"heads_{count}", MoveHeads("d0", "p0", {5: tuple(range(1, 1 + count))}))
 
 
 @dataclass
@@ -186,10 +192,10 @@ class Round:
 
 
 @dataclass
-class Rounds:
+class MigrationRounds:
     """All rounds of one case, and the stream that ran beside them."""
 
-    case: Case
+    case: MigrationCase
     record: RequestRecord
     rounds: list[Round] = field(default_factory=list)
 
@@ -219,7 +225,7 @@ async def stream(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def run_round(client: OpenAiClient, admin: AdminClient, case: Case) -> Round:
+async def run_round(client: OpenAiClient, admin: AdminClient, case: MigrationCase) -> Round:
     """A calm window, the move, a window away, and back."""
     now = client.clock.now
     calm_from_s = now()
@@ -235,7 +241,7 @@ async def run_round(client: OpenAiClient, admin: AdminClient, case: Case) -> Rou
     return Round(away, home, calm_from_s, began_s, ended_s, away_until_s, speed)
 
 
-async def _done(admin: AdminClient, ask: Ask) -> Migration:
+async def _done(admin: AdminClient, ask: MigrationRequest) -> Migration:
     migration = await asyncio.to_thread(admin.run, ask)
     if migration.state != "done":
         raise UserError(f"{migration.kind} {migration.state}: {migration.error}")
@@ -249,7 +255,7 @@ def _copied(migration: Migration) -> tuple[int, int]:
     return min(total, 196_608), max(total, 1 << 24)
 
 
-def figures_of(done: Rounds) -> dict[str, tuple[list[float], str]]:
+def figures_of(done: MigrationRounds) -> dict[str, tuple[list[float], str]]:
     """Samples by name, one a round."""
     times_s = done.record.token_at_s
     found: dict[str, tuple[list[float], str]] = {}
@@ -382,14 +388,17 @@ async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Re
     return _result(given, started_at, samples)
 
 
-def _cases(given: argparse.Namespace, number: int) -> list[Case]:
+def _cases(given: argparse.Namespace, number: int) -> list[MigrationCase]:
     """What is measured with the context of this number."""
     names = given.cases or (_CASES_AGAIN if number else [case.name for case in _CASES])
     return [case for case in _CASES if case.name in names]
 
 
 async def _context(
-    given: argparse.Namespace, context: int, cases: Sequence[Case], advance: Callable[[str], None]
+    given: argparse.Namespace,
+    context: int,
+    cases: Sequence[MigrationCase],
+    advance: Callable[[str], None],
 ) -> _Samples:
     prompt = _prompts(1, context, given.seed)[0]
     options = (*_FLOAT32, "--kv-cache-memory-bytes", str(_POOL_BYTES))
@@ -409,11 +418,11 @@ async def _rounds(
     client: OpenAiClient,
     admin: AdminClient,
     prompt: Sequence[int],
-    case: Case,
+    case: MigrationCase,
     advance: Callable[[str], None],
 ) -> _Samples:
     async with stream(client, prompt, 8000 - len(prompt)) as record:
-        done = Rounds(case, record)
+        done = MigrationRounds(case, record)
         for _ in range(given.runs):
             done.rounds.append(await run_round(client, admin, case))
             advance(f"{case.name} with {len(prompt)} tokens")
@@ -425,11 +434,11 @@ async def _batches(given: argparse.Namespace, advance: Callable[[str], None]) ->
     pool = ("--kv-cache-memory-bytes", str(_SMALL_POOL_BLOCKS * _BLOCK_BYTES + (1 << 20)))
     length = given.batch_prompt_tokens + given.batch_output_tokens
     options = (*_FLOAT32, *pool, "--max-model-len", str(length + 64))
-    passes: dict[str, list[Batch]] = {"before": [], "after": []}
+    passes: dict[str, list[BatchRun]] = {"before": [], "after": []}
     with _server(*options) as (server, admin):
         async with OpenAiClient(server.url, models.PACKAGED, return_token_ids=True) as client:
 
-            async def run() -> Batch:
+            async def run() -> BatchRun:
                 tokens = given.batch_output_tokens
                 return await run_batch(server, admin, client, prompts, tokens)
 
@@ -448,7 +457,7 @@ async def _batches(given: argparse.Namespace, advance: Callable[[str], None]) ->
     return _batch_samples(passes["before"], passes["after"])
 
 
-def _batch_samples(before: Sequence[Batch], after: Sequence[Batch]) -> _Samples:
+def _batch_samples(before: Sequence[BatchRun], after: Sequence[BatchRun]) -> _Samples:
     samples: _Samples = {}
     for when, batches in (("before", before), ("after", after)):
         samples[f"batch.tokens_{when}"] = [b.tokens_per_s for b in batches], "tokens/s"

@@ -35,7 +35,7 @@ from banaserve.sim.cluster import cells_of
 from banaserve.sim.parts import simulate_in_parts
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import System, preset
-from banaserve.sim.workload import Lengths, Phase, drawn
+from banaserve.sim.workload import Lengths, LoadPhase, drawn
 from banaserve.types import (
     ClusterView,
     InstanceFacts,
@@ -81,7 +81,7 @@ def system(instances: int, cell_size: int) -> System:
 
 def load(rate_per_s: float, requests: int, seed: int) -> Iterator[SimRequest]:
     """Yields about ``requests`` requests: Poisson arrivals, chat-like lengths."""
-    phase = Phase(
+    phase = LoadPhase(
         duration_s=requests / rate_per_s,
         rate_per_s=rate_per_s,
         prompt=Lengths(kind="lognormal", mean=250, high=1500),

@@ -42,7 +42,7 @@ _WARM_UP = 4
 _Figures = dict[str, tuple[list[float], str]]
 
 
-class Ask(NamedTuple):
+class PacedRequest(NamedTuple):
     """A request: when it comes, in modelled seconds, and its lengths."""
 
     at_s: float
@@ -51,7 +51,7 @@ class Ask(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PacedRun:
     """What came of one dilation.
 
     Attributes:
@@ -67,7 +67,7 @@ class Run:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """PacedRun it and write the result; the exit code."""
     given = _parse(argv)
     end_on_sigterm()
     record = asyncio.run(_measure(given, datetime.now(UTC)))
@@ -98,12 +98,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def draw(given: argparse.Namespace) -> list[Ask]:
+def draw(given: argparse.Namespace) -> list[PacedRequest]:
     """The requests of every run."""
     draws = random.Random(given.seed)
     times_s = arrivals.poisson(given.rate, given.requests, given.seed)
     return [
-        Ask(
+        PacedRequest(
             at_s,
             draws.choices(range(*_TOKEN_IDS), k=draws.randint(*given.prompt_tokens)),
             draws.randint(*given.output_tokens),
@@ -112,7 +112,7 @@ def draw(given: argparse.Namespace) -> list[Ask]:
     ]
 
 
-def predicted(profile: Profile, pd: str, asks: Sequence[Ask]) -> dict[str, Any]:
+def predicted(profile: Profile, pd: str, asks: Sequence[PacedRequest]) -> dict[str, Any]:
     """What the simulator gives for the same requests: static roles, one store."""
     prefill, decode = parse_pd(pd)
     system = preset("banaserve", prefill=prefill, decode=decode, migration="still")
@@ -140,14 +140,14 @@ async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Re
 
 
 async def _run(
-    given: argparse.Namespace, profile: Profile, asks: Sequence[Ask], dilation: float
-) -> Run:
+    given: argparse.Namespace, profile: Profile, asks: Sequence[PacedRequest], dilation: float
+) -> PacedRun:
     options = ("--pace", given.profile, "--dilate", str(dilation), "--pd", given.pd)
     with TemporaryDirectory(prefix="bench-") as folder:
         run_dir = Path(folder) / "run"
         with banaserve_server(MINIATURE, *options, "--run-dir", str(run_dir)) as server:
             async with OpenAiClient(server.url, f"paced-{profile.name}") as client:
-                warm_up = [Ask(0.0, ask.prompt[::-1], 8) for ask in asks[:_WARM_UP]]
+                warm_up = [PacedRequest(0.0, ask.prompt[::-1], 8) for ask in asks[:_WARM_UP]]
                 await _send(client, warm_up, dilation)
                 before = {log.instance_id: log.sums() for log in readers(run_dir)}
                 records = await _send(client, asks, dilation)
@@ -161,7 +161,7 @@ async def _run(
                 overrun[log.instance_id] = (sums.num_overrun - first.num_overrun) / max(
                     1, sums.num_steps - first.num_steps
                 )
-    return Run(dilation, records, steps, overrun, told)
+    return PacedRun(dilation, records, steps, overrun, told)
 
 
 def _with_steps(run_dir: Path) -> Iterator[StepReader]:
@@ -171,7 +171,9 @@ def _with_steps(run_dir: Path) -> Iterator[StepReader]:
     yield from found
 
 
-async def _send(client: OpenAiClient, asks: Sequence[Ask], dilation: float) -> list[RequestRecord]:
+async def _send(
+    client: OpenAiClient, asks: Sequence[PacedRequest], dilation: float
+) -> list[RequestRecord]:
     calls = [
         Call(
             str(number),
@@ -187,7 +189,7 @@ async def _send(client: OpenAiClient, asks: Sequence[Ask], dilation: float) -> l
     return records
 
 
-def figures_of(run: Run, simulated: dict[str, Any]) -> _Figures:
+def figures_of(run: PacedRun, simulated: dict[str, Any]) -> _Figures:
     """Times are modelled seconds: those on the wall over the dilation."""
     ttft_s = [(r.ttft_s or 0.0) / run.dilation for r in run.records]
     found = (tpot_s(r) for r in run.records)
@@ -216,7 +218,7 @@ def _result(
     given: argparse.Namespace,
     started_at: datetime,
     figures: _Figures,
-    runs: Sequence[Run],
+    runs: Sequence[PacedRun],
     simulated: dict[str, Any],
 ) -> result.Result:
     return result.result(

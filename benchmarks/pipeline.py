@@ -34,7 +34,7 @@ from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median, paired_ratios
 from banaserve.errors import UserError
 from banaserve.kvstore.overlap import Prefill, hidden_fraction, pipeline
-from benchmarks.drivers.told_engine import ToldEngine, told_engine
+from benchmarks.drivers.driven_engine import DrivenEngine, driven_engine
 
 _LOAD, _LOADED, _WAIT, _WAITED, _ATTENDED, _SAVE, _SAVED = range(7)
 
@@ -79,7 +79,7 @@ class TracedEngine:
         token_layer_bytes: Of K and V of one token in one layer.
     """
 
-    def __init__(self, engine: ToldEngine) -> None:
+    def __init__(self, engine: DrivenEngine) -> None:
         self._engine = engine
         kind = engine.greeting
         self.block_size = int(kind["block_size"])
@@ -126,7 +126,7 @@ def traced_engine(model_path: str, store_size: str) -> Iterator[TracedEngine]:
         socket = folder / "store.sock"
         stack.enter_context(_store(socket, store_size))
         module = "benchmarks.drivers.traced"
-        engine = stack.enter_context(told_engine(module, model_path, str(socket)))
+        engine = stack.enter_context(driven_engine(module, model_path, str(socket)))
         yield TracedEngine(engine)
 
 

@@ -37,7 +37,7 @@ _SAME = ("--colocated", "1", "--dtype", "float32", "--no-enable-prefix-caching")
 _STORE = ("--kv-store-size", "1536MiB", "--kv-store-ssd-size", "8GiB")
 
 
-class Case(NamedTuple):
+class PrefixCase(NamedTuple):
     """A share of the prompt that is cached, and where."""
 
     percent: int
@@ -49,7 +49,10 @@ class Case(NamedTuple):
 
 
 _SHARES = (50, 90)
-_CASES = [Case(0, "nowhere"), *(Case(p, place) for p in _SHARES for place in ("ssd", "memory"))]
+_CASES = [
+    PrefixCase(0, "nowhere"),
+    *(PrefixCase(p, place) for p in _SHARES for place in ("ssd", "memory")),
+]
 _RECOMPUTE = "recompute"
 
 

@@ -25,9 +25,9 @@ from banaserve.bench.loadgen.servers import end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import percentile
 from benchmarks.router import engine
-from benchmarks.router.clients import Load
+from benchmarks.router.clients import ClientLoad
 from benchmarks.router.faults import account, kill_and_bring_back
-from benchmarks.router.regions import REGIONS, Plan, World
+from benchmarks.router.regions import REGIONS, RegionPlan, World
 
 POLICIES = ("skywalker", "gorgo_v1", "load_aware", "round_robin")
 OPTIONS: dict[str, dict[str, Any]] = {"gorgo_v1": {"max_outstanding": engine.SPEC.max_running}}
@@ -40,7 +40,7 @@ WARM_UP = 60
 async def measure(policy: str, answers: int, seed: int) -> dict[str, float]:
     """Returns the figures of one run."""
     async with _world(policy) as world:
-        load = Load(world, CLIENTS, seed)
+        load = ClientLoad(world, CLIENTS, seed)
         try:
             await load.more(WARM_UP)
             begun = len(load.told)
@@ -68,7 +68,7 @@ async def measure(policy: str, answers: int, seed: int) -> dict[str, float]:
 async def outlive(policy: str, seed: int) -> dict[str, float]:
     """Returns the account of one run in which parts of the regions die and come back."""
     async with _world(policy) as world:
-        load = Load(world, dict.fromkeys(REGIONS, 6), seed, output_tokens=16)
+        load = ClientLoad(world, dict.fromkeys(REGIONS, 6), seed, output_tokens=16)
         try:
             await kill_and_bring_back(world, load)
             await load.end()
@@ -82,7 +82,9 @@ async def outlive(policy: str, seed: int) -> dict[str, float]:
 @contextlib.asynccontextmanager
 async def _world(policy: str) -> AsyncIterator[World]:
     with tempfile.TemporaryDirectory(prefix="regions-") as folder:
-        async with World(Plan(policy, options=OPTIONS.get(policy, {})), Path(folder)) as world:
+        async with World(
+            RegionPlan(policy, options=OPTIONS.get(policy, {})), Path(folder)
+        ) as world:
             yield world
 
 

@@ -55,7 +55,7 @@ QUICK: Mapping[str, tuple[str, ...]] = {
 """Options of each for ``--quick``; cheap ones first, so that a slow machine gets most of them."""
 
 
-class Outcome(NamedTuple):
+class BenchmarkOutcome(NamedTuple):
     """How one benchmark ended: what to tell of it."""
 
     name: str
@@ -89,7 +89,9 @@ def main(argv: Sequence[str]) -> int:
     return 0 if all(one.is_good for one in outcomes) else 1
 
 
-def run_all(benchmarks: Mapping[str, Sequence[str]], out: Path, budget_s: float) -> list[Outcome]:
+def run_all(
+    benchmarks: Mapping[str, Sequence[str]], out: Path, budget_s: float
+) -> list[BenchmarkOutcome]:
     """Runs each in a process of its own, until the budget is spent; returns how each ended.
 
     Raises:
@@ -104,14 +106,14 @@ def run_all(benchmarks: Mapping[str, Sequence[str]], out: Path, budget_s: float)
     for name, options in benchmarks.items():
         left_s = until_s - time.monotonic() - _GRACE_S
         if left_s <= 0:
-            outcomes.append(Outcome(name, False, "not run: no time left"))
+            outcomes.append(BenchmarkOutcome(name, False, "not run: no time left"))
             continue
         print(f"{name} ...", flush=True)
         outcomes.append(_run(name, options, out, left_s))
     return outcomes
 
 
-def _run(name: str, options: Sequence[str], out: Path, limit_s: float) -> Outcome:
+def _run(name: str, options: Sequence[str], out: Path, limit_s: float) -> BenchmarkOutcome:
     command = [sys.executable, "-m", "benchmarks", name, *options]
     command += ["--json", str(out / f"{name}.json")]
     log_path = out / "logs" / f"{name}.log"
@@ -129,14 +131,14 @@ def _run(name: str, options: Sequence[str], out: Path, limit_s: float) -> Outcom
         try:
             code = process.wait(None if limit_s == float("inf") else limit_s)
         except subprocess.TimeoutExpired:
-            return Outcome(name, False, f"stopped after {limit_s:.0f} s: no time left")
+            return BenchmarkOutcome(name, False, f"stopped after {limit_s:.0f} s: no time left")
         finally:
             _end(process)
     took_s = time.monotonic() - began_s
     if code == 0:
-        return Outcome(name, True, f"{took_s:.0f} s")
+        return BenchmarkOutcome(name, True, f"{took_s:.0f} s")
     last = log_path.read_text(errors="replace").strip().splitlines()[-1:] or ["no words"]
-    return Outcome(name, False, f"exit code {code}: {last[0]} (log: {log_path})")
+    return BenchmarkOutcome(name, False, f"exit code {code}: {last[0]} (log: {log_path})")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

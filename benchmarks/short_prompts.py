@@ -30,7 +30,7 @@ _STREAM_TOKENS = 40
 _ALWAYS, _NEVER = "0", "1000000"
 
 
-class Sample(NamedTuple):
+class PromptSample(NamedTuple):
     """One short prompt among running streams: seconds."""
 
     ttft_s: float
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 async def _measure(runs: int, started_at: datetime) -> result.Result:
     model = models.resolve(models.PACKAGED, None, lambda line: print(line, flush=True))
     option = "--skip-prefill-below-tokens"
-    samples: dict[tuple[str, int], list[Sample]] = {}
+    samples: dict[tuple[str, int], list[PromptSample]] = {}
     with (
         Progress(transient=True) as progress,
         banaserve_server(models.PACKAGED, "--pd", "1:1", option, _ALWAYS) as apart,
@@ -70,7 +70,7 @@ async def _measure(runs: int, started_at: datetime) -> result.Result:
     return _result(runs, started_at, samples)
 
 
-async def _sample(server: Server, model: str, length: int, run: int) -> Sample:
+async def _sample(server: Server, model: str, length: int, run: int) -> PromptSample:
     async with OpenAiClient(server.url, model, return_token_ids=True) as client:
         began_cpu_s = server.cpu_s()
         streams = [
@@ -89,7 +89,7 @@ async def _sample(server: Server, model: str, length: int, run: int) -> Sample:
         for earlier, later in zip(record.token_at_s, record.token_at_s[1:], strict=False)
         if later >= sent_s
     ]
-    return Sample(short.ttft_s, max(gaps, default=0.0), cpu_s)
+    return PromptSample(short.ttft_s, max(gaps, default=0.0), cpu_s)
 
 
 def _call(name: str, num_tokens: int, max_tokens: int, seed: int, run: int) -> Call:
@@ -104,11 +104,11 @@ def _checked(record: RequestRecord) -> RequestRecord:
 
 
 def _result(
-    runs: int, started_at: datetime, samples: dict[tuple[str, int], list[Sample]]
+    runs: int, started_at: datetime, samples: dict[tuple[str, int], list[PromptSample]]
 ) -> result.Result:
     figures = {}
     for (name, length), found in sorted(samples.items(), key=lambda item: (item[0][1], item[0][0])):
-        for i, unit in enumerate(Sample._fields):
+        for i, unit in enumerate(PromptSample._fields):
             values = [sample[i] for sample in found]
             figures[f"{name}_{length}_{unit.removesuffix('_s')}"] = result.figure(values, "s")
     pays_from = next(
@@ -130,5 +130,5 @@ def _result(
     )
 
 
-def _cost_s(samples: list[Sample]) -> float:
+def _cost_s(samples: list[PromptSample]) -> float:
     return median([s.ttft_s for s in samples]) + median([s.longest_gap_s for s in samples])

@@ -48,7 +48,7 @@ READINGS = {
 
 
 @dataclass(frozen=True)
-class Figure:
+class PaperFigure:
     """One of the paper's figures and what it claims; ratios are (lowest, highest)."""
 
     number: int
@@ -64,10 +64,10 @@ class Figure:
 
 
 FIGURES = (
-    Figure(8, "Llama-13B", "llama-13b-a100", "alpaca", (1.1, 1.2), (1.1, 1.2)),
-    Figure(9, "OPT-13B", "opt-13b-a100", "alpaca", (2.8, 3.9), (1.0, 3.9)),
-    Figure(10, "Llama-13B", "llama-13b-a100", "longbench", (1.3, 1.5), (1.0, 1.5)),
-    Figure(11, "OPT-13B", "opt-13b-a100", "longbench", (1.1, 1.3), (1.0, 1.3)),
+    PaperFigure(8, "Llama-13B", "llama-13b-a100", "alpaca", (1.1, 1.2), (1.1, 1.2)),
+    PaperFigure(9, "OPT-13B", "opt-13b-a100", "alpaca", (2.8, 3.9), (1.0, 3.9)),
+    PaperFigure(10, "Llama-13B", "llama-13b-a100", "longbench", (1.3, 1.5), (1.0, 1.5)),
+    PaperFigure(11, "OPT-13B", "opt-13b-a100", "longbench", (1.1, 1.3), (1.0, 1.3)),
 )
 
 SYSTEMS: dict[str, System] = {
@@ -86,7 +86,7 @@ SPLITS: dict[str, System] = {
 
 
 @dataclass(frozen=True)
-class Run:
+class PaperRun:
     """One simulation."""
 
     figure: int
@@ -96,15 +96,15 @@ class Run:
     seed: int
 
 
-def all_runs() -> Iterator[Run]:
+def all_runs() -> Iterator[PaperRun]:
     for figure in FIGURES:
         for reading in READINGS:
             for seed in SEEDS:
                 for rate in RATES:
                     for name in SYSTEMS:
-                        yield Run(figure.number, reading, name, rate, seed)
+                        yield PaperRun(figure.number, reading, name, rate, seed)
                 for name in SPLITS:
-                    yield Run(figure.number, reading, name, RATES[-1], seed)
+                    yield PaperRun(figure.number, reading, name, RATES[-1], seed)
 
 
 def lengths(dataset: str, reading: str, draws: Random) -> tuple[int, int]:
@@ -114,7 +114,7 @@ def lengths(dataset: str, reading: str, draws: Random) -> tuple[int, int]:
     return prompt, min(MAX_OUTPUT_TOKENS, round(draw_measured(f"{dataset}_output", draws)))
 
 
-def measure(run: Run) -> dict[str, float]:
+def measure(run: PaperRun) -> dict[str, float]:
     """Simulates ``run``.
 
     Returns:
@@ -158,7 +158,7 @@ def _in_window(request: SimRequest) -> float:
     return is_first_inside + share * (request.output_tokens - 1)
 
 
-def measured(cache: Path, jobs: int) -> list[tuple[Run, dict[str, float]]]:
+def measured(cache: Path, jobs: int) -> list[tuple[PaperRun, dict[str, float]]]:
     """Returns all runs with what came out, those in ``cache`` not run again."""
     known = kept(cache)
     missing = [run for run in all_runs() if run not in known]
@@ -173,7 +173,7 @@ def measured(cache: Path, jobs: int) -> list[tuple[Run, dict[str, float]]]:
     return [(run, known[run]) for run in all_runs()]
 
 
-def kept(cache: Path) -> dict[Run, dict[str, float]]:
+def kept(cache: Path) -> dict[PaperRun, dict[str, float]]:
     """Returns the runs in ``cache``; takes away a last line that was cut off by a kill."""
     if not cache.exists():
         return {}
@@ -181,7 +181,7 @@ def kept(cache: Path) -> dict[Run, dict[str, float]]:
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:
         cache.write_bytes(whole)
-    return {Run(**run): found for run, found in map(json.loads, whole.splitlines())}
+    return {PaperRun(**run): found for run, found in map(json.loads, whole.splitlines())}
 
 
 def fingerprint() -> str:

@@ -9,10 +9,19 @@ from pathlib import Path
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import Interval, mean_interval, paired_ratios
 from banaserve.sim.result import SIMULATED
-from benchmarks.simulate_paper import FIGURES, RATES, READINGS, SEEDS, SPLITS, SYSTEMS, Figure, Run
+from benchmarks.simulate_paper import (
+    FIGURES,
+    RATES,
+    READINGS,
+    SEEDS,
+    SPLITS,
+    SYSTEMS,
+    PaperFigure,
+    PaperRun,
+)
 
 Found = Mapping[str, float]
-Runs = Sequence[tuple[Run, Found]]
+Runs = Sequence[tuple[PaperRun, Found]]
 Samples = dict[tuple[int, str, str, float], list[Found]]
 
 METRICS = (
@@ -147,7 +156,7 @@ def _needed(samples: Samples) -> list[str]:
     return lines
 
 
-def _needed_of(samples: Samples, figure: Figure, reading: str) -> list[str]:
+def _needed_of(samples: Samples, figure: PaperFigure, reading: str) -> list[str]:
     claims = (
         ("static", "DistServe", figure.over_static[1]),
         ("colocated", "vLLM", figure.over_colocated[1]),
@@ -161,7 +170,7 @@ def _needed_of(samples: Samples, figure: Figure, reading: str) -> list[str]:
             ).estimate
             for rate in RATES
         )
-        words = f"- Figure {figure.number}, {reading}, over {theirs}: {best:.2f} at most, "
+        words = f"- PaperFigure {figure.number}, {reading}, over {theirs}: {best:.2f} at most, "
         words += f"the paper has up to {wanted:g}. "
         if best >= wanted:
             words += "Reached."
@@ -203,7 +212,7 @@ def _splits(samples: Samples) -> list[str]:
         f"Tokens a second at {rate} requests a second. The right columns begin with another split",
         "of the four GPUs into prefill and decode.",
         "",
-        f"| Figure | Reading | {' | '.join((*SYSTEMS, *SPLITS))} |",
+        f"| PaperFigure | Reading | {' | '.join((*SYSTEMS, *SPLITS))} |",
         "| --- " * (2 + len(SYSTEMS) + len(SPLITS)) + "|",
     ]
     for figure in FIGURES:
@@ -216,7 +225,7 @@ def _splits(samples: Samples) -> list[str]:
     return lines
 
 
-def _table(samples: Samples, figure: Figure, reading: str) -> list[str]:
+def _table(samples: Samples, figure: PaperFigure, reading: str) -> list[str]:
     heading = [f"{words} {system}" for _, words, _ in METRICS for system in SYSTEMS]
     lines = [
         f"Reading *{reading}*; throughput in tokens/s, times in s.",
@@ -243,7 +252,7 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def plot(figure: Figure, runs: Runs, path: Path) -> None:
+def plot(figure: PaperFigure, runs: Runs, path: Path) -> None:
     """Writes one figure: a row a reading, a column a metric. White behind it, for any page."""
     import matplotlib
 

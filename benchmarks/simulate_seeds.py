@@ -24,10 +24,10 @@ from banaserve.bench.results import result
 from banaserve.bench.results.result import Figure, figure
 from banaserve.bench.results.statistics import mean_interval
 from banaserve.errors import UserError
-from banaserve.sim.regions.world import Outcome, simulate
-from benchmarks.simulate_seeds_cases import PAPERS, Case
+from banaserve.sim.regions.world import RequestOutcome, simulate
+from benchmarks.simulate_seeds_cases import PAPERS, PaperCase
 
-MEASURES: dict[str, tuple[str, Callable[[Outcome], float]]] = {
+MEASURES: dict[str, tuple[str, Callable[[RequestOutcome], float]]] = {
     "output": ("tokens/s", lambda one: one.output_tokens_per_s),
     "weighted": ("tokens/s", lambda one: one.weighted_tokens_per_s),
     "ttft mean": ("s", lambda one: one.mean_ttft_s),
@@ -53,7 +53,7 @@ def figure_name(case: str, system: str, measure: str) -> str:
     return f"{case} | {system} | {measure}"
 
 
-def run(case: Case, seeds: Sequence[int]) -> dict[str, Figure]:
+def run(case: PaperCase, seeds: Sequence[int]) -> dict[str, Figure]:
     """Simulates every system of ``case``; returns a figure for each measure, a sample a seed."""
     figures = {}
     for name, system in case.systems.items():
@@ -64,7 +64,7 @@ def run(case: Case, seeds: Sequence[int]) -> dict[str, Figure]:
     return figures
 
 
-def table(case: Case, figures: dict[str, Figure]) -> Table:
+def table(case: PaperCase, figures: dict[str, Figure]) -> Table:
     """Returns means with their 95 % intervals (Student)."""
     shown = Table(title=case.name, caption=f"paper: {case.paper}", title_justify="left")
     for heading in ("system", *MEASURES):

@@ -7,26 +7,26 @@ from dataclasses import dataclass
 
 from banaserve.sim.regions.programs import chat, shared_prefixes, tree_of_thoughts
 from banaserve.sim.regions.replica import Accelerator
-from banaserve.sim.regions.world import Setting, System
+from banaserve.sim.regions.world import RegionSystem, Setting
 
 # AWS us-east-2, eu-central-1, ap-northeast-1; SkyWalker says "up to 200 ms".
 FAR = {("us", "eu"): 100.0, ("us", "asia"): 150.0, ("eu", "asia"): 220.0}
-RR = System("round_robin", central=True)
-LL = System("least_requests", central=True)
-CH = System("consistent_hash", "as-coded", central=True)
-SGL = System("cache_aware", "sglang-0.4", central=True)
-SKYWALKER = System("skywalker", "as-coded")
-SKYWALKER_CH = System("skywalker_ch", "as-coded")
-LOAD_AWARE = System("load_aware", central=True)
+RR = RegionSystem("round_robin", central=True)
+LL = RegionSystem("least_requests", central=True)
+CH = RegionSystem("consistent_hash", "as-coded", central=True)
+SGL = RegionSystem("cache_aware", "sglang-0.4", central=True)
+SKYWALKER = RegionSystem("skywalker", "as-coded")
+SKYWALKER_CH = RegionSystem("skywalker_ch", "as-coded")
+LOAD_AWARE = RegionSystem("load_aware", central=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PaperCase:
     """One table: a setting, systems in it, and what the paper says about it."""
 
     name: str
     setting: Setting
-    systems: dict[str, System]
+    systems: dict[str, RegionSystem]
     paper: str
 
 
@@ -42,46 +42,46 @@ def _regions(
     )
 
 
-def skywalker() -> list[Case]:
+def skywalker() -> list[PaperCase]:
     """Sections 5.1 and 5.2 and figure 10, with the authors' code's defaults."""
     talk, two, four = chat(256, 60, 150), tree_of_thoughts(2), tree_of_thoughts(4)
     single = {"round robin": RR, "least load": LL, "hash": CH, "sglang router": SGL}
     both = {"skywalker": SKYWALKER, "skywalker-ch": SKYWALKER_CH}
     pushes = {
-        name: System("skywalker", "as-coded", options={"push": push})
+        name: RegionSystem("skywalker", "as-coded", options={"push": push})
         for name, push in (("SP-P", "pending"), ("SP-O", "outstanding"), ("blind", "blind"))
     }
     cases = [
-        Case(
+        PaperCase(
             "push: 4 replicas, 30 clients, trees of 2",
             Setting({"us": 4}, {"us": [(30, two)]}),
             pushes,
             "SP-P over blind: throughput 1.27x, p90 TTFT 18.5x lower, hits 0.90 against 0.69; "
             "over SP-O: throughput 1.4x, TTFT alike",
         ),
-        Case(
+        PaperCase(
             "chat: 8 replicas, 80 clients a region",
             _regions((3, 2, 3), [(80, talk)] * 3),
             single | both | {"load-aware": LOAD_AWARE},
             "skywalker over least load 1.03x; hits RR 0.11-0.17, LL 0.28-0.31, skywalker 0.37-0.47",
         ),
-        Case(
+        PaperCase(
             "trees of 2: 12 replicas, 40/20/20 clients",
             _regions((4, 4, 4), [(40, two), (20, two), (20, two)]),
             single | both,
             "hash 2 % above skywalker, 1.4x least load; hits RR and LL 0.59, skywalker 0.90",
         ),
-        Case(
+        PaperCase(
             "mixed trees: 2 x 4-branch in US, 20 and 20 x 2-branch",
             _regions((4, 4, 4), [(2, four), (20, two), (20, two)]),
             single | both,
             "hash clearly below skywalker; most/least outstanding hash 3.36, sglang 2.22",
         ),
     ]
-    local = System("skywalker", "as-coded", forwards=False)
+    local = RegionSystem("skywalker", "as-coded", forwards=False)
     for replicas in (2, 3, 4):
         cases.append(
-            Case(
+            PaperCase(
                 f"diurnal: {3 * replicas} replicas, 120/40/40 clients",
                 _regions((replicas,) * 3, [(120, talk), (40, talk), (40, talk)]),
                 {"region-local": local, "skywalker": SKYWALKER},
@@ -91,18 +91,18 @@ def skywalker() -> list[Case]:
     return cases
 
 
-def gorgo() -> list[Case]:
+def gorgo() -> list[PaperCase]:
     """v1: tables 2; v2: table 3, three regions of fast replicas under long conversations."""
     fast = Accelerator(25.0, 0.094, 0.2, 200_000, 150_000, 128, 8192)
-    v1 = Case(
+    v1 = PaperCase(
         "v1: three regions, 10 clients each",
         _regions((1, 1, 1), [(10, chat(256, 200, 400))] * 3, accelerator=fast),
         {
             "least load": LL,
-            "prefix trie": System("skywalker", "as-coded", options={"push": "blind"}),
-            "gorgo as coded": System("gorgo_v1", "as-coded"),
-            "gorgo repaired": System("gorgo_v1"),
-            "gorgo-proxy": System("gorgo_v1", "proxy-as-coded", central=True),
+            "prefix trie": RegionSystem("skywalker", "as-coded", options={"push": "blind"}),
+            "gorgo as coded": RegionSystem("gorgo_v1", "as-coded"),
+            "gorgo repaired": RegionSystem("gorgo_v1"),
+            "gorgo-proxy": RegionSystem("gorgo_v1", "proxy-as-coded", central=True),
         },
         "median TTFT of the proxy 2.4-2.5x lower than all others, measured at unequal load",
     )
@@ -112,20 +112,20 @@ def gorgo() -> list[Case]:
         accelerator=Accelerator(9.0, 0.063, 0.15, 300_000, 250_000, 64, 8192),
         duration_s=180.0,
     )
-    v2 = Case(
+    v2 = PaperCase(
         "v2: one proxy, three regions, 84 clients, long conversations",
         long,
         {
-            "gorgo published": System("gorgo", "published", central=True),
-            "gorgo as coded": System("gorgo", "as-coded", central=True),
-            "gorgo untuned": System("gorgo", "untuned", central=True),
-            "gorgo repaired": System("gorgo", central=True),
-            "session affinity": System("session_affinity", "as-coded", central=True),
-            "least load": System("least_load", "as-coded", central=True, staleness_s=30.0),
-            "least load, live": System("least_load", central=True),
+            "gorgo published": RegionSystem("gorgo", "published", central=True),
+            "gorgo as coded": RegionSystem("gorgo", "as-coded", central=True),
+            "gorgo untuned": RegionSystem("gorgo", "untuned", central=True),
+            "gorgo repaired": RegionSystem("gorgo", central=True),
+            "session affinity": RegionSystem("session_affinity", "as-coded", central=True),
+            "least load": RegionSystem("least_load", "as-coded", central=True, staleness_s=30.0),
+            "least load, live": RegionSystem("least_load", central=True),
             "least request": LL,
-            "prefix cache": System("prefix_cache", central=True, staleness_s=30.0),
-            "prefix cache, live": System("prefix_cache", central=True),
+            "prefix cache": RegionSystem("prefix_cache", central=True, staleness_s=30.0),
+            "prefix cache, live": RegionSystem("prefix_cache", central=True),
         },
         "gorgo over affinity: TTFT p95 -7 to -15 %, E2E p95 -14 to -31 %; TTFT p95 worse at full "
         "load; two of its baselines read counters that are 30 s old",
@@ -133,7 +133,7 @@ def gorgo() -> list[Case]:
     return [v1, v2]
 
 
-def preble() -> list[Case]:
+def preble() -> list[PaperCase]:
     """Figures 3 and 5: many requests on few long prefixes, four replicas, open loop."""
     a6000 = Accelerator(25.0, 0.12, 0.25, 198_516, 100_000, 128, 512)
     cases = []
@@ -147,22 +147,22 @@ def preble() -> list[Case]:
             start_within_s=100.0,
         )
         cases.append(
-            Case(
+            PaperCase(
                 f"tool use, Zipf 1.1: {rate} requests/s on 4 replicas",
                 setting,
                 {
                     "round robin": RR,
-                    "longest prefix": System(
+                    "longest prefix": RegionSystem(
                         "cache_aware", central=True, options={"balance_abs": 10**9}
                     ),
-                    "E2 only": System(
+                    "E2 only": RegionSystem(
                         "preble",
                         central=True,
                         options={"balance_threshold": 0.0, "scales_hot_prefixes": False},
                     ),
-                    "preble published": System("preble", "published", central=True),
-                    "preble as coded": System("preble", "as-coded", central=True),
-                    "preble repaired": System("preble", central=True),
+                    "preble published": RegionSystem("preble", "published", central=True),
+                    "preble as coded": RegionSystem("preble", "as-coded", central=True),
+                    "preble repaired": RegionSystem("preble", central=True),
                 },
                 "round robin over preble: mean 1.5-14.5x, p99 2-10x, growing with the rate; "
                 "longest prefix alone worse in the mean",
@@ -171,7 +171,7 @@ def preble() -> list[Case]:
     return cases
 
 
-PAPERS: dict[str, Callable[[], list[Case]]] = {
+PAPERS: dict[str, Callable[[], list[PaperCase]]] = {
     "skywalker": skywalker,
     "gorgo": gorgo,
     "preble": preble,

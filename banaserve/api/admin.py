@@ -17,7 +17,12 @@ from banaserve.api.admin_answers import PREFIX, Endpoint, answer, not_found, ref
 from banaserve.api.admin_control import Control, control_routes
 from banaserve.api.errors import error_response
 from banaserve.api.limits import BodyLimit
-from banaserve.engine.vllm.migration.api import Ask, Migration, OverlapAsk, ShareAsk
+from banaserve.engine.vllm.migration.api import (
+    Migration,
+    MigrationRequest,
+    OverlapRequest,
+    ShareRequest,
+)
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration.controller.shares import share
 from banaserve.engine.vllm.migration.controller.status import placement_of
@@ -93,7 +98,7 @@ def _list(coordinator: Coordinator) -> Endpoint:
 def _begin(coordinator: Coordinator) -> Endpoint:
     @refusing
     async def begin(request: Request) -> Response:
-        ask = msgspec.json.decode(await request.body(), type=Ask)
+        ask = msgspec.json.decode(await request.body(), type=MigrationRequest)
         return answer(await coordinator.begin(ask), HTTPStatus.ACCEPTED)
 
     return begin
@@ -129,7 +134,7 @@ def _abort(coordinator: Coordinator) -> Endpoint:
 def _overlap(coordinator: Coordinator) -> Endpoint:
     @refusing
     async def overlap(request: Request) -> Response:
-        ask = msgspec.json.decode(await request.body(), type=OverlapAsk)
+        ask = msgspec.json.decode(await request.body(), type=OverlapRequest)
         return answer(await coordinator.overlap(ask))
 
     return overlap
@@ -138,7 +143,7 @@ def _overlap(coordinator: Coordinator) -> Endpoint:
 def _share(coordinator: Coordinator) -> Endpoint:
     @refusing
     async def bound(request: Request) -> Response:
-        ask = msgspec.json.decode(await request.body(), type=ShareAsk)
+        ask = msgspec.json.decode(await request.body(), type=ShareRequest)
         return answer(await share(coordinator, ask))
 
     return bound

@@ -12,16 +12,22 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from banaserve.controller.words import ControllerStatus, Decision, PauseAsk, RoleAsk, Status
+from banaserve.controller.schemas import (
+    ControllerStatus,
+    DecisionRecord,
+    PauseRequest,
+    RoleRequest,
+    ServerStatus,
+)
 from banaserve.engine.interface import RoleChange
 from banaserve.engine.vllm.migration.api import (
-    Ask,
+    ClusterPlacement,
+    GuestSharing,
     Migration,
-    OverlapAsk,
+    MigrationRequest,
     Overlapping,
-    Placement,
-    ShareAsk,
-    Sharing,
+    OverlapRequest,
+    ShareRequest,
 )
 from banaserve.errors import UserError
 
@@ -50,7 +56,7 @@ class AdminClient:
             handlers.append(urllib.request.ProxyHandler({}))
         self._opener = urllib.request.build_opener(*handlers)
 
-    def begin(self, ask: Ask) -> Migration:
+    def begin(self, ask: MigrationRequest) -> Migration:
         """Begin a migration.
 
         Raises:
@@ -75,7 +81,7 @@ class AdminClient:
         """
         return self._call("DELETE", f"/admin/migrations/{migration_id}", Migration)
 
-    def overlap(self, ask: OverlapAsk) -> Overlapping:
+    def overlap(self, ask: OverlapRequest) -> Overlapping:
         """Let an instance and its guests compute at once, or in turn.
 
         Raises:
@@ -83,38 +89,38 @@ class AdminClient:
         """
         return self._call("POST", "/admin/overlap", Overlapping, msgspec.json.encode(ask))
 
-    def share(self, ask: ShareAsk) -> Sharing:
+    def share(self, ask: ShareRequest) -> GuestSharing:
         """Bound what guests beside an instance take of its device.
 
         Raises:
             UserError: It is refused, or the server cannot be reached.
         """
-        return self._call("POST", "/admin/share", Sharing, msgspec.json.encode(ask))
+        return self._call("POST", "/admin/share", GuestSharing, msgspec.json.encode(ask))
 
-    def placement(self) -> Placement:
+    def placement(self) -> ClusterPlacement:
         """What runs where.
 
         Raises:
             UserError: The server cannot be reached.
         """
-        return self._call("GET", "/admin/placement", Placement)
+        return self._call("GET", "/admin/placement", ClusterPlacement)
 
-    def status(self) -> Status:
+    def status(self) -> ServerStatus:
         """Instances, moves and the orchestrator.
 
         Raises:
             UserError: The server cannot be reached.
         """
-        return self._call("GET", "/admin/status", Status)
+        return self._call("GET", "/admin/status", ServerStatus)
 
-    def decisions(self, last: int | None = None) -> list[Decision]:
+    def decisions(self, last: int | None = None) -> list[DecisionRecord]:
         """What the orchestrator has decided, the oldest first.
 
         Raises:
             UserError: The server cannot be reached.
         """
         query = "" if last is None else f"?last={last}"
-        return self._call("GET", f"/admin/decisions{query}", list[Decision])
+        return self._call("GET", f"/admin/decisions{query}", list[DecisionRecord])
 
     def set_paused(self, paused: bool) -> ControllerStatus:
         """Pause the orchestrator, or let it go on.
@@ -122,10 +128,10 @@ class AdminClient:
         Raises:
             UserError: The server cannot be reached.
         """
-        body = msgspec.json.encode(PauseAsk(paused))
+        body = msgspec.json.encode(PauseRequest(paused))
         return self._call("POST", "/admin/orchestrator", ControllerStatus, body)
 
-    def begin_role(self, ask: RoleAsk) -> RoleChange:
+    def begin_role(self, ask: RoleRequest) -> RoleChange:
         """Begin to give an instance another role.
 
         Raises:
@@ -149,7 +155,7 @@ class AdminClient:
         """
         return self._call("DELETE", f"/admin/roles/{change_id}", RoleChange)
 
-    def run(self, ask: Ask, timeout_s: float = 600.0) -> Migration:
+    def run(self, ask: MigrationRequest, timeout_s: float = 600.0) -> Migration:
         """Begin a migration and wait for its end, whatever that is.
 
         Raises:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from banaserve.api.admin_answers import PREFIX, Endpoint, answer, not_found, refusing, wait_s_of
 from banaserve.api.status import status_of
 from banaserve.controller.loop import Controller
-from banaserve.controller.words import PauseAsk, RoleAsk
+from banaserve.controller.schemas import PauseRequest, RoleRequest
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration_executor import MoveExecutor
 from banaserve.engine.vllm.role_switch import Roles
@@ -89,7 +89,7 @@ def _controller(control: Control) -> Endpoint:
 def _pause(control: Control) -> Endpoint:
     @refusing
     async def pause(request: Request) -> Response:
-        ask = msgspec.json.decode(await request.body(), type=PauseAsk)
+        ask = msgspec.json.decode(await request.body(), type=PauseRequest)
         control.controller.set_paused(ask.paused)
         return answer(control.controller.status())
 
@@ -107,7 +107,7 @@ def _role_list(control: Control) -> Endpoint:
 def _role_begin(control: Control) -> Endpoint:
     @refusing
     async def begin(request: Request) -> Response:
-        ask = msgspec.json.decode(await request.body(), type=RoleAsk)
+        ask = msgspec.json.decode(await request.body(), type=RoleRequest)
         change = control.roles.begin(ask.instance, ask.role, ask.timeout_s)
         return answer(change, HTTPStatus.ACCEPTED)
 

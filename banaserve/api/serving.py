@@ -25,15 +25,15 @@ from banaserve.api.metrics import MetricsPage
 from banaserve.clock import WallClock
 from banaserve.config import ServeConfig
 from banaserve.controller.decisions import DecisionLog
-from banaserve.controller.dilation import dilated
 from banaserve.controller.loop import Controller, ControllerOptions
+from banaserve.controller.time_scaling import dilated
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.client import DisaggregatedClient
-from banaserve.engine.vllm.cluster import Cluster, Patience, PrefixLookup
+from banaserve.engine.vllm.cluster import Cluster, ClusterTimeouts, PrefixLookup
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.launch.launcher import Launcher
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
-from banaserve.engine.vllm.migration.controller.guest_monitor import moving
+from banaserve.engine.vllm.migration.controller.guest_monitor import live_migration
 from banaserve.engine.vllm.migration_executor import MoveExecutor
 from banaserve.engine.vllm.reports import SharedPrometheus
 from banaserve.engine.vllm.role_switch import Budgets, Roles
@@ -43,7 +43,7 @@ from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size
 from banaserve.kvstore.supervised import SupervisedStore
-from banaserve.orchestrator.control import Limits, Mode
+from banaserve.orchestrator.control import ControlLimits, Mode
 from banaserve.orchestrator.routing import registry
 from banaserve.orchestrator.routing.legs import LegOptions
 from banaserve.run_dir import AdminAccess, RunDir, write_admin
@@ -90,7 +90,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
         client = await _connect(parts, cluster)
         stack.callback(client.shutdown)
         coordinator = await stack.enter_async_context(
-            moving(
+            live_migration(
                 cluster,
                 parts.launcher,
                 parts.engine_config,
@@ -174,7 +174,9 @@ def _cluster(parts: Parts) -> Cluster:
     section: dict[str, Any] = dict(config.routing_options)
     legs = LegOptions(skip_prefill_below_tokens=config.skip_prefill_below_tokens)
     policy = registry.make(config.routing_policy, legs=legs, **section)
-    patience = Patience(config.start_timeout_s, config.restart_grace_s, config.engine_stall_s)
+    patience = ClusterTimeouts(
+        config.start_timeout_s, config.restart_grace_s, config.engine_stall_s
+    )
     return Cluster(instances, policy, clock, patience)
 
 
@@ -237,7 +239,7 @@ async def _controlling(
         policy=chosen.policy,
         section={**_section(chosen.policy), **dict(chosen.options)},
         interval_s=chosen.interval_s,
-        limits=Limits(concurrent=chosen.concurrent, per_minute=chosen.per_minute),
+        limits=ControlLimits(concurrent=chosen.concurrent, per_minute=chosen.per_minute),
     )
     log = DecisionLog(chosen.decision_log)
     options = dilated(options, config.dilate)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from banaserve.controller.words import ControllerStatus, InstanceStatus, MoveLine, Status
+from banaserve.controller.schemas import ControllerStatus, InstanceStatus, MoveLine, ServerStatus
 from banaserve.engine.vllm.migration.api import Migration
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration_executor import seconds_of
 from banaserve.engine.vllm.role_switch import Roles
 from banaserve.orchestrator.measure import judge, load_of
-from banaserve.orchestrator.migration.weighing import module_words
+from banaserve.orchestrator.migration.scoring import module_words
 from banaserve.types import ClusterView, InstanceView
 
 _ENDED_SHOWN = 5
@@ -21,7 +21,7 @@ def status_of(
     roles: Roles,
     controller: ControllerStatus,
     at_s: float,
-) -> Status:
+) -> ServerStatus:
     """Returns instances, their moves and the controller; ``at_s`` is seconds since 1970."""
     left_out = judge(view).left_out
     instances = [
@@ -41,7 +41,7 @@ def status_of(
     ]
     ended = [move for move in moves if not _is_open(move)]
     kept = [move for move in moves if _is_open(move)] + ended[-_ENDED_SHOWN:]
-    return Status(at_s, instances, kept, controller)
+    return ServerStatus(at_s, instances, kept, controller)
 
 
 def _is_open(move: MoveLine) -> bool:

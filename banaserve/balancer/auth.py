@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 
 from banaserve.balancer.config import TenantSettings
-from banaserve.balancer.http.request import Message, RefusedError
+from banaserve.balancer.http.request import ClientRequest, RequestRefusedError
 
 OPEN_PATHS = frozenset((b"/health", b"/ready", b"/ping", b"/metrics"))
 """Answered by the balancer itself, without a key."""
@@ -58,27 +58,29 @@ def check_path(path: bytes) -> None:
     if is_known and path.rstrip(b"/") not in _NOT_PASSED:
         return
     shown = path[:100].decode("ascii", "replace")
-    raise RefusedError(404, f"there is no {shown} here: the API is below /v1")
+    raise RequestRefusedError(404, f"there is no {shown} here: the API is below /v1")
 
 
-def check_key(keys: Keys, message: Message) -> None:
+def check_key(keys: Keys, message: ClientRequest) -> None:
     """Returns if ``message`` shows a known key, or none is needed.
 
     Raises:
         RefusedError: It shows none.
     """
     if keys and not keys.admits(message.seen.get(b"authorization", b"")):
-        raise RefusedError(401, "no valid API key: send the header 'Authorization: Bearer KEY'")
+        raise RequestRefusedError(
+            401, "no valid API key: send the header 'Authorization: Bearer KEY'"
+        )
 
 
-def check_peer(keys: Keys, message: Message) -> None:
+def check_peer(keys: Keys, message: ClientRequest) -> None:
     """Returns if ``message`` shows the key that balancers share.
 
     Raises:
         RefusedError: It shows another, or there is none.
     """
     if not keys.admits(b"Bearer " + message.seen[PEER_FIELD]):
-        raise RefusedError(401, "the key of a peer is needed: peer_key is not the same")
+        raise RequestRefusedError(401, "the key of a peer is needed: peer_key is not the same")
 
 
 class Regions:
@@ -89,7 +91,7 @@ class Regions:
             _digest(one.key.encode()): frozenset(one.regions) for one in tenants if one.regions
         }
 
-    def allowed(self, message: Message, was_forwarded: bool) -> frozenset[str] | None:
+    def allowed(self, message: ClientRequest, was_forwarded: bool) -> frozenset[str] | None:
         """Returns the regions, or None for all; a forwarded request brings its own."""
         asked = message.seen.get(REGIONS_FIELD)
         wanted = None

@@ -26,13 +26,13 @@ from banaserve.balancer.auth import (
 )
 from banaserve.balancer.config import BalancerSettings
 from banaserve.balancer.http import replies
-from banaserve.balancer.http.client_connection import Client
-from banaserve.balancer.http.request import Message, RefusedError
-from banaserve.balancer.membership import BLIND, Roster, prefixes_of
+from banaserve.balancer.http.client_connection import ClientConnection
+from banaserve.balancer.http.request import ClientRequest, RequestRefusedError
+from banaserve.balancer.membership import BLIND, TargetRegistry, prefixes_of
 from banaserve.balancer.metrics import Metrics
 from banaserve.balancer.peers import PEER_PATHS, PREFIXES_PATH, STATE_PATH, encode_state
-from banaserve.balancer.proxy import Exchange
-from banaserve.balancer.queue import Line, Waker
+from banaserve.balancer.proxy import ProxiedRequest
+from banaserve.balancer.queue import RequestQueue, Waker
 from banaserve.balancer.routing_request import blind_request, read_request, without_tried
 from banaserve.balancer.state_file import StateFile
 from banaserve.balancer.targets import Target
@@ -41,10 +41,7 @@ from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
 from banaserve.orchestrator.replicas import registry
 from banaserve.orchestrator.replicas.fleet import Fleet
-from banaserve.orchestrator.replicas.interface import (
-    Decision,
-    Request,
-)
+from banaserve.orchestrator.replicas.interface import Request, RoutingDecision
 from banaserve.orchestrator.replicas.peer_prefixes import PeerPrefixes
 from banaserve.types import RequestId
 
@@ -56,16 +53,16 @@ class House(Protocol):
         prefixes: What it tells peers of its replicas' caches; None where the policy uses none.
     """
 
-    line: Line
+    line: RequestQueue
     metrics: Metrics
     prefixes: PeerPrefixes | None
-    roster: Roster
+    roster: TargetRegistry
 
     @property
     def is_ready(self) -> bool: ...
 
 
-def own_answer(house: House, message: Message, closes: bool) -> bytes:
+def own_answer(house: House, message: ClientRequest, closes: bool) -> bytes:
     """Returns the whole answer to ``message``, whose path is one of ours."""
     if message.method == b"HEAD":
         head, end, _ = _answer_get(house, message, closes).partition(b"\r\n\r\n")
@@ -75,7 +72,7 @@ def own_answer(house: House, message: Message, closes: bool) -> bytes:
     return _answer_get(house, message, closes)
 
 
-def _answer_get(house: House, message: Message, closes: bool) -> bytes:
+def _answer_get(house: House, message: ClientRequest, closes: bool) -> bytes:
     if message.path == b"/metrics":
         kind = b"text/plain; version=0.0.4; charset=utf-8"
         return replies.answer(200, kind, house.metrics.page(), closes)
@@ -140,16 +137,16 @@ class Balancer:
             self._state = StateFile(Path(policy.state_file), policy.name, self.fleet.policy)
             self._state.restore(log)
         self.prefixes = prefixes_of(self.fleet.policy, settings)
-        self.line, self.metrics = Line(), Metrics()
+        self.line, self.metrics = RequestQueue(), Metrics()
         self.wake = Waker(self.line, self.fleet).wake
-        self.roster = Roster(self.fleet, log, self.wake, self.prefixes)
+        self.roster = TargetRegistry(self.fleet, log, self.wake, self.prefixes)
         self.targets = self.roster.targets
         self.is_leaving = False
         self._buffered_bytes = 0
         self._peer_keys = Keys([settings.peer_key] if settings.peer_key else [])
         self.observers = observers(settings, log)
-        self._clients: set[Client] = set()
-        self._under_way: dict[Exchange, None] = {}
+        self._clients: set[ClientConnection] = set()
+        self._under_way: dict[ProxiedRequest, None] = {}
         self._num_requests = 0
         self._idle: asyncio.Event | None = None
         self.metrics.targets = self.targets.values
@@ -194,14 +191,14 @@ class Balancer:
 
     # For connections of clients.
 
-    def opened(self, client: Client) -> bool:
+    def opened(self, client: ClientConnection) -> bool:
         self._clients.add(client)
         return len(self._clients) <= self.settings.limits.max_connections
 
-    def closed(self, client: Client) -> None:
+    def closed(self, client: ClientConnection) -> None:
         self._clients.discard(client)
 
-    def check_head(self, message: Message) -> None:
+    def check_head(self, message: ClientRequest) -> None:
         if message.path in OPEN_PATHS:
             return
         if PEER_FIELD in message.seen:
@@ -213,18 +210,20 @@ class Balancer:
             check_key(self._keys, message)
         check_path(message.path)
         if len(self._under_way) >= self.settings.limits.max_requests:
-            raise RefusedError(429, f"{len(self._under_way)} requests are under way; try again")
+            raise RequestRefusedError(
+                429, f"{len(self._under_way)} requests are under way; try again"
+            )
 
     def hold(self, num_bytes: int) -> None:
         self._buffered_bytes += num_bytes
         if num_bytes > 0 and self._buffered_bytes > self._max_buffered_bytes:
             self._buffered_bytes -= num_bytes
-            raise RefusedError(503, "too many bodies are held in memory; try again shortly")
+            raise RequestRefusedError(503, "too many bodies are held in memory; try again shortly")
 
-    def refused(self, error: RefusedError) -> None:
+    def refused(self, error: RequestRefusedError) -> None:
         self.metrics.refused(error.status)
 
-    def take(self, client: Client, message: Message) -> Exchange | None:
+    def take(self, client: ClientConnection, message: ClientRequest) -> ProxiedRequest | None:
         if message.path in OPEN_PATHS or message.path in PEER_PATHS:
             client.write(own_answer(self, message, closes=not client.can_go_on))
             client.done(message)
@@ -240,7 +239,7 @@ class Balancer:
             was_forwarded = PEER_FIELD in message.seen
             allowed = self._regions.allowed(message, was_forwarded)
             request = read_request(request_id, message, now_s, allowed, was_forwarded)
-        exchange = Exchange(self, client, message, request, now_s + limits.request_timeout_s)
+        exchange = ProxiedRequest(self, client, message, request, now_s + limits.request_timeout_s)
         for observer in self.observers:
             observer.began(exchange)
         self._under_way[exchange] = None
@@ -255,7 +254,7 @@ class Balancer:
 
     # For exchanges.
 
-    def decide(self, request: Request, without: set[str]) -> Decision:
+    def decide(self, request: Request, without: set[str]) -> RoutingDecision:
         view = self.fleet.view(monotonic())
         if without and self.has_other(request, without):
             view = without_tried(view, without)
@@ -264,7 +263,7 @@ class Balancer:
     def has_other(self, request: Request, tried: set[str]) -> bool:
         return self.roster.has_other(request, tried)
 
-    def fields(self, exchange: Exchange, target: Target) -> bytes:
+    def fields(self, exchange: ProxiedRequest, target: Target) -> bytes:
         message, regions = exchange.message, exchange.request.allowed_regions
         fields = target.fields
         is_for_replica = not self._keys or PEER_FIELD in message.seen
@@ -276,7 +275,7 @@ class Balancer:
             fields += b"traceparent: %b\r\n" % exchange.parent
         return fields
 
-    def ended(self, exchange: Exchange) -> None:
+    def ended(self, exchange: ProxiedRequest) -> None:
         now_s = monotonic()
         self._under_way.pop(exchange, None)
         self.metrics.ended(

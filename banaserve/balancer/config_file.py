@@ -25,7 +25,7 @@ from banaserve.balancer.config import (
     ReplicaSettings,
     TenantSettings,
 )
-from banaserve.balancer.health import over_and_over
+from banaserve.balancer.health import run_periodically
 from banaserve.errors import UserError
 
 _MAX_BYTES = 4 * 1024 * 1024
@@ -114,7 +114,7 @@ _LOOK_S = 0.5
 async def follow(path: Path, balancer: Balancer) -> None:
     """Read ``path`` again whenever it changes; a file with a mistake changes nothing."""
     look = _File(path, balancer).look
-    await over_and_over(look, _LOOK_S, balancer.log, f"reading {path} again")
+    await run_periodically(look, _LOOK_S, balancer.log, f"reading {path} again")
 
 
 class _File:

@@ -14,13 +14,13 @@ from time import monotonic
 from typing import NamedTuple
 
 from banaserve.balancer.config import HealthSettings
-from banaserve.balancer.http.replica_connection import Pool, Upstream
+from banaserve.balancer.http.replica_connection import ConnectionPool, ReplicaConnection
 from banaserve.balancer.http.response import ResponseHead
 from banaserve.balancer.targets import Target
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
 
 
-async def over_and_over(
+async def run_periodically(
     step: Callable[[], Awaitable[None]],
     interval_s: float,
     log: Callable[[str], None],
@@ -47,7 +47,7 @@ async def over_and_over(
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 
 
-class Answer(NamedTuple):
+class ProbeAnswer(NamedTuple):
     """An answer and how long it took on an open connection, in milliseconds."""
 
     status: int
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
 class _Collector:
     """A sink that keeps everything."""
 
-    def __init__(self, upstream: Upstream) -> None:
+    def __init__(self, upstream: ReplicaConnection) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.status = 0
         self.was_reused = False
@@ -91,8 +91,8 @@ class _Collector:
 
 
 async def fetch(
-    pool: Pool, method: str, path: str, fields: bytes, timeout_s: float, body: bytes = b""
-) -> Answer:
+    pool: ConnectionPool, method: str, path: str, fields: bytes, timeout_s: float, body: bytes = b""
+) -> ProbeAnswer:
     """Returns the answer to one small request.
 
     A chunked body comes as it was framed: enough for reading numbers out of it.
@@ -111,7 +111,9 @@ async def fetch(
         return answer or await _try(pool, parts, is_last=True)  # type: ignore[return-value]
 
 
-async def _try(pool: Pool, parts: list[bytes], is_last: bool = False) -> Answer | None:
+async def _try(
+    pool: ConnectionPool, parts: list[bytes], is_last: bool = False
+) -> ProbeAnswer | None:
     """Returns None where a connection had been closed while it was idle."""
     upstream = (None if is_last else pool.take()) or await pool.connect()
     started_s = monotonic()
@@ -124,7 +126,7 @@ async def _try(pool: Pool, parts: list[bytes], is_last: bool = False) -> Answer 
         if sink.was_reused:
             return None
         raise
-    return Answer(sink.status, b"".join(sink.parts), (monotonic() - started_s) * 1e3)
+    return ProbeAnswer(sink.status, b"".join(sink.parts), (monotonic() - started_s) * 1e3)
 
 
 _GAUGES = re.compile(
@@ -192,7 +194,7 @@ class Prober:
 
     def _repeat(self, step: Callable[[], Awaitable[None]], interval_s: float, what: str) -> None:
         loop = asyncio.get_running_loop()
-        self._tasks.append(loop.create_task(over_and_over(step, interval_s, self._log, what)))
+        self._tasks.append(loop.create_task(run_periodically(step, interval_s, self._log, what)))
 
     def stop(self) -> None:
         for task in self._tasks:

@@ -33,7 +33,7 @@ from banaserve.orchestrator.replicas.policy import may_serve
 from banaserve.orchestrator.replicas.skywalker import SkyWalker
 
 
-def heir(distances_ms: Mapping[str, float]) -> str:
+def failover_owner(distances_ms: Mapping[str, float]) -> str:
     """Returns the region that is nearest to the dead one; the first by name among equals.
 
     Every living balancer asks this with the same distances and so comes to the same answer. Where
@@ -79,7 +79,7 @@ def place_of(one: ReplicaSettings) -> tuple[str, Endpoint]:
     return replica_id(one), parse_endpoint(one.url)
 
 
-class Roster:
+class TargetRegistry:
     """Who may be sent requests, and who looks at them.
 
     Attributes:
@@ -198,7 +198,7 @@ class Roster:
                 other: self._peers[other].state.distances_ms.get(name, float("inf"))
                 for other in alive
             }
-            if heir(distances) == own and name not in self.adopted:
+            if failover_owner(distances) == own and name not in self.adopted:
                 self._adopt(name, peer)
 
     def _adopt(self, region: str, peer: PeerProber) -> None:

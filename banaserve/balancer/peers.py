@@ -15,7 +15,7 @@ from banaserve.balancer.config import (
     PeerSettings,
     ReplicaSettings,
 )
-from banaserve.balancer.health import fetch, over_and_over
+from banaserve.balancer.health import fetch, run_periodically
 from banaserve.balancer.targets import Target
 from banaserve.errors import UserError
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
@@ -110,7 +110,7 @@ class PeerProber:
 
     def _repeat(self, step: Callable[[], Awaitable[None]], interval_s: float, what: str) -> None:
         loop = asyncio.get_running_loop()
-        self._tasks.append(loop.create_task(over_and_over(step, interval_s, self._log, what)))
+        self._tasks.append(loop.create_task(run_periodically(step, interval_s, self._log, what)))
 
     def stop(self) -> None:
         while self._tasks:

@@ -13,28 +13,33 @@ from time import monotonic
 from typing import Protocol
 
 from banaserve.balancer.http import replies
-from banaserve.balancer.http.client_connection import Client
-from banaserve.balancer.http.replica_connection import Sink, Upstream
-from banaserve.balancer.http.request import Message
+from banaserve.balancer.http.client_connection import ClientConnection
+from banaserve.balancer.http.replica_connection import ReplicaConnection, Sink
+from banaserve.balancer.http.request import ClientRequest
 from banaserve.balancer.http.response import Body, ChunkedBody, ResponseHead, UntilClose
 from banaserve.balancer.metrics import Metrics
-from banaserve.balancer.queue import Line
+from banaserve.balancer.queue import RequestQueue
 from banaserve.balancer.targets import Target
 from banaserve.orchestrator.replicas.fleet import Fleet
-from banaserve.orchestrator.replicas.interface import Decision, Flight, Reason, Request
+from banaserve.orchestrator.replicas.interface import (
+    Flight,
+    Request,
+    RoutingDecision,
+    RoutingReason,
+)
 
 
 class Office(Protocol):
     """The balancer, as one request's exchange sees it."""
 
     fleet: Fleet
-    line: Line
+    line: RequestQueue
     metrics: Metrics
     targets: dict[str, Target]
     max_attempts: int
     max_queue: int
 
-    def decide(self, request: Request, without: set[str]) -> Decision:
+    def decide(self, request: Request, without: set[str]) -> RoutingDecision:
         """Asks the policy, leaving out ``without`` where other targets are left."""
         ...
 
@@ -42,13 +47,13 @@ class Office(Protocol):
         """Returns whether a target that is not in ``tried`` may serve ``request`` at present."""
         ...
 
-    def fields(self, exchange: Exchange, target: Target) -> bytes:
+    def fields(self, exchange: ProxiedRequest, target: Target) -> bytes:
         """Returns the header lines that this hop alone needs."""
         ...
 
     def log(self, text: str) -> None: ...
 
-    def ended(self, exchange: Exchange) -> None: ...
+    def ended(self, exchange: ProxiedRequest) -> None: ...
 
 
 FAULTS = frozenset((502, 503, 504))
@@ -58,7 +63,7 @@ _USAGE = re.compile(rb'"(completion_tokens|cached_tokens)"\s*:\s*(\d{1,9})')
 _TAIL_BYTES = 4096
 
 
-class Attempt:
+class UpstreamAttempt:
     """Counted as sent when it is made, and as ended exactly once.
 
     Attributes:
@@ -67,12 +72,12 @@ class Attempt:
 
     __slots__ = ("_connecting", "_office", "_upstream", "flight", "is_over", "target")
 
-    def __init__(self, office: Office, request: Request, decision: Decision) -> None:
+    def __init__(self, office: Office, request: Request, decision: RoutingDecision) -> None:
         """``decision`` has a target."""
         assert decision.target is not None
         now_s = monotonic()
         self._office = office
-        self._upstream: Upstream | None = None
+        self._upstream: ReplicaConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self.is_over = False
         self.target = office.targets[decision.target]
@@ -165,7 +170,7 @@ _BACKOFF_S = 0.1
 _EVENTS = re.compile(rb"\r\ncontent-type:[ \t]*text/event-stream", re.IGNORECASE)
 
 
-class Exchange:
+class ProxiedRequest:
     """From the whole request to the last byte of the answer. Answers exactly once.
 
     Attributes:
@@ -200,7 +205,12 @@ class Exchange:
     )
 
     def __init__(
-        self, office: Office, client: Client, message: Message, request: Request, deadline_s: float
+        self,
+        office: Office,
+        client: ClientConnection,
+        message: ClientRequest,
+        request: Request,
+        deadline_s: float,
     ) -> None:
         self._office, self._client, self.message = office, client, message
         self.request = request
@@ -211,7 +221,7 @@ class Exchange:
         self.num_attempts = self.num_reads = self.status = 0
         self.parent = message.seen.get(b"traceparent", b"")
         self._tried: set[str] = set()
-        self._attempt: Attempt | None = None
+        self._attempt: UpstreamAttempt | None = None
         self._backoff: asyncio.TimerHandle | None = None
         self._body: Body | None = None
         self._last = b""
@@ -236,7 +246,7 @@ class Exchange:
         if decision.target is not None:
             self._send(decision)
             return True
-        if decision.reason is Reason.NONE_MAY:
+        if decision.reason is RoutingReason.NONE_MAY:
             model = f" with model {self.request.model}" if self.request.model else ""
             regions = self.request.allowed_regions
             where = f" in {', '.join(sorted(regions))}" if regions is not None else ""
@@ -247,9 +257,9 @@ class Exchange:
     def waited_too_long(self) -> None:
         self._answer(503, self._why or "no replica became free in time; try again shortly", 2.0)
 
-    def _send(self, decision: Decision) -> None:
+    def _send(self, decision: RoutingDecision) -> None:
         office, message = self._office, self.message
-        attempt = self._attempt = Attempt(office, self.request, decision)
+        attempt = self._attempt = UpstreamAttempt(office, self.request, decision)
         self.flights.append(attempt.flight)
         self.num_attempts += 1
         parts = message.parts(office.fields(self, attempt.target))
@@ -316,12 +326,12 @@ class Exchange:
 
     # Another attempt.
 
-    def _may_go_on(self, attempt: Attempt) -> bool:
+    def _may_go_on(self, attempt: UpstreamAttempt) -> bool:
         tried = {*self._tried, attempt.target.view.id}
         is_left = self.num_attempts < self._office.max_attempts
         return is_left and self._office.has_other(self.request, tried)
 
-    def _again(self, attempt: Attempt) -> None:
+    def _again(self, attempt: UpstreamAttempt) -> None:
         attempt.target.num_retried += 1
         self._tried.add(attempt.target.view.id)
         if self._office.has_other(self.request, self._tried):
@@ -338,7 +348,7 @@ class Exchange:
 
     # Ends.
 
-    def _break_off(self, attempt: Attempt, why: str) -> None:
+    def _break_off(self, attempt: UpstreamAttempt, why: str) -> None:
         """The answer has begun, so it cannot be begun elsewhere."""
         client, body = self._client, self._body
         attempt.broke(is_fault=True)

@@ -38,7 +38,7 @@ class Waiting(Protocol):
     def waited_too_long(self) -> None: ...
 
 
-class Line:
+class RequestQueue:
     """Requests in the order in which they came, a lane for each kind.
 
     Nobody overtakes within a lane; a lane that waits for one replica does not hold up another.
@@ -110,7 +110,7 @@ class Line:
 class Waker:
     """Looks through the line soon after something may have become free."""
 
-    def __init__(self, line: Line, fleet: Fleet) -> None:
+    def __init__(self, line: RequestQueue, fleet: Fleet) -> None:
         self._line, self._fleet = line, fleet
         self._is_awake = self._goes_on = False
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 
-from banaserve.balancer.http.request import Message
+from banaserve.balancer.http.request import ClientRequest
 from banaserve.orchestrator.replicas.interface import FleetView, Request
 from banaserve.types import RequestId
 
@@ -44,7 +44,7 @@ def blind_request(request_id: RequestId, now_s: float) -> Request:
 
 def read_request(
     request_id: RequestId,
-    message: Message,
+    message: ClientRequest,
     now_s: float,
     allowed_regions: frozenset[str] | None,
     was_forwarded: bool,

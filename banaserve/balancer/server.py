@@ -13,7 +13,7 @@ import uvloop
 
 from banaserve.balancer.balancer import Balancer
 from banaserve.balancer.config_file import follow
-from banaserve.balancer.http.client_connection import Client
+from banaserve.balancer.http.client_connection import ClientConnection
 
 _TICK_S = 0.1
 _TICKS_A_SLOW_ONE = 5
@@ -56,7 +56,9 @@ async def serve(
     tasks = [loop.create_task(tick(balancer))]
     if config is not None:
         tasks.append(loop.create_task(follow(config, balancer)))
-    server = await loop.create_server(lambda: Client(balancer), sock=sock, backlog=_BACKLOG)
+    server = await loop.create_server(
+        lambda: ClientConnection(balancer), sock=sock, backlog=_BACKLOG
+    )
     on_ready()
     try:
         number = await signals.get()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from banaserve.balancer.config import BalancerSettings, Endpoint
-from banaserve.balancer.http.replica_connection import Pool
+from banaserve.balancer.http.replica_connection import ConnectionPool
 from banaserve.orchestrator.replicas.interface import PeerView, ReplicaView
 
 
@@ -102,7 +102,7 @@ class Target:
         self.endpoint = endpoint
         self.name = f"{'peer' if self.is_peer else 'replica'} {endpoint.url}"
         health = settings.health
-        self.pool = Pool(endpoint, settings.limits.connect_timeout_s)
+        self.pool = ConnectionPool(endpoint, settings.limits.connect_timeout_s)
         self.breaker = Breaker(
             health.breaker_failures, health.breaker_pause_s, health.breaker_longest_pause_s
         )

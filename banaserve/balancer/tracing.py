@@ -18,15 +18,15 @@ from banaserve.errors import UserError
 from banaserve.orchestrator.replicas.interface import Flight
 
 if TYPE_CHECKING:
-    from banaserve.balancer.proxy import Exchange
+    from banaserve.balancer.proxy import ProxiedRequest
 
 
 class Observer(Protocol):
     """Is told of each request twice."""
 
-    def began(self, exchange: Exchange) -> None: ...
+    def began(self, exchange: ProxiedRequest) -> None: ...
 
-    def ended(self, exchange: Exchange, now_s: float) -> None: ...
+    def ended(self, exchange: ProxiedRequest, now_s: float) -> None: ...
 
     def close(self) -> None: ...
 
@@ -39,7 +39,7 @@ def observers(settings: BalancerSettings, log: Callable[[str], None]) -> list[Ob
     """
     made: list[Observer] = []
     if settings.decision_log:
-        made.append(DecisionLog(Path(settings.decision_log), settings.region, log))
+        made.append(RoutingLog(Path(settings.decision_log), settings.region, log))
     if settings.traces:
         made.append(Spans(settings.traces, settings.region))
     return made
@@ -73,7 +73,7 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 3)
 
 
-class DecisionLog:
+class RoutingLog:
     """One JSON line a request; after a line that cannot be written, no more."""
 
     def __init__(self, path: Path, region: str, log: Callable[[str], None]) -> None:
@@ -87,9 +87,9 @@ class DecisionLog:
         self._has_failed = False
         self._encode = msgspec.json.Encoder().encode
 
-    def began(self, exchange: Exchange) -> None: ...
+    def began(self, exchange: ProxiedRequest) -> None: ...
 
-    def ended(self, exchange: Exchange, now_s: float) -> None:
+    def ended(self, exchange: ProxiedRequest, now_s: float) -> None:
         request = exchange.request
         line = {
             "at": time.time(),
@@ -149,9 +149,9 @@ class Spans:
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("banaserve.balancer")
         self._extract, self._inject = extract, inject
-        self._open: dict[Exchange, Any] = {}
+        self._open: dict[ProxiedRequest, Any] = {}
 
-    def began(self, exchange: Exchange) -> None:
+    def began(self, exchange: ProxiedRequest) -> None:
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         seen = exchange.message.seen
@@ -168,7 +168,7 @@ class Spans:
         exchange.parent = onward.get("traceparent", "").encode()
         self._open[exchange] = span
 
-    def ended(self, exchange: Exchange, now_s: float) -> None:
+    def ended(self, exchange: ProxiedRequest, now_s: float) -> None:
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         span = self._open.pop(exchange, None)

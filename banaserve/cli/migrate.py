@@ -14,14 +14,14 @@ from banaserve.cli.admin_options import KeyOption, RunDirOption, UrlOption, admi
 from banaserve.cli.console import print_error
 from banaserve.cli.placement import overlap_words, sharing_line
 from banaserve.engine.vllm.migration.api import (
-    Ask,
     Migration,
+    MigrationRequest,
     MoveContext,
     MoveHeads,
     MoveLayers,
-    OverlapAsk,
+    OverlapRequest,
     Return,
-    ShareAsk,
+    ShareRequest,
 )
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size
@@ -119,7 +119,7 @@ def overlap(
     as_json: JsonOption = False,
 ) -> None:
     """Let an instance and the guests of its layers compute at once, until it starts again."""
-    found = admin_client(run_dir, url, admin_key).overlap(OverlapAsk(instance, parts))
+    found = admin_client(run_dir, url, admin_key).overlap(OverlapRequest(instance, parts))
     if as_json:
         print(json.dumps(msgspec.to_builtins(found)))
         return
@@ -136,14 +136,14 @@ def share(
     as_json: JsonOption = False,
 ) -> None:
     """Bound what guests beside an instance take of its device, until the server ends."""
-    found = admin_client(run_dir, url, admin_key).share(ShareAsk(instance, fraction))
+    found = admin_client(run_dir, url, admin_key).share(ShareRequest(instance, fraction))
     if as_json:
         print(json.dumps(msgspec.to_builtins(found)))
         return
     print(sharing_line(found))
 
 
-def _migrate(client: AdminClient, ask: Ask, as_json: bool) -> None:
+def _migrate(client: AdminClient, ask: MigrationRequest, as_json: bool) -> None:
     """Begin, show how far it is, and leave with 2 unless all of it was done."""
     migration = client.begin(ask)
     shown = _Progress(quiet=as_json)

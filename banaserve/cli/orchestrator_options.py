@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from banaserve.cli.pairs import read_pair
+from banaserve.cli.key_values import read_pair
 from banaserve.config import OrchestratorConfig
 from banaserve.controller.decisions import DecisionLog
-from banaserve.orchestrator.control import Limits
+from banaserve.orchestrator.control import ControlLimits
 from banaserve.orchestrator.migration import registry
 
 _DEFAULTS = OrchestratorConfig()
@@ -75,5 +75,5 @@ def check_orchestrator(config: OrchestratorConfig) -> None:
     """
     section: dict[str, Any] = dict(config.options)
     registry.make(config.policy, **section)
-    Limits(concurrent=config.concurrent, per_minute=config.per_minute)
+    ControlLimits(concurrent=config.concurrent, per_minute=config.per_minute)
     DecisionLog(config.decision_log)

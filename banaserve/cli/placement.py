@@ -17,7 +17,12 @@ from banaserve.cli.admin_options import (
     admin_client,
 )
 from banaserve.cli.console import print_rows
-from banaserve.engine.vllm.migration.api import InstancePlacement, Overlapping, Placement, Sharing
+from banaserve.engine.vllm.migration.api import (
+    ClusterPlacement,
+    GuestSharing,
+    InstancePlacement,
+    Overlapping,
+)
 from banaserve.kvstore.sizes import format_size
 
 app = typer.Typer(name="placement", add_completion=False)
@@ -51,18 +56,18 @@ def placement(
 
 def overlap_words(found: Overlapping) -> str:
     """Whether an instance and the guests of its layers compute at once."""
-    if found.most_parts == 1:
+    if found.max_microbatches == 1:
         return "waits for its guests"
-    if found.why_not:
-        return f"waits for its guests, though it may cut steps: {found.why_not}"
-    words = f"cuts steps into up to {found.most_parts} parts"
+    if found.blocker:
+        return f"waits for its guests, though it may cut steps: {found.blocker}"
+    words = f"cuts steps into up to {found.max_microbatches} parts"
     if found.steps_cut:
         words += f": {found.steps_cut} of {found.steps_cut + found.steps_waited} so far, "
         words += f"their times predicted within {found.prediction_error:.0%}"
     return words
 
 
-def sharing_line(found: Sharing) -> str:
+def sharing_line(found: GuestSharing) -> str:
     """What guests may take of an instance's device, take, and cost it."""
     line = f"guests beside {found.instance} take at most {found.fraction:.0%} of its device"
     if not found.num_guests:
@@ -74,14 +79,14 @@ def sharing_line(found: Sharing) -> str:
     return line
 
 
-def rows(found: Placement) -> list[tuple[str, ...]]:
+def rows(found: ClusterPlacement) -> list[tuple[str, ...]]:
     """A heading, and for each instance what is at home and what is away."""
     return [_HEADING, *(row for instance in found.instances for row in _rows(instance))]
 
 
 def _rows(instance: InstancePlacement) -> Iterator[tuple[str, ...]]:
-    if instance.cannot_migrate:
-        yield instance.id, instance.role, instance.cannot_migrate, "", "", "", ""
+    if instance.migration_blocker:
+        yield instance.id, instance.role, instance.migration_blocker, "", "", "", ""
         return
     blocks = str(instance.num_blocks)
     if instance.blocks_gained:

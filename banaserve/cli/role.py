@@ -14,7 +14,7 @@ from banaserve.api.admin_client import AdminClient
 from banaserve.cli.admin_options import KeyOption, RunDirOption, UrlOption, admin_client
 from banaserve.cli.console import print_error
 from banaserve.cli.migrate import JsonOption
-from banaserve.controller.words import RoleAsk
+from banaserve.controller.schemas import RoleRequest
 from banaserve.engine.interface import RoleChange
 from banaserve.errors import UserError
 
@@ -37,7 +37,7 @@ def role(
 ) -> None:
     """Give a running instance another role once the requests that it has have ended."""
     client = admin_client(run_dir, url, admin_key)
-    change = client.begin_role(RoleAsk(instance, new_role, timeout_s))
+    change = client.begin_role(RoleRequest(instance, new_role, timeout_s))
     try:
         while change.is_open:
             if not as_json:

@@ -19,8 +19,8 @@ from banaserve.balancer.config import (
 )
 from banaserve.balancer.config_file import read_settings
 from banaserve.cli.console import print_error, timed
-from banaserve.cli.listening import listening
-from banaserve.cli.pairs import read_pair
+from banaserve.cli.key_values import read_pair
+from banaserve.cli.sockets import listening
 from banaserve.errors import UserError
 from banaserve.orchestrator.replicas import registry
 

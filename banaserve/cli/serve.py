@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from banaserve import models
-from banaserve.cli import paced
+from banaserve.cli import emulation
 from banaserve.cli.console import Say, timed
-from banaserve.cli.leaving import Leaving
-from banaserve.cli.listening import listening
 from banaserve.cli.orchestrator_options import check_orchestrator
 from banaserve.cli.serve_options import parse_serve_argv
+from banaserve.cli.signals import Leaving
+from banaserve.cli.sockets import listening
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
 from banaserve.kvstore.options import StoreOptions
@@ -44,7 +44,7 @@ def serve_command(argv: list[str]) -> int:
         leaving.insisting(),
     ):
         say = timed(terminal)
-        model = paced.resolve(config, say)
+        model = emulation.resolve(config, say)
         _serve(config, model, sock, run, say, terminal)
     return 0
 
@@ -56,7 +56,7 @@ def _check(config: ServeConfig) -> None:
     parse_size(config.max_body_size)
     section: dict[str, Any] = dict(config.routing_options)
     registry.make(config.routing_policy, **section)
-    paced.profile_of(config)
+    emulation.profile_of(config)
     check_orchestrator(config.orchestrator)
 
 
@@ -137,7 +137,7 @@ def _banner(
         f"  banaserve serves {model.served_name} ({shape})",
         f"  API    {url}/v1",
         f"  logs   {Path(run.logs)}",
-        *([f"  time   {time_is}"] if (time_is := paced.words(config)) else []),
+        *([f"  time   {time_is}"] if (time_is := emulation.words(config)) else []),
         "",
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",
         "",

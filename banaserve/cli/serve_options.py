@@ -10,8 +10,8 @@ from pathlib import Path
 
 from banaserve.arguments import Parser
 from banaserve.cli.budget_options import add_budgets, budget_of
+from banaserve.cli.key_values import read_pair
 from banaserve.cli.orchestrator_options import add_orchestrator, orchestrator_of
-from banaserve.cli.pairs import read_pair
 from banaserve.config import (
     MIGRATION_ATTENTION,
     MINIATURE,

@@ -15,7 +15,7 @@ from banaserve.cli.console import print_rows
 from banaserve.cli.simulate_table import goal_rows, listing_rows, move_rows, result_rows
 from banaserve.errors import UserError
 from banaserve.sim.chrome import ChromeTrace
-from banaserve.sim.job import ARRIVALS, POLICIES, Asked, Job, job
+from banaserve.sim.job import ARRIVALS, POLICIES, AskedSystem, SimulationJob, job
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import SIMULATED
 from banaserve.sim.run import judged, simulate
@@ -71,7 +71,7 @@ def simulate_command(
     if not target:
         raise UserError("give a case, a trace or a dataset (see `banaserve simulate --list`)")
     prefill, decode = _pair(instances)
-    asked = Asked(
+    asked = AskedSystem(
         target=target,
         systems=system or (),
         policy=policy,
@@ -91,7 +91,7 @@ def simulate_command(
 
 
 def _compare(
-    planned: Job, seeds: int, seed: int | None, as_json: bool, chrome_trace: Path | None
+    planned: SimulationJob, seeds: int, seed: int | None, as_json: bool, chrome_trace: Path | None
 ) -> int:
     """Runs it and shows what came out; the exit code."""
     if seeds < 1:
@@ -122,7 +122,7 @@ def _pair(instances: str | None) -> tuple[int | None, int | None]:
     return int(prefill), int(decode)
 
 
-def _run(planned: Job, seeds: range, trace: ChromeTrace | None) -> list[dict[str, Any]]:
+def _run(planned: SimulationJob, seeds: range, trace: ChromeTrace | None) -> list[dict[str, Any]]:
     """Returns what came out, one entry a seed; a bar on standard error shows how far it is."""
     total = planned.expected_requests * len(planned.systems) * len(seeds)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
@@ -156,13 +156,13 @@ def _told(requests: Iterator[SimRequest], tell: Callable[[int], None]) -> Iterat
         yield request
 
 
-def _outcome(planned: Job, seed: int, results: dict[str, Any]) -> dict[str, Any]:
+def _outcome(planned: SimulationJob, seed: int, results: dict[str, Any]) -> dict[str, Any]:
     if planned.case is not None:
         return judged(planned.case, seed, results)
     return {"time": SIMULATED, "seed": seed, "systems": results}
 
 
-def _as_json(planned: Job, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+def _as_json(planned: SimulationJob, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "time": SIMULATED,
         "target": planned.name,
@@ -173,7 +173,7 @@ def _as_json(planned: Job, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _show(planned: Job, outcomes: list[dict[str, Any]]) -> None:
+def _show(planned: SimulationJob, outcomes: list[dict[str, Any]]) -> None:
     typer.echo(f"{planned.name}: {planned.about}")
     typer.echo(f"{SIMULATED}; profile {planned.profile.name} ({planned.profile.source})")
     typer.echo()

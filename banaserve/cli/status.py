@@ -18,7 +18,7 @@ from banaserve.cli.admin_options import (
     admin_client,
 )
 from banaserve.cli.console import make_table, print_rows
-from banaserve.controller.words import ControllerStatus, InstanceStatus, MoveLine, Status
+from banaserve.controller.schemas import ControllerStatus, InstanceStatus, MoveLine, ServerStatus
 from banaserve.kvstore.sizes import format_size
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def status(
                 live.update(_screen(client.status()), refresh=True)
 
 
-def _print(found: Status, as_json: bool) -> None:
+def _print(found: ServerStatus, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(msgspec.to_builtins(found)))
         return
@@ -91,7 +91,7 @@ def _print(found: Status, as_json: bool) -> None:
         print_rows(move_rows(found.moves), STYLES)
 
 
-def _screen(found: Status) -> Group:
+def _screen(found: ServerStatus) -> Group:
     from rich.console import Group
     from rich.text import Text
 
@@ -117,7 +117,7 @@ def controller_line(found: ControllerStatus) -> str:
     return line
 
 
-def instance_rows(found: Status) -> list[tuple[str, ...]]:
+def instance_rows(found: ServerStatus) -> list[tuple[str, ...]]:
     """A heading, and a row for each instance."""
     return [_HEADING, *(_row(instance) for instance in found.instances)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from banaserve.controller.words import Decision
+from banaserve.controller.schemas import DecisionRecord
 from banaserve.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class DecisionLog:
     """
 
     def __init__(self, path: Path | None = None, kept: int = KEPT) -> None:
-        self._kept: deque[Decision] = deque(maxlen=kept)
+        self._kept: deque[DecisionRecord] = deque(maxlen=kept)
         self._path = path
         self._number = 0
         if path is not None:
@@ -44,12 +44,12 @@ class DecisionLog:
     def num_decisions(self) -> int:
         return self._number
 
-    def last(self, count: int | None = None) -> list[Decision]:
+    def last(self, count: int | None = None) -> list[DecisionRecord]:
         """The last decisions, the oldest first."""
         kept = list(self._kept)
         return kept if count is None else kept[max(0, len(kept) - count) :]
 
-    def add(self, decision: Decision) -> Decision:
+    def add(self, decision: DecisionRecord) -> DecisionRecord:
         """Take a decision; returns what is kept, with its number."""
         last = self._kept[-1] if self._kept else None
         if last is not None and _gist(last) == _gist(decision):
@@ -62,7 +62,7 @@ class DecisionLog:
         self.write(decision)
         return decision
 
-    def write(self, decision: Decision) -> None:
+    def write(self, decision: DecisionRecord) -> None:
         """Append a decision to the file as it is. A full disk ends the file, not the loop."""
         if self._path is None:
             return
@@ -79,7 +79,7 @@ def _append(path: Path, line: bytes) -> None:
         file.write(line)
 
 
-def _gist(decision: Decision) -> tuple[object, ...]:
+def _gist(decision: DecisionRecord) -> tuple[object, ...]:
     """What makes two decisions the same; one that has begun a step is like no other."""
     begun = [id(step) for step in decision.steps if not step.held]
     held = [(step.what, step.held) for step in decision.steps]

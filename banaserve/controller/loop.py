@@ -11,11 +11,16 @@ from typing import Any
 
 from banaserve.clock import Clock
 from banaserve.controller import metrics
+from banaserve.controller.decision_format import changes, decision_of, result_of
 from banaserve.controller.decisions import DecisionLog
-from banaserve.controller.telling import changes, decision_of, result_of
-from banaserve.controller.words import ControllerState, ControllerStatus, Decision, Wanted
-from banaserve.engine.interface import Ending, Executor, Outcome
-from banaserve.orchestrator.control import Limits, Mode, Remembered, kind_of, turn
+from banaserve.controller.schemas import (
+    ControllerState,
+    ControllerStatus,
+    DecisionRecord,
+    WantedStep,
+)
+from banaserve.engine.interface import Ending, Executor, StepOutcome
+from banaserve.orchestrator.control import ControlLimits, Mode, Remembered, kind_of, turn
 from banaserve.orchestrator.migration import registry
 from banaserve.types import ClusterView, InstanceId, Step
 
@@ -43,15 +48,15 @@ class ControllerOptions:
     policy: str = "repaired"
     section: Mapping[str, Any] = field(default_factory=dict)
     interval_s: float = 2.0
-    limits: Limits = field(default_factory=Limits)
+    limits: ControlLimits = field(default_factory=ControlLimits)
 
 
 @dataclass(slots=True)
 class _Settling:
     """A step that has ended and whose effect is not read off yet."""
 
-    decision: Decision
-    wanted: Wanted
+    decision: DecisionRecord
+    wanted: WantedStep
     instances: tuple[InstanceId, ...]
     ended_s: float
 
@@ -213,13 +218,13 @@ class Controller:
 
     # ---- what came of it
 
-    async def _carry_out(self, step: Step, wanted: Wanted, decision: Decision) -> None:
+    async def _carry_out(self, step: Step, wanted: WantedStep, decision: DecisionRecord) -> None:
         logger.info("orchestrator: %s", wanted.what)
         try:
             outcome = await self._executor.carry_out(step)
         except Exception as broken:
             logger.exception("orchestrator: %s", wanted.what)
-            outcome = Outcome(Ending.FAILED, f"{type(broken).__name__}: {broken}")
+            outcome = StepOutcome(Ending.FAILED, f"{type(broken).__name__}: {broken}")
         wanted.result = result_of(outcome)
         metrics.STEPS.labels(wanted.kind, outcome.ending).inc()
         now_s = self._clock.now()
@@ -242,7 +247,7 @@ class Controller:
             self._settling.remove(one)
 
 
-def _count(decision: Decision) -> None:
+def _count(decision: DecisionRecord) -> None:
     begun = sum(not step.held for step in decision.steps)
     outcome = "steps" if begun else "held" if decision.steps else "none"
     metrics.DECISIONS.labels(outcome).inc()

@@ -23,7 +23,7 @@ class Ending(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepOutcome:
     """What carrying out a step has come to.
 
     Attributes:
@@ -78,7 +78,7 @@ class Executor(Protocol):
         """All instances with facts and placements, and every step under way; never blocks."""
         ...
 
-    async def carry_out(self, step: Step) -> Outcome:
+    async def carry_out(self, step: Step) -> StepOutcome:
         """Carry out one step and return when it has ended; never raises for a step that cannot be.
 
         One that takes longer than ``step.timeout_s`` is aborted; where a part of it is in place by

@@ -12,7 +12,7 @@ from banaserve.kernels.interface import (
     Batch,
     BlockCopies,
     Heads,
-    Part,
+    PartialAttention,
 )
 from banaserve.kernels.layouts import key_value_views
 from banaserve.kernels.slot_pages import SlotPages
@@ -74,7 +74,7 @@ def _check_heads(heads: Heads, num_kv_heads: int, num_query_heads: int) -> None:
     _check_chosen("query_groups", groups, num_query_heads // size)
 
 
-def check_parts(parts: Sequence[Part]) -> None:
+def check_parts(parts: Sequence[PartialAttention]) -> None:
     """Shapes, dtypes, strides and devices of ``merge``.
 
     Raises:

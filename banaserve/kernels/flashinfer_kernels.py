@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from banaserve.kernels.checks import check_attention, check_parts
-from banaserve.kernels.interface import Batch, Heads, Part
+from banaserve.kernels.interface import Batch, Heads, PartialAttention
 from banaserve.kernels.triton_kernels import TritonKernels
 
 _HEAD_SIZES = (64, 128, 256)
@@ -97,7 +97,7 @@ class FlashInferKernels(TritonKernels):
         heads: Heads,
         scale: float,
         causal: bool = True,
-    ) -> Part:
+    ) -> PartialAttention:
         """See ``interface.Kernels``; takes less: see ``plan``."""
         return self.plan(query, key_cache, value_cache, batch, heads, scale, causal)()
 
@@ -110,7 +110,7 @@ class FlashInferKernels(TritonKernels):
         heads: Heads,
         scale: float,
         causal: bool = True,
-    ) -> Callable[[], Part]:
+    ) -> Callable[[], PartialAttention]:
         """All that waits for the host; what is returned only launches.
 
         Raises:
@@ -130,15 +130,17 @@ class FlashInferKernels(TritonKernels):
             query = query[:, asking]
         query = query.contiguous()
 
-        def run() -> Part:
+        def run() -> PartialAttention:
             output, lse = wrapper.run(query, caches, return_lse=True)
             # FlashInfer counts in powers of two, and its "saw nothing" is not always -inf.
             output.masked_fill_(empty[:, None, None], 0.0)
-            return Part(output, (lse * math.log(2)).masked_fill(empty[:, None], float("-inf")))
+            return PartialAttention(
+                output, (lse * math.log(2)).masked_fill(empty[:, None], float("-inf"))
+            )
 
         return run
 
-    def merge(self, parts: Sequence[Part]) -> Part:
+    def merge(self, parts: Sequence[PartialAttention]) -> PartialAttention:
         """See ``interface.Kernels``."""
         import flashinfer
 
@@ -151,7 +153,7 @@ class FlashInferKernels(TritonKernels):
         output, lse = flashinfer.merge_states(outputs, lses)
         nothing = empty.all(1)
         output = output.masked_fill(nothing[..., None], 0.0)
-        return Part(output, (lse * math.log(2)).masked_fill(nothing, float("-inf")))
+        return PartialAttention(output, (lse * math.log(2)).masked_fill(nothing, float("-inf")))
 
     def _planned(
         self,

@@ -76,7 +76,7 @@ class Heads:
         return len(self.kv_heads) * self.group_size
 
 
-class Part(NamedTuple):
+class PartialAttention(NamedTuple):
     """Attention over a part of the keys: normalised, with what merging needs.
 
     Attributes:
@@ -131,7 +131,7 @@ class Kernels(Protocol):
         heads: Heads,
         scale: float,
         causal: bool = True,
-    ) -> Part:
+    ) -> PartialAttention:
         """Attention of the chosen KV heads over the chosen ranges.
 
         Args:
@@ -151,7 +151,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def merge(self, parts: Sequence[Part]) -> Part:
+    def merge(self, parts: Sequence[PartialAttention]) -> PartialAttention:
         """Parts of a sequence joined, as if the keys had never been split.
 
         Outputs and lse have the same shape and dtype in all parts. A part whose lse is -inf, or

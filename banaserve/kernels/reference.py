@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from banaserve.kernels.checks import check_attention, check_blocks, check_concat, check_parts
-from banaserve.kernels.interface import Batch, BlockCopies, Heads, Part
+from banaserve.kernels.interface import Batch, BlockCopies, Heads, PartialAttention
 from banaserve.kernels.layouts import key_value_views
 
 
@@ -38,7 +38,7 @@ class ReferenceKernels:
         heads: Heads,
         scale: float,
         causal: bool = True,
-    ) -> Part:
+    ) -> PartialAttention:
         """BanaServe Eq. 6 to 9 as they should read: softmax of ``scale * q k`` over the range."""
         check_attention(query, key_cache, value_cache, batch, heads)
         shape = (query.shape[0], heads.num_query_heads, query.shape[2])
@@ -69,9 +69,9 @@ class ReferenceKernels:
             last = torch.arange(position, position + end - first, device=query.device)
             visible = tokens <= last[:, None] if causal else None
             output[first:end], lse[first:end] = _attend(rows, key, value, scale, visible)
-        return Part(output.to(self._result_dtype or query.dtype), self._lse(lse))
+        return PartialAttention(output.to(self._result_dtype or query.dtype), self._lse(lse))
 
-    def merge(self, parts: Sequence[Part]) -> Part:
+    def merge(self, parts: Sequence[PartialAttention]) -> PartialAttention:
         """BanaServe Eq. 10 as it should read: ``sum w_j O_j / sum w_j``, ``w_j = exp(lse_j)``."""
         check_parts(parts)
         lses = torch.stack([lse for _, lse in parts]).to(self._compute_dtype)
@@ -82,7 +82,9 @@ class ReferenceKernels:
         lse = torch.logsumexp(lses, 0)
         weights = torch.exp(lses - lse.masked_fill(torch.isinf(lse), 0.0))
         output = (weights[..., None] * outputs).sum(0)
-        return Part(output.to(self._result_dtype or parts[0].output.dtype), self._lse(lse))
+        return PartialAttention(
+            output.to(self._result_dtype or parts[0].output.dtype), self._lse(lse)
+        )
 
     def concat_heads(
         self, parts: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from banaserve.kernels.checks import check_attention, check_blocks, check_concat, check_parts
-from banaserve.kernels.interface import Batch, BlockCopies, Heads, Part
+from banaserve.kernels.interface import Batch, BlockCopies, Heads, PartialAttention
 from banaserve.kernels.tiling import Tiling
 from banaserve.kernels.triton_attention_op import partial_attention
 from banaserve.kernels.triton_merge_op import concat_heads, merge_parts
@@ -37,7 +37,7 @@ class TritonKernels:
         heads: Heads,
         scale: float,
         causal: bool = True,
-    ) -> Part:
+    ) -> PartialAttention:
         """See ``interface.Kernels``."""
         check_attention(query, key_cache, value_cache, batch, heads)
         tiling = self._tiling
@@ -61,12 +61,14 @@ class TritonKernels:
             self._num_splits,
             tiling and [tiling.rows, tiling.keys, tiling.num_warps, tiling.num_stages],
         )
-        return Part(output, lse)
+        return PartialAttention(output, lse)
 
-    def merge(self, parts: Sequence[Part]) -> Part:
+    def merge(self, parts: Sequence[PartialAttention]) -> PartialAttention:
         """See ``interface.Kernels``."""
         check_parts(parts)
-        return Part(*merge_parts([part.output for part in parts], [part.lse for part in parts]))
+        return PartialAttention(
+            *merge_parts([part.output for part in parts], [part.lse for part in parts])
+        )
 
     def concat_heads(
         self, parts: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]

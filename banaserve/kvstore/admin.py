@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from banaserve.errors import ProtocolError, StoreUnavailableError
 from banaserve.kvstore import wire
-from banaserve.kvstore.channel import Channel
+from banaserve.kvstore.channel import StoreChannel
 from banaserve.kvstore.stats import StoreStats
 
 
@@ -24,14 +24,14 @@ def fetch_stats(socket_path: Path, timeout_s: float = 5.0) -> StoreStats:
         return channel.call(seq, wire.GetStats(seq), wire.Stats).stats
 
 
-class Cleared(NamedTuple):
+class ClearedBlocks(NamedTuple):
     """Blocks dropped by ``clear_store``; one in memory and in a tier counts in both."""
 
     from_memory: int
     from_tiers: int
 
 
-def clear_store(socket_path: Path, timeout_s: float = 5.0) -> Cleared:
+def clear_store(socket_path: Path, timeout_s: float = 5.0) -> ClearedBlocks:
     """Drop every block that is not in use, from memory and tiers.
 
     Raises:
@@ -40,12 +40,12 @@ def clear_store(socket_path: Path, timeout_s: float = 5.0) -> Cleared:
     with _operator_channel(socket_path, timeout_s) as channel:
         seq = channel.next_seq()
         reply = channel.call(seq, wire.Clear(seq), wire.Cleared)
-        return Cleared(reply.num_dropped, reply.num_dropped_from_tiers)
+        return ClearedBlocks(reply.num_dropped, reply.num_dropped_from_tiers)
 
 
 @contextmanager
-def _operator_channel(socket_path: Path, timeout_s: float) -> Iterator[Channel]:
-    channel = Channel(socket_path, "operator", None, timeout_s, on_late=lambda _: None)
+def _operator_channel(socket_path: Path, timeout_s: float) -> Iterator[StoreChannel]:
+    channel = StoreChannel(socket_path, "operator", None, timeout_s, on_late=lambda _: None)
     try:
         yield channel
     except (OSError, ProtocolError) as error:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from banaserve.errors import UserError
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.promotion import TierSpeed
-from banaserve.kvstore.records import Entry
+from banaserve.kvstore.records import IndexEntry
 from banaserve.kvstore.stats import TierReport
 from banaserve.kvstore.tiers.interface import (
     BlockBytes,
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Load:
+class TierLoad:
     """One block on its way from a tier to its slot.
 
     Attributes:
@@ -39,7 +39,7 @@ class Load:
         taken_s: When the tier took it.
     """
 
-    entry: Entry
+    entry: IndexEntry
     began_s: float
     queued_bytes: int
     predicted_s: float
@@ -47,7 +47,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class TierCounters:
+class AttachedTierCounters:
     """The counters of ``TierReport``."""
 
     promoted: int = 0
@@ -108,11 +108,11 @@ class AttachedTier:
         self.name = name
         self.problem = problem
         self.speed = TierSpeed()
-        self.counters = TierCounters()
-        self.waiting: deque[Load] = deque()
-        self.loading: dict[int, Load] = {}
-        self.storing: dict[int, Entry] = {}
-        self.backlog: dict[int, Entry] = {}
+        self.counters = AttachedTierCounters()
+        self.waiting: deque[TierLoad] = deque()
+        self.loading: dict[int, TierLoad] = {}
+        self.storing: dict[int, IndexEntry] = {}
+        self.backlog: dict[int, IndexEntry] = {}
         self.queued_bytes = 0
         self.last_load_s = 0.0
         self.fd = -1

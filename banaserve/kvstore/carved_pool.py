@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from banaserve.kvstore.index import BlockIndex
-from banaserve.kvstore.pool import Pool
-from banaserve.kvstore.records import Entry
+from banaserve.kvstore.pool import SlotPool
+from banaserve.kvstore.records import IndexEntry
 from banaserve.kvstore.tiers.interface import BlockBytes
 
 
@@ -14,10 +14,10 @@ from banaserve.kvstore.tiers.interface import BlockBytes
 class CarvedPool:
     """Memory and index of one pool geometry."""
 
-    pool: Pool
+    pool: SlotPool
     index: BlockIndex
     slot_bytes: int
 
-    def bytes_of(self, entry: Entry) -> BlockBytes:
+    def bytes_of(self, entry: IndexEntry) -> BlockBytes:
         """The memory of the entry's slot, ``[slot_bytes]`` uint8."""
         return self.pool.part(entry.slot * self.slot_bytes, self.slot_bytes)

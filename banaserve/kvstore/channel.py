@@ -20,7 +20,7 @@ _NUM_FDS = 2
 R = TypeVar("R", bound=wire.Reply)
 
 
-class Channel:
+class StoreChannel:
     """A greeted connection. Not thread-safe.
 
     A reply that comes after its request has timed out is not lost: it is handed to ``on_late``
@@ -56,7 +56,9 @@ class Channel:
             _set_kernel_timeout(self._sock, timeout_s)
             self._sock.connect(str(socket_path))
             _check_owner(self._sock)
-            hello = wire.Hello(self.next_seq(), wire.PROTOCOL_VERSION, client_name, fingerprint)
+            hello = wire.ClientHello(
+                self.next_seq(), wire.PROTOCOL_VERSION, client_name, fingerprint
+            )
             self.welcome = self._greet(hello)
         except (OSError, ProtocolError) as error:
             self.close()
@@ -155,7 +157,7 @@ class Channel:
             self._arrived.extend(self._reader.feed(data))
         return self._arrived.popleft()
 
-    def _greet(self, hello: wire.Hello) -> wire.Welcome:
+    def _greet(self, hello: wire.ClientHello) -> wire.Welcome:
         self._sock.sendall(wire.encode(hello))
         while not self._arrived:
             data, received_fds, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, _NUM_FDS)
@@ -167,9 +169,9 @@ class Channel:
         match reply:
             case wire.Welcome() if len(self.fds) == (_NUM_FDS if hello.fingerprint else 0):
                 return reply
-            case wire.Refused(because_of_fingerprint=True):
+            case wire.ClientRefused(because_of_fingerprint=True):
                 raise FingerprintError(reply.message)
-            case wire.Refused():
+            case wire.ClientRefused():
                 raise StoreUnavailableError(reply.message)
         raise ProtocolError(f"{type(reply).__name__} instead of Welcome")
 

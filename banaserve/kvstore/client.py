@@ -12,7 +12,7 @@ from banaserve.kvstore import wire
 from banaserve.kvstore.board import BoardView
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot
-from banaserve.kvstore.link import FIRST_RETRY_S, Link
+from banaserve.kvstore.link import FIRST_RETRY_S, StoreLink
 from banaserve.kvstore.pool import PoolView
 from banaserve.kvstore.stats import StoreStats
 
@@ -56,7 +56,7 @@ class StoreClient:
         self._lock = threading.Lock()
         self._view: PoolView | None = None
         self._board: BoardView | None = None
-        self._link = Link(
+        self._link = StoreLink(
             Path(socket_path),
             fingerprint,
             client_name,
@@ -134,10 +134,10 @@ class StoreClient:
         _check_terms(tenant, compute_block_s)
         with self._lock:
             reply = self._link.call(
-                lambda seq: wire.Exchange(
+                lambda seq: wire.ExchangeSlots(
                     seq, list(acquire), list(reserve), tenant, compute_block_s
                 ),
-                wire.Granted,
+                wire.SlotsGranted,
             )
             generation = self._link.generation
         if reply is None:
@@ -214,7 +214,7 @@ class StoreClient:
     def release(self, lease: Lease) -> None:
         """End a lease; the store is told without waiting for it."""
         with self._lock:
-            self._link.tell(wire.Release(lease.generation, lease.id))
+            self._link.tell(wire.ReleaseLeases(lease.generation, lease.id))
 
     def view(self, generation: int | None = None) -> PoolView:
         """The mapped pool. Keep the view while copies to or from it are in flight.

@@ -20,7 +20,7 @@ _HUBER = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class FetchWork:
     """What a forward pass computes, or part of it. Adds up.
 
     Attributes:
@@ -32,12 +32,12 @@ class Work:
     attended: int = 0
 
     @classmethod
-    def of(cls, num_tokens: int, num_before: int) -> Work:
+    def of(cls, num_tokens: int, num_before: int) -> FetchWork:
         """Of ``num_tokens`` tokens of one sequence that come after ``num_before`` others."""
         return cls(num_tokens, num_tokens * num_before + num_tokens * (num_tokens + 1) // 2)
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.tokens + other.tokens, self.attended + other.attended)
+    def __add__(self, other: FetchWork) -> FetchWork:
+        return FetchWork(self.tokens + other.tokens, self.attended + other.attended)
 
 
 class ComputePredictor:
@@ -62,7 +62,7 @@ class ComputePredictor:
         """Whether enough has been measured to predict."""
         return len(self._samples) >= _MIN_SAMPLES
 
-    def observe(self, work: Work, seconds: float) -> bool:
+    def observe(self, work: FetchWork, seconds: float) -> bool:
         """Learn from a pass; whether it teaches anything."""
         if work.tokens < self._min_tokens or not 0 < seconds < float("inf"):
             return False
@@ -70,14 +70,14 @@ class ComputePredictor:
         self._fitted = None
         return True
 
-    def predict_pass(self, work: Work) -> float | None:
+    def predict_pass(self, work: FetchWork) -> float | None:
         """Seconds of a whole pass; None before enough has been measured."""
         if not self.is_ready:
             return None
         fixed, per_token, per_pair = self._coefficients()
         return fixed + per_token * work.tokens + per_pair * work.attended
 
-    def predict_share(self, work: Work) -> float | None:
+    def predict_share(self, work: FetchWork) -> float | None:
         """Seconds that ``work`` adds to a pass that runs anyway; None as above."""
         if not self.is_ready:
             return None
@@ -154,7 +154,7 @@ class FetchPredictor:
         return float(np.median(self._seconds_per_block)) * num_blocks
 
 
-class Decision(Enum):
+class GateDecision(Enum):
     """What the gate says.
 
     UNMEASURED fetches: a fetch is what the store is for, and it is measured by doing it. PROBE
@@ -169,14 +169,14 @@ class Decision(Enum):
 
     @property
     def fetches(self) -> bool:
-        return self is not Decision.COMPUTE
+        return self is not GateDecision.COMPUTE
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """A decision and the predictions it rests on; None where nothing was measured yet."""
 
-    decision: Decision
+    decision: GateDecision
     fetch_s: float | None
     compute_s: float | None
 
@@ -196,7 +196,7 @@ class CostGate:
         self._probe_every = probe_every
         self._num_refused = 0
 
-    def decide(self, num_blocks: int, work: Work, *, handed_over: bool = False) -> Verdict:
+    def decide(self, num_blocks: int, work: FetchWork, *, handed_over: bool = False) -> Verdict:
         """Whether to fetch ``num_blocks`` or to do ``work`` instead.
 
         Args:
@@ -205,17 +205,17 @@ class CostGate:
         """
         fetch_s, compute_s = self.fetch.predict(num_blocks), self.compute.predict_share(work)
         if fetch_s is None or compute_s is None:
-            return Verdict(Decision.UNMEASURED, fetch_s, compute_s)
+            return Verdict(GateDecision.UNMEASURED, fetch_s, compute_s)
         if fetch_s < compute_s or not self._enabled or handed_over:
             self._num_refused = 0
-            return Verdict(Decision.FETCH, fetch_s, compute_s)
+            return Verdict(GateDecision.FETCH, fetch_s, compute_s)
         self._num_refused += 1
         if self._num_refused >= self._probe_every:
             self._num_refused = 0
-            return Verdict(Decision.PROBE, fetch_s, compute_s)
-        return Verdict(Decision.COMPUTE, fetch_s, compute_s)
+            return Verdict(GateDecision.PROBE, fetch_s, compute_s)
+        return Verdict(GateDecision.COMPUTE, fetch_s, compute_s)
 
-    def block_budget_s(self, num_blocks: int, work: Work) -> float:
+    def block_budget_s(self, num_blocks: int, work: FetchWork) -> float:
         """Seconds that a tier below the pool may take for each of ``num_blocks``.
 
         What computing one would take, less its copy from the pool. 0 says that nothing is known,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from banaserve.kvstore.attached_tier import AttachedTier
 from banaserve.kvstore.carved_pool import CarvedPool
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.records import Entry
-from banaserve.kvstore.tiers.interface import BlockName, Outcome
+from banaserve.kvstore.records import IndexEntry
+from banaserve.kvstore.tiers.interface import BlockName, TierOutcome
 
 MAX_BACKLOG_BLOCKS = 65536
 """Waiting to be written to one tier; the oldest are given up beyond that."""
@@ -36,7 +36,7 @@ class Demoter:
         for tier in self._tiers:
             tier.backlog.clear()
 
-    def became_ready(self, entry: Entry, source: AttachedTier | None) -> None:
+    def became_ready(self, entry: IndexEntry, source: AttachedTier | None) -> None:
         """Queue a block for every tier but its ``source``."""
         for tier in self._tiers:
             if tier is source or not tier.is_open:
@@ -45,7 +45,7 @@ class Demoter:
             if len(tier.backlog) > MAX_BACKLOG_BLOCKS:
                 tier.forget(next(iter(tier.backlog)))
 
-    def left_memory(self, entry: Entry) -> None:
+    def left_memory(self, entry: IndexEntry) -> None:
         """The bytes of a block are gone."""
         for tier in self._tiers:
             tier.forget(entry.serial)
@@ -59,7 +59,7 @@ class Demoter:
             if not self._submit(tier, *next(iter(tier.backlog.items()))):
                 return
 
-    def _submit(self, tier: AttachedTier, serial: int, entry: Entry) -> bool:
+    def _submit(self, tier: AttachedTier, serial: int, entry: IndexEntry) -> bool:
         """Whether to go on with the next block."""
         if not self._carved.index.verify(entry):
             return True
@@ -77,9 +77,9 @@ class Demoter:
             tier.backlog[serial] = tier.backlog.pop(serial)
         return False
 
-    def end(self, tier: AttachedTier, entry: Entry, outcome: Outcome) -> None:
+    def end(self, tier: AttachedTier, entry: IndexEntry, outcome: TierOutcome) -> None:
         """A write has ended; it is no longer in ``tier.storing``."""
-        if outcome is Outcome.DONE:
+        if outcome is TierOutcome.DONE:
             tier.counters.demoted += 1
         else:
             tier.counters.demotion_failures += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from banaserve.kvstore.index_check import check_index
-from banaserve.kvstore.records import Counters, Entry, Grant, Owned, SlotWatcher
+from banaserve.kvstore.records import Grant, IndexEntry, Owned, SlotWatcher, StoreCounters
 from banaserve.kvstore.slot_table import SlotTable
 
 
@@ -24,13 +24,13 @@ class BlockIndex(SlotTable):
         self,
         num_slots: int,
         watcher: SlotWatcher | None = None,
-        counters: Counters | None = None,
+        counters: StoreCounters | None = None,
         tenant_quota: float = 1.0,
-        is_intact: Callable[[Entry], bool] | None = None,
+        is_intact: Callable[[IndexEntry], bool] | None = None,
     ) -> None:
         super().__init__(num_slots, watcher, counters, tenant_quota, is_intact)
         self.num_leased = 0
-        self._writing: dict[int, Entry] = {}
+        self._writing: dict[int, IndexEntry] = {}
         self._leases: dict[int, Grant] = {}
         self._owned: dict[int, Owned] = {}
         self._last_lease_id = 0
@@ -66,7 +66,7 @@ class BlockIndex(SlotTable):
         self.counters.misses += len(keys)
         return self.lease(entries, owner) if entries else None
 
-    def lease(self, entries: Sequence[Entry], owner: int) -> Grant:
+    def lease(self, entries: Sequence[IndexEntry], owner: int) -> Grant:
         """Lease ``entries``, which are of this index, to ``owner``."""
         self._last_lease_id += 1
         grant = Grant(self._last_lease_id, owner, [])
@@ -76,7 +76,7 @@ class BlockIndex(SlotTable):
         self.extend(grant, entries)
         return grant
 
-    def extend(self, grant: Grant, entries: Sequence[Entry]) -> None:
+    def extend(self, grant: Grant, entries: Sequence[IndexEntry]) -> None:
         """Let a lease cover further ``entries``."""
         num_ready = 0
         for entry in entries:
@@ -183,7 +183,7 @@ class BlockIndex(SlotTable):
                 self._settle(entry)
         return True
 
-    def _end_writing(self, entry: Entry) -> None:
+    def _end_writing(self, entry: IndexEntry) -> None:
         del self._writing[entry.serial]
         self._owned[entry.owner].serials.discard(entry.serial)
         self._forget_owner_if_idle(entry.owner)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from banaserve.errors import FingerprintError, ProtocolError, StoreUnavailableError
 from banaserve.kvstore import wire
-from banaserve.kvstore.channel import Channel, R
+from banaserve.kvstore.channel import R, StoreChannel
 from banaserve.kvstore.fingerprint import Fingerprint
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
 
 
-class Link:
+class StoreLink:
     """Calls the store, or says at once that it is away. Not thread-safe.
 
     Args:
@@ -52,10 +52,10 @@ class Link:
         self._reconnect = reconnect
         self._on_open = on_open
         self._on_lost = on_lost
-        self._channel: Channel | None = None
+        self._channel: StoreChannel | None = None
         self._pid = os.getpid()
         # What could not be told yet: if it were forgotten, slots would stay in use for nothing.
-        self._untold: list[wire.Release | wire.Abandon] = []
+        self._untold: list[wire.ReleaseLeases | wire.Abandon] = []
         self._retry_at_s = 0.0
         self._retry_pause_s = FIRST_RETRY_S
         self._was_greeted = False
@@ -74,7 +74,7 @@ class Link:
         self._forget_parents_channel()
         if self._channel is not None:
             return
-        channel = Channel(
+        channel = StoreChannel(
             self._socket_path, self._client_name, self._fingerprint, self._timeout_s, self._on_late
         )
         try:
@@ -112,7 +112,7 @@ class Link:
         self._note_away("it closes its connections")
         return None
 
-    def tell(self, message: wire.Release | wire.Abandon) -> None:
+    def tell(self, message: wire.ReleaseLeases | wire.Abandon) -> None:
         """Send now where the store is present, else before the next call."""
         if message.generation != self.generation:
             return
@@ -156,7 +156,7 @@ class Link:
         self._channel.close()
         self._channel = None
 
-    def _present_channel(self) -> Channel | None:
+    def _present_channel(self) -> StoreChannel | None:
         self._forget_parents_channel()
         channel = self._channel
         if channel is not None and not channel.is_lagging:
@@ -165,7 +165,7 @@ class Link:
             return None
         return self._reopened() if channel is None else self._caught_up(channel)
 
-    def _reopened(self) -> Channel | None:
+    def _reopened(self) -> StoreChannel | None:
         if self._was_greeted and not self._reconnect:
             return None
         try:
@@ -178,7 +178,7 @@ class Link:
             self._note_away(str(error))
         return self._channel
 
-    def _caught_up(self, channel: Channel) -> Channel | None:
+    def _caught_up(self, channel: StoreChannel) -> StoreChannel | None:
         try:
             channel.catch_up()
         except (OSError, ProtocolError) as error:
@@ -192,15 +192,15 @@ class Link:
 
     def _on_late(self, reply: wire.Reply) -> None:
         """Give back what a reply grants that nobody waits for any more."""
-        if not isinstance(reply, wire.Granted):
+        if not isinstance(reply, wire.SlotsGranted):
             return
         if reply.lease_id is not None:
-            self._untold.append(wire.Release(self.generation, reply.lease_id))
+            self._untold.append(wire.ReleaseLeases(self.generation, reply.lease_id))
         serials = [pair[1] for pair in reply.reserved if pair is not None]
         if serials:
             self._untold.append(wire.Abandon(self.generation, serials, None))
 
-    def _tell_untold(self, channel: Channel) -> None:
+    def _tell_untold(self, channel: StoreChannel) -> None:
         while self._untold:
             channel.send(self._untold[0])
             del self._untold[0]

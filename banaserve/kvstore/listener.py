@@ -20,7 +20,7 @@ _LOCK_POLL_S = 0.01
 _BACKLOG = 128
 
 
-class Listener:
+class StoreListener:
     """Listens on ``path`` with mode 0600 until ``close``, which removes the socket file.
 
     Raises:

@@ -88,7 +88,7 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class PipelineTimeline:
     """When the stages of a three-stage pipeline run, in seconds from its start.
 
     Attributes:
@@ -104,7 +104,7 @@ class Timeline:
 
 def pipeline(
     fetch_s: Sequence[float], compute_s: Sequence[float], store_s: Sequence[float]
-) -> Timeline:
+) -> PipelineTimeline:
     """Run the three stages over all layers: fetch i+1 while i computes while i-1 is stored.
 
     Args:
@@ -118,7 +118,7 @@ def pipeline(
         wait_s += max(0.0, fetched - computed)
         computed = max(fetched, computed) + compute
         stored = max(stored, computed) + store
-    return Timeline(max(computed, stored), wait_s, max(0.0, stored - computed))
+    return PipelineTimeline(max(computed, stored), wait_s, max(0.0, stored - computed))
 
 
 def hidden_fraction(transfer_s: float, visible_s: float) -> float:

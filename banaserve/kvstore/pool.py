@@ -19,7 +19,7 @@ from banaserve.kvstore.sizes import format_size
 POISON = 0xFF
 
 
-class Pool:
+class SlotPool:
     """A sealed memfd of fixed size. It has no name in any file system and ends with its users."""
 
     def __init__(self, num_bytes: int) -> None:

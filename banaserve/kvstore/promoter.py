@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from banaserve.kvstore.attached_tier import AttachedTier, Load
+from banaserve.kvstore.attached_tier import AttachedTier, TierLoad
 from banaserve.kvstore.carved_pool import CarvedPool
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.promotion import Offer, choose
-from banaserve.kvstore.records import Entry, Grant
-from banaserve.kvstore.tiers.interface import Outcome
+from banaserve.kvstore.promotion import TierOffer, choose
+from banaserve.kvstore.records import Grant, IndexEntry
+from banaserve.kvstore.tiers.interface import TierOutcome
 
 MAX_PROMOTING_FRACTION = 0.5
 """Of the slots, those that tiers may be filling at once: the rest is left to writers."""
@@ -70,14 +70,14 @@ class Promoter:
         self.num_joined = 0
         self._tiers = tiers
         self._clock = clock
-        self._loads: dict[int, tuple[AttachedTier, Load]] = {}
+        self._loads: dict[int, tuple[AttachedTier, TierLoad]] = {}
 
     def carve(self, carved: CarvedPool) -> None:
         """Work on another pool geometry. Nothing may be under way."""
         assert not self._loads
         self._carved = carved
 
-    def source_of(self, entry: Entry) -> AttachedTier | None:
+    def source_of(self, entry: IndexEntry) -> AttachedTier | None:
         """The tier that fills the slot of ``entry``."""
         found = self._loads.get(entry.serial)
         return found and found[0]
@@ -133,10 +133,10 @@ class Promoter:
             elif not tier.is_faulty:
                 self._fail(tier, tier.waiting.popleft())
 
-    def end(self, tier: AttachedTier, load: Load, outcome: Outcome) -> None:
+    def end(self, tier: AttachedTier, load: TierLoad, outcome: TierOutcome) -> None:
         """A load that ``tier`` had taken has ended; it is no longer in ``tier.loading``."""
         tier.last_load_s = self._clock()
-        if outcome is not Outcome.DONE:
+        if outcome is not TierOutcome.DONE:
             self._fail(tier, load)
             return
         seconds = tier.last_load_s - load.began_s
@@ -167,19 +167,19 @@ class Promoter:
                 tier.queued_bytes -= self._carved.slot_bytes
                 self._give_up(load.entry)
 
-    def _join(self, result: Climb, entries: Sequence[Entry]) -> None:
+    def _join(self, result: Climb, entries: Sequence[IndexEntry]) -> None:
         coming = [entry for entry in entries if not entry.ready]
         self.num_joined += len(coming)
         self._wait_for(result, coming)
 
-    def _wait_for(self, result: Climb, coming: Sequence[Entry]) -> None:
+    def _wait_for(self, result: Climb, coming: Sequence[IndexEntry]) -> None:
         now_s = self._clock()
         for entry in coming:
             _, load = self._loads[entry.serial]
             wait_s = load.began_s + load.predicted_s - now_s
             result.wait_s = max(result.wait_s, wait_s, _SHORTEST_WAIT_S)
 
-    def _lease(self, result: Climb, wish: Wish, entries: Sequence[Entry]) -> None:
+    def _lease(self, result: Climb, wish: Wish, entries: Sequence[IndexEntry]) -> None:
         if result.grant is None:
             result.grant = self._carved.index.lease(entries, wish.owner)
         else:
@@ -193,7 +193,7 @@ class Promoter:
         if not sources:
             result.undecided = undecided
             return 0
-        offers = [Offer(tier.speed, tier.queued_bytes) for tier in self._tiers]
+        offers = [TierOffer(tier.speed, tier.queued_bytes) for tier in self._tiers]
         num_chosen = choose(
             sources, offers, self._carved.slot_bytes, wish.compute_block_s, result.wait_s
         ).num_blocks
@@ -224,11 +224,11 @@ class Promoter:
 
     def _start(
         self, wish: Wish, at: int, sources: Sequence[int], result: Climb | None
-    ) -> list[Entry]:
+    ) -> list[IndexEntry]:
         """Begin to fetch the keys from ``at`` on, as long as slots can be had."""
         index = self._carved.index
         max_promoting = max(1, int(index.num_slots * MAX_PROMOTING_FRACTION))
-        started: list[Entry] = []
+        started: list[IndexEntry] = []
         for number, source in enumerate(sources, at):
             parent = wish.keys[number - 1] if number else wish.first_parent
             if index.num_promoting >= max_promoting:
@@ -242,10 +242,10 @@ class Promoter:
                 self._lease(result, wish, [entry])
         return started
 
-    def _enqueue(self, tier: AttachedTier, entry: Entry) -> None:
+    def _enqueue(self, tier: AttachedTier, entry: IndexEntry) -> None:
         tier.queued_bytes += self._carved.slot_bytes
         predicted_s = tier.speed.predict_s(tier.queued_bytes)
-        load = Load(entry, self._clock(), tier.queued_bytes, predicted_s)
+        load = TierLoad(entry, self._clock(), tier.queued_bytes, predicted_s)
         tier.waiting.append(load)
         self._loads[entry.serial] = (tier, load)
 
@@ -256,7 +256,7 @@ class Promoter:
         if not tier.queued_bytes and self._clock() - tier.last_load_s > PROBE_AFTER_S:
             self._start(wish, at, sources[:1], None)
 
-    def _fail(self, tier: AttachedTier, load: Load) -> None:
+    def _fail(self, tier: AttachedTier, load: TierLoad) -> None:
         """Try the tiers below ``tier``, then give up."""
         tier.counters.promotion_failures += 1
         tier.queued_bytes -= self._carved.slot_bytes
@@ -267,6 +267,6 @@ class Promoter:
                 return
         self._give_up(entry)
 
-    def _give_up(self, entry: Entry) -> None:
+    def _give_up(self, entry: IndexEntry) -> None:
         self._carved.index.end_promotion(entry, filled=False)
         del self._loads[entry.serial]

@@ -56,7 +56,7 @@ class TierSpeed:
         return 0.0, mean_s / mean_bytes
 
 
-class Offer(NamedTuple):
+class TierOffer(NamedTuple):
     """One tier at the moment of a decision.
 
     Attributes:
@@ -77,7 +77,7 @@ class Choice(NamedTuple):
 
 def choose(
     sources: Sequence[int],
-    offers: Sequence[Offer],
+    offers: Sequence[TierOffer],
     block_bytes: int,
     compute_block_s: float,
     wait_s: float = 0.0,

@@ -9,7 +9,7 @@ MAX_SERIAL = 2**60
 
 
 @dataclass(slots=True)
-class Counters:
+class StoreCounters:
     """What has happened; outlives the index of one pool geometry."""
 
     hits: int = 0
@@ -20,7 +20,7 @@ class Counters:
     quota_refusals: int = 0
 
 
-class Entry:
+class IndexEntry:
     """One key's block.
 
     WRITING until every part is committed, or ``promoting`` until a tier has filled it; READY after
@@ -83,19 +83,19 @@ class Entry:
 class SlotWatcher(Protocol):
     """Told what becomes of slots, in the middle of an operation: it must not call the index."""
 
-    def became_pending(self, entry: Entry) -> None:
+    def became_pending(self, entry: IndexEntry) -> None:
         """A tier is about to fill the slot."""
         ...
 
-    def became_ready(self, entry: Entry) -> None:
+    def became_ready(self, entry: IndexEntry) -> None:
         """The slot may be leased."""
         ...
 
-    def failed(self, entry: Entry) -> None:
+    def failed(self, entry: IndexEntry) -> None:
         """The block in the slot is lost to those who lease it."""
         ...
 
-    def became_free(self, entry: Entry) -> None:
+    def became_free(self, entry: IndexEntry) -> None:
         """Nobody uses the slot any more."""
         ...
 
@@ -106,7 +106,7 @@ class Grant:
 
     lease_id: int
     owner: int
-    entries: list[Entry]
+    entries: list[IndexEntry]
 
     @property
     def slots(self) -> list[tuple[int, int]]:

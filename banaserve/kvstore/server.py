@@ -15,8 +15,8 @@ from banaserve.kvstore import wire
 from banaserve.kvstore.attached_tier import attach
 from banaserve.kvstore.board import Board
 from banaserve.kvstore.connection import Connection
-from banaserve.kvstore.listener import Listener, make_way
-from banaserve.kvstore.pool import Pool
+from banaserve.kvstore.listener import StoreListener, make_way
+from banaserve.kvstore.pool import SlotPool
 from banaserve.kvstore.quarantine import Quarantine
 from banaserve.kvstore.service import StoreService
 from banaserve.kvstore.sizes import format_size
@@ -73,7 +73,7 @@ class StoreServer:
         """
         self._config = config
         make_way(config.socket_path)
-        self._pool = Pool(config.pool_bytes)
+        self._pool = SlotPool(config.pool_bytes)
         self._board = Board(self._pool.num_bytes)
         self._selector = selectors.DefaultSelector()
         self._tiering = Tiering([attach(spec) for spec in config.tiers], self._selector)
@@ -88,7 +88,7 @@ class StoreServer:
         # Only here: filling the memory and reading the tiers' indexes take long, and who connects
         # is to be answered at once.
         try:
-            self._listener = Listener(config.socket_path)
+            self._listener = StoreListener(config.socket_path)
         except BaseException:
             self._tiering.close(CLOSE_TIERS_S)
             raise
@@ -218,7 +218,7 @@ class StoreServer:
     def _on_readable(self, connection: Connection) -> None:
         for request in connection.receive():
             match request:
-                case wire.Hello():
+                case wire.ClientHello():
                     self._greet(connection, request)
                 case wire.Goodbye():
                     self._service.drop(connection.id)
@@ -228,9 +228,9 @@ class StoreServer:
                     if reply is not None:
                         connection.send(reply)
 
-    def _greet(self, connection: Connection, hello: wire.Hello) -> None:
+    def _greet(self, connection: Connection, hello: wire.ClientHello) -> None:
         reply = self._service.greet(connection.id, hello)
-        if isinstance(reply, wire.Refused):
+        if isinstance(reply, wire.ClientRefused):
             connection.send(reply)
             raise EOFError
         shared = (self._pool.fd, self._board.fd)

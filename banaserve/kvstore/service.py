@@ -11,7 +11,7 @@ from banaserve.kvstore import wire
 from banaserve.kvstore.carved_pool import CarvedPool
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.index import BlockIndex
-from banaserve.kvstore.pool import Pool
+from banaserve.kvstore.pool import SlotPool
 from banaserve.kvstore.promoter import Climb, Wish
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.stats import StoreStats
@@ -45,7 +45,7 @@ class StoreService:
     """
 
     def __init__(
-        self, pool: Pool, tiering: Tiering, watcher: PoolWatcher, tenant_quota: float = 1.0
+        self, pool: SlotPool, tiering: Tiering, watcher: PoolWatcher, tenant_quota: float = 1.0
     ) -> None:
         self.pool_bytes = pool.num_bytes
         self.num_protocol_errors = 0
@@ -61,7 +61,7 @@ class StoreService:
         self._num_refused = 0
         self._num_layout_mismatches = 0
 
-    def greet(self, session_id: int, hello: wire.Hello) -> wire.Welcome | wire.Refused:
+    def greet(self, session_id: int, hello: wire.ClientHello) -> wire.Welcome | wire.ClientRefused:
         """Accept or refuse a connection; accepted ones have a session until ``leave``.
 
         Raises:
@@ -74,17 +74,17 @@ class StoreService:
                 f"the store speaks protocol version {wire.PROTOCOL_VERSION}, "
                 f"{hello.client_name} speaks {hello.version}: install the same banaserve for both"
             )
-            return wire.Refused(hello.seq, False, message)
+            return wire.ClientRefused(hello.seq, False, message)
         namespace = b""
         if hello.fingerprint is not None:
             refusal = self._refusal(hello.client_name, hello.fingerprint)
             if refusal is not None:
                 self._num_refused += 1
                 log.error("refused: %s", refusal)
-                return wire.Refused(hello.seq, True, refusal)
+                return wire.ClientRefused(hello.seq, True, refusal)
             if not self._carve(hello.fingerprint.slot_bytes):
                 message = "tiers still copy blocks of another size: try again later"
-                return wire.Refused(hello.seq, False, message)
+                return wire.ClientRefused(hello.seq, False, message)
             self._note_layout_mismatch(hello.client_name, hello.fingerprint)
             namespace = hello.fingerprint.namespace()
         session = Session(session_id, hello.client_name, hello.fingerprint, namespace)
@@ -115,14 +115,14 @@ class StoreService:
                 if self._tiering.has_tiers:
                     self._tiering.promoter.lookup(keys, states)
                 return wire.Looked(request.seq, bytes(states))
-            case wire.Exchange():
+            case wire.ExchangeSlots():
                 return self._exchange(session, session.fingerprint, request)
             case wire.Commit():
                 return wire.Committed(request.seq, self._commit(request))
             case wire.Abandon() if request.generation == self._generation:
                 for serial in request.serials:
                     self._index.abandon(serial, request.part)
-            case wire.Release() if request.generation == self._generation:
+            case wire.ReleaseLeases() if request.generation == self._generation:
                 self._index.release(request.lease_id)
         return None
 
@@ -243,8 +243,8 @@ class StoreService:
         return True
 
     def _exchange(
-        self, session: Session, fingerprint: Fingerprint, request: wire.Exchange
-    ) -> wire.Granted:
+        self, session: Session, fingerprint: Fingerprint, request: wire.ExchangeSlots
+    ) -> wire.SlotsGranted:
         namespace = session.namespace
         keys = [namespace + key for key in request.acquire]
         climb = self._acquire(keys, session, request)
@@ -260,7 +260,7 @@ class StoreService:
             for key, parent in request.reserve
         ]
         grant = climb.grant
-        return wire.Granted(
+        return wire.SlotsGranted(
             request.seq,
             None if grant is None else grant.lease_id,
             [] if grant is None else grant.slots,
@@ -271,7 +271,7 @@ class StoreService:
             climb.num_declined,
         )
 
-    def _acquire(self, keys: list[bytes], session: Session, request: wire.Exchange) -> Climb:
+    def _acquire(self, keys: list[bytes], session: Session, request: wire.ExchangeSlots) -> Climb:
         grant = self._index.acquire(keys, session.id)
         if not keys or not self._tiering.has_tiers:
             return Climb(grant)

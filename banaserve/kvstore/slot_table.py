@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from banaserve.kvstore.eviction import Chains, EvictionQueue
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.records import Counters, Entry, SlotWatcher
+from banaserve.kvstore.records import IndexEntry, SlotWatcher, StoreCounters
 from banaserve.kvstore.tenants import Tenants
 
 
@@ -29,19 +29,19 @@ class SlotTable:
         self,
         num_slots: int,
         watcher: SlotWatcher | None = None,
-        counters: Counters | None = None,
+        counters: StoreCounters | None = None,
         tenant_quota: float = 1.0,
-        is_intact: Callable[[Entry], bool] | None = None,
+        is_intact: Callable[[IndexEntry], bool] | None = None,
     ) -> None:
         self.num_slots = num_slots
         self.num_promoting = 0
-        self.counters = counters or Counters()
+        self.counters = counters or StoreCounters()
         self._watcher = watcher
         self._is_intact = is_intact
         self._free = list(range(num_slots - 1, -1, -1))
-        self._entries: dict[bytes, Entry] = {}
+        self._entries: dict[bytes, IndexEntry] = {}
         # Out of the table while a lease or a copy still uses the slot, by serial.
-        self._dropped: dict[int, Entry] = {}
+        self._dropped: dict[int, IndexEntry] = {}
         self._chains = Chains(self._entries)
         self._queue = EvictionQueue(self._chains)
         self._tenants = Tenants(self._chains, num_slots, tenant_quota)
@@ -58,7 +58,7 @@ class SlotTable:
         """Tenants that use at least one slot."""
         return len(self._tenants)
 
-    def get(self, key: bytes) -> Entry | None:
+    def get(self, key: bytes) -> IndexEntry | None:
         """The entry of ``key``, whatever its state."""
         return self._entries.get(key)
 
@@ -68,9 +68,9 @@ class SlotTable:
         entries = map(self._entries.get, keys)
         return [miss if entry is None else hit if entry.ready else pending for entry in entries]
 
-    def find(self, keys: Sequence[bytes]) -> list[Entry]:
+    def find(self, keys: Sequence[bytes]) -> list[IndexEntry]:
         """The longest prefix of ``keys`` that is READY and intact, or on its way up."""
-        entries: list[Entry] = []
+        entries: list[IndexEntry] = []
         for key in keys:
             entry = self._entries.get(key)
             if entry is None or not (entry.ready or entry.promoting):
@@ -80,7 +80,7 @@ class SlotTable:
             entries.append(entry)
         return entries
 
-    def verify(self, entry: Entry) -> bool:
+    def verify(self, entry: IndexEntry) -> bool:
         """Whether the bytes of ``entry`` are what they were; dropped where they are not."""
         if self._is_intact is None or not entry.ready or self._is_intact(entry):
             return True
@@ -89,7 +89,7 @@ class SlotTable:
 
     # ---- copies between slots and tiers
 
-    def promote(self, key: bytes, parent: bytes | None, tenant: bytes = b"") -> Entry | None:
+    def promote(self, key: bytes, parent: bytes | None, tenant: bytes = b"") -> IndexEntry | None:
         """Give ``key`` a slot that a tier fills; pinned until ``end_promotion``.
 
         Returns:
@@ -106,7 +106,7 @@ class SlotTable:
             self._watcher.became_pending(entry)
         return entry
 
-    def end_promotion(self, entry: Entry, *, filled: bool) -> None:
+    def end_promotion(self, entry: IndexEntry, *, filled: bool) -> None:
         """Nothing writes to the slot any more: READY where it is ``filled``, else dropped."""
         if entry.promoting:
             if filled:
@@ -116,16 +116,16 @@ class SlotTable:
                 self.drop(entry)
         self.unpin(entry)
 
-    def pin(self, entry: Entry) -> None:
+    def pin(self, entry: IndexEntry) -> None:
         """Keep the slot's bytes where they are until ``unpin``."""
         entry.num_pins += 1
 
-    def unpin(self, entry: Entry) -> None:
+    def unpin(self, entry: IndexEntry) -> None:
         """One copy less is under way."""
         entry.num_pins -= 1
         self._settle(entry)
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: IndexEntry) -> None:
         """Forget a block that is READY or promoting: its bytes are wrong or will not come.
 
         The slot is free once the last lease and the last copy have ended.
@@ -147,7 +147,7 @@ class SlotTable:
 
     # ---- one step of the above
 
-    def _add(self, key: bytes, parent: bytes | None, tenant: bytes) -> Entry | None:
+    def _add(self, key: bytes, parent: bytes | None, tenant: bytes) -> IndexEntry | None:
         if key in self._entries:
             return None
         if parent is not None and self._chains.closes_a_cycle(key, parent):
@@ -158,7 +158,7 @@ class SlotTable:
             self._unlink(parent)
             return None
         self._last_serial += 1
-        entry = Entry(key, parent, self._free.pop(), self._last_serial, tenant)
+        entry = IndexEntry(key, parent, self._free.pop(), self._last_serial, tenant)
         self._entries[key] = entry
         self._tenants.add(tenant)
         return entry
@@ -179,18 +179,18 @@ class SlotTable:
         self._remove(entry)
         return True
 
-    def _stop_promoting(self, entry: Entry) -> None:
+    def _stop_promoting(self, entry: IndexEntry) -> None:
         entry.promoting = False
         self.num_promoting -= 1
 
-    def _publish(self, entry: Entry) -> None:
+    def _publish(self, entry: IndexEntry) -> None:
         self._tick += 1
         entry.ready = True
         entry.last_used = self._tick
         if self._watcher is not None:
             self._watcher.became_ready(entry)
 
-    def _settle(self, entry: Entry) -> None:
+    def _settle(self, entry: IndexEntry) -> None:
         """Somebody has stopped using ``entry``."""
         if not entry.dropped:
             self._offer(entry)
@@ -198,7 +198,7 @@ class SlotTable:
             del self._dropped[entry.serial]
             self._free_slot(entry)
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: IndexEntry) -> None:
         del self._entries[entry.key]
         self._queue.forget(entry)
         self._tenants.forget(entry)
@@ -209,13 +209,13 @@ class SlotTable:
         else:
             self._free_slot(entry)
 
-    def _free_slot(self, entry: Entry) -> None:
+    def _free_slot(self, entry: IndexEntry) -> None:
         self._free.append(entry.slot)
         self._tenants.remove(entry.tenant)
         if self._watcher is not None:
             self._watcher.became_free(entry)
 
-    def _offer(self, entry: Entry) -> None:
+    def _offer(self, entry: IndexEntry) -> None:
         if self._chains.is_evictable(entry):
             self._queue.offer(entry)
             self._tenants.offer(entry)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from banaserve.kvstore.eviction import Chains, EvictionQueue
-from banaserve.kvstore.records import Entry
+from banaserve.kvstore.records import IndexEntry
 
 
 class Tenants:
@@ -45,21 +45,21 @@ class Tenants:
             del self._num_slots[tenant]
             self._queues.pop(tenant, None)
 
-    def offer(self, entry: Entry) -> None:
+    def offer(self, entry: IndexEntry) -> None:
         """``entry`` may have become evictable."""
         if self.has_quota:
             self._queues[entry.tenant].offer(entry)
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: IndexEntry) -> None:
         """``entry`` has left the index."""
         if self.has_quota:
             self._queues[entry.tenant].forget(entry)
 
-    def pop(self, tenant: bytes) -> Entry | None:
+    def pop(self, tenant: bytes) -> IndexEntry | None:
         """The evictable block of ``tenant`` that was used longest ago."""
         return self._queues[tenant].pop()
 
-    def check(self, entries: Mapping[bytes, Entry], in_use: Iterable[Entry]) -> None:
+    def check(self, entries: Mapping[bytes, IndexEntry], in_use: Iterable[IndexEntry]) -> None:
         """Assert that the counts are right and that nobody is over its quota."""
         assert self._num_slots == Counter(entry.tenant for entry in in_use)
         assert all(number <= self.quota_slots for number in self._num_slots.values())

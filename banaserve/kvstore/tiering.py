@@ -14,7 +14,7 @@ from banaserve.kvstore.attached_tier import AttachedTier
 from banaserve.kvstore.carved_pool import CarvedPool
 from banaserve.kvstore.demoter import Demoter
 from banaserve.kvstore.promoter import Promoter
-from banaserve.kvstore.records import Entry
+from banaserve.kvstore.records import IndexEntry
 from banaserve.kvstore.stats import TierReport
 
 log = logging.getLogger(__name__)
@@ -78,11 +78,11 @@ class Tiering:
         self.promoter.carve(carved)
         self._demoter.carve(carved)
 
-    def became_ready(self, entry: Entry) -> None:
+    def became_ready(self, entry: IndexEntry) -> None:
         """A block may be read: the tiers that lack it are to get it."""
         self._demoter.became_ready(entry, self.promoter.source_of(entry))
 
-    def left_memory(self, entry: Entry) -> None:
+    def left_memory(self, entry: IndexEntry) -> None:
         """The bytes of a block are gone."""
         self._demoter.left_memory(entry)
 

@@ -8,7 +8,7 @@ import xxhash
 
 from banaserve.kvstore.board import Board
 from banaserve.kvstore.carved_pool import CarvedPool
-from banaserve.kvstore.records import Entry
+from banaserve.kvstore.records import IndexEntry
 from banaserve.kvstore.tiering import Tiering
 
 log = logging.getLogger(__name__)
@@ -40,23 +40,23 @@ class PoolWatcher:
         if self._poisons:
             carved.pool.poison(0, carved.pool.num_bytes)
 
-    def became_pending(self, entry: Entry) -> None:
+    def became_pending(self, entry: IndexEntry) -> None:
         """A tier is about to fill the slot."""
         self._board.show_pending(entry.slot, entry.serial)
 
-    def became_ready(self, entry: Entry) -> None:
+    def became_ready(self, entry: IndexEntry) -> None:
         """The slot may be leased."""
         if self.verifies:
             entry.checksum = self._checksum(entry)
         self._board.show_ready(entry.slot, entry.serial)
         self._tiering.became_ready(entry)
 
-    def failed(self, entry: Entry) -> None:
+    def failed(self, entry: IndexEntry) -> None:
         """The block in the slot is lost to those who lease it."""
         self._board.show_failed(entry.slot, entry.serial)
         self._tiering.left_memory(entry)
 
-    def became_free(self, entry: Entry) -> None:
+    def became_free(self, entry: IndexEntry) -> None:
         """Nobody uses the slot any more."""
         self._board.show_free(entry.slot)
         self._tiering.left_memory(entry)
@@ -64,7 +64,7 @@ class PoolWatcher:
             carved = self._carved
             carved.pool.poison(entry.slot * carved.slot_bytes, carved.slot_bytes)
 
-    def is_intact(self, entry: Entry) -> bool:
+    def is_intact(self, entry: IndexEntry) -> bool:
         """Whether a READY slot holds the bytes that it held when it became READY."""
         if self._checksum(entry) == entry.checksum:
             return True
@@ -72,5 +72,5 @@ class PoolWatcher:
         log.error("dropped block %s: its memory has changed", entry.key.hex()[:16])
         return False
 
-    def _checksum(self, entry: Entry) -> int:
+    def _checksum(self, entry: IndexEntry) -> int:
         return xxhash.xxh3_64_intdigest(self._carved.bytes_of(entry).data)

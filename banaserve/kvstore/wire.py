@@ -40,7 +40,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
-class Hello(_Message, frozen=True, tag="hello"):
+class ClientHello(_Message, frozen=True, tag="hello"):
     """First message of a connection. Without a fingerprint it may only ask for stats and clear."""
 
     seq: Number
@@ -54,7 +54,7 @@ class LookupKeys(_Message, frozen=True, tag="lookup"):
     keys: Keys
 
 
-class Exchange(_Message, frozen=True, tag="exchange"):
+class ExchangeSlots(_Message, frozen=True, tag="exchange"):
     """``reserve`` is a list of (key, its parent's key).
 
     ``tenant`` pays for the slots that are reserved or filled from tiers; ``compute_block_s`` is
@@ -81,7 +81,7 @@ class Abandon(_Message, frozen=True, tag="abandon"):
     part: Part | None
 
 
-class Release(_Message, frozen=True, tag="release"):
+class ReleaseLeases(_Message, frozen=True, tag="release"):
     generation: Number
     lease_id: Number
 
@@ -107,7 +107,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     slot_bytes: Number
 
 
-class Refused(_Message, frozen=True, tag="refused"):
+class ClientRefused(_Message, frozen=True, tag="refused"):
     """The answer to a Hello that the store does not accept; the connection ends with it."""
 
     seq: Number
@@ -122,7 +122,7 @@ class Looked(_Message, frozen=True, tag="looked"):
     states: bytes
 
 
-class Granted(_Message, frozen=True, tag="granted"):
+class SlotsGranted(_Message, frozen=True, tag="granted"):
     """``slots`` and ``reserved`` hold (index, serial); the rest is as in ``Exchanged``."""
 
     seq: Number
@@ -156,9 +156,17 @@ class Cleared(_Message, frozen=True, tag="cleared"):
 
 
 Request = (
-    Hello | LookupKeys | Exchange | Commit | Abandon | Release | GetStats | Clear | Goodbye
-)  # fmt: skip
-Reply = Welcome | Refused | Looked | Granted | Committed | Stats | Cleared
+    ClientHello
+    | LookupKeys
+    | ExchangeSlots
+    | Commit
+    | Abandon
+    | ReleaseLeases
+    | GetStats
+    | Clear
+    | Goodbye
+)
+Reply = Welcome | ClientRefused | Looked | SlotsGranted | Committed | Stats | Cleared
 
 _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")

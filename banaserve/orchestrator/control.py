@@ -13,7 +13,7 @@ from enum import StrEnum
 from banaserve.errors import UserError
 from banaserve.orchestrator.measure import Reports, smoothed
 from banaserve.orchestrator.migration.interface import MigrationPlan, MigrationPolicy
-from banaserve.orchestrator.migration.weighing import words_of
+from banaserve.orchestrator.migration.scoring import words_of
 from banaserve.types import (
     Action,
     Attempt,
@@ -43,7 +43,7 @@ class Held(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ControlLimits:
     """How much may be done at once.
 
     Attributes:
@@ -112,7 +112,7 @@ def turn(
     policy: MigrationPolicy,
     mode: Mode,
     is_paused: bool,
-    limits: Limits,
+    limits: ControlLimits,
     before: Remembered,
 ) -> Turn:
     """Returns what to do about the cluster as ``seen``. Pure: equal arguments, equal result."""
@@ -142,7 +142,7 @@ def _held(
     step: Step,
     mode: Mode,
     is_paused: bool,
-    limits: Limits,
+    limits: ControlLimits,
     before: Remembered,
     view: ClusterView,
     begin: Sequence[Step],
@@ -160,7 +160,7 @@ def _held(
     return None
 
 
-def _forgetting(before: Remembered, now_s: float, limits: Limits) -> Remembered:
+def _forgetting(before: Remembered, now_s: float, limits: ControlLimits) -> Remembered:
     return replace(
         before,
         begun_s=tuple(at for at in before.begun_s if now_s - at < limits.minute_s),

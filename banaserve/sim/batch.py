@@ -28,7 +28,7 @@ class EngineLimits:
     watermark_fraction: float = 0.01
 
 
-class Batch:
+class SimBatch:
     """What vLLM's scheduler keeps, first come, first served, preempting the last that came.
 
     Args:

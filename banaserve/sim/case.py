@@ -12,9 +12,9 @@ from banaserve.errors import UserError
 from banaserve.names import check_known
 from banaserve.sim.events import Event
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import Limits
+from banaserve.sim.result import LatencyLimits
 from banaserve.sim.system import KINDS, System, preset
-from banaserve.sim.workload import Lengths, Phase, drawn
+from banaserve.sim.workload import Lengths, LoadPhase, drawn
 
 BUILT_IN = Path(__file__).parent / "cases"
 
@@ -81,8 +81,8 @@ class Case:
     profile: Profile
     seed: int
     repeat: int
-    limits: Limits
-    phases: tuple[Phase, ...]
+    limits: LatencyLimits
+    phases: tuple[LoadPhase, ...]
     systems: Mapping[str, System]
     events: tuple[Event, ...]
     goals: tuple[Goal, ...]
@@ -127,7 +127,7 @@ def read(name_or_path: str) -> Case:
         profile=load(str(table["profile"])),
         seed=table["seed"],
         repeat=table.get("repeat", 1),
-        limits=_built(path, "limits", table.get("limits", {}), Limits),
+        limits=_built(path, "limits", table.get("limits", {}), LatencyLimits),
         phases=tuple(_phase(path, n, entry) for n, entry in enumerate(_list(path, table, "phase"))),
         systems=systems,
         events=tuple(
@@ -171,13 +171,13 @@ def _systems(path: Path, table: Any) -> dict[str, System]:
     return systems
 
 
-def _phase(path: Path, number: int, entry: Any) -> Phase:
+def _phase(path: Path, number: int, entry: Any) -> LoadPhase:
     if isinstance(entry, Mapping):
         entry = dict(entry)
         for key in ("prompt", "output"):
             if key in entry:
                 entry[key] = _built(path, f"phase[{number}].{key}", entry[key], Lengths)
-    return _built(path, f"phase[{number}]", entry, Phase)
+    return _built(path, f"phase[{number}]", entry, LoadPhase)
 
 
 def _list(path: Path, table: Mapping[str, Any], key: str) -> list[Any]:

@@ -15,7 +15,7 @@ from banaserve.sim.engine import SimEngine
 from banaserve.sim.instance import SimInstance
 from banaserve.sim.placing import Placing
 from banaserve.sim.request import SimRequest
-from banaserve.sim.store import HASH_BLOCK_TOKENS, PrefixCache
+from banaserve.sim.store import HASH_BLOCK_TOKENS, SimPrefixCache
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
 from banaserve.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
@@ -45,7 +45,7 @@ class Cell:
         profile: Profile,
         system: System,
         roles: Sequence[tuple[str, Role]],
-        store: PrefixCache | None,
+        store: SimPrefixCache | None,
         turn: int,
         lighter: Callable[[int], None],
     ) -> None:
@@ -60,7 +60,7 @@ class Cell:
         self._block_tokens = profile.memory.block_tokens
         self._memory = control.Remembered()
         self.store = store
-        self.caches: dict[InstanceId, PrefixCache] = {}
+        self.caches: dict[InstanceId, SimPrefixCache] = {}
         self.load = 0
         self.finished: list[SimRequest] = []
         self.num_refused = 0
@@ -88,7 +88,9 @@ class Cell:
             self._end,
         )
         if self._system.cache == "local":
-            self.caches[InstanceId(name)] = PrefixCache(profile.memory.kv_tokens, HASH_BLOCK_TOKENS)
+            self.caches[InstanceId(name)] = SimPrefixCache(
+                profile.memory.kv_tokens, HASH_BLOCK_TOKENS
+            )
         prefill = profile.prefill
         tokens = self._system.limits.step_tokens
         step_s = prefill.fixed_s + tokens * prefill.token_s + tokens**2 * prefill.pair_s

@@ -13,7 +13,7 @@ from banaserve.names import check_known
 from banaserve.sim.cell import Cell
 from banaserve.sim.instance import SimInstance
 from banaserve.sim.request import SimRequest
-from banaserve.sim.store import HASH_BLOCK_TOKENS, PrefixCache
+from banaserve.sim.store import HASH_BLOCK_TOKENS, SimPrefixCache
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
 from banaserve.types import InstanceId, Role
@@ -22,28 +22,28 @@ _GIVE_UP_S = 60.0
 """A cluster in which nothing has happened for so long is left as it is, its requests unfinished."""
 
 
-class Part(NamedTuple):
+class ClusterPart(NamedTuple):
     """Every ``of``-th cell of a cluster, from the one at ``place`` on."""
 
     place: int
     of: int
 
 
-WHOLE = Part(0, 1)
+WHOLE = ClusterPart(0, 1)
 
 
 class SimCluster:
     """Cells side by side; a request goes to the one with the fewest for its size."""
 
     def __init__(
-        self, timeline: Timeline, profile: Profile, system: System, part: Part = WHOLE
+        self, timeline: Timeline, profile: Profile, system: System, part: ClusterPart = WHOLE
     ) -> None:
         self._timeline = timeline
         self._system = system
         self._is_running = True
         self._stuck_s = 0.0
         store = (
-            PrefixCache(system.store_tokens, HASH_BLOCK_TOKENS)
+            SimPrefixCache(system.store_tokens, HASH_BLOCK_TOKENS)
             if system.cache == "global"
             else None
         )

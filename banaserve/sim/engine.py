@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 from banaserve.costs.steps import StepCosts, run_s, steps_within
 from banaserve.costs.transfers import overlapped_s
-from banaserve.sim.batch import Batch, EngineLimits
+from banaserve.sim.batch import EngineLimits, SimBatch
 from banaserve.sim.request import SimRequest
 from banaserve.sim.timeline import Timeline
 from banaserve.types import InstanceId
 
 
-class SimEngine(Batch):
+class SimEngine(SimBatch):
     """One engine. Roles are the router's knowledge: any engine serves any leg.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from banaserve.orchestrator.migration import slabs
 from banaserve.sim.engine import SimEngine
-from banaserve.types import InstanceFacts, InstanceReport, InstanceView, Placement, Role
+from banaserve.types import InstanceFacts, InstanceReport, InstanceView, ModulePlacement, Role
 
 REPORT_S = 0.5
 """An instance that nothing happened to reports this often."""
@@ -33,7 +33,7 @@ class SimInstance:
         self.engine = engine
         self.role = role
         self.facts = facts
-        self.placements: tuple[Placement, ...] = ()
+        self.placements: tuple[ModulePlacement, ...] = ()
         self.guest_bytes = 0
         self.epoch = 0
         self.changed_s: float | None = None

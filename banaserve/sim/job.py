@@ -18,7 +18,7 @@ from banaserve.sim.case import Case
 from banaserve.sim.events import Event
 from banaserve.sim.lengths import DATASETS, draw_measured, read_lengths
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import Limits
+from banaserve.sim.result import LatencyLimits
 from banaserve.sim.system import KINDS, System, preset
 from banaserve.sim.trace import Arrival, read_trace, requests_of
 from banaserve.sim.workload import Arrivals, Pair, arriving
@@ -32,7 +32,7 @@ _FILES = (".json", ".jsonl", ".csv", ".zst")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AskedSystem:
     """Options of a simulation; None is what the target itself says, or the usual.
 
     Attributes:
@@ -65,7 +65,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SimulationJob:
     """What is simulated.
 
     Attributes:
@@ -81,13 +81,13 @@ class Job:
     systems: Mapping[str, System]
     requests: Callable[[int], Iterator[SimRequest]]
     expected_requests: int
-    limits: Limits
+    limits: LatencyLimits
     events: tuple[Event, ...] = ()
     seed: int = 0
     case: Case | None = None
 
 
-def job(asked: Asked) -> Job:
+def job(asked: AskedSystem) -> SimulationJob:
     """Returns what ``asked`` describes; everything is read and checked, nothing has run.
 
     Raises:
@@ -106,7 +106,7 @@ def job(asked: Asked) -> Job:
     return _of_load(asked)
 
 
-def _of_case(asked: Asked, case: Case) -> Job:
+def _of_case(asked: AskedSystem, case: Case) -> SimulationJob:
     load = ("rps", "arrivals", "duration_s", "speed", "limit", "max_output_tokens")
     for name in (*load, "prefill", "decode"):
         if getattr(asked, name) is not None:
@@ -120,7 +120,7 @@ def _of_case(asked: Asked, case: Case) -> Job:
         for name, system in case.systems.items()
         if not asked.systems or name in asked.systems
     }
-    return Job(
+    return SimulationJob(
         case.name,
         case.about,
         profiles.load(asked.profile) if asked.profile else case.profile,
@@ -140,23 +140,23 @@ def _with_policy(system: System, policy: str | None) -> System:
     return replace(system, migration=policy)
 
 
-def _of_load(asked: Asked) -> Job:
+def _of_load(asked: AskedSystem) -> SimulationJob:
     profile = profiles.load(asked.profile or DEFAULT_PROFILE)
     for name in asked.systems:
         check_known("system", name, KINDS)
     requests, expected, about = _load(asked, profile)
-    return Job(
+    return SimulationJob(
         Path(asked.target).name,
         about,
         profile,
         {name: _system(name, asked) for name in asked.systems or _EVERY_SYSTEM},
         requests,
         expected,
-        Limits(),
+        LatencyLimits(),
     )
 
 
-def _system(name: str, asked: Asked) -> System:
+def _system(name: str, asked: AskedSystem) -> System:
     prefill = 2 if asked.prefill is None else asked.prefill
     decode = 2 if asked.decode is None else asked.decode
     if name == "colocated":
@@ -164,7 +164,9 @@ def _system(name: str, asked: Asked) -> System:
     return _with_policy(preset(name, prefill=prefill, decode=decode), asked.policy)
 
 
-def _load(asked: Asked, profile: Profile) -> tuple[Callable[[int], Iterator[SimRequest]], int, str]:
+def _load(
+    asked: AskedSystem, profile: Profile
+) -> tuple[Callable[[int], Iterator[SimRequest]], int, str]:
     kind = asked.arrivals or ("trace" if _has_times(asked.target) else "poisson")
     most = profile.model.max_context_tokens
     if kind == "trace":
@@ -209,7 +211,7 @@ def _has_times(target: str) -> bool:
     return "t" in first or "timestamp" in first
 
 
-def _trace(asked: Asked) -> list[Arrival]:
+def _trace(asked: AskedSystem) -> list[Arrival]:
     if asked.target in DATASETS:
         raise UserError(f"{asked.target} has no arrivals: give poisson, bursts or diurnal")
     if asked.limit is not None and asked.limit < 1:
@@ -217,7 +219,7 @@ def _trace(asked: Asked) -> list[Arrival]:
     return read_trace(Path(asked.target), asked.limit)
 
 
-def _speed(asked: Asked, rows: Sequence[Arrival]) -> float:
+def _speed(asked: AskedSystem, rows: Sequence[Arrival]) -> float:
     if asked.rps is None:
         speed = 1.0 if asked.speed is None else asked.speed
         if not speed > 0:
@@ -230,7 +232,7 @@ def _speed(asked: Asked, rows: Sequence[Arrival]) -> float:
     return asked.rps * rows[-1].at_s / len(rows)
 
 
-def _pair(asked: Asked) -> Pair:
+def _pair(asked: AskedSystem) -> Pair:
     """Returns what draws the lengths of a request."""
     most = asked.max_output_tokens
     if most is not None and most < 1:

@@ -11,9 +11,9 @@ import msgspec
 
 from banaserve.costs.profile import Profile
 from banaserve.errors import UserError
-from banaserve.sim.cluster import Part, cells_of
+from banaserve.sim.cluster import ClusterPart, cells_of
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import Limits
+from banaserve.sim.result import LatencyLimits
 from banaserve.sim.run import tallied, told
 from banaserve.sim.system import System
 from banaserve.sim.tally import Tally, added_up
@@ -22,7 +22,11 @@ Load = Callable[[], Iterable[SimRequest]]
 
 
 def simulate_in_parts(
-    profile: Profile, system: System, load: Load, processes: int, limits: Limits | None = None
+    profile: Profile,
+    system: System,
+    load: Load,
+    processes: int,
+    limits: LatencyLimits | None = None,
 ) -> dict[str, Any]:
     """Returns what ``simulate`` does, with the cells dealt over so many ``processes``.
 
@@ -48,7 +52,7 @@ def simulate_in_parts(
     context = multiprocessing.get_context("fork")
     running = []
     for place in range(processes):
-        part = Part(place, processes)
+        part = ClusterPart(place, processes)
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
             target=_simulate, args=(theirs, profile, system, load, part, num_cells), daemon=True
@@ -62,7 +66,9 @@ def simulate_in_parts(
     return told(added_up(found), profile, system, limits)
 
 
-def dealt(requests: Iterable[SimRequest], part: Part, num_cells: int) -> Iterator[SimRequest]:
+def dealt(
+    requests: Iterable[SimRequest], part: ClusterPart, num_cells: int
+) -> Iterator[SimRequest]:
     """Yields the requests of ``part``: each cell of the cluster has its turn."""
     for number, request in enumerate(requests):
         if number % num_cells % part.of == part.place:
@@ -70,7 +76,12 @@ def dealt(requests: Iterable[SimRequest], part: Part, num_cells: int) -> Iterato
 
 
 def _simulate(
-    answer: Connection, profile: Profile, system: System, load: Load, part: Part, num_cells: int
+    answer: Connection,
+    profile: Profile,
+    system: System,
+    load: Load,
+    part: ClusterPart,
+    num_cells: int,
 ) -> None:
     found = tallied(profile, system, dealt(load(), part, num_cells), part=part)
     answer.send_bytes(msgspec.msgpack.encode(found))

@@ -12,8 +12,8 @@ from banaserve.sim.timeline import Timeline
 from banaserve.types import (
     InstanceId,
     Module,
+    ModulePlacement,
     MoveModule,
-    Placement,
     ReturnModule,
     Step,
     SwitchRole,
@@ -75,7 +75,7 @@ class Placing:
         if isinstance(action, MoveModule):
             held = dict(step.influence)[action.guest].guest_bytes
             now_s = self._timeline.now_s
-            placement = Placement(
+            placement = ModulePlacement(
                 action.module, host.id, guest.id, host.epoch + 1, now_s, guest_bytes=held
             )
             host.placements = (*host.placements, placement)

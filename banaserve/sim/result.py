@@ -14,7 +14,7 @@ SIMULATED = "simulated: step times come from a cost model, nothing was run"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LatencyLimits:
     """What counts as served well: goodput is the share of requests within both.
 
     Attributes:
@@ -40,7 +40,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered), max(1, rank)) - 1]
 
 
-def summary(tally: Tally, limits: Limits) -> dict[str, Any]:
+def summary(tally: Tally, limits: LatencyLimits) -> dict[str, Any]:
     """Returns the figures of a run: times in seconds, rates a second, of simulated time."""
     served, num_requests = tally.served, tally.num_requests
     each = [(first - at, _tpot_s(first, end, tokens)) for at, first, end, tokens in served]

@@ -7,10 +7,10 @@ from typing import Any
 
 from banaserve.costs.profile import Profile
 from banaserve.sim.case import Case
-from banaserve.sim.cluster import WHOLE, Part, SimCluster
+from banaserve.sim.cluster import WHOLE, ClusterPart, SimCluster
 from banaserve.sim.events import Event, arrange
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import SIMULATED, Limits, summary
+from banaserve.sim.result import SIMULATED, LatencyLimits, summary
 from banaserve.sim.system import System
 from banaserve.sim.tally import Tally, tally
 from banaserve.sim.timeline import Timeline
@@ -20,7 +20,7 @@ def simulate(
     profile: Profile,
     system: System,
     requests: Iterable[SimRequest],
-    limits: Limits | None = None,
+    limits: LatencyLimits | None = None,
     events: Sequence[Event] = (),
     watch: Callable[[SimCluster], None] | None = None,
 ) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def tallied(
     requests: Iterable[SimRequest],
     events: Sequence[Event] = (),
     watch: Callable[[SimCluster], None] | None = None,
-    part: Part = WHOLE,
+    part: ClusterPart = WHOLE,
 ) -> Tally:
     """Returns what ``simulate`` tells of; ``requests`` are those of the ``part`` of the cells."""
     timeline = Timeline()
@@ -62,10 +62,10 @@ def tallied(
 
 
 def told(
-    found: Tally, profile: Profile, system: System, limits: Limits | None = None
+    found: Tally, profile: Profile, system: System, limits: LatencyLimits | None = None
 ) -> dict[str, Any]:
     """Returns the result of a run, as JSON has it."""
-    result = summary(found, limits or Limits())
+    result = summary(found, limits or LatencyLimits())
     result["profile"] = profile.name
     result["system"] = system.kind
     result["num_events"] = found.num_events

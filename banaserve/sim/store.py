@@ -8,7 +8,7 @@ HASH_BLOCK_TOKENS = 512
 """Tokens that one hash id of a Mooncake trace stands for."""
 
 
-class PrefixCache:
+class SimPrefixCache:
     """Blocks of prompts by id, least recently used out first.
 
     An id names a block and all before it, so a prefix is cached as far as its ids are found.

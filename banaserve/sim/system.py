@@ -7,7 +7,7 @@ from typing import Any
 
 from banaserve.errors import UserError
 from banaserve.names import check_known
-from banaserve.orchestrator.control import Limits
+from banaserve.orchestrator.control import ControlLimits
 from banaserve.orchestrator.migration import registry as migrations
 from banaserve.orchestrator.routing import registry as routings
 from banaserve.sim.batch import EngineLimits
@@ -49,7 +49,7 @@ class System:
     cache: str = "none"
     store_tokens: int = 4_000_000
     control_s: float = 2.0
-    control_limits: Limits = field(default_factory=Limits)
+    control_limits: ControlLimits = field(default_factory=ControlLimits)
     cell_size: int = 0
     overlap_fraction: float = 0.0
     attention_fraction: float = 0.3
@@ -105,7 +105,7 @@ def preset(kind: str, **changes: Any) -> System:
     merged = {**settings[kind], **changes}
     sections: tuple[tuple[str, type[Any]], ...] = (
         ("limits", EngineLimits),
-        ("control_limits", Limits),
+        ("control_limits", ControlLimits),
     )
     for name, section in sections:
         if isinstance(given := merged.get(name), dict):

@@ -113,14 +113,14 @@ class Arrivals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase(Arrivals):
+class LoadPhase(Arrivals):
     """A stretch of a workload: arrivals, and lengths drawn for each."""
 
     prompt: Lengths
     output: Lengths
 
 
-def drawn(phases: Sequence[Phase], seed: int, repeat: int = 1) -> Iterator[SimRequest]:
+def drawn(phases: Sequence[LoadPhase], seed: int, repeat: int = 1) -> Iterator[SimRequest]:
     """Yields the requests of ``phases``, one after the other, ``repeat`` times over."""
     draws = random.Random(f"{seed} workload")
     start_s, number = 0.0, 0

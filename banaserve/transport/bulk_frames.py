@@ -27,7 +27,7 @@ _REQUEST = struct.Struct("<BQQQIQ16s")
 _ANSWER = struct.Struct("<BQQQ")
 
 
-class Request(NamedTuple):
+class BulkRequest(NamedTuple):
     """One slice.
 
     Attributes:
@@ -49,7 +49,7 @@ class Request(NamedTuple):
     region_id: bytes
 
 
-class Answer(NamedTuple):
+class BulkAnswer(NamedTuple):
     """``detail`` is the region's epoch; ``checksum`` covers the bytes that follow a READ."""
 
     status: int
@@ -65,7 +65,7 @@ def checksum(data: npt.NDArray[np.uint8]) -> int:
 
 
 def sign_request(
-    request: Request, offsets: npt.NDArray[np.int64], seal: Seal
+    request: BulkRequest, offsets: npt.NDArray[np.int64], seal: Seal
 ) -> list[memoryview | bytes]:
     """The parts of a request without its bytes."""
     parts: list[memoryview | bytes] = [_REQUEST.pack(*request), offsets.astype("<i8").tobytes()]
@@ -74,14 +74,14 @@ def sign_request(
 
 def read_request(
     stream: ByteStream, seal: Seal, seq: int, deadline: float
-) -> tuple[Request, npt.NDArray[np.int64]]:
+) -> tuple[BulkRequest, npt.NDArray[np.int64]]:
     """The next request, whose offsets are not checked yet.
 
     Raises:
         ProtocolError: It is none, or not the peer's next one.
     """
     head = _read(stream, _REQUEST.size, deadline)
-    request = Request(*_REQUEST.unpack(head))
+    request = BulkRequest(*_REQUEST.unpack(head))
     # Before the code is checked, only bounds on what is read.
     if request.num_runs > MAX_RUNS or request.run_bytes * request.num_runs > SLICE_BYTES:
         raise ProtocolError("a slice is too large")
@@ -93,20 +93,20 @@ def read_request(
     return request, np.frombuffer(encoded, "<i8").astype(np.int64)
 
 
-def sign_answer(answer: Answer, seal: Seal) -> list[memoryview | bytes]:
+def sign_answer(answer: BulkAnswer, seal: Seal) -> list[memoryview | bytes]:
     """The parts of an answer without its bytes."""
     head = _ANSWER.pack(*answer)
     return [head, seal.sign([head])]
 
 
-def read_answer(stream: ByteStream, seal: Seal, seq: int, deadline: float) -> Answer:
+def read_answer(stream: ByteStream, seal: Seal, seq: int, deadline: float) -> BulkAnswer:
     """The answer to request ``seq``.
 
     Raises:
         ProtocolError: What came is none.
     """
     head = _read(stream, _ANSWER.size, deadline)
-    answer = Answer(*_ANSWER.unpack(head))
+    answer = BulkAnswer(*_ANSWER.unpack(head))
     if not seal.verify([head], bytes(_read(stream, CODE_BYTES, deadline))):
         raise ProtocolError("an answer has a wrong code")
     if answer.seq != seq:

@@ -16,7 +16,7 @@ from banaserve.transport.errors import (
     StaleEpochError,
     TransferTimeoutError,
 )
-from banaserve.transport.frames import ONE_WAY, PREFIX, REFUSAL, REPLY, REQUEST, Header
+from banaserve.transport.frames import ONE_WAY, PREFIX, REFUSAL, REPLY, REQUEST, FrameHeader
 from banaserve.transport.interface import Message, Tensor
 from banaserve.transport.seal import CODE_BYTES, Seal
 from banaserve.transport.stream import ByteStream
@@ -90,7 +90,7 @@ class StreamChannel:
         self._broken = self._broken or "the channel is closed"
         self._stream.close()
 
-    def _keep(self, header: Header, message: Message, deadline: float) -> None:
+    def _keep(self, header: FrameHeader, message: Message, deadline: float) -> None:
         if header.epoch < self.min_epoch:
             self._num_refused += 1
             if header.kind == REQUEST:
@@ -116,7 +116,7 @@ class StreamChannel:
                 raise
             return seq
 
-    def _next_frame(self, deadline: float) -> tuple[Header, Message]:
+    def _next_frame(self, deadline: float) -> tuple[FrameHeader, Message]:
         while True:
             self._check_open()
             self._stream_wait(deadline)
@@ -139,7 +139,7 @@ class StreamChannel:
         except PeerGoneError as error:
             raise self._break(str(error)) from None
 
-    def _read_frame(self, deadline: float) -> tuple[Header, tuple[Tensor, ...]]:
+    def _read_frame(self, deadline: float) -> tuple[FrameHeader, tuple[Tensor, ...]]:
         prefix = self._read(PREFIX.size, deadline)
         header_bytes, payload_bytes = PREFIX.unpack(prefix)
         frames.check_lengths(header_bytes, payload_bytes)

@@ -46,7 +46,7 @@ _Shape = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 _Serial = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class FrameHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What precedes the tensors.
 
     Attributes:
@@ -67,7 +67,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Header)
+_decoder = msgspec.msgpack.Decoder(FrameHeader)
 
 
 def encode(message: Message, seq: int, kind: int, token: int) -> list[memoryview | bytes]:
@@ -77,7 +77,7 @@ def encode(message: Message, seq: int, kind: int, token: int) -> list[memoryview
         RefusedError: A peer would not accept it.
     """
     described = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors)
-    header = _encoder.encode(Header(seq, kind, token, message.epoch, message.body, described))
+    header = _encoder.encode(FrameHeader(seq, kind, token, message.epoch, message.body, described))
     try:
         sizes = tensor_sizes(decode(header))
         payload_bytes = check_lengths(len(header), sum(sizes))
@@ -98,7 +98,7 @@ def check_lengths(header_bytes: int, payload_bytes: int) -> int:
     return payload_bytes
 
 
-def decode(header: bytes | bytearray) -> Header:
+def decode(header: bytes | bytearray) -> FrameHeader:
     """The header of a frame that has arrived.
 
     Raises:
@@ -110,7 +110,7 @@ def decode(header: bytes | bytearray) -> Header:
         raise ProtocolError(f"not a message: {error}") from None
 
 
-def tensor_sizes(header: Header) -> list[int]:
+def tensor_sizes(header: FrameHeader) -> list[int]:
     """Bytes of each tensor.
 
     Raises:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from banaserve.errors import ProtocolError
 from banaserve.transport import bulk_frames as bulk
-from banaserve.transport.bulk_frames import Answer, Request
+from banaserve.transport.bulk_frames import BulkAnswer, BulkRequest
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
@@ -48,7 +48,7 @@ class TcpTransport(ServedTransport):
     def _open(
         self, descriptor: RegionDescriptor, stream: SocketStream, seal: Seal, deadline: float
     ) -> PlannedRegion:
-        hello = Request(bulk.OPEN, 1, 0, 0, 0, 0, descriptor.region_id)
+        hello = BulkRequest(bulk.OPEN, 1, 0, 0, 0, 0, descriptor.region_id)
         stream.write(bulk.sign_request(hello, _NO_OFFSETS, seal), deadline)
         stream.wait_readable(deadline)
         try:
@@ -63,7 +63,9 @@ class TcpTransport(ServedTransport):
         request, _ = bulk.read_request(stream, seal, 1, time.monotonic() + _FOREVER_S)
         region = self._find(request.region_id) if request.kind == bulk.OPEN else None
         status = bulk.DONE if region is not None else bulk.CLOSED
-        stream.write(bulk.sign_answer(Answer(status, 1, 0, 0), seal), time.monotonic() + _FOREVER_S)
+        stream.write(
+            bulk.sign_answer(BulkAnswer(status, 1, 0, 0), seal), time.monotonic() + _FOREVER_S
+        )
         if region is not None:
             _Responder(stream, seal, region).run()
 
@@ -88,11 +90,13 @@ class _Responder:
                 self._stream.read_into(memoryview(data.data), deadline)
             status, total = self._do(request, offsets, data)
             follows = request.kind == bulk.READ and status == bulk.DONE
-            answer = Answer(status, seq, self._region.epoch, total)
+            answer = BulkAnswer(status, seq, self._region.epoch, total)
             parts = bulk.sign_answer(answer, self._seal)
             self._stream.write([*parts, data.data] if follows else parts, deadline)
 
-    def _do(self, request: Request, offsets: Runs, data: npt.NDArray[np.uint8]) -> tuple[int, int]:
+    def _do(
+        self, request: BulkRequest, offsets: Runs, data: npt.NDArray[np.uint8]
+    ) -> tuple[int, int]:
         """The answer's status, and the checksum of what was put into ``data``."""
         region, total = self._region, 0
         if request.kind == bulk.OPEN:
@@ -186,7 +190,9 @@ class TcpRemote(PlannedRegion):
             kind, staged = bulk.WRITE, Memory.of(data)
             total = gather_checksummed(staged, part.local, part.local_offsets, part.num_bytes)
         offsets = part.remote_offsets
-        request = Request(kind, self._seq, part.epoch, part.num_bytes, offsets.size, total, _NO_ID)
+        request = BulkRequest(
+            kind, self._seq, part.epoch, part.num_bytes, offsets.size, total, _NO_ID
+        )
         parts = bulk.sign_request(request, offsets, self._seal)
         self._stream.write([*parts, data.data], time.monotonic() + _FOREVER_S)
         return self._seq

@@ -24,7 +24,14 @@ from banaserve.kernels.registry import CHOICES, pick
 from benchmarks.kernel_bandwidth.native import measure_native, native_or_reason
 from benchmarks.kernel_bandwidth.pipeline import measure_pipeline
 from benchmarks.kernel_bandwidth.timing import copy_work, timed
-from benchmarks.kernel_bandwidth.work import KV_HEADS, SIZES, Sizes, Work, all_work, attention_work
+from benchmarks.kernel_bandwidth.work import (
+    KV_HEADS,
+    SIZES,
+    KernelWork,
+    Sizes,
+    all_work,
+    attention_work,
+)
 
 Samples = dict[str, list[float]]
 _UNITS = {
@@ -91,7 +98,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _measure(
-    works: Sequence[Work],
+    works: Sequence[KernelWork],
     ours: str,
     sizes: Sizes,
     device: torch.device,

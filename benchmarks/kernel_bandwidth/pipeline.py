@@ -15,7 +15,7 @@ import torch
 from banaserve.engine.vllm.kv_connector.gpu_block_copy import GpuCopier, QueuedCopy
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.overlap import hidden_fraction, pipeline
-from banaserve.kvstore.pool import Pool, PoolView
+from banaserve.kvstore.pool import PoolView, SlotPool
 
 Samples = dict[str, list[float]]
 COMPUTE_OVER_FETCH = (0.5, 1.0, 2.0)
@@ -40,7 +40,7 @@ def measure_pipeline(device: torch.device, runs: int, samples: Samples) -> None:
         layout="LBHNC",
         page_bytes=_PAGE_BYTES,
     )
-    pool = Pool(2 * _BLOCKS * fingerprint.slot_bytes)
+    pool = SlotPool(2 * _BLOCKS * fingerprint.slot_bytes)
     try:
         view = PoolView(pool.fd, pool.num_bytes, 1, fingerprint)
         step = _Step(view, device)

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 
 from banaserve.errors import UserError
-from banaserve.kernels.interface import Batch, BlockCopies, Heads, Kernels, Part
+from banaserve.kernels.interface import Batch, BlockCopies, Heads, Kernels, PartialAttention
 from banaserve.kernels.layouts import KvLayout, key_value_views
 from banaserve.kernels.registry import missing, pick
 from banaserve.kernels.slot_pages import PageOrder, SlotPages
@@ -51,7 +51,7 @@ SIZES = {
 }
 
 
-class Work(NamedTuple):
+class KernelWork(NamedTuple):
     """Something to time.
 
     Attributes:
@@ -67,7 +67,7 @@ class Work(NamedTuple):
 
 def all_work(
     sizes: Sizes, kernels: Kernels, device: torch.device, seed: int
-) -> Iterator[tuple[list[Work], list[str]]]:
+) -> Iterator[tuple[list[KernelWork], list[str]]]:
     """The cases one after the other, so that each has the memory to itself.
 
     Yields:
@@ -100,7 +100,7 @@ def attention_work(
     asking: int,
     context: int,
     kv_heads: tuple[int, ...],
-) -> tuple[list[Work], list[str]]:
+) -> tuple[list[KernelWork], list[str]]:
     """Causal attention of the last ``asking`` tokens of each of ``num_seqs`` contexts."""
     width = -(-context // BLOCK_SIZE)
     num_blocks = num_seqs * width
@@ -124,14 +124,16 @@ def attention_work(
     arguments = (query, key, value, batch, heads, HEAD_SIZE**-0.5, True)
     seen = 2 * num_seqs * context * len(kv_heads) * HEAD_SIZE * cache.element_size()
     num_bytes = seen + 2 * query.numel() * query.element_size() if asking == 1 else 0
-    found = [Work(name, kernels.name, num_bytes, lambda: kernels.partial_attention(*arguments))]
-    found.append(Work(name, "sdpa", num_bytes, _sdpa(*arguments[:5], asking, context)))
+    found = [
+        KernelWork(name, kernels.name, num_bytes, lambda: kernels.partial_attention(*arguments))
+    ]
+    found.append(KernelWork(name, "sdpa", num_bytes, _sdpa(*arguments[:5], asking, context)))
     _compare(name, found[0].run(), found[1].run())
     lacks = missing("flashinfer", device.type)
     if lacks is None and kv_heads == tuple(range(KV_HEADS)):
         flashinfer = pick(device, "flashinfer").kernels
         planned = flashinfer.plan(*arguments)  # type: ignore[attr-defined]
-        found.append(Work(name, "flashinfer", num_bytes, planned))
+        found.append(KernelWork(name, "flashinfer", num_bytes, planned))
     return found, [f"flashinfer was not measured: {lacks}"] if lacks else []
 
 
@@ -167,38 +169,40 @@ def _sdpa(
 
 
 def _compare(name: str, ours: object, theirs: object) -> None:
-    output = ours.output if isinstance(ours, Part) else ours
+    output = ours.output if isinstance(ours, PartialAttention) else ours
     error = (output - theirs).float().norm() / theirs.float().norm()  # type: ignore[operator, attr-defined]
     if not error < _TOLERANCE:
         raise UserError(f"{name}: our result differs from torch's by {float(error):.3g}")
 
 
-def merge_work(kernels: Kernels, device: torch.device, num_tokens: int, num: int = 4) -> Work:
+def merge_work(kernels: Kernels, device: torch.device, num_tokens: int, num: int = 4) -> KernelWork:
     """Four parts of a batch of tokens, bf16."""
     heads = KV_HEADS * GROUP_SIZE
     parts = [
-        Part(
+        PartialAttention(
             torch.randn(num_tokens, heads, HEAD_SIZE, dtype=torch.bfloat16, device=device),
             torch.randn(num_tokens, heads, device=device),
         )
         for _ in range(num)
     ]
     one = sum(tensor.numel() * tensor.element_size() for tensor in parts[0])
-    return Work("merge", kernels.name, (num + 1) * one, lambda: kernels.merge(parts))
+    return KernelWork("merge", kernels.name, (num + 1) * one, lambda: kernels.merge(parts))
 
 
-def concat_work(kernels: Kernels, device: torch.device, num_tokens: int) -> Work:
+def concat_work(kernels: Kernels, device: torch.device, num_tokens: int) -> KernelWork:
     """Two halves of the heads, every other one, bf16."""
     shape = (num_tokens, KV_HEADS // 2 * GROUP_SIZE, HEAD_SIZE)
     parts = [torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2)]
     groups = [range(0, KV_HEADS, 2), range(1, KV_HEADS, 2)]
     num_bytes = 2 * sum(part.numel() * part.element_size() for part in parts)
-    return Work("concat", kernels.name, num_bytes, lambda: kernels.concat_heads(parts, groups))
+    return KernelWork(
+        "concat", kernels.name, num_bytes, lambda: kernels.concat_heads(parts, groups)
+    )
 
 
 def pack_work(
     name: str, kernels: Kernels, device: torch.device, sizes: Sizes, kv_heads: tuple[int, ...]
-) -> list[Work]:
+) -> list[KernelWork]:
     """Scattered blocks of all layers into slots and back; whole blocks by torch indexing too."""
     shape = (2 * sizes.blocks, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
     caches = [torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(sizes.layers)]
@@ -217,11 +221,11 @@ def pack_work(
             target[ids] = cache[blocks].flatten(1)
 
     found = [
-        Work(f"pack{name}", kernels.name, num_bytes, lambda: kernels.pack_blocks(copies)),
-        Work(f"unpack{name}", kernels.name, num_bytes, lambda: kernels.unpack_blocks(copies)),
+        KernelWork(f"pack{name}", kernels.name, num_bytes, lambda: kernels.pack_blocks(copies)),
+        KernelWork(f"unpack{name}", kernels.name, num_bytes, lambda: kernels.unpack_blocks(copies)),
     ]
     if len(kv_heads) == KV_HEADS:
-        found.append(Work("pack", "indexing", num_bytes, by_indexing))
+        found.append(KernelWork("pack", "indexing", num_bytes, by_indexing))
         expected = slots.clone()
         kernels.pack_blocks(copies._replace(slots=expected))
         by_indexing()

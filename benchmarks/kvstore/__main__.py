@@ -23,7 +23,14 @@ from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median
 from banaserve.errors import UserError
 from benchmarks.kvstore.disk import DiskBench, DiskTimes, check_direct
-from benchmarks.kvstore.memory import ARRANGEMENTS, BLOCK_BYTES, MIB, PoolBench, Times, store_daemon
+from benchmarks.kvstore.memory import (
+    ARRANGEMENTS,
+    BLOCK_BYTES,
+    MIB,
+    PoolBench,
+    PoolTimes,
+    store_daemon,
+)
 from benchmarks.kvstore.others import OtherBench, mooncake_bench, redis_bench
 from benchmarks.kvstore.peers import missing_mooncake, missing_redis
 
@@ -122,19 +129,19 @@ def _memory(given: argparse.Namespace, samples: Samples, progress: Progress) -> 
 def _memory_run(
     benches: Sequence[tuple[str, PoolBench]], given: argparse.Namespace, samples: Samples
 ) -> None:
-    total = Times(*[0.0] * len(Times._fields))
+    total = PoolTimes(*[0.0] * len(PoolTimes._fields))
     for name, bench in benches:
-        taken: dict[str, list[Times]] = {arrangement: [] for arrangement in ARRANGEMENTS}
+        taken: dict[str, list[PoolTimes]] = {arrangement: [] for arrangement in ARRANGEMENTS}
         for _ in range(given.repeats):
             for arrangement in ARRANGEMENTS:
                 taken[arrangement].append(bench.run(arrangement))
         for arrangement, times in taken.items():
-            typical = Times(*(median(column) for column in zip(*times, strict=True)))
+            typical = PoolTimes(*(median(column) for column in zip(*times, strict=True)))
             case = f"memcpy_fraction_{name}_{arrangement}"
             samples[f"put_{case}"].append(typical.memcpy_s / typical.put_s)
             samples[f"get_{case}"].append(typical.memcpy_s / typical.get_s)
             if bench.num_blocks > 1:
-                total = Times(*(a + b for a, b in zip(total, typical, strict=True)))
+                total = PoolTimes(*(a + b for a, b in zip(total, typical, strict=True)))
     num_bytes = 2 * given.blocks * sum(BLOCK_BYTES)
     samples["put_memcpy_fraction"].append(total.memcpy_s / total.put_s)
     samples["get_memcpy_fraction"].append(total.memcpy_s / total.get_s)

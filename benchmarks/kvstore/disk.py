@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from banaserve.errors import UserError
-from banaserve.kvstore.tiers.interface import BlockName, Outcome
+from banaserve.kvstore.tiers.interface import BlockName, TierOutcome
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 from benchmarks.kvstore.memory import Memory, plain_memory
 
@@ -130,7 +130,7 @@ class DiskBench:
             if not select.select([self._tier.fd], [], [], 60.0)[0]:
                 raise UserError("the SSD tier does not answer")
             for completion in self._tier.poll():
-                if completion.outcome is not Outcome.DONE:
+                if completion.outcome is not TierOutcome.DONE:
                     raise UserError(f"a transfer of the SSD tier ended as {completion.outcome}")
                 free.append(under_way.pop(completion.ticket))
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 import banaserve._native as _native
 from banaserve.errors import UserError
-from banaserve.kvstore.channel import Channel
+from banaserve.kvstore.channel import StoreChannel
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Slot
@@ -35,7 +35,7 @@ Memory = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
 
 
-class Times(NamedTuple):
+class PoolTimes(NamedTuple):
     """Seconds that one request's blocks took, each once.
 
     Those on a processor, of client and daemon together, leave out waiting for others that run on
@@ -141,7 +141,7 @@ class PoolBench:
         """Leave the store."""
         self.client.close()
 
-    def run(self, arrangement: str) -> Times:
+    def run(self, arrangement: str) -> PoolTimes:
         """Copy, put and get one request's blocks.
 
         Args:
@@ -162,7 +162,7 @@ class PoolBench:
         get_s, get_cpu_s = self._timed(lambda: self.get(keys, arrangement))
         if not np.array_equal(source, target):
             raise UserError("the store returned other bytes than were put into it")
-        return Times(memcpy_s, put_s, get_s, memcpy_cpu_s, put_cpu_s, get_cpu_s)
+        return PoolTimes(memcpy_s, put_s, get_s, memcpy_cpu_s, put_cpu_s, get_cpu_s)
 
     def new_keys(self) -> list[bytes]:
         """Keys of a chain that nobody has used."""
@@ -271,14 +271,14 @@ def _running_s(pid: int) -> float:
 def _counted_calls() -> Iterator[list[str]]:
     """The type of each request that a client in this process waits for an answer to."""
     calls: list[str] = []
-    plain = Channel.call
+    plain = StoreChannel.call
 
-    def counted(self: Channel, seq: int, request: Any, reply_type: Any) -> Any:
+    def counted(self: StoreChannel, seq: int, request: Any, reply_type: Any) -> Any:
         calls.append(type(request).__name__)
         return plain(self, seq, request, reply_type)
 
-    Channel.call = counted  # type: ignore[method-assign]
+    StoreChannel.call = counted  # type: ignore[method-assign]
     try:
         yield calls
     finally:
-        Channel.call = plain  # type: ignore[method-assign]
+        StoreChannel.call = plain  # type: ignore[method-assign]

@@ -24,13 +24,13 @@ from banaserve import models
 from banaserve.arguments import Parser, positive
 from banaserve.bench.loadgen.servers import end_on_sigterm
 from banaserve.bench.results import result
-from banaserve.config import LEAST_GUEST_SHARE, MOST_STEP_PARTS
+from banaserve.config import LEAST_GUEST_SHARE, MAX_MICROBATCHES
 from banaserve.errors import UserError
-from benchmarks.drivers.told_engine import ToldEngine, told_engine
+from benchmarks.drivers.driven_engine import DrivenEngine, driven_engine
 from benchmarks.overlap import figures as figures
 from benchmarks.overlap import neighbour as overlap_neighbour
 from benchmarks.overlap import paced
-from benchmarks.overlap.rounds import Rounds, draw_prompts
+from benchmarks.overlap.rounds import OverlapRounds, draw_prompts
 
 _NUM_LAYERS = 30
 _FED_TOKENS = 512
@@ -108,19 +108,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         given.layers = [5, 10, 15]
     if given.pace is None and not all(0 < layers < _NUM_LAYERS for layers in given.layers):
         raise UserError(f"--layers: between 1 and {_NUM_LAYERS - 1} of them can be away")
-    if not 1 < given.parts <= MOST_STEP_PARTS:
-        raise UserError(f"--parts {given.parts}: 2 to {MOST_STEP_PARTS} parts of a step")
+    if not 1 < given.parts <= MAX_MICROBATCHES:
+        raise UserError(f"--parts {given.parts}: 2 to {MAX_MICROBATCHES} parts of a step")
     if not all(LEAST_GUEST_SHARE <= share <= 1 for share in given.shares):
         raise UserError(f"--shares: {LEAST_GUEST_SHARE:g} to 1 of a core")
     return given
 
 
-def _loads(given: argparse.Namespace) -> list[figures.Load]:
+def _loads(given: argparse.Namespace) -> list[figures.OverlapLoad]:
     return [
-        figures.Load("prefill", "prefill_gain", given.requests, given.prompt_tokens, 16),
-        figures.Load("ttft", "ttft_gain", 1, given.long_prompt_tokens, 1),
+        figures.OverlapLoad("prefill", "prefill_gain", given.requests, given.prompt_tokens, 16),
+        figures.OverlapLoad("ttft", "ttft_gain", 1, given.long_prompt_tokens, 1),
         *(
-            figures.Load(
+            figures.OverlapLoad(
                 f"decode_{batch}",
                 f"decode_gain_{batch}",
                 batch,
@@ -163,7 +163,7 @@ class _Measuring:
                 if given.no_stages
                 else stack.enter_context(_engine(self._model, "stages", given))
             )
-            rounds = Rounds(
+            rounds = OverlapRounds(
                 live,
                 stages,
                 _NUM_LAYERS,
@@ -182,7 +182,7 @@ class _Measuring:
                 self._shared(live, _streams(draws, given))
         yield self._result()
 
-    def _shared(self, engine: ToldEngine, streams: overlap_neighbour.Streams) -> None:
+    def _shared(self, engine: DrivenEngine, streams: overlap_neighbour.Streams) -> None:
         """Beside an engine on the guest's core, for each share."""
         with _engine(self._model, "neighbour", self._given) as neighbour:
             for share in self._given.shares:
@@ -207,9 +207,9 @@ class _Measuring:
 
 
 def _streams(draws: random.Random, given: argparse.Namespace) -> overlap_neighbour.Streams:
-    fed = draw_prompts(draws, figures.Load("fed", "", 8, _FED_TOKENS, 1))
+    fed = draw_prompts(draws, figures.OverlapLoad("fed", "", 8, _FED_TOKENS, 1))
     own = draw_prompts(
-        draws, figures.Load("own", "", _OWN_STREAMS, _OWN_PROMPT_TOKENS, given.own_tokens)
+        draws, figures.OverlapLoad("own", "", _OWN_STREAMS, _OWN_PROMPT_TOKENS, given.own_tokens)
     )
     return overlap_neighbour.Streams(fed, own, given.own_tokens)
 
@@ -222,9 +222,9 @@ def _advancing(progress: Progress, given: argparse.Namespace) -> Any:
 
 
 @contextlib.contextmanager
-def _engine(model_path: str, kind: str, given: argparse.Namespace) -> Iterator[ToldEngine]:
+def _engine(model_path: str, kind: str, given: argparse.Namespace) -> Iterator[DrivenEngine]:
     step_tokens = given.stage_step_tokens if kind == "stages" else given.step_tokens
     arguments = {"dtype": given.dtype, "max_num_batched_tokens": step_tokens}
     module = "benchmarks.drivers.overlapped"
-    with told_engine(module, model_path, kind, json.dumps(arguments)) as engine:
+    with driven_engine(module, model_path, kind, json.dumps(arguments)) as engine:
         yield engine

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.overlap.neighbour import Sharing
+from benchmarks.overlap.neighbour import NeighbourSharing
 
 Samples = dict[str, tuple[list[float], str]]
 """Samples and unit, by the figure's name."""
 
 
-class Load(NamedTuple):
+class OverlapLoad(NamedTuple):
     """What is served at once.
 
     Attributes:
@@ -39,7 +39,7 @@ class Times(NamedTuple):
     sums_s: dict[str, list[dict[str, float]]]
 
     @classmethod
-    def of(cls, loads: Sequence[Load]) -> Times:
+    def of(cls, loads: Sequence[OverlapLoad]) -> Times:
         """Nothing yet."""
         names = [load.name for load in loads]
         return cls(
@@ -50,7 +50,7 @@ class Times(NamedTuple):
         )
 
 
-def gains(name: str, loads: Sequence[Load], home: Times, times: Times) -> Samples:
+def gains(name: str, loads: Sequence[OverlapLoad], home: Times, times: Times) -> Samples:
     """What was gained over having all layers at home, and whether the answers are the same."""
     samples: Samples = {}
     for load in loads:
@@ -61,7 +61,9 @@ def gains(name: str, loads: Sequence[Load], home: Times, times: Times) -> Sample
     return samples
 
 
-def beside_waiting(name: str, loads: Sequence[Load], waiting: Times, times: Times) -> Samples:
+def beside_waiting(
+    name: str, loads: Sequence[OverlapLoad], waiting: Times, times: Times
+) -> Samples:
     """What was gained over waiting for the guest, and what the engine had predicted of that."""
     samples: Samples = {}
     for load in loads:
@@ -80,7 +82,7 @@ def beside_waiting(name: str, loads: Sequence[Load], waiting: Times, times: Time
     return samples
 
 
-def sharing(name: str, runs: Sequence[Sharing]) -> Samples:
+def sharing(name: str, runs: Sequence[NeighbourSharing]) -> Samples:
     """What an engine beside a guest felt of it."""
     return {
         f"{name}.slow_down": ([run.slow_down for run in runs], "ratio"),

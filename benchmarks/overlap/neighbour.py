@@ -8,12 +8,12 @@ import time
 from typing import NamedTuple
 
 from banaserve.engine.vllm.migration.controller.shares import predicted_slow_down
-from benchmarks.drivers.told_engine import ToldEngine
+from benchmarks.drivers.driven_engine import DrivenEngine
 
 Prompts = list[list[int]]
 
 
-class Sharing(NamedTuple):
+class NeighbourSharing(NamedTuple):
     """One run beside a guest.
 
     Attributes:
@@ -43,7 +43,7 @@ class Streams(NamedTuple):
     output_tokens: int
 
 
-def beside(host: ToldEngine, neighbour: ToldEngine, streams: Streams) -> Sharing:
+def beside(host: DrivenEngine, neighbour: DrivenEngine, streams: Streams) -> NeighbourSharing:
     """The neighbour's streams alone, then while the host has work for its guest all the time."""
     alone_s = _streams_s(neighbour, streams)
     host.tell(do="usage")
@@ -55,10 +55,12 @@ def beside(host: ToldEngine, neighbour: ToldEngine, streams: Streams) -> Sharing
         fed_s = feeding.stop()
     elapsed_s = time.perf_counter() - began_s
     busy = float(host.tell(do="usage")["busy_s"]) / elapsed_s
-    return Sharing(shared_s / alone_s, predicted_slow_down(busy), busy, sum(fed_s) / len(fed_s))
+    return NeighbourSharing(
+        shared_s / alone_s, predicted_slow_down(busy), busy, sum(fed_s) / len(fed_s)
+    )
 
 
-def _streams_s(neighbour: ToldEngine, streams: Streams) -> float:
+def _streams_s(neighbour: DrivenEngine, streams: Streams) -> float:
     answer = neighbour.tell(do="run", prompts=streams.own, tokens=streams.output_tokens)
     return float(answer["seconds"])
 
@@ -66,7 +68,7 @@ def _streams_s(neighbour: ToldEngine, streams: Streams) -> float:
 class _Feeding:
     """Has a host serve one prompt after the other, from its construction until it is stopped."""
 
-    def __init__(self, host: ToldEngine, prompts: Prompts) -> None:
+    def __init__(self, host: DrivenEngine, prompts: Prompts) -> None:
         self._host = host
         self._prompts = prompts
         self._seconds: list[float] = []

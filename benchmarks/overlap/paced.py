@@ -31,11 +31,11 @@ from banaserve.costs import profile as profiles
 from banaserve.costs.profile import Profile
 from banaserve.costs.steps import StepCosts
 from banaserve.engine.vllm.emulation.pacer import in_parts
-from banaserve.engine.vllm.migration.api import Ask, MoveLayers, OverlapAsk, Return
+from banaserve.engine.vllm.migration.api import MigrationRequest, MoveLayers, OverlapRequest, Return
 from banaserve.errors import UserError
 from banaserve.orchestrator.model.calibration import StepWork
 from banaserve.run_dir import find_admin
-from benchmarks.overlap.figures import Load, Samples
+from benchmarks.overlap.figures import OverlapLoad, Samples
 
 _TOKEN_IDS = (500, 40_000)
 _WAITING = 1
@@ -72,11 +72,11 @@ def run(given: argparse.Namespace) -> result.Result:
     profile = profiles.load(given.pace)
     places = _places(given, profile)
     loads = [
-        Load("prefill", "prefill_gain", given.requests, given.prompt_tokens, 16),
-        Load("ttft", "ttft_gain", 1, given.prompt_tokens, 1),
+        OverlapLoad("prefill", "prefill_gain", given.requests, given.prompt_tokens, 16),
+        OverlapLoad("ttft", "ttft_gain", 1, given.prompt_tokens, 1),
     ]
     for n in given.batches:
-        decode = Load(
+        decode = OverlapLoad(
             f"decode_{n}", f"decode_gain_{n}", n, given.batch_prompt_tokens, given.output_tokens
         )
         loads.append(decode)
@@ -103,7 +103,11 @@ def _places(given: argparse.Namespace, profile: Profile) -> list[Place]:
 
 class _Measuring:
     def __init__(
-        self, given: argparse.Namespace, profile: Profile, loads: Sequence[Load], advance: Any
+        self,
+        given: argparse.Namespace,
+        profile: Profile,
+        loads: Sequence[OverlapLoad],
+        advance: Any,
     ) -> None:
         self._given = given
         self._profile = profile
@@ -138,7 +142,7 @@ class _Measuring:
         assert told is not None
         return self._result(told)
 
-    async def _of(self, host: str, loads: Sequence[Load], places: Sequence[Place]) -> None:
+    async def _of(self, host: str, loads: Sequence[OverlapLoad], places: Sequence[Place]) -> None:
         """Everything that ``host`` serves, with its layers in each place."""
         home = [await self._serve("home", loads, number) for number in range(self._given.runs)]
         self._raw[f"{host}.home"] = [seconds for seconds, _ in home]
@@ -164,9 +168,9 @@ class _Measuring:
             other = "d0" if host == "p0" else "p0"
             last = miniatures.of(self._profile).num_layers
             await self._done(MoveLayers(host, other, (last - place.own_layers, last)))
-        await asyncio.to_thread(self._admin.overlap, OverlapAsk(host, place.parts))
+        await asyncio.to_thread(self._admin.overlap, OverlapRequest(host, place.parts))
 
-    async def _done(self, ask: Ask, *, may_be_home: bool = False) -> None:
+    async def _done(self, ask: MigrationRequest, *, may_be_home: bool = False) -> None:
         try:
             migration = await asyncio.to_thread(self._admin.run, ask)
         except UserError:
@@ -177,7 +181,7 @@ class _Measuring:
             raise UserError(f"{migration.kind} {migration.state}: {migration.error}")
 
     async def _serve(
-        self, place: str, loads: Sequence[Load], number: int
+        self, place: str, loads: Sequence[OverlapLoad], number: int
     ) -> tuple[dict[str, float], list[Any]]:
         """Modelled seconds of each load, and all answers; nothing is cached of another place."""
         seconds: dict[str, float] = {}
@@ -200,7 +204,7 @@ class _Measuring:
             answers += [record.token_ids for record in records]
         return seconds, answers
 
-    def _predict(self, place: Place, load: Load) -> None:
+    def _predict(self, place: Place, load: OverlapLoad) -> None:
         """Of a step that prefills one prompt, or decodes the whole batch."""
         if load.name.startswith("decode"):
             tokens = load.num_requests * (load.prompt_tokens + load.output_tokens // 2)
@@ -228,7 +232,9 @@ class _Measuring:
         )
 
 
-def _prompts(loads: Sequence[Load], num_runs: int, seed: int) -> list[dict[str, list[list[int]]]]:
+def _prompts(
+    loads: Sequence[OverlapLoad], num_runs: int, seed: int
+) -> list[dict[str, list[list[int]]]]:
     draws = random.Random(seed)
     return [
         {

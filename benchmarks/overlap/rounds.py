@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.drivers.told_engine import ToldEngine
+from benchmarks.drivers.driven_engine import DrivenEngine
 from benchmarks.overlap import figures as figures
 
 _FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
@@ -19,7 +19,7 @@ _WAITING = 1
 _WARM_TOKENS = 4
 
 
-class Rounds:
+class OverlapRounds:
     """Serves every load once a round: with all layers at home, and with each range away.
 
     Args:
@@ -27,7 +27,7 @@ class Rounds:
         stages: vLLM's own pipeline; None: not asked.
         num_layers: Of the model.
         each_layers: How many are away, one after the other.
-        most_parts: Of a step.
+        max_microbatches: Of a step.
         step_tokens: That a step has at most; a prompt of so many teaches an engine its times.
         prompts: Of each load, by its name, once a round.
         advance: Told what has been served.
@@ -35,13 +35,13 @@ class Rounds:
 
     def __init__(
         self,
-        live: ToldEngine,
-        stages: ToldEngine | None,
+        live: DrivenEngine,
+        stages: DrivenEngine | None,
         num_layers: int,
         each_layers: Sequence[int],
-        most_parts: int,
+        max_microbatches: int,
         step_tokens: int,
-        loads: Sequence[figures.Load],
+        loads: Sequence[figures.OverlapLoad],
         prompts: Sequence[Mapping[str, list[list[int]]]],
         advance: Callable[[str], None],
     ) -> None:
@@ -49,7 +49,7 @@ class Rounds:
         self._stages = stages
         self._num_layers = num_layers
         self._each_layers = sorted(each_layers, reverse=True)
-        self._most_parts = most_parts
+        self._most_parts = max_microbatches
         self._step_tokens = step_tokens
         self._loads = loads
         self._prompts = prompts
@@ -102,7 +102,7 @@ class Rounds:
         self._serve(self._live, number, places)
         self._status[name] = self._live.tell(do="status")["overlap"]
 
-    def _serve(self, engine: ToldEngine, number: int, places: Mapping[str, int | None]) -> None:
+    def _serve(self, engine: DrivenEngine, number: int, places: Mapping[str, int | None]) -> None:
         """Every load once in each place, one right after the other.
 
         Args:
@@ -121,9 +121,9 @@ class Rounds:
 
     def _time(
         self,
-        engine: ToldEngine,
+        engine: DrivenEngine,
         prompts: list[list[int]],
-        load: figures.Load,
+        load: figures.OverlapLoad,
         times: figures.Times,
     ) -> None:
         before = engine.tell(do="sums")
@@ -134,7 +134,7 @@ class Rounds:
         times.tokens[load.name].append(answer["tokens"])
         times.sums_s[load.name].append({what: after[what] - before[what] for what in after})
 
-    def _warm(self, engine: ToldEngine) -> None:
+    def _warm(self, engine: DrivenEngine) -> None:
         """One full step of a prompt, and a few of each batch."""
         for load in [load for load in self._loads if load.name != "prefill"]:
             most = self._step_tokens // load.num_requests
@@ -142,7 +142,7 @@ class Rounds:
             engine.tell(do="run", prompts=prompts, tokens=min(_WARM_TOKENS, load.output_tokens))
 
 
-def draw_prompts(draws: random.Random, load: figures.Load) -> list[list[int]]:
+def draw_prompts(draws: random.Random, load: figures.OverlapLoad) -> list[list[int]]:
     """Random tokens, of each request of a load."""
     return [
         [draws.randint(_FIRST_TOKEN, _LAST_TOKEN) for _ in range(load.prompt_tokens)]

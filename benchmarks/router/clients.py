@@ -32,7 +32,7 @@ class Told:
     num_broken: Counter[str] = field(default_factory=Counter)
 
 
-class Load:
+class ClientLoad:
     """Clients of every region, each with conversations of some turns, one request at a time.
 
     Attributes:

@@ -20,7 +20,13 @@ from typing import Any
 import uvloop
 
 from banaserve.orchestrator.replicas.interface import Request
-from banaserve.sim.regions.replica import BLOCK_TOKENS, UNIT_BYTES, Accelerator, Job, SimReplica
+from banaserve.sim.regions.replica import (
+    BLOCK_TOKENS,
+    UNIT_BYTES,
+    Accelerator,
+    ReplicaJob,
+    SimReplica,
+)
 from banaserve.sim.timeline import Timeline
 from banaserve.types import RequestId
 
@@ -43,7 +49,7 @@ class Engine:
         self._began_s = monotonic()
         self._timer: asyncio.TimerHandle | None = None
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: ReplicaJob) -> None:
         """Take in a request; its callbacks come when its tokens are due."""
         self._catch_up()
         self._replica.submit(job)
@@ -80,12 +86,12 @@ def digests(text: bytes) -> bytes:
 
 def job_of(
     prompt: str, output_tokens: int, first: Callable[[], None], done: Callable[[], None]
-) -> Job:
+) -> ReplicaJob:
     """Returns a request for the engine; its callbacks come when tokens are due."""
     units = digests(prompt.encode())
     num_tokens = max(1, len(prompt) // CHARS_A_TOKEN)
     output = bytes(UNIT_BYTES * max(1, output_tokens // BLOCK_TOKENS))
-    return Job(Request(RequestId(""), num_tokens, units), output, first, done)
+    return ReplicaJob(Request(RequestId(""), num_tokens, units), output, first, done)
 
 
 class _Door:

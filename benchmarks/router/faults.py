@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from benchmarks.router.clients import Load
+from benchmarks.router.clients import ClientLoad
 from benchmarks.router.regions import HOME_ONLY, REGIONS, World
 
 
@@ -31,7 +31,7 @@ class Account:
     num_broken: int
 
 
-def account(world: World, load: Load) -> Account:
+def account(world: World, load: ClientLoad) -> Account:
     """Returns the account of a load that has ended."""
     told, served = load.told, world.served()
     everywhere = sum(served.values(), Counter[str]())
@@ -53,7 +53,7 @@ def account(world: World, load: Load) -> Account:
     )
 
 
-async def kill_and_bring_back(world: World, load: Load) -> None:
+async def kill_and_bring_back(world: World, load: ClientLoad) -> None:
     """Kill a replica, a balancer and a whole region under ``load``, each back before the next."""
     home = [world.balancers[HOME_ONLY], *world.replicas[HOME_ONLY]]
     await load.more(100)
@@ -78,5 +78,5 @@ async def kill_and_bring_back(world: World, load: Load) -> None:
         await load.more(10)
 
 
-def _answers_that_stay(load: Load) -> int:
+def _answers_that_stay(load: ClientLoad) -> int:
     return sum(one.num_answers for one in load.told if not one.may_leave)

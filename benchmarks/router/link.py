@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 
-class Link:
+class RegionLink:
     """A proxy on a port of its own that delays what passes, each way.
 
     Attributes:
@@ -18,7 +18,7 @@ class Link:
         self._writers: set[asyncio.StreamWriter] = set()
         self.url = ""
 
-    async def start(self) -> Link:
+    async def start(self) -> RegionLink:
         self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.port}"
         return self

@@ -24,7 +24,7 @@ from typing import Any
 
 from banaserve.bench.loadgen.servers import end_with_parent, free_port
 from banaserve.errors import BanaServeError
-from benchmarks.router.link import Link
+from benchmarks.router.link import RegionLink
 
 ROUND_TRIP_MS = {("us", "asia"): 145.4, ("us", "eu"): 99.1, ("asia", "eu"): 222.5}
 """us-east-2, ap-northeast-1 and eu-central-1 of AWS, SkyWalker's regions; from
@@ -48,7 +48,7 @@ def round_trip_ms(one: str, other: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RegionPlan:
     """What is started.
 
     Attributes:
@@ -130,11 +130,11 @@ class World:
         replicas: By region.
     """
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
+    def __init__(self, plan: RegionPlan, folder: Path) -> None:
         self.plan, self.folder = plan, folder
         self.balancers: dict[str, Process] = {}
         self.replicas: dict[str, list[Process]] = {}
-        self.links: dict[tuple[str, str], Link] = {}
+        self.links: dict[tuple[str, str], RegionLink] = {}
 
     async def __aenter__(self) -> World:
         try:
@@ -170,7 +170,7 @@ class World:
             for other in REGIONS:
                 if one != other:
                     delay_s = self.plan.slower * round_trip_ms(one, other) / 2000
-                    self.links[one, other] = await Link(ports[other], delay_s).start()
+                    self.links[one, other] = await RegionLink(ports[other], delay_s).start()
         for name in REGIONS:
             self.replicas[name] = [self._replica(name, n) for n in range(self.plan.replicas)]
         await asyncio.gather(*(one.start() for each in self.replicas.values() for one in each))

@@ -12,9 +12,9 @@ import uvloop
 
 from banaserve.balancer.balancer import Balancer
 from banaserve.balancer.config import BalancerSettings, HealthSettings, ReplicaSettings
-from banaserve.balancer.http.client_connection import Client
+from banaserve.balancer.http.client_connection import ClientConnection
 from banaserve.balancer.server import tick
-from benchmarks.router.link import Link
+from benchmarks.router.link import RegionLink
 
 WAIT_S = 20.0
 """Only a test that fails waits this long."""
@@ -210,7 +210,7 @@ class House:
         loop = asyncio.get_running_loop()
         sock = socket.create_server(("127.0.0.1", port))
         port = sock.getsockname()[1]
-        server = await loop.create_server(lambda: Client(balancer), sock=sock)
+        server = await loop.create_server(lambda: ClientConnection(balancer), sock=sock)
         ticking = loop.create_task(tick(balancer))
 
         def kill():
@@ -223,7 +223,7 @@ class House:
         return balancer, port, kill
 
     async def link(self, to_port, delay_s):
-        made = await Link(to_port, delay_s).start()
+        made = await RegionLink(to_port, delay_s).start()
         self._open.append(made.stop)
         return made
 

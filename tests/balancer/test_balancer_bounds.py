@@ -12,11 +12,11 @@ from msgspec import structs
 
 from banaserve.balancer import server
 from banaserve.balancer.config import LimitSettings, PolicySettings
-from banaserve.balancer.http.client_connection import Client
-from banaserve.balancer.http.request import Message
+from banaserve.balancer.http.client_connection import ClientConnection
+from banaserve.balancer.http.request import ClientRequest
 from banaserve.balancer.peers import PeerState, ReplicaState
 from banaserve.balancer.routing_request import read_request
-from banaserve.balancer.tracing import DecisionLog
+from banaserve.balancer.tracing import RoutingLog
 from banaserve.types import RequestId
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: b\r\n"
@@ -25,7 +25,7 @@ GET = b"GET /v1/models HTTP/1.1\r\nHost: b\r\n\r\n"
 
 
 def message_of(body):
-    message = Message()
+    message = ClientRequest()
     message.add_body(body, 1 << 30)
     return message
 
@@ -127,7 +127,7 @@ async def test_a_client_narrows_regions_under_a_policy_that_reads_nothing(house)
 
 
 def test_small_parts_of_a_body_are_joined():
-    message = Message()
+    message = ClientRequest()
     for _ in range(50_000):
         message.add_body(b"ab", 1 << 30)
     assert b"".join(message.body) == b"ab" * 50_000
@@ -136,7 +136,7 @@ def test_small_parts_of_a_body_are_joined():
 
 
 def test_large_parts_of_a_body_are_left_alone():
-    message = Message()
+    message = ClientRequest()
     for _ in range(1000):
         message.add_body(b"a" * 100, 1 << 30)
     assert len(message.body) == 1000
@@ -167,7 +167,7 @@ def test_a_long_context_is_no_nonsense_to_peers():
 
 def test_a_full_disk_ends_the_decision_log_and_nothing_else():
     said = []
-    log = DecisionLog(Path("/dev/full"), "r", said.append)
+    log = RoutingLog(Path("/dev/full"), "r", said.append)
     request = read_request(RequestId("1"), message_of(b'{"model":"m"}'), 0.0, None, False)
     exchange = SimpleNamespace(request=request, parent=b"", status=200, flights=[])
     for _ in range(2_000):
@@ -220,7 +220,7 @@ class Pipe:
 
 def connected(pipe):
     desk = SimpleNamespace(opened=lambda _: True, hold=lambda _: None)
-    client = Client(desk)
+    client = ClientConnection(desk)
     client.connection_made(pipe)
     return client
 
@@ -230,7 +230,7 @@ def test_the_end_of_an_answer_is_not_cut_off_while_it_is_read(can_go_on):
     pipe = Pipe()
     client = connected(pipe)
     client.can_go_on = can_go_on
-    client.done(Message())
+    client.done(ClientRequest())
     for pipe.unread in (300_000, 200_000, 100_000):
         client.sweep(client._closes_at_s + 1)
         assert "abort" not in pipe.ends
@@ -241,7 +241,7 @@ def test_the_end_of_an_answer_is_not_cut_off_while_it_is_read(can_go_on):
 
 def test_nothing_begins_on_a_connection_that_ends():
     client = connected(Pipe())
-    client._waiting.append(Message())
+    client._waiting.append(ClientRequest())
     client.can_go_on = False
-    client.done(Message())
+    client.done(ClientRequest())
     assert not client._waiting

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from banaserve.balancer.queue import REFUSALS_AT_A_TIME, Line
+from banaserve.balancer.queue import REFUSALS_AT_A_TIME, RequestQueue
 from banaserve.balancer.targets import Breaker
 
 
@@ -40,7 +40,7 @@ def fill(line, places, names):
 
 
 def test_nobody_overtakes_within_a_lane_and_lanes_do_not_hold_each_other_up(places):
-    line = Line()
+    line = RequestQueue()
     fill(line, places, ["a1", "b1", "a2", "b2"])
     places["b"] = 1
     line.wake()
@@ -54,7 +54,7 @@ def test_nobody_overtakes_within_a_lane_and_lanes_do_not_hold_each_other_up(plac
 
 
 def test_lanes_take_turns(places):
-    line = Line()
+    line = RequestQueue()
 
     class Few(One):
         def place(self):
@@ -76,7 +76,7 @@ def test_lanes_take_turns(places):
 
 
 def test_a_line_of_very_many_lanes_is_asked_a_part_at_a_time_and_all_of_it(places):
-    line, asked = Line(), []
+    line, asked = RequestQueue(), []
 
     class Refused(One):
         def place(self):
@@ -96,7 +96,7 @@ def test_a_line_of_very_many_lanes_is_asked_a_part_at_a_time_and_all_of_it(place
 
 
 def test_what_becomes_free_in_the_middle_is_offered_to_all_again(places):
-    line = Line()
+    line = RequestQueue()
     fill(line, places, [f"{letter}1" for letter in "abc"])
     for number in range(200):
         line.join(One(str(number), number, places))
@@ -109,7 +109,7 @@ def test_what_becomes_free_in_the_middle_is_offered_to_all_again(places):
 
 
 def test_who_has_waited_before_stands_in_front(places):
-    line = Line()
+    line = RequestQueue()
     fill(line, places, ["a1", "a2"])
     line.join(One("a0", "a", places), at_front=True)
     places["a"] = 3
@@ -118,7 +118,7 @@ def test_who_has_waited_before_stands_in_front(places):
 
 
 def test_who_is_over_or_late_leaves(places):
-    line = Line()
+    line = RequestQueue()
     first, second, third = fill(line, places, ["a1", "a2", "a3"])
     first.is_over, second.waits_until_s = True, 1.0
     line.sweep(1.0)

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 
 from banaserve.balancer.config import LimitSettings, ReplicaSettings
-from banaserve.balancer.http.replica_connection import Upstream
+from banaserve.balancer.http.replica_connection import ReplicaConnection
 
 
 async def test_a_request_and_its_answer_pass_unchanged(house):
@@ -127,13 +127,13 @@ async def test_a_client_that_does_not_read_holds_its_replica_up_and_nothing_is_l
     house, monkeypatch
 ):
     paused = asyncio.Event()
-    pause = Upstream.pause
+    pause = ReplicaConnection.pause
 
     def noted(upstream):
         pause(upstream)
         paused.set()
 
-    monkeypatch.setattr(Upstream, "pause", noted)
+    monkeypatch.setattr(ReplicaConnection, "pause", noted)
     block, num_blocks = bytes(range(256)) * 256, 600
 
     async def much(asked):

@@ -17,7 +17,7 @@ from banaserve.balancer.config import (
     ReplicaSettings,
     TenantSettings,
 )
-from banaserve.balancer.membership import heir
+from banaserve.balancer.membership import failover_owner
 from banaserve.bench.loadgen.servers import free_port
 
 ROUND_TRIP_MS = {("us", "asia"): 145.4, ("us", "eu"): 99.1, ("asia", "eu"): 222.5}
@@ -276,7 +276,7 @@ async def test_a_snapshot_that_makes_no_sense_is_named_once_and_the_peer_goes_on
     ],
 )
 def test_the_nearest_looks_after_a_dead_region(distances, expected):
-    assert heir(distances) == expected
+    assert failover_owner(distances) == expected
 
 
 async def test_a_dead_balancer_s_replicas_go_to_the_nearest_and_come_back(house, monkeypatch):

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, Outcome
+from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, TierOutcome
 from banaserve.kvstore.tiers.mooncake import MooncakeTier
 from banaserve.kvstore.tiers.mooncake_config import parse_url
 from banaserve.kvstore.tiers.mooncake_process import KEY_PREFIX
@@ -61,11 +61,11 @@ def end_of(tier: MooncakeTier, ticket: int | None) -> Completion:
     return ended[0]
 
 
-def store(tier: MooncakeTier, name: bytes, block: BlockBytes) -> Outcome:
+def store(tier: MooncakeTier, name: bytes, block: BlockBytes) -> TierOutcome:
     return end_of(tier, tier.submit_store(BlockName(name, None), block)).outcome
 
 
-def load(tier: MooncakeTier, name: bytes, num_bytes: int) -> tuple[Outcome, BlockBytes]:
+def load(tier: MooncakeTier, name: bytes, num_bytes: int) -> tuple[TierOutcome, BlockBytes]:
     target = np.zeros(num_bytes, np.uint8)
     return end_of(tier, tier.submit_load(name, target)).outcome, target
 
@@ -132,7 +132,7 @@ class TestExchange:
         for number, num_bytes in enumerate(SIZES):
             assert look(tier, key(number)) is Lookup.HIT
             outcome, target = load(tier, key(number), num_bytes)
-            assert outcome is Outcome.DONE
+            assert outcome is TierOutcome.DONE
             assert np.array_equal(target, random_block(number, num_bytes))
         stats = tier.stats()
         assert (stats.loads, stats.loaded_bytes) == (len(SIZES), sum(SIZES))
@@ -144,13 +144,13 @@ class TestExchange:
         assert submit[4] is None
         ended = wait(tier, lambda: not tier.stats().in_flight) + tier.poll()
         assert {one.ticket for one in ended} == set(submit[:4])
-        assert all(one.outcome is Outcome.DONE and one.num_bytes == MIB for one in ended)
+        assert all(one.outcome is TierOutcome.DONE and one.num_bytes == MIB for one in ended)
         assert tier.lookup([key(i) for i in range(4)]) == [Lookup.HIT] * 4
         assert tier.stats().used_bytes == 4 * MIB
 
     def test_what_is_there_is_not_stored_again_and_what_is_not_is_missing(self, tier):
         block = random_block(0, 4096)
-        assert store(tier, key(0), block) is Outcome.DONE
+        assert store(tier, key(0), block) is TierOutcome.DONE
         assert tier.submit_store(BlockName(key(0), None), block) is None
         assert tier.submit_load(key(0), np.zeros(8192, np.uint8)) is None
         assert tier.submit_store(BlockName(key(1), None), random_block(1, 3 * MIB + 4096)) is None
@@ -159,10 +159,10 @@ class TestExchange:
         assert tier.submit_load(key(2), np.zeros(4096, np.uint8)) is None
 
     def test_what_another_has_removed_is_missing(self, tier, other):
-        assert store(tier, key(0), random_block(0, 4096)) is Outcome.DONE
+        assert store(tier, key(0), random_block(0, 4096)) is TierOutcome.DONE
         assert other(remove=KEY_PREFIX + key(0).hex()) == 0
         assert tier.lookup([key(0)]) == [Lookup.HIT]
-        assert load(tier, key(0), 4096)[0] is Outcome.MISSING
+        assert load(tier, key(0), 4096)[0] is TierOutcome.MISSING
         assert tier.lookup([key(0)]) == [Lookup.MISS]
         assert (tier.stats().missing, tier.stats().num_blocks) == (1, 0)
 
@@ -172,12 +172,12 @@ class TestExchange:
         stack.callback(tier.close)
         wait(tier, lambda: tier.stats().available)
         for number in range(3):
-            assert store(tier, key(number), random_block(number, 4096)) is Outcome.DONE
+            assert store(tier, key(number), random_block(number, 4096)) is TierOutcome.DONE
         assert tier.evict(key(0))
         assert not tier.evict(key(0))
         assert not tier.evict(key(9))
         assert tier.lookup([key(0)]) == [Lookup.MISS]
-        assert store(tier, key(0), random_block(7, 4096)) is Outcome.DONE
+        assert store(tier, key(0), random_block(7, 4096)) is TierOutcome.DONE
         assert load(tier, key(0), 4096)[1].tolist() == random_block(7, 4096).tolist()
         assert tier.clear() == 3
         assert (tier.stats().num_blocks, tier.stats().used_bytes) == (0, 0)
@@ -188,7 +188,7 @@ class TestExchange:
         for number in range(3):
             assert look(tier, key(number)) is Lookup.HIT
             outcome, target = load(tier, key(number), 4096)
-            assert outcome is Outcome.DONE
+            assert outcome is TierOutcome.DONE
             assert np.array_equal(target, random_block(number + 10, 4096))
 
 
@@ -205,11 +205,11 @@ class TestForeignBytes:
         for number, order in cases.items():
             assert other(**order) == 0
             assert look(tier, key(number)) is Lookup.HIT
-            assert load(tier, key(number), 4096)[0] is Outcome.CORRUPT, order
+            assert load(tier, key(number), 4096)[0] is TierOutcome.CORRUPT, order
             assert tier.lookup([key(number)]) == [Lookup.MISS]
         assert tier.stats().corrupt == len(cases)
         assert look(tier, key(1)) is Lookup.HIT
-        assert load(tier, key(1), 4096)[0] is Outcome.DONE
+        assert load(tier, key(1), 4096)[0] is TierOutcome.DONE
         # The removal has reached the master: another tier does not find them either.
         fresh = MooncakeTier.from_url(url_of(master))
         stack.callback(fresh.close)
@@ -220,15 +220,15 @@ class TestForeignBytes:
 def serves_again(tier: MooncakeTier) -> None:
     """The lent memory is mounted again a moment after the master is back; nothing tells when."""
     until_s = time.monotonic() + DEADLINE_S
-    while store(tier, key(2), random_block(2, 4096)) is not Outcome.DONE:
+    while store(tier, key(2), random_block(2, 4096)) is not TierOutcome.DONE:
         assert time.monotonic() < until_s
-    assert load(tier, key(2), 4096)[0] is Outcome.DONE
+    assert load(tier, key(2), 4096)[0] is TierOutcome.DONE
 
 
 @needs_mooncake
 class TestFailures:
     def test_a_master_that_goes_and_comes_back(self, tier, master):
-        assert store(tier, key(0), random_block(0, 4096)) is Outcome.DONE
+        assert store(tier, key(0), random_block(0, 4096)) is TierOutcome.DONE
         master.kill()
         wait(tier, lambda: not tier.stats().available)
         assert str(master.port) in tier.stats().problem
@@ -241,25 +241,25 @@ class TestFailures:
         serves_again(tier)
 
     def test_a_master_that_hangs(self, tier, master):
-        assert store(tier, key(0), random_block(0, 4096)) is Outcome.DONE
+        assert store(tier, key(0), random_block(0, 4096)) is TierOutcome.DONE
         master.pause()
         ticket = tier.submit_store(BlockName(key(1), None), random_block(1, 4096))
-        assert end_of(tier, ticket).outcome is Outcome.FAILED
+        assert end_of(tier, ticket).outcome is TierOutcome.FAILED
         wait(tier, lambda: not tier.stats().available)
         master.resume()
         wait(tier, lambda: tier.stats().available)
-        assert load(tier, key(0), 4096)[0] is Outcome.DONE
+        assert load(tier, key(0), 4096)[0] is TierOutcome.DONE
         serves_again(tier)
 
     def test_a_peer_that_hangs_and_dies_with_its_blocks(self, tier, other):
         assert other(store=key(0).hex(), seed=0, num_bytes=MIB) == "done"
         os.kill(other(pid=True), signal.SIGSTOP)
         assert look(tier, key(0)) is Lookup.HIT
-        assert load(tier, key(0), MIB)[0] is Outcome.FAILED
+        assert load(tier, key(0), MIB)[0] is TierOutcome.FAILED
         assert tier.stats().failures == 1
-        assert store(tier, key(1), random_block(1, MIB)) is Outcome.DONE
+        assert store(tier, key(1), random_block(1, MIB)) is TierOutcome.DONE
         assert tier.lookup([key(0)]) == [Lookup.MISS]
-        assert load(tier, key(1), MIB)[0] is Outcome.DONE
+        assert load(tier, key(1), MIB)[0] is TierOutcome.DONE
 
     def test_mooncakes_process_ends_with_a_daemon_that_is_killed(self, other):
         ended = os.pidfd_open(other(pid=True))
@@ -272,11 +272,11 @@ class TestFailures:
         os.kill(tier.pid, signal.SIGSTOP)
         ticket = tier.submit_store(BlockName(key(0), None), random_block(0, MIB))
         os.kill(tier.pid, signal.SIGKILL)
-        assert end_of(tier, ticket).outcome is Outcome.FAILED
+        assert end_of(tier, ticket).outcome is TierOutcome.FAILED
         wait(tier, lambda: not tier.stats().available)
         assert "signal 9" in tier.stats().problem
         wait(tier, lambda: tier.stats().available)
-        assert store(tier, key(0), random_block(0, MIB)) is Outcome.DONE
+        assert store(tier, key(0), random_block(0, MIB)) is TierOutcome.DONE
 
     def test_a_master_that_never_answers_holds_nobody_up(self):
         with socket.create_server(("127.0.0.1", 0)) as deaf:

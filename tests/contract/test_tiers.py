@@ -17,8 +17,8 @@ from banaserve.kvstore.tiers.interface import (
     BlockBytes,
     BlockName,
     Completion,
-    Outcome,
     StoreTier,
+    TierOutcome,
 )
 from banaserve.kvstore.tiers.ssd.device import aligned_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
@@ -109,7 +109,7 @@ def submit(tier: StoreTier, block: BlockName, source: BlockBytes) -> int:
 
 def store(tier: StoreTier, block: BlockName, source: BlockBytes) -> None:
     ticket = submit(tier, block, source)
-    assert wait(tier, ticket)[ticket].outcome is Outcome.DONE
+    assert wait(tier, ticket)[ticket].outcome is TierOutcome.DONE
 
 
 def load(tier: StoreTier, key: bytes, num_bytes: int = BLOCK_BYTES) -> BlockBytes:
@@ -117,7 +117,7 @@ def load(tier: StoreTier, key: bytes, num_bytes: int = BLOCK_BYTES) -> BlockByte
     ticket = tier.submit_load(key, target)
     assert ticket is not None
     completion = wait(tier, ticket)[ticket]
-    assert (completion.outcome, completion.num_bytes) == (Outcome.DONE, num_bytes)
+    assert (completion.outcome, completion.num_bytes) == (TierOutcome.DONE, num_bytes)
     assert completion.seconds >= 0
     return target
 
@@ -191,7 +191,7 @@ def test_a_block_that_is_being_stored_is_not_stored_or_loaded(tier: StoreTier) -
         if is_under_way := tier.stats().stores == number - 1:
             assert refused
             tier.clear()
-        assert wait(tier, ticket)[ticket].outcome is Outcome.DONE
+        assert wait(tier, ticket)[ticket].outcome is TierOutcome.DONE
         if is_under_way:
             assert bytes(load(tier, name(number).key)) == bytes(content(1))
             return

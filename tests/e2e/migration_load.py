@@ -18,9 +18,9 @@ from banaserve.bench.datasets import prompts
 from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import Server
 from banaserve.engine.vllm.migration.api import (
-    Ask,
     InstancePlacement,
     Migration,
+    MigrationRequest,
     MoveContext,
     MoveHeads,
     MoveLayers,
@@ -136,7 +136,7 @@ def generated(server: Server) -> float:
     return server.metric("vllm:generation_tokens_total")
 
 
-def done(admin: AdminClient, ask: Ask) -> Migration:
+def done(admin: AdminClient, ask: MigrationRequest) -> Migration:
     """Run a migration, which must succeed."""
     migration = admin.run(ask)
     assert (migration.state, migration.error) == ("done", ""), migration
@@ -157,7 +157,7 @@ def until_clean(server: Server, admin: AdminClient) -> None:
         found = admin.placement()
         return not found.guests and all(
             instance.state == "ready"
-            and not instance.cannot_migrate
+            and not instance.migration_blocker
             and not instance.units
             and instance.blocks_gained == 0
             for instance in found.instances
@@ -214,7 +214,7 @@ def ended(admin: AdminClient, migration: Migration) -> Migration:
     raise AssertionError(f"still {migration.moves[0].phase}")
 
 
-def random_ask(rng: random.Random) -> Ask:
+def random_ask(rng: random.Random) -> MigrationRequest:
     """Small ranges more often than large ones; heads of up to three layers."""
     host, target = rng.sample(["d0", "d1", "p0"], 2)
     kind = rng.choice(["layers", "layers", "heads", "heads", "context", "return"])

@@ -28,12 +28,12 @@ import migration_load as loads
 from banaserve import models
 from banaserve.api.admin_client import AdminClient
 from banaserve.bench.loadgen.servers import Server, banaserve_server
-from banaserve.config import DEFAULT_STEP_PARTS
+from banaserve.config import DEFAULT_MICROBATCHES
 from banaserve.engine.vllm.migration.api import (
     MoveContext,
     MoveHeads,
     MoveLayers,
-    OverlapAsk,
+    OverlapRequest,
     Return,
 )
 from banaserve.errors import UserError
@@ -113,7 +113,7 @@ def test_prefill_lends_to_decode_and_decode_to_prefill_at_once(server, admin, re
 def test_a_guest_saves_its_layers_of_what_is_handed_over(server, admin, reference):
     loads.done(admin, MoveLayers("p0", "d0", (15, 30)))
     overlap = loads.placed(admin, "p0").overlap
-    assert (overlap.most_parts, overlap.why_not) == (DEFAULT_STEP_PARTS, "")
+    assert (overlap.max_microbatches, overlap.blocker) == (DEFAULT_MICROBATCHES, "")
     longest = range(len(reference.prompts))[-3:]
     saved = server.metric("banaserve_guest_saved_bytes_total", instance_id="p0")
     records = loads.answers(server, reference, longest, salt="nobody has asked this before")
@@ -178,7 +178,7 @@ def test_random_moves_at_random_moments(server, admin, reference):
     with loads.streaming(server, reference, NUM_STREAMS) as load:
         while ended < NUM_MOVES:
             load.wait_tokens(rng.randrange(60))
-            admin.overlap(OverlapAsk(rng.choice(("d0", "d1", "p0")), rng.choice((1, 2, 32))))
+            admin.overlap(OverlapRequest(rng.choice(("d0", "d1", "p0")), rng.choice((1, 2, 32))))
             try:
                 migration = admin.run(loads.random_ask(rng))
             except UserError:
@@ -188,7 +188,7 @@ def test_random_moves_at_random_moments(server, admin, reference):
         for host in ("d0", "d1", "p0"):
             if loads.placed(admin, host).units:
                 loads.done(admin, Return(host))
-            admin.overlap(OverlapAsk(host, DEFAULT_STEP_PARTS))
+            admin.overlap(OverlapRequest(host, DEFAULT_MICROBATCHES))
     assert server.metric("banaserve_migration_lost_steps_total") == 0
 
 

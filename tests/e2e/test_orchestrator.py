@@ -21,7 +21,7 @@ from banaserve.api.admin_client import AdminClient
 from banaserve.bench.datasets import prompts
 from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import Server, banaserve_server
-from banaserve.controller.words import Decision, RoleAsk, Wanted
+from banaserve.controller.schemas import DecisionRecord, RoleRequest, WantedStep
 from banaserve.engine.interface import RoleChange
 from banaserve.engine.vllm.migration.api import Return
 from banaserve.errors import UserError
@@ -112,7 +112,7 @@ def before(server: Server, admin: AdminClient) -> Before:
 
 
 def switched(admin: AdminClient, instance: str, role: str) -> RoleChange:
-    change = admin.begin_role(RoleAsk(instance, role, 100.0))
+    change = admin.begin_role(RoleRequest(instance, role, 100.0))
     while change.is_open:
         change = admin.show_role(change.id, wait_s=10.0)
     assert (change.state, change.num_left) == ("done", 0), change
@@ -132,7 +132,7 @@ def test_a_role_switches_under_streams_and_back(server, admin, before):
         switched(admin, "p1", "decode")
         assert roles(admin) == {"p0": "prefill", "p1": "decode", "d0": "decode"}
         with pytest.raises(UserError, match="only one that serves prefill"):
-            admin.begin_role(RoleAsk("p0", "decode"))
+            admin.begin_role(RoleRequest("p0", "decode"))
         enough = tokens_of(server, "p1") + 40
         until(lambda: tokens_of(server, "p1") >= enough, "p1 decodes")
         load.wait_tokens(60)
@@ -144,7 +144,7 @@ def test_a_role_switches_under_streams_and_back(server, admin, before):
     assert server.metric("banaserve_instance_restarts_total") == 0
 
 
-def begun(decisions: list[Decision]) -> list[tuple[Decision, Wanted]]:
+def begun(decisions: list[DecisionRecord]) -> list[tuple[DecisionRecord, WantedStep]]:
     return [(one, step) for one in decisions for step in one.steps if not step.held]
 
 
@@ -187,7 +187,7 @@ def test_a_hot_instance_gives_modules_away_by_itself(server, admin, before, run_
     check_seen_from_outside(server, run_dir, step)
 
 
-def check_seen_from_outside(server: Server, run_dir: Path, step: Wanted) -> None:
+def check_seen_from_outside(server: Server, run_dir: Path, step: WantedStep) -> None:
     """The file, the metrics and the commands tell of it."""
     lines = (run_dir.parent / "decisions.jsonl").read_text().splitlines()
     told = [one for line in lines for one in json.loads(line)["steps"] if one["result"]]

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.router.clients import Load
+from benchmarks.router.clients import ClientLoad
 from benchmarks.router.faults import account, kill_and_bring_back
-from benchmarks.router.regions import REGIONS, Plan, World
+from benchmarks.router.regions import REGIONS, RegionPlan, World
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 async def test_nobody_is_lost_or_doubled_while_parts_of_three_regions_die(tmp_path: Path) -> None:
-    async with World(Plan("skywalker"), tmp_path) as world:
-        load = Load(world, dict.fromkeys(REGIONS, 6), seed=1, output_tokens=16)
+    async with World(RegionPlan("skywalker"), tmp_path) as world:
+        load = ClientLoad(world, dict.fromkeys(REGIONS, 6), seed=1, output_tokens=16)
         try:
             await kill_and_bring_back(world, load)
             await load.end()

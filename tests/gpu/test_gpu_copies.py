@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 from banaserve.engine.vllm.kv_connector.gpu_block_copy import GpuCopier
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.pool import Pool, PoolView
+from banaserve.kvstore.pool import PoolView, SlotPool
 
 OURS, THEIRS = (importlib.util.find_spec(name) for name in ("banaserve._native_cuda", "vllm"))
 if OURS is None and THEIRS is None:
@@ -43,7 +43,7 @@ def copier_of(layers: list[torch.Tensor]) -> GpuCopier:
 
 @pytest.fixture
 def view() -> Iterator[PoolView]:
-    pool = Pool(SLOTS * FINGERPRINT.slot_bytes)
+    pool = SlotPool(SLOTS * FINGERPRINT.slot_bytes)
     yield PoolView(pool.fd, pool.num_bytes, 1, FINGERPRINT)
     pool.close()
 

@@ -12,10 +12,10 @@ import torch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
-from banaserve.engine.vllm.migration.guest.kv_staging import Landing, make_kv
+from banaserve.engine.vllm.migration.guest.kv_staging import StagingBuffer, make_kv
 from banaserve.engine.vllm.migration.host.block_mover import BlockMover
 from banaserve.engine.vllm.migration.kv.host_kv import HostKv
-from banaserve.engine.vllm.migration.kv.remote_kv import LandedKv
+from banaserve.engine.vllm.migration.kv.remote_kv import StagedRemoteKv
 from banaserve.engine.vllm.migration.modules.paged_attention import (
     KernelsAttention,
     StepBatches,
@@ -58,16 +58,16 @@ def test_blocks_go_to_a_guest_and_home(modules: Modules, tmp_path: Path) -> None
     caches = make_kv(
         host.shape("LBHNC", SIZE), {n: len(found) for n, found in moved.items()}, 0, CUDA
     )
-    landing = Landing(theirs, caches, kernels, 1)
+    landing = StagingBuffer(theirs, caches, kernels, 1)
 
     def ask(request: messages.CopyPages, expected: type[Any]) -> Any:
         landing.copy(request)
-        return messages.Done()
+        return messages.StepsDone()
 
     link: Any = SimpleNamespace(transport=ours, ask=ask)
     runs = {name: host.runs(unit.heads(name)) for name in unit.names}
     region = landing.region
-    kv = LandedKv(link, "u", region.descriptor, runs, region.memory.num_bytes)
+    kv = StagedRemoteKv(link, "u", region.descriptor, runs, region.memory.num_bytes)
     blocks = [39, 0, 7, 21, 8]
     BlockMover(unit, host, None, kv).copy(blocks)
     for name, heads in moved.items():

@@ -11,8 +11,8 @@ from banaserve.types import (
     InstanceId,
     InstanceReport,
     InstanceView,
+    ModulePlacement,
     MoveModule,
-    Placement,
     Role,
     Step,
     SwitchRole,
@@ -108,7 +108,7 @@ def _place(instances: dict[InstanceId, InstanceView], step: Step, now_s: float) 
     host = instances[action.host]
     if isinstance(action, MoveModule):
         held = dict(step.influence)[action.guest].guest_bytes
-        new = Placement(
+        new = ModulePlacement(
             action.module, action.host, action.guest, host.epoch + 1, now_s, guest_bytes=held
         )
         placements = (*host.placements, new)

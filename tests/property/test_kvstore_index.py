@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from banaserve.kvstore.index import BlockIndex
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.records import Entry
+from banaserve.kvstore.records import IndexEntry
 
 NUM_SLOTS = 3
 KEYS = [bytes([ord("a") + i]) for i in range(5)]
@@ -50,16 +50,16 @@ class Board:
     def __init__(self) -> None:
         self.words: dict[int, tuple[str, int]] = {}
 
-    def became_pending(self, entry: Entry) -> None:
+    def became_pending(self, entry: IndexEntry) -> None:
         self.words[entry.slot] = ("pending", entry.serial)
 
-    def became_ready(self, entry: Entry) -> None:
+    def became_ready(self, entry: IndexEntry) -> None:
         self.words[entry.slot] = ("ready", entry.serial)
 
-    def failed(self, entry: Entry) -> None:
+    def failed(self, entry: IndexEntry) -> None:
         self.words[entry.slot] = ("failed", entry.serial)
 
-    def became_free(self, entry: Entry) -> None:
+    def became_free(self, entry: IndexEntry) -> None:
         self.words.pop(entry.slot, None)
 
 
@@ -78,11 +78,11 @@ class IndexMachine(RuleBasedStateMachine):
         self.dropped: list[Block] = []
         self.leases: dict[int, tuple[int, list[Block]]] = {}
         self.serials: list[int] = []
-        self.pinned: list[Entry] = []
-        self.promotions: dict[int, Entry] = {}
+        self.pinned: list[IndexEntry] = []
+        self.promotions: dict[int, IndexEntry] = {}
         self.tick = 0
 
-    def is_intact(self, entry: Entry) -> bool:
+    def is_intact(self, entry: IndexEntry) -> bool:
         return entry.serial not in self.corrupt
 
     @rule(

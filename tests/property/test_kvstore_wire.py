@@ -50,7 +50,7 @@ almost_messages = st.builds(lambda tag, rest: [tag, *rest], tags, st.lists(wild,
 valid_messages = st.one_of(
     st.builds(wire.LookupKeys, st.integers(0, 9), st.lists(keys, max_size=4)),
     st.builds(
-        wire.Exchange,
+        wire.ExchangeSlots,
         st.integers(0, 9),
         st.lists(keys, max_size=4),
         st.lists(st.tuples(keys, st.none() | keys), max_size=4),
@@ -78,7 +78,7 @@ class LiveStore:
             sock.settimeout(TIMEOUT_S)
             sock.connect(str(self.path))
             if greets:
-                hello = wire.Hello(1, wire.PROTOCOL_VERSION, "attacker", FINGERPRINT)
+                hello = wire.ClientHello(1, wire.PROTOCOL_VERSION, "attacker", FINGERPRINT)
                 sock.sendall(wire.encode(hello))
             with suppress(BrokenPipeError, ConnectionResetError):
                 sock.sendall(data)
@@ -107,7 +107,7 @@ def store() -> Iterator[LiveStore]:
 
 
 def exchange(tenant: bytes, compute_block_s: float) -> bytes:
-    return wire.encode(wire.Exchange(2, [KEY], [], tenant, compute_block_s))
+    return wire.encode(wire.ExchangeSlots(2, [KEY], [], tenant, compute_block_s))
 
 
 def frame(payload: bytes) -> bytes:
@@ -156,7 +156,7 @@ def test_damaged_messages(
         pytest.param(frame(b"\xdd\xff\xff\xff\xff"), id="hostile-array-length"),
         pytest.param(frame(b"\xc6\xff\xff\xff\xff"), id="hostile-bytes-length"),
         pytest.param(wire.encode(wire.GetStats(1)), id="before-hello"),
-        pytest.param(wire.encode(wire.Hello(1, 99, "x", None)), id="other-version"),
+        pytest.param(wire.encode(wire.ClientHello(1, 99, "x", None)), id="other-version"),
     ],
 )
 def test_hostile_frames_end_the_connection(store: LiveStore, data: bytes) -> None:
@@ -171,7 +171,7 @@ def test_hostile_frames_end_the_connection(store: LiveStore, data: bytes) -> Non
 def test_a_client_that_does_not_read_its_replies_is_stopped(store: LiveStore) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect(str(store.path))
-        sock.sendall(wire.encode(wire.Hello(1, wire.PROTOCOL_VERSION, "deaf", FINGERPRINT)))
+        sock.sendall(wire.encode(wire.ClientHello(1, wire.PROTOCOL_VERSION, "deaf", FINGERPRINT)))
         sock.setblocking(False)
         request = wire.encode(wire.GetStats(2)) * 1000
         num_bytes = 0

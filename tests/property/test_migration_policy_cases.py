@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import migration_clusters as known
-from banaserve.orchestrator.migration import weighing
-from banaserve.orchestrator.migration.interface import MigrationPlan, Reason
+from banaserve.orchestrator.migration import scoring
+from banaserve.orchestrator.migration.interface import MigrationPlan, RejectReason
 from banaserve.orchestrator.migration.registry import make, names
 from banaserve.types import Attempt, Module, MoveModule, ReturnModule, Role, SwitchRole
 
@@ -19,7 +19,7 @@ OPT_13B, cluster, instance = known.OPT_13B, known.cluster, known.instance
 FIGURE_2B = cluster(instance("p0", 0.95, 0.35), instance("d0", 0.35, 0.95))
 
 
-def reasons(plan: MigrationPlan, words: str = "") -> set[Reason]:
+def reasons(plan: MigrationPlan, words: str = "") -> set[RejectReason]:
     return {r.reason for r in plan.rejected if words in r.candidate}
 
 
@@ -40,7 +40,7 @@ def test_figure_2b_moves_memory_from_decode_to_prefill_when_repaired() -> None:
     felt = dict(step.influence)
     assert felt["d0"].kv_blocks > 0 > felt["p0"].kv_blocks
     # Host and guest take turns, so nothing may be promised for the compute of p0.
-    assert Reason.NO_OVERLAP in reasons(plan, "from p0")
+    assert RejectReason.NO_OVERLAP in reasons(plan, "from p0")
 
 
 def test_heads_of_figure_2b_by_hand() -> None:
@@ -73,7 +73,7 @@ def test_layers_relieve_compute_only_as_far_as_host_and_guest_overlap(
     plan = make("repaired", **options).plan(view)
     if not relief:
         assert plan.steps == ()
-        assert Reason.NO_OVERLAP in reasons(plan)
+        assert RejectReason.NO_OVERLAP in reasons(plan)
         return
     [step] = plan.steps
     felt = dict(step.influence)
@@ -98,7 +98,7 @@ def test_what_a_host_says_of_overlap_wins_over_the_option() -> None:
 
     none = plan(0.0)
     assert none.steps == ()
-    assert Reason.NO_OVERLAP in reasons(none)
+    assert RejectReason.NO_OVERLAP in reasons(none)
     for said, relief in ((None, 0.5), (0.8, 0.8)):
         [step] = plan(said).steps
         assert dict(step.influence)["p0"].compute == pytest.approx(-relief * 0.2 * 0.9)
@@ -117,7 +117,7 @@ def test_bytes_that_free_no_block_count_for_nothing() -> None:
     view = cluster(instance("d0", 0.3, 0.95, facts=facts), instance("d1", 0.1, 0.1, facts=facts))
     plan = make("repaired", rho=0.0, max_away_fraction=0.25).plan(view)
     assert plan.steps == ()
-    assert reasons(plan, "heads 3") == {Reason.NO_BLOCK_FREED}
+    assert reasons(plan, "heads 3") == {RejectReason.NO_BLOCK_FREED}
     fine = replace(facts, granule_bytes=1)
     view = cluster(instance("d0", 0.3, 0.95, facts=fine), instance("d1", 0.1, 0.1, facts=fine))
     [step] = make("repaired", rho=0.0, max_away_fraction=0.25).plan(view).steps
@@ -155,7 +155,7 @@ def test_only_some_instances_change_roles_within_a_dwell_time(
     plan = make("repaired", max_moves=9, rho=0.0).plan(view)
     taken = [step for step in plan.steps if isinstance(step.action, SwitchRole)]
     assert len(taken) == switches
-    assert Reason.SWITCH_LIMIT in reasons(plan, "switch")
+    assert RejectReason.SWITCH_LIMIT in reasons(plan, "switch")
 
 
 def test_an_instance_keeps_room_for_what_may_come() -> None:
@@ -203,7 +203,7 @@ def test_modules_come_home_when_the_load_has_gone() -> None:
 def test_dwell_keeps_what_has_just_changed() -> None:
     plan = make("repaired", weights_are_shared=True).plan(returnable(changed_s=95.0))
     assert plan.steps == ()
-    assert reasons(plan, "return") == {Reason.DWELL}
+    assert reasons(plan, "return") == {RejectReason.DWELL}
 
 
 def test_a_module_under_way_home_is_not_sent_home_again() -> None:
@@ -228,18 +228,18 @@ def test_two_thresholds(gap: float, is_balancing: bool, moves: bool) -> None:
 @pytest.mark.parametrize(
     ("section", "reason"),
     [
-        ({"rho": 1e6}, Reason.NOT_WORTH_IT),
-        ({"migration_budget_s": 0.01}, Reason.MIGRATION_BUDGET),
-        ({"tpot_budget_s": 0.03, "link_hop_s": 0.01}, Reason.TPOT_BUDGET),
-        ({"ttft_budget_s": 0.01, "tpot_budget_s": 9.0}, Reason.TTFT_BUDGET),
-        ({"delta_layers": 0.7, "delta_heads": 0.7}, Reason.GAP_TOO_SMALL),
-        ({"memory_limit_fraction": 0.05}, Reason.NO_ROOM),
-        ({"min_blocks_fraction": 0.999}, Reason.NO_ROOM),
+        ({"rho": 1e6}, RejectReason.NOT_WORTH_IT),
+        ({"migration_budget_s": 0.01}, RejectReason.MIGRATION_BUDGET),
+        ({"tpot_budget_s": 0.03, "link_hop_s": 0.01}, RejectReason.TPOT_BUDGET),
+        ({"ttft_budget_s": 0.01, "tpot_budget_s": 9.0}, RejectReason.TTFT_BUDGET),
+        ({"delta_layers": 0.7, "delta_heads": 0.7}, RejectReason.GAP_TOO_SMALL),
+        ({"memory_limit_fraction": 0.05}, RejectReason.NO_ROOM),
+        ({"min_blocks_fraction": 0.999}, RejectReason.NO_ROOM),
         ({"max_away_fraction": 0.01}, None),
     ],
 )
 def test_limits_forbid_the_move_of_figure_2b(
-    section: dict[str, Any], reason: Reason | None
+    section: dict[str, Any], reason: RejectReason | None
 ) -> None:
     plan = make("repaired", **section).plan(FIGURE_2B)
     assert plan.steps == ()
@@ -249,13 +249,13 @@ def test_limits_forbid_the_move_of_figure_2b(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"can_move_layers": False, "can_move_heads": False}, Reason.NOT_SUPPORTED),
-        ({"layer_weight_bytes": 1}, Reason.OTHER_MODEL),
+        ({"can_move_layers": False, "can_move_heads": False}, RejectReason.NOT_SUPPORTED),
+        ({"layer_weight_bytes": 1}, RejectReason.OTHER_MODEL),
     ],
 )
 @pytest.mark.parametrize("name", ["repaired", "published"])
 def test_what_the_guest_cannot_run_is_not_sent_there(
-    name: str, change: dict[str, Any], reason: Reason
+    name: str, change: dict[str, Any], reason: RejectReason
 ) -> None:
     view = cluster(
         instance("d0", 0.35, 0.95), instance("p0", 0.3, 0.35, facts=replace(OPT_13B, **change))
@@ -317,7 +317,7 @@ def test_what_failed_a_moment_ago_is_looked_past(policy: str, least: int) -> Non
         assert attempt not in view.failed
         view = replace(view, failed=view.failed | {attempt})
         plan = make(policy).plan(view)
-        assert Reason.FAILED in reasons(plan)
+        assert RejectReason.FAILED in reasons(plan)
         tried += 1
     assert tried >= least
 
@@ -331,7 +331,7 @@ def test_moves_that_are_not_weighed_would_not_have_been_taken(
     views = [instance(f"{'pd'[n % 2]}{n}", draws.random(), draws.random()) for n in range(size)]
     view = cluster(*views)
     bounded = make("repaired").plan(view)
-    monkeypatch.setattr(weighing, "most_net_s", lambda host, options: float("inf"))
+    monkeypatch.setattr(scoring, "most_net_s", lambda host, options: float("inf"))
     whole = make("repaired").plan(view)
     assert (bounded.steps, bounded.gap, bounded.reason) == (whole.steps, whole.gap, whole.reason)
     assert whole.steps

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import migration_clusters as clusters
-from banaserve.orchestrator.control import Limits, Mode, Remembered, turn
+from banaserve.orchestrator.control import ControlLimits, Mode, Remembered, turn
 from banaserve.orchestrator.migration.registry import make
 from banaserve.types import ClusterView, InstanceFacts, Step
 
@@ -34,7 +34,7 @@ views = st.lists(st.tuples(share, share), min_size=2, max_size=6).map(
         )
     )
 )
-limits = st.builds(Limits, concurrent=st.integers(1, 4), per_minute=st.integers(1, 6))
+limits = st.builds(ControlLimits, concurrent=st.integers(1, 4), per_minute=st.integers(1, 6))
 
 
 def fresh(view: ClusterView, now_s: float) -> ClusterView:
@@ -48,7 +48,7 @@ def fresh(view: ClusterView, now_s: float) -> ClusterView:
 
 @given(views, limits)
 @settings(max_examples=60)
-def test_no_limit_is_ever_exceeded(view: ClusterView, chosen: Limits) -> None:
+def test_no_limit_is_ever_exceeded(view: ClusterView, chosen: ControlLimits) -> None:
     """Nothing ends here, so that limits count; and every turn says the same of the same."""
     before = Remembered()
     under_way: list[Step] = []
@@ -74,7 +74,9 @@ def test_a_constant_load_comes_to_rest(view: ClusterView) -> None:
     before, last_s = Remembered(), 0.0
     now_s = 100.0
     while now_s < 400.0:
-        found = turn(fresh(view, now_s), POLICY, Mode.ON, False, Limits(per_minute=60), before)
+        found = turn(
+            fresh(view, now_s), POLICY, Mode.ON, False, ControlLimits(per_minute=60), before
+        )
         if found.begin:
             last_s = now_s
             view = clusters.settled(view, found.begin, now_s)

@@ -16,14 +16,14 @@ from banaserve.errors import UserError
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
 from banaserve.orchestrator.replicas.interface import (
     HELD,
-    Decision,
     Flight,
     PeerView,
-    Reason,
     ReplicaId,
     ReplicaPolicy,
     ReplicaView,
     Request,
+    RoutingDecision,
+    RoutingReason,
 )
 from banaserve.orchestrator.replicas.policy import may_serve
 from banaserve.orchestrator.replicas.registry import make, names, presets
@@ -107,7 +107,7 @@ class World:
                 self.views[view.id] = view
                 self.fleet.add(view)
         self.flights: list[Flight] = []
-        self.decisions: list[Decision] = []
+        self.decisions: list[RoutingDecision] = []
         self.now_s = 100.0
 
     def happen(self, event: tuple[str, object]) -> None:
@@ -121,8 +121,8 @@ class World:
         self.decisions.append(decision)
         if decision.target is None:
             assert decision.reason in HELD
-            assert not decision.scores_ms or decision.reason is Reason.ALL_BUSY
-            if decision.reason is not Reason.ALL_BUSY:
+            assert not decision.scores_ms or decision.reason is RoutingReason.ALL_BUSY
+            if decision.reason is not RoutingReason.ALL_BUSY:
                 assert not self.left_to(request)
             return
         assert decision.reason not in HELD
@@ -210,7 +210,7 @@ def test_a_target_is_allowed_and_available_and_a_twin_chooses_the_same(
     assert twins[0].decisions == twins[1].decisions
 
 
-def _serve(fleet: Fleet, request: Request, now_s: float) -> Decision:
+def _serve(fleet: Fleet, request: Request, now_s: float) -> RoutingDecision:
     """One request alone, from its decision to its end."""
     decision = fleet.choose(request, now_s)
     if decision.target is not None:

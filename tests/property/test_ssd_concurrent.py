@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, Outcome
+from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, TierOutcome
 from banaserve.kvstore.tiers.ssd.check import check_folder
 from banaserve.kvstore.tiers.ssd.device import aligned_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
@@ -86,7 +86,7 @@ class Traffic:
 
     def end(self, completions: list[Completion]) -> None:
         for completion in completions:
-            assert completion.outcome is Outcome.DONE
+            assert completion.outcome is TierOutcome.DONE
             self.num_done += 1
             if completion.ticket in self.stores:
                 del self.stores[completion.ticket]

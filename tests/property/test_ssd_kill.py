@@ -12,7 +12,7 @@ from typing import NoReturn
 import pytest
 
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, Outcome
+from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, TierOutcome
 from banaserve.kvstore.tiers.ssd.check import check_folder
 from banaserve.kvstore.tiers.ssd.device import aligned_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
@@ -50,7 +50,7 @@ def write_for_ever(folder: Path, capacity_bytes: int, engine: str, first: int, o
             if tier.lookup([name.key]) != [Lookup.MISS]:
                 break
             for completion in poll(tier):
-                assert completion.outcome is Outcome.DONE
+                assert completion.outcome is TierOutcome.DONE
                 stored = tickets.pop(completion.ticket)
                 os.write(out, b"%d %d\n" % (stored, tier.stats().evictions))
         if ticket is not None:
@@ -91,7 +91,7 @@ def load(tier: SsdTier, number: int) -> BlockBytes | None:
     ended: list[Completion] = []
     while not ended:
         ended = poll(tier)
-    assert ended[0].outcome is Outcome.DONE
+    assert ended[0].outcome is TierOutcome.DONE
     return target
 
 

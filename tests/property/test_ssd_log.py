@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Outcome
+from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, TierOutcome
 from banaserve.kvstore.tiers.ssd.check import check_folder
 from banaserve.kvstore.tiers.ssd.device import aligned_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
@@ -89,7 +89,7 @@ class SsdMachine(RuleBasedStateMachine):
         self.tick += 1
         self.blocks[number] = Block(parent, self.tick, self.tick)
         self.stored.add(number)
-        assert self.end_of(ticket) is Outcome.DONE
+        assert self.end_of(ticket) is TierOutcome.DONE
         self.settle()
 
     # Most random sequences would never come near the budget.
@@ -108,12 +108,12 @@ class SsdMachine(RuleBasedStateMachine):
         if ticket is None:
             return
         outcome = self.end_of(ticket)
-        if outcome is Outcome.DONE:
+        if outcome is TierOutcome.DONE:
             assert (target == CONTENTS[number]).all(), "wrong data"
             self.tick += 1
             self.blocks[number].last_used = self.tick
         else:
-            assert outcome is Outcome.CORRUPT
+            assert outcome is TierOutcome.CORRUPT
             assert self.damaged
             del self.blocks[number]
         self.settle()
@@ -197,12 +197,12 @@ class SsdMachine(RuleBasedStateMachine):
         assert Lookup.PENDING not in states or not self.tier.is_idle
         return {number for number in range(NUM_KEYS) if states[number] is Lookup.HIT}
 
-    def wait(self) -> list[tuple[int, Outcome]]:
+    def wait(self) -> list[tuple[int, TierOutcome]]:
         assert select.select([self.tier.fd], [], [], DEADLINE_S)[0], "the tier is silent"
         return [(completion.ticket, completion.outcome) for completion in self.tier.poll()]
 
-    def end_of(self, ticket: int) -> Outcome:
-        ended: list[tuple[int, Outcome]] = []
+    def end_of(self, ticket: int) -> TierOutcome:
+        ended: list[tuple[int, TierOutcome]] = []
         while not ended:
             ended = self.wait()
         ((ended_ticket, outcome),) = ended

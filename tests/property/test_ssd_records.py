@@ -22,9 +22,9 @@ from banaserve.kvstore.tiers.ssd.record import (
     MAX_BLOCK_BYTES,
     MAX_SEQUENCE,
     PAGE_BYTES,
-    Header,
     Kind,
     RecordError,
+    RecordHeader,
     checksum,
     decode,
     encode,
@@ -40,7 +40,7 @@ MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 keys = st.binary(min_size=32, max_size=80)
 sequences = st.integers(0, MAX_SEQUENCE)
 headers = st.builds(
-    Header,
+    RecordHeader,
     kind=st.just(Kind.BLOCK),
     segment_id=st.integers(0, 2**64 - 1),
     offset=st.integers(0, 2**64 - 1),
@@ -51,7 +51,7 @@ headers = st.builds(
     key=keys,
     parent=st.none() | keys,
 ) | st.builds(
-    Header,
+    RecordHeader,
     kind=st.just(Kind.FILLER),
     segment_id=st.integers(0, 2**64 - 1),
     offset=st.integers(0, 2**64 - 1),
@@ -71,14 +71,14 @@ def sealed(body: bytes) -> bytes:
 
 
 @given(headers)
-def test_headers_come_back(header: Header) -> None:
+def test_headers_come_back(header: RecordHeader) -> None:
     page = encode(header)
     assert len(page) == PAGE_BYTES
     assert decode(page, header.segment_id, header.offset) == header
 
 
 @given(headers, st.integers(0, PAGE_BYTES * 8 - 1))
-def test_any_flipped_bit_is_found(header: Header, bit: int) -> None:
+def test_any_flipped_bit_is_found(header: RecordHeader, bit: int) -> None:
     page = bytearray(encode(header))
     page[bit // 8] ^= 1 << bit % 8
     with pytest.raises(RecordError):
@@ -86,13 +86,13 @@ def test_any_flipped_bit_is_found(header: Header, bit: int) -> None:
 
 
 @given(headers, st.integers(0, PAGE_BYTES - 1))
-def test_a_cut_page_is_refused(header: Header, num_bytes: int) -> None:
+def test_a_cut_page_is_refused(header: RecordHeader, num_bytes: int) -> None:
     with pytest.raises(RecordError):
         decode(encode(header)[:num_bytes], header.segment_id, header.offset)
 
 
 @given(headers, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
-def test_a_header_elsewhere_is_refused(header: Header, segment_id: int, offset: int) -> None:
+def test_a_header_elsewhere_is_refused(header: RecordHeader, segment_id: int, offset: int) -> None:
     assume((segment_id, offset) != (header.segment_id, header.offset))
     with pytest.raises(RecordError, match="elsewhere"):
         decode(encode(header), segment_id, offset)
@@ -156,7 +156,7 @@ def payload(number: int, num_bytes: int) -> bytes:
 
 def record(offset: int, number: int, num_bytes: int, sequence: int) -> bytes:
     data = payload(number, num_bytes)
-    header = Header(
+    header = RecordHeader(
         Kind.BLOCK, SEGMENT_ID, offset, num_bytes, sequence, sequence, checksum(data),
         bytes([number]) * 32, None,
     )  # fmt: skip
@@ -178,10 +178,10 @@ def piece(kind: str, number: int, num_bytes: int, offset: int, sequence: int) ->
             return bytes(padded(num_bytes))
         case "liar":
             huge = MAX_BLOCK_BYTES if number % 2 else 2**64 - 1
-            header = Header(Kind.FILLER, SEGMENT_ID, offset, huge, 1, 1, 0, b"", None)
+            header = RecordHeader(Kind.FILLER, SEGMENT_ID, offset, huge, 1, 1, 0, b"", None)
             return encode(header) + bytes(padded(num_bytes))
         case "filler":
-            header = Header(Kind.FILLER, SEGMENT_ID, offset, num_bytes, 1, 1, 0, b"", None)
+            header = RecordHeader(Kind.FILLER, SEGMENT_ID, offset, num_bytes, 1, 1, 0, b"", None)
             return encode(header) + b"\xff" * padded(num_bytes)
         case _:
             return good
@@ -242,7 +242,7 @@ def test_any_folder_opens_and_serves_only_what_is_right(
 
 def test_hostile_sizes_take_no_memory(tmp_path: Path) -> None:
     """A sparse file that claims a block of a gibibyte."""
-    header = Header(Kind.BLOCK, SEGMENT_ID, 0, MAX_BLOCK_BYTES, 1, 1, 0, b"k" * 32, None)
+    header = RecordHeader(Kind.BLOCK, SEGMENT_ID, 0, MAX_BLOCK_BYTES, 1, 1, 0, b"k" * 32, None)
     with folder_with(encode(header)) as folder:
         os.truncate(next(folder.glob("segment-*")), PAGE_BYTES + MAX_BLOCK_BYTES)
         tracemalloc.start()

@@ -14,7 +14,7 @@ from banaserve.costs.steps import StepCosts, run_s
 from banaserve.errors import UserError
 from banaserve.sim import case
 from banaserve.sim.run import run_case
-from banaserve.sim.workload import Lengths, Phase, drawn
+from banaserve.sim.workload import Lengths, LoadPhase, drawn
 
 NAMES = [
     "bursts",
@@ -164,7 +164,7 @@ def test_drawn_arrivals_have_their_rate_and_their_bursts() -> None:
     lengths = Lengths(kind="lognormal", mean=200, high=10_000)
     gaps = {}
     for variation in (1.0, 3.0):
-        phase = Phase(
+        phase = LoadPhase(
             duration_s=500, rate_per_s=10, prompt=lengths, output=lengths, variation=variation
         )
         times = [request.arrival_s for request in drawn([phase], 3)]

@@ -11,16 +11,16 @@ from banaserve.errors import UserError
 from banaserve.sim.cluster import SimCluster
 from banaserve.sim.events import Event, arrange
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import Limits
+from banaserve.sim.result import LatencyLimits
 from banaserve.sim.run import simulate
 from banaserve.sim.system import System, preset
 from banaserve.sim.timeline import Timeline
-from banaserve.sim.workload import Lengths, Phase, drawn
-from banaserve.types import InstanceId, Module, MoveModule, Placement, ReturnModule, Role
+from banaserve.sim.workload import Lengths, LoadPhase, drawn
+from banaserve.types import InstanceId, Module, ModulePlacement, MoveModule, ReturnModule, Role
 
 PROFILE = load("opt-13b-a100")
 TOKEN_BYTES = 819_200
-BUSY = Phase(
+BUSY = LoadPhase(
     duration_s=20,
     rate_per_s=15,
     prompt=Lengths(kind="lognormal", mean=300, high=1500),
@@ -140,7 +140,7 @@ def full_decode_cluster(**options: Any) -> tuple[Timeline, SimCluster]:
     return timeline, cluster
 
 
-WAVE = Phase(
+WAVE = LoadPhase(
     duration_s=60,
     rate_per_s=4.5,
     prompt=Lengths(kind="lognormal", mean=1500, high=1700, spread=0.1),
@@ -174,7 +174,7 @@ def test_costs_follow_what_is_away() -> None:
     _, host = cluster.find("d0")
     _, guest = cluster.find("p0")
     module = Module(30, 40)
-    host.placements = (Placement(module, host.id, guest.id, 1, 0.0, guest_bytes=10**9),)
+    host.placements = (ModulePlacement(module, host.id, guest.id, 1, 0.0, guest_bytes=10**9),)
     guest.guest_bytes = 10**9
     host.busy_fraction = 0.8
     cell.placing.bend()
@@ -262,7 +262,7 @@ def test_a_slow_instance_is_slow() -> None:
 
 def test_roles_are_the_routers_knowledge() -> None:
     """A switched instance gets the other legs at once and finishes what it had."""
-    phase = Phase(
+    phase = LoadPhase(
         duration_s=30,
         rate_per_s=24,
         prompt=Lengths(kind="fixed", mean=900),
@@ -346,4 +346,4 @@ def test_wrong_systems_are_refused(settings: dict[str, Any], words: str) -> None
 
 def test_limits_of_goodput_are_above_zero() -> None:
     with pytest.raises(UserError, match="tpot_s"):
-        Limits(tpot_s=0.0)
+        LatencyLimits(tpot_s=0.0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from banaserve.costs.profile import load
 from banaserve.sim.run import simulate
 from banaserve.sim.system import preset
-from banaserve.sim.workload import Lengths, Phase, drawn
+from banaserve.sim.workload import Lengths, LoadPhase, drawn
 
 PROFILE = load("opt-13b-a100")
 
@@ -30,7 +30,7 @@ def run(
     limits: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Two minutes of equal requests at nearly equal distances."""
-    phase = Phase(
+    phase = LoadPhase(
         duration_s=120,
         rate_per_s=rate_per_s,
         variation=0.05,

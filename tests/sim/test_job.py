@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from banaserve.errors import UserError
-from banaserve.sim.job import Asked, job
+from banaserve.sim.job import AskedSystem, job
 from banaserve.sim.workload import Arrivals
 
 TRACE = "".join(
@@ -27,14 +27,14 @@ def trace(tmp_path: Path) -> str:
 
 
 def test_a_case_with_another_policy_and_fewer_systems() -> None:
-    planned = job(Asked(target="prefill-flood", systems=["banaserve"], policy="published"))
+    planned = job(AskedSystem(target="prefill-flood", systems=["banaserve"], policy="published"))
     assert [(n, s.migration) for n, s in planned.systems.items()] == [("banaserve", "published")]
-    both = job(Asked(target="prefill-flood", policy="published"))
+    both = job(AskedSystem(target="prefill-flood", policy="published"))
     assert both.systems["static"].migration == "still"
 
 
 def test_a_distribution_with_instances_and_rate() -> None:
-    planned = job(Asked(target="longbench", rps=5, duration_s=40, prefill=3, decode=1))
+    planned = job(AskedSystem(target="longbench", rps=5, duration_s=40, prefill=3, decode=1))
     assert list(planned.systems) == ["colocated", "static", "banaserve"]
     assert planned.systems["colocated"].colocated == 4
     assert (planned.systems["static"].prefill, planned.systems["static"].decode) == (3, 1)
@@ -46,16 +46,16 @@ def test_a_distribution_with_instances_and_rate() -> None:
 
 
 def test_a_trace_is_stretched_to_a_rate_and_the_same_for_every_seed(trace: str) -> None:
-    planned = job(Asked(target=trace, rps=2.2))
+    planned = job(AskedSystem(target=trace, rps=2.2))
     times = [request.arrival_s for request in planned.requests(1)]
     assert times == pytest.approx([i / 2 for i in range(11)])
     assert times == [request.arrival_s for request in planned.requests(2)]
-    fast = job(Asked(target=trace, speed=4, limit=3))
+    fast = job(AskedSystem(target=trace, speed=4, limit=3))
     assert [request.arrival_s for request in fast.requests(1)] == [0, 0.25, 0.5]
 
 
 def test_lengths_of_a_trace_with_arrivals_that_are_drawn(trace: str) -> None:
-    planned = job(Asked(target=trace, arrivals="bursts", rps=20, duration_s=50))
+    planned = job(AskedSystem(target=trace, arrivals="bursts", rps=20, duration_s=50))
     requests = list(planned.requests(1))
     assert {r.prompt_tokens for r in requests} <= set(range(100, 111))
     gaps = [b.arrival_s - a.arrival_s for a, b in pairwise(requests)]
@@ -108,5 +108,5 @@ def test_a_diurnal_rate_is_lowest_at_the_ends() -> None:
 def test_what_makes_no_sense_is_said(options: dict[str, Any], words: str, trace: str) -> None:
     target = trace if options["target"] == "TRACE" else options["target"]
     with pytest.raises(UserError) as failure:
-        job(Asked(**{**options, "target": target}))
+        job(AskedSystem(**{**options, "target": target}))
     assert words in str(failure.value)

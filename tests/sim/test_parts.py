@@ -8,16 +8,16 @@ import pytest
 
 from banaserve.costs import profile
 from banaserve.errors import UserError
-from banaserve.sim.cluster import Part
+from banaserve.sim.cluster import ClusterPart
 from banaserve.sim.parts import dealt, simulate_in_parts
 from banaserve.sim.request import SimRequest
 from banaserve.sim.run import simulate
 from banaserve.sim.system import preset
-from banaserve.sim.workload import Lengths, Phase, drawn
+from banaserve.sim.workload import Lengths, LoadPhase, drawn
 
 PROFILE = profile.load("opt-13b-a100")
 LENGTHS = Lengths(kind="lognormal", mean=120, high=400)
-LOAD = partial(drawn, [Phase(duration_s=10, rate_per_s=40, prompt=LENGTHS, output=LENGTHS)], 3)
+LOAD = partial(drawn, [LoadPhase(duration_s=10, rate_per_s=40, prompt=LENGTHS, output=LENGTHS)], 3)
 SYSTEM = preset("banaserve", prefill=6, decode=6, cell_size=4, cache="none")
 
 
@@ -39,7 +39,7 @@ def test_parts_are_what_their_cells_make_of_their_requests() -> None:
         simulate(
             PROFILE,
             preset("banaserve", prefill=2, decode=2, cache="none"),
-            dealt(LOAD(), Part(place, 3), 3),
+            dealt(LOAD(), ClusterPart(place, 3), 3),
         )
         for place in range(3)
     ]
@@ -52,7 +52,9 @@ def test_parts_are_what_their_cells_make_of_their_requests() -> None:
 @pytest.mark.parametrize("num_cells", [2, 5, 7])
 def test_every_request_belongs_to_one_part_as_many_for_each_cell(num_cells: int) -> None:
     requests = [SimRequest(number, 0.0, 1, 1) for number in range(10 * num_cells)]
-    parts = [[r.id for r in dealt(requests, Part(place, 2), num_cells)] for place in range(2)]
+    parts = [
+        [r.id for r in dealt(requests, ClusterPart(place, 2), num_cells)] for place in range(2)
+    ]
     assert sorted(parts[0] + parts[1]) == list(range(10 * num_cells))
     assert [len(part) for part in parts] == [10 * ((num_cells + 1) // 2), 10 * (num_cells // 2)]
 

@@ -10,7 +10,7 @@ import pytest
 from banaserve.errors import UserError
 from banaserve.sim.regions.arrivals import diurnal, replay
 from banaserve.sim.regions.programs import long_documents, shared_prefixes
-from banaserve.sim.regions.world import Setting, System, simulate
+from banaserve.sim.regions.world import RegionSystem, Setting, simulate
 from banaserve.sim.trace import read_trace
 
 TOOLS = shared_prefixes(5, 800, 100, 40, 1.1)
@@ -36,7 +36,8 @@ def test_a_region_s_night_helps_with_another_s_day():
     }
     setting = Setting({"us": 1, "eu": 1}, {}, FAR, duration_s=120.0, arrivals=days)
     alone, together = (
-        simulate(setting, System("skywalker", forwards=forwards), 1) for forwards in (False, True)
+        simulate(setting, RegionSystem("skywalker", forwards=forwards), 1)
+        for forwards in (False, True)
     )
     assert len(alone.records) == len(together.records) == sum(map(len, days.values()))
     assert together.num_censored == 0
@@ -52,12 +53,12 @@ def test_a_trace_is_replayed_with_its_prefixes_at_its_own_pace(tmp_path):
     )
     rows = read_trace(path)
     setting = Setting({"us": 1}, {}, arrivals={"us": replay(rows)})
-    first, second, third = simulate(setting, System("round_robin"), 1).records
+    first, second, third = simulate(setting, RegionSystem("round_robin"), 1).records
     assert [one.sent_s for one in (first, second, third)] == [0.0, 9.0, 19.0]
     assert [one.prompt_tokens for one in (first, second, third)] == [1488, 1792, 896]
     assert [one.hit_tokens for one in (first, second, third)] == [0, 1024, 0]
     slower = replace(setting, arrivals={"us": replay(rows, time_scale=2.0, max_tokens=1000)})
-    cut = simulate(slower, System("round_robin"), 1).records
+    cut = simulate(slower, RegionSystem("round_robin"), 1).records
     assert [one.sent_s for one in cut] == [0.0, 18.0, 38.0]
     assert max(one.prompt_tokens + one.output_tokens for one in cut) <= 1000
 
@@ -65,6 +66,8 @@ def test_a_trace_is_replayed_with_its_prefixes_at_its_own_pace(tmp_path):
 def test_questions_on_a_document_find_it_where_it_was_read():
     readers = long_documents(6, 6000, 50, 40)
     setting = Setting({"us": 3}, {"us": [(4, readers)]}, duration_s=200.0)
-    spread, kept = (simulate(setting, System(name), 1) for name in ("round_robin", "cache_aware"))
+    spread, kept = (
+        simulate(setting, RegionSystem(name), 1) for name in ("round_robin", "cache_aware")
+    )
     assert kept.hit_fraction > spread.hit_fraction
     assert min(one.prompt_tokens for one in kept.records) >= 3000

@@ -8,7 +8,7 @@ import pytest
 
 from banaserve.sim.regions.programs import chat, shared_prefixes, tree_of_thoughts
 from banaserve.sim.regions.replica import Accelerator
-from banaserve.sim.regions.world import Setting, System, simulate
+from banaserve.sim.regions.world import RegionSystem, Setting, simulate
 
 FAR = {("us", "eu"): 90.0, ("us", "asia"): 150.0, ("eu", "asia"): 220.0}
 CHAT = chat(256, 120, 150)
@@ -29,13 +29,13 @@ ONE = Setting(
 @pytest.mark.parametrize(
     "system",
     [
-        System("round_robin", central=True),
-        System("skywalker"),
-        System("skywalker_ch"),
-        System("gorgo_v1"),
-        System("gorgo", central=True),
-        System("preble", central=True),
-        System("cache_aware", central=True, staleness_s=1.0),
+        RegionSystem("round_robin", central=True),
+        RegionSystem("skywalker"),
+        RegionSystem("skywalker_ch"),
+        RegionSystem("gorgo_v1"),
+        RegionSystem("gorgo", central=True),
+        RegionSystem("preble", central=True),
+        RegionSystem("cache_aware", central=True, staleness_s=1.0),
     ],
     ids=lambda system: system.policy,
 )
@@ -51,22 +51,24 @@ def test_every_request_of_an_open_loop_is_answered_once(system):
 
 @pytest.mark.parametrize("policy", ["skywalker", "gorgo_v1", "gorgo"])
 def test_the_same_seed_gives_the_same_run_and_another_one_does_not(policy):
-    one, same, other = (simulate(WORLD, System(policy), seed) for seed in (1, 1, 2))
+    one, same, other = (simulate(WORLD, RegionSystem(policy), seed) for seed in (1, 1, 2))
     assert one.records == same.records
     assert one.records != other.records
 
 
 def test_clients_ask_the_same_under_every_system():
-    def first_asks(system: System) -> list[tuple[str, int, int]]:
+    def first_asks(system: RegionSystem) -> list[tuple[str, int, int]]:
         outcome = simulate(replace(WORLD, duration_s=4.9), system, 1)
         return sorted((one.region, one.prompt_tokens, one.output_tokens) for one in outcome.records)
 
-    assert first_asks(System("skywalker")) == first_asks(System("round_robin", central=True))
+    assert first_asks(RegionSystem("skywalker")) == first_asks(
+        RegionSystem("round_robin", central=True)
+    )
 
 
 def test_a_full_region_s_requests_are_served_elsewhere():
-    alone = simulate(WORLD, System("skywalker", forwards=False), 1)
-    together = simulate(WORLD, System("skywalker"), 1)
+    alone = simulate(WORLD, RegionSystem("skywalker", forwards=False), 1)
+    together = simulate(WORLD, RegionSystem("skywalker"), 1)
     assert together.output_tokens_per_s > alone.output_tokens_per_s
     eu = [one.first_s - one.sent_s for one in alone.done() if one.region == "eu"]
     assert min(eu) < 2.0
@@ -80,7 +82,7 @@ def test_distance_and_computing_are_in_the_times():
         start_within_s=1.0,
         accelerator=Accelerator(step_ms=50, prefill_ms_per_token=0.5, decode_ms_per_request=0),
     )
-    [one] = simulate(quiet, System("round_robin", central=True), 1).records
+    [one] = simulate(quiet, RegionSystem("round_robin", central=True), 1).records
     # 150 ms there and back, 2 ms inside the region, one step with the whole prompt.
     assert one.first_s - one.sent_s == pytest.approx(
         0.152 + 0.05 + 0.0005 * one.prompt_tokens, abs=1e-6
@@ -91,7 +93,7 @@ def test_distance_and_computing_are_in_the_times():
 
 def test_trees_ask_level_by_level():
     setting = Setting({"us": 2}, {"us": [(1, tree_of_thoughts(2))]}, duration_s=60.0)
-    outcome = simulate(setting, System("skywalker"), 1)
+    outcome = simulate(setting, RegionSystem("skywalker"), 1)
     sent = sorted({one.sent_s for one in outcome.records})
     counts = [sum(one.sent_s == at for one in outcome.records) for at in sent[:5]]
     assert counts == [2, 4, 8, 16, 2]

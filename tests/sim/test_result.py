@@ -6,7 +6,7 @@ from math import ceil
 
 import pytest
 
-from banaserve.sim.regions.world import Outcome, Record
+from banaserve.sim.regions.world import Record, RequestOutcome
 from banaserve.sim.result import percentile
 
 
@@ -41,7 +41,7 @@ def test_no_values_give_nothing() -> None:
 
 def test_regions_count_ranks_alike_and_an_open_request_as_long_as_it_has_waited() -> None:
     records = [Record("us", 0.0, 1, 1, float(n), float(2 * n)) for n in range(1, 20)]
-    outcome = Outcome(50.0, [*records, Record("us", 10.0, 1, 1)], [1])
+    outcome = RequestOutcome(50.0, [*records, Record("us", 10.0, 1, 1)], [1])
     assert outcome.ttft_s(0.5) == 10.0
     assert outcome.ttft_s(0.95) == 19.0
     assert outcome.ttft_s(1.0) == 40.0

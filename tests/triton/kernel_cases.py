@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from banaserve.kernels.interface import Batch, BlockCopies, Heads, Kernels, Part
+from banaserve.kernels.interface import Batch, BlockCopies, Heads, Kernels, PartialAttention
 from banaserve.kernels.layouts import KvLayout, key_value_views
 from banaserve.kernels.reference import ReferenceKernels
 from banaserve.kernels.slot_pages import PageOrder, SlotPages
@@ -138,7 +138,7 @@ def problem(
     return Problem(query, key, value, batch, heads, head_size**-0.5, causal)
 
 
-def assert_close(got: Part, exact: Part, dtype: torch.dtype) -> None:
+def assert_close(got: PartialAttention, exact: PartialAttention, dtype: torch.dtype) -> None:
     """Errors in the bounds that the dtype sets; empty rows are zero and -inf; nothing is NaN.
 
     A 16-bit output is rounded once and the weights before it once: one epsilon together. In float32
@@ -186,7 +186,9 @@ def check_split(
     assert not merged.output.isnan().any()
 
 
-def random_parts(num: int, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> list[Part]:
+def random_parts(
+    num: int, tokens: int, heads: int, dim: int, dtype: torch.dtype
+) -> list[PartialAttention]:
     """Parts with lse far apart; the first token is empty everywhere, others here and there."""
     draws = torch.Generator().manual_seed(num)
     parts = []
@@ -197,7 +199,7 @@ def random_parts(num: int, tokens: int, heads: int, dim: int, dtype: torch.dtype
         empty[0] = True
         lse[empty] = float("inf") if i % 2 else float("-inf")
         output[empty] = float("nan")
-        parts.append(Part(output, lse))
+        parts.append(PartialAttention(output, lse))
     return parts
 
 
@@ -205,7 +207,8 @@ def check_merge(
     kernels: Kernels, num: int, head_size: int, dtype: torch.dtype, device: str, tokens: int = 5
 ) -> None:
     parts = [
-        Part(*(t.to(device) for t in p)) for p in random_parts(num, tokens, 3, head_size, dtype)
+        PartialAttention(*(t.to(device) for t in p))
+        for p in random_parts(num, tokens, 3, head_size, dtype)
     ]
     assert_close(kernels.merge(parts), EXACT.merge(parts), dtype)
 

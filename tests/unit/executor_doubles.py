@@ -9,7 +9,7 @@ import torch
 
 import migration_doubles as doubles
 from banaserve.clock import WallClock
-from banaserve.engine.vllm.migration.controller.guest_monitor import Overseer
+from banaserve.engine.vllm.migration.controller.guest_monitor import GuestMonitor
 from banaserve.engine.vllm.migration_executor import MoveExecutor
 from banaserve.engine.vllm.role_switch import Roles
 from banaserve.types import InstanceId, InstanceReport, InstanceView, Role
@@ -72,7 +72,7 @@ class World:
         self.engine = instances[InstanceId("d0")].engine
         clock = WallClock()
         self.roles = Roles(instances, clock)
-        self.overseer = Overseer(self.cluster.coordinator)
+        self.overseer = GuestMonitor(self.cluster.coordinator)
         self.cluster.on_guest_end = self.overseer.guest_ended
         self.executor = MoveExecutor(
             SimpleNamespace(instances=instances),  # type: ignore[arg-type]

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from banaserve.engine.vllm.migration.microbatch.planner import PartPlan, plan_parts
+from banaserve.engine.vllm.migration.microbatch.planner import MicroBatchPlan, plan_microbatches
 
 
-def as_many_as_can_be(times: Any, stages: Any, seen: Any, most_parts: int) -> PartPlan:
-    """In place of ``plan_parts``: cut between any two tokens, at places drawn by their number."""
-    plan_parts(times, stages, seen, most_parts)
+def as_many_as_can_be(times: Any, stages: Any, seen: Any, max_microbatches: int) -> MicroBatchPlan:
+    """In place of ``plan_microbatches``: cut between any two tokens, drawn by their number."""
+    plan_microbatches(times, stages, seen, max_microbatches)
     inside = np.arange(1, len(seen))
     draw = np.random.default_rng(len(seen))
-    cuts = draw.choice(inside, min(most_parts - 1, len(inside)), replace=False)
+    cuts = draw.choice(inside, min(max_microbatches - 1, len(inside)), replace=False)
     sizes = np.diff([0, *np.sort(cuts), len(seen)])
-    return PartPlan(tuple(int(size) for size in sizes), 1.0, 1.0)
+    return MicroBatchPlan(tuple(int(size) for size in sizes), 1.0, 1.0)

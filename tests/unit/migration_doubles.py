@@ -11,12 +11,12 @@ from typing import Any
 
 from banaserve.engine.vllm.migration.api import Migration, MoveLayers
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
-from banaserve.engine.vllm.migration.controller.guest_pool import Guest, Guests
+from banaserve.engine.vllm.migration.controller.guest_pool import GuestHandle, GuestPool
 from banaserve.engine.vllm.migration.controller.planner import ModelFacts, num_pages
 from banaserve.engine.vllm.migration.kv.host_kv import blocks_gained
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.engine.vllm.migration.types import read_modules
-from banaserve.types import InstanceId, Placement, Role
+from banaserve.types import InstanceId, ModulePlacement, Role
 
 FACTS = ModelFacts(num_layers=30, num_kv_heads=3, layer_weight_bytes=1000)
 NUM_BLOCKS, PAGE_BYTES = 300, 3000
@@ -57,7 +57,7 @@ class Engine:
         self.sources: dict[str, str | None] = {}
         self.epoch = 1
         self.shares: dict[str, float] = {}
-        self.overlap = {"most_parts": 1, "why_not": "", "prediction_error": 0.0, **_NO_STEPS}
+        self.overlap = {"max_microbatches": 1, "blocker": "", "prediction_error": 0.0, **_NO_STEPS}
         self.guests_lost = 0
         self.pool_blocks = NUM_BLOCKS
         self.pool_sizes: list[int] = []
@@ -122,8 +122,8 @@ class Engine:
         self.moves[move_id] = {**move, "modules": modules, "target": guest, "dirty_blocks": None}
         return {"phase": "preparing"}
 
-    def _overlap(self, most_parts: int) -> dict[str, Any]:
-        self.overlap["most_parts"] = most_parts
+    def _overlap(self, max_microbatches: int) -> dict[str, Any]:
+        self.overlap["max_microbatches"] = max_microbatches
         return dict(self.overlap)
 
     def _share(self, guest_id: str, fraction: float) -> dict[str, Any]:
@@ -169,10 +169,10 @@ class Engine:
 
     def _status(self) -> dict[str, Any]:
         if self._cannot:
-            return {"error": "", "can_migrate": self._cannot}
+            return {"error": "", "migration_blocker": self._cannot}
         reply = {
             "error": "",
-            "can_migrate": "",
+            "migration_blocker": "",
             "epoch": self.epoch,
             "guests": dict(self.guests),
             "moves": {name: dict(move) for name, move in self.moves.items()},
@@ -219,7 +219,7 @@ class Instance:
         self.engine = Engine(cannot)
         self.llm: Any = self.engine
         self.guests = (0, 0.0)
-        self.placements: tuple[Placement, ...] = ()
+        self.placements: tuple[ModulePlacement, ...] = ()
 
     @property
     def is_ready(self) -> bool:
@@ -228,7 +228,7 @@ class Instance:
     def set_guests(self, num_bytes: int, busy_fraction: float) -> None:
         self.guests = (num_bytes, busy_fraction)
 
-    def set_placements(self, placements: tuple[Placement, ...], epoch: int) -> None:
+    def set_placements(self, placements: tuple[ModulePlacement, ...], epoch: int) -> None:
         self.placements = placements
 
     def die(self) -> None:
@@ -262,14 +262,14 @@ class Cluster:
     """Instances d0, p0, p1 and x0, which cannot migrate, and a coordinator of them."""
 
     def __init__(self, folder: Path, available_bytes: int = 1 << 40) -> None:
-        self.ended: list[Guest] = []
-        self.on_guest_end: Callable[[Guest], None] = self.ended.append
+        self.ended: list[GuestHandle] = []
+        self.on_guest_end: Callable[[GuestHandle], None] = self.ended.append
         self.instances = {
             InstanceId(name): Instance(name, "MLA cannot be moved" if name == "x0" else "")
             for name in ("d0", "p0", "p1", "x0")
         }
         self.launcher = SleepLauncher()
-        guests = Guests(self.launcher, folder, folder, "shm", lambda g: self.on_guest_end(g))
+        guests = GuestPool(self.launcher, folder, folder, "shm", lambda g: self.on_guest_end(g))
         self.coordinator = Coordinator(self.instances, guests, FACTS, lambda name: available_bytes)
         self.d0 = self.instances[InstanceId("d0")]
         self.engine = self.d0.engine

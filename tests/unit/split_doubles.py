@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from banaserve.engine.vllm.migration.kv.dirty_blocks import AwayBlocks
+from banaserve.engine.vllm.migration.kv.dirty_blocks import RemoteBlocks
 
 if not current_platform.is_cpu():
     pytest.skip("pages are those of vLLM on CPU", allow_module_level=True)
@@ -50,7 +50,7 @@ def batch_of(lengths: list[int], asking: list[int], tables: list[list[int]]) -> 
     )
 
 
-def random_step(seed: int) -> tuple[Any, list[list[int]], AwayBlocks]:
+def random_step(seed: int) -> tuple[Any, list[list[int]], RemoteBlocks]:
     """Prefilling, decoding and fresh sequences; some share their first blocks."""
     dice = random.Random(seed)
     free = list(range(1, NUM_BLOCKS))
@@ -64,11 +64,11 @@ def random_step(seed: int) -> tuple[Any, list[list[int]], AwayBlocks]:
         lengths.append(length)
         asking.append(dice.choice((1, min(fresh, 40), fresh)))
         tables.append([*first, *(free.pop() for _ in range(-(-fresh // BLOCK_SIZE)))])
-    away = AwayBlocks(NUM_BLOCKS)
+    away = RemoteBlocks(NUM_BLOCKS)
     full = {
         block
         for length, num, table in zip(lengths, asking, tables, strict=True)
         for block in table[: (length - num) // BLOCK_SIZE]
     }
-    away.leave([block for block in sorted(full) if dice.random() < 0.6])
+    away.set([block for block in sorted(full) if dice.random() < 0.6])
     return batch_of(lengths, asking, tables), tables, away

@@ -23,14 +23,14 @@ from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.clock import WallClock
 from banaserve.controller.decisions import DecisionLog
 from banaserve.controller.loop import Controller, ControllerOptions
-from banaserve.controller.words import (
+from banaserve.controller.schemas import (
     ControllerState,
-    Decision,
+    DecisionRecord,
     Felt,
     Numbers,
     Rejection,
-    Result,
-    Wanted,
+    StepRecord,
+    WantedStep,
 )
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size
@@ -41,7 +41,7 @@ from waiting import until
 KEY = "the-admin-key"
 AUTH = {"Authorization": f"Bearer {KEY}"}
 NUMBERS = Numbers("decode", 0.25, 0.9, 0.5, 0.5, 0.04, 12.0, 4, 2, 0, 300, 0, 0.1, [])
-DECISION = Decision(
+DECISION = DecisionRecord(
     number=0,
     at_s=1.7e9,
     mode="on",
@@ -52,18 +52,18 @@ DECISION = Decision(
     instances={"d0": NUMBERS},
     left_out={"p1": "its report is stale"},
     steps=[
-        Wanted(
+        WantedStep(
             "move layers 10:20 from d0 to p0",
             "layers",
             1.5,
             3.0,
             60.0,
             {"d0": Felt(0.0, 0.0, 150, 0.001)},
-            result=Result(
+            result=StepRecord(
                 "done", "", 2.5, 5 << 20, 0.004, 150, False, {"d0": Felt(0.1, -0.4, 150, 0.002)}
             ),
         ),
-        Wanted("switch p1 from prefill to decode", "role", 1.0, 1.5, 60.0, {}, held="paused"),
+        WantedStep("switch p1 from prefill to decode", "role", 1.0, 1.5, 60.0, {}, held="paused"),
     ],
     rejected=[Rejection("move heads", "no room", 0.5), Rejection("move layers", "no room")],
 )
@@ -127,7 +127,7 @@ async def test_a_server_on_one_screen(served):
 async def test_decisions_are_told_and_limited(served):
     for reason in ("one", "two", "three"):
         served.controller.log.add(
-            Decision(0, 1.7e9, "on", "repaired", 0.1, False, reason, {}, {}, [], [])
+            DecisionRecord(0, 1.7e9, "on", "repaired", 0.1, False, reason, {}, {}, [], [])
         )
     told = (await served.client.get("/admin/decisions")).json()
     assert [(one["number"], one["reason"]) for one in told] == [

@@ -12,19 +12,19 @@ from banaserve.bench.compare.timeline import decisions_of
 from banaserve.bench.loadgen.client import RequestRecord
 from banaserve.bench.results import result
 from banaserve.bench.results.result import ModelledTime
-from banaserve.controller.dilation import dilated
 from banaserve.controller.loop import ControllerOptions
-from banaserve.controller.words import Decision, Result, Wanted
+from banaserve.controller.schemas import DecisionRecord, StepRecord, WantedStep
+from banaserve.controller.time_scaling import dilated
 from banaserve.errors import UserError
-from banaserve.orchestrator.control import Limits as ControlLimits
+from banaserve.orchestrator.control import ControlLimits as ControlLimits
 from banaserve.orchestrator.migration import registry
 from banaserve.orchestrator.migration.options import RepairedOptions
 from banaserve.sim import case as scenarios
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import Limits
+from banaserve.sim.result import LatencyLimits
 from banaserve.sim.system import preset
 from benchmarks import cases
-from benchmarks.cases import Asked, figures_of, options_of, sampled
+from benchmarks.cases import CaseRequest, figures_of, options_of, sampled
 
 
 def record(due_s: float, first_s: float, end_s: float, tokens: int) -> RequestRecord:
@@ -44,7 +44,7 @@ def test_figures_are_those_of_the_simulator_in_modelled_seconds() -> None:
     good = record(10.0, 14.0, 22.0, 11)  # 1 s to the first token, 0.2 s each after it
     late = record(14.0, 30.0, 34.0, 11)
     lost = RequestRecord(id="l", due_at_s=12.0, sent_at_s=12.0, error="gone")
-    figures = figures_of([good, late, lost], 4.0, Limits(ttft_s=2.0, tpot_s=0.21))
+    figures = figures_of([good, late, lost], 4.0, LatencyLimits(ttft_s=2.0, tpot_s=0.21))
     assert figures["goodput_fraction"] == figures["finished_fraction"] / 2 == pytest.approx(1 / 3)
     assert (figures["ttft_p99_s"], figures["ttft_mean_s"]) == (4.0, 2.5)
     assert figures["tpot_p99_s"] == pytest.approx(0.2)
@@ -81,8 +81,8 @@ def test_a_system_as_options_of_serve() -> None:
 
 
 def test_prompts_are_drawn_by_request_and_seed() -> None:
-    first, again = (Asked.of(SimRequest(7, 1.5, 40, 9), 3) for _ in range(2))
-    other = Asked.of(SimRequest(8, 1.5, 40, 9), 3)
+    first, again = (CaseRequest.of(SimRequest(7, 1.5, 40, 9), 3) for _ in range(2))
+    other = CaseRequest.of(SimRequest(8, 1.5, 40, 9), 3)
     assert (first, first.at_s, len(first.prompt), first.output_tokens) == (again, 1.5, 40, 9)
     assert first.prompt != other.prompt
 
@@ -95,11 +95,11 @@ def test_a_sample_is_spread_evenly(total: int, count: int, places: list[int]) ->
 def test_decisions_that_began_something_as_they_were_last_written(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert decisions_of(log, 0.0, 2.0) == []
-    switch = Wanted("switch d1 from decode to prefill", "role", 2.0, 8.0, 10.0, {})
-    begun = Decision(3, 108.0, "on", "repaired", 0.5, True, "", {}, {}, [switch], [])
-    held = Decision(4, 109.0, "on", "repaired", 0.5, True, "", {}, {}, [], [])
+    switch = WantedStep("switch d1 from decode to prefill", "role", 2.0, 8.0, 10.0, {})
+    begun = DecisionRecord(3, 108.0, "on", "repaired", 0.5, True, "", {}, {}, [switch], [])
+    held = DecisionRecord(4, 109.0, "on", "repaired", 0.5, True, "", {}, {}, [], [])
     lines = [msgspec.json.encode(begun), msgspec.json.encode(held)]
-    switch.result = Result("done", "", 3.0, 0, 0.0, 0, False)
+    switch.result = StepRecord("done", "", 3.0, 0, 0.0, 0, False)
     lines.append(msgspec.json.encode(begun))
     log.write_bytes(b"\n".join(lines) + b"\n")
     [told] = decisions_of(log, 100.0, 2.0)

@@ -21,8 +21,8 @@ from banaserve.bench.compare.result import (
     folder_of,
     kept_path,
 )
-from banaserve.bench.compare.systems import REFERENCE, System, chosen_systems, known_systems
-from banaserve.bench.compare.timeline import Timeline
+from banaserve.bench.compare.systems import REFERENCE, ServerSystem, chosen_systems, known_systems
+from banaserve.bench.compare.timeline import InstanceTimeline
 from banaserve.bench.loadgen.client import RequestRecord
 from banaserve.bench.results.report import section_of
 from banaserve.bench.serving.cell import CellId, Sent
@@ -35,7 +35,7 @@ from banaserve.orchestrator.replicas import registry as replica_policies
 from banaserve.orchestrator.routing import registry
 
 
-def config(system: System) -> ServeConfig:
+def config(system: ServerSystem) -> ServeConfig:
     parsed = parse_serve_argv(["smollm2-135m", *system.options])
     assert parsed.vllm_argv == ()
     assert parsed.routing_policy in registry.names()
@@ -91,7 +91,7 @@ def test_what_is_complete_makes_a_result(tmp_path: Path) -> None:
     given = asked(tmp_path)
     systems = list(known_systems(2).values())[:2]
     workload = Workload("random", cast(Any, None), _PLAN)
-    timeline = Timeline()
+    timeline = InstanceTimeline()
     timeline.add(0.0, page(p0=(2, "prefill"), d0=(1, "decode")))
     timeline.add(1.0, page(p0=(0, "decode"), d0=(5, "decode"), d1=(1, "decode")))
     run = SystemRun(

@@ -11,7 +11,7 @@ from banaserve.bench.compare.pages import extra_tables
 from banaserve.bench.compare.result import SystemRun, Workload, as_result
 from banaserve.bench.compare.simulated import simulated_cells
 from banaserve.bench.compare.systems import chosen_systems
-from banaserve.bench.compare.timeline import Timeline
+from banaserve.bench.compare.timeline import InstanceTimeline
 from banaserve.bench.datasets.items import Item
 from banaserve.bench.results import result
 from banaserve.bench.results.report import section_of
@@ -74,7 +74,7 @@ def test_the_paper_stands_beside_its_own_setting() -> None:
 
 
 def test_time_in_steps_is_that_of_the_modelled_gpu() -> None:
-    timeline = Timeline()
+    timeline = InstanceTimeline()
     for at_s, wall_s in ((0.0, 0.0), (1.0, 1.5), (2.0, 4.5)):
         lines = [
             "banaserve_paced_dilation 3",

@@ -11,7 +11,7 @@ import pytest
 from banaserve.api.admin_client import AdminClient
 from banaserve.bench.compare import command
 from banaserve.bench.compare.command import StartPlacement
-from banaserve.controller.words import RoleAsk
+from banaserve.controller.schemas import RoleRequest
 from banaserve.engine.interface import RoleChange
 from banaserve.engine.vllm.migration.api import Return
 from banaserve.errors import UserError
@@ -46,7 +46,7 @@ class Cluster:
         self.told.append(ask)
         self.away.pop(ask.source)
 
-    def begin_role(self, ask: RoleAsk) -> RoleChange:
+    def begin_role(self, ask: RoleRequest) -> RoleChange:
         self.told.append(ask)
         return RoleChange("r1", ask.instance, self.roles[ask.instance], ask.role, "draining")
 
@@ -72,7 +72,7 @@ def test_modules_come_home_and_roles_back_while_the_orchestrator_rests() -> None
     cluster.away["d1"] = 2
     cluster.under_way, cluster.refusals = 3, 1
     start.restore()
-    assert cluster.told == ["paused", Return("d1"), RoleAsk("d0", "decode"), "goes on"]
+    assert cluster.told == ["paused", Return("d1"), RoleRequest("d0", "decode"), "goes on"]
     assert cluster.roles == {"p0": "prefill", "d0": "decode", "d1": "decode"}
 
 

@@ -7,14 +7,14 @@ from datetime import UTC, datetime
 
 import pytest
 
-from benchmarks.front import _LONG, _SHORT, Sample, _result, costs_us
+from benchmarks.front import _LONG, _SHORT, FrontSample, _result, costs_us
 
 
-def one(requests: int, chunks: int, cpu_s: float, ttft_s: float = 0.1) -> Sample:
-    return Sample(requests, chunks, chunks, cpu_s, [ttft_s] * requests, [0.01, 0.02])
+def one(requests: int, chunks: int, cpu_s: float, ttft_s: float = 0.1) -> FrontSample:
+    return FrontSample(requests, chunks, chunks, cpu_s, [ttft_s] * requests, [0.01, 0.02])
 
 
-def spent(requests: int, tokens: int, request_us: float, chunk_us: float) -> Sample:
+def spent(requests: int, tokens: int, request_us: float, chunk_us: float) -> FrontSample:
     chunks = requests * tokens
     return one(requests, chunks, (requests * request_us + chunks * chunk_us) / 1e6)
 

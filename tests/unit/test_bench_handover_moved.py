@@ -9,11 +9,11 @@ import pytest
 
 from banaserve.errors import UserError
 from benchmarks import handover_moved
-from benchmarks.handover_moved import Run
+from benchmarks.handover_moved import MovedRun
 
 
-def run_of(host_bytes: float, guest_bytes: float, ttft_s: float, answer: int) -> Run:
-    return Run(host_bytes, guest_bytes, 0.002, 0.001, ttft_s, 0.05, [[1, 2], [3, answer]])
+def run_of(host_bytes: float, guest_bytes: float, ttft_s: float, answer: int) -> MovedRun:
+    return MovedRun(host_bytes, guest_bytes, 0.002, 0.001, ttft_s, 0.05, [[1, 2], [3, answer]])
 
 
 def test_bytes_that_are_not_sent_and_answers_that_differ_are_told() -> None:

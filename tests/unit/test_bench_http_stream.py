@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from banaserve.bench.loadgen.http import Exchange, HttpStreams
+from banaserve.bench.loadgen.http import HttpExchange, HttpStreams
 from banaserve.errors import UserError
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 CLOSING = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok"
 
 
-class Seen(Exchange):
+class Seen(HttpExchange):
     def __init__(self) -> None:
         self.status = 0
         self.body = b""
@@ -77,7 +77,7 @@ async def test_what_is_not_http(answer: bytes) -> None:
 
 
 async def test_what_a_callback_raises_ends_the_request() -> None:
-    class Refusing(Exchange):
+    class Refusing(HttpExchange):
         def on_piece(self, piece: bytes) -> None:
             raise ValueError("not this")
 

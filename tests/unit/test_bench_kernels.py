@@ -17,7 +17,7 @@ import torch
 from banaserve.bench.results import result
 from banaserve.engine.vllm.kv_connector import gpu_block_copy
 from banaserve.errors import UserError
-from banaserve.kernels.interface import Part
+from banaserve.kernels.interface import PartialAttention
 from banaserve.kernels.reference import ReferenceKernels
 from benchmarks.kernel_bandwidth import pipeline
 from benchmarks.kernel_bandwidth.__main__ import main
@@ -50,7 +50,7 @@ def test_without_a_gpu_it_says_what_to_do() -> None:
 class Wrong(ReferenceKernels):
     """Right but for one token's output, or one byte."""
 
-    def partial_attention(self, *arguments, **named) -> Part:
+    def partial_attention(self, *arguments, **named) -> PartialAttention:
         part = super().partial_attention(*arguments, **named)
         part.output[0] *= -1
         return part

@@ -69,7 +69,10 @@ def test_loads_are_of_the_size_that_is_asked() -> None:
 
 
 def test_gains_are_ratios_within_a_round() -> None:
-    loads = [figures.Load("ttft", "ttft_gain", 1, 10, 1), figures.Load("d", "d_gain", 1, 1, 1)]
+    loads = [
+        figures.OverlapLoad("ttft", "ttft_gain", 1, 10, 1),
+        figures.OverlapLoad("d", "d_gain", 1, 1, 1),
+    ]
     home = figures.Times({"ttft": [2.0, 4.0], "d": [1.0, 1.0]}, {}, {}, {})
     times = figures.Times(
         {"ttft": [1.0, 4.0], "d": [2.0, 0.5]}, {}, {"ttft": [1.0, 0.0], "d": [1.0, 1.0]}, {}
@@ -81,7 +84,10 @@ def test_gains_are_ratios_within_a_round() -> None:
 
 
 def test_what_was_predicted_stands_beside_what_was_gained() -> None:
-    loads = [figures.Load("a", "a_gain", 1, 1, 1), figures.Load("b", "b_gain", 1, 1, 1)]
+    loads = [
+        figures.OverlapLoad("a", "a_gain", 1, 1, 1),
+        figures.OverlapLoad("b", "b_gain", 1, 1, 1),
+    ]
     waiting = figures.Times({"a": [4.0], "b": [3.0]}, {}, {}, {})
     sums_s = {
         "a": [{"waiting": 3.0, "predicted": 2.0, "measured": 2.0, "wrong": 0.1}],
@@ -166,14 +172,14 @@ class Serving:
         return times if order["do"] == "sums" else {"overlap": "as told"}
 
 
-def rounds(live: Serving, stages: Serving | None = None) -> overlap_rounds.Rounds:
+def rounds(live: Serving, stages: Serving | None = None) -> overlap_rounds.OverlapRounds:
     argv = ["--batches", "--requests", "1", "--prompt-tokens", "600", "--long-prompt-tokens", "700"]
     loads = __main__._loads(__main__._parse(argv))
     prompts = [
         {load.name: overlap_rounds.draw_prompts(random.Random(n), load) for load in loads}
         for n in range(2)
     ]
-    return overlap_rounds.Rounds(
+    return overlap_rounds.OverlapRounds(
         live,  # type: ignore[arg-type]
         stages,  # type: ignore[arg-type]
         30,

@@ -12,7 +12,7 @@ from banaserve.costs.profile import load
 from banaserve.engine.vllm.emulation.step_log import PacedStep
 from banaserve.errors import UserError
 from benchmarks import pacing
-from benchmarks.pacing import Ask, Run, draw, figures_of, predicted
+from benchmarks.pacing import PacedRequest, PacedRun, draw, figures_of, predicted
 
 PROFILE = load("opt-13b-a100")
 TOLD = ModelledTime(PROFILE.name, PROFILE.source, 2.0, 3, 1, 0.0)
@@ -45,7 +45,7 @@ def test_the_same_seed_draws_the_same_requests():
 
 
 def test_what_is_predicted_for_a_request_alone_is_the_time_of_its_steps():
-    simulated = predicted(PROFILE, "1:1", [Ask(0.0, [7] * 512, 3)])
+    simulated = predicted(PROFILE, "1:1", [PacedRequest(0.0, [7] * 512, 3)])
     prefill_s = 18.10e-3 + 512 * 0.10191e-3 + 512**2 * 7.122e-9
     assert simulated["ttft_p50_s"] == pytest.approx(prefill_s)
 
@@ -59,7 +59,7 @@ def test_figures_are_in_modelled_seconds():
         "d0": [PacedStep(0, 0.1, 0.05, 0.11, 0, 1), PacedStep(0.11, 0.1, 0.15, 0.15, 0, 1)],
         "d1": [],
     }
-    run = Run(2.0, records, steps, {"p0": 0.0, "d0": 0.5, "d1": 0.0}, TOLD)
+    run = PacedRun(2.0, records, steps, {"p0": 0.0, "d0": 0.5, "d1": 0.0}, TOLD)
     figures = figures_of(run, {"ttft_p50_s": 0.25, "tpot_p50_s": 0.1})
     medians = {name: samples for name, (samples, _) in figures.items()}
     assert medians["x2.ttft"] == [0.5]
@@ -80,7 +80,7 @@ def test_a_token_that_came_without_an_event_of_its_own_counts():
         completion_tokens=5,
     )
     steps = {"d0": [PacedStep(0, 0.1, 0.05, 0.11, 0, 1)]}
-    run = Run(1.0, [record], steps, {"d0": 0.0}, TOLD)
+    run = PacedRun(1.0, [record], steps, {"d0": 0.0}, TOLD)
     figures = figures_of(run, {"ttft_p50_s": 1.0, "tpot_p50_s": 0.1})
     assert figures["x1.tpot"][0] == [pytest.approx(0.1)]
     assert figures["x1.tpot_vs_simulated"][0] == [pytest.approx(1.0)]

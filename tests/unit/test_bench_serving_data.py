@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from banaserve.bench.datasets import synthetic_datasets
 from banaserve.bench.datasets.entries import read_entries
-from banaserve.bench.datasets.items import Dataset, Item, Wanted, Words
+from banaserve.bench.datasets.items import Dataset, Item, WantedLengths, Words
 from banaserve.errors import UserError
 
 BESIDE_CHECKOUT = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -39,7 +39,7 @@ def jsonl(path: Path, *rows: object) -> Path:
 def items(
     words: Words, count: int = 4, seed: object = 0, place: int = 0, **wanted: Any
 ) -> list[Item]:
-    return Dataset(Wanted(**wanted), words).items(count, str(seed), place)
+    return Dataset(WantedLengths(**wanted), words).items(count, str(seed), place)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import pytest
 
 from banaserve.controller.decisions import DecisionLog
 from banaserve.controller.loop import Controller, ControllerOptions
-from banaserve.controller.words import ControllerState, Decision
-from banaserve.engine.interface import Ending, Outcome
+from banaserve.controller.schemas import ControllerState, DecisionRecord
+from banaserve.engine.interface import Ending, StepOutcome
 from banaserve.errors import UserError
-from banaserve.orchestrator.control import Limits, Mode
+from banaserve.orchestrator.control import ControlLimits, Mode
 from banaserve.orchestrator.model.moving import Link
 from banaserve.types import (
     Attempt,
@@ -24,8 +24,8 @@ from banaserve.types import (
     InstanceId,
     InstanceReport,
     InstanceView,
+    ModulePlacement,
     MoveModule,
-    Placement,
     Role,
     Step,
 )
@@ -68,10 +68,10 @@ class Cluster:
 
     def __init__(self, clock: Turns) -> None:
         self.clock = clock
-        self.placements: tuple[Placement, ...] = ()
+        self.placements: tuple[ModulePlacement, ...] = ()
         self.under_way: list[Step] = []
         self.may_end = asyncio.Event()
-        self.outcome = Outcome(Ending.DONE, num_bytes=5, stall_s=0.01, blocks_gained=20)
+        self.outcome = StepOutcome(Ending.DONE, num_bytes=5, stall_s=0.01, blocks_gained=20)
         self.failure: Exception | None = None
         self.is_silent = False
         self.num_discovered = 0
@@ -104,7 +104,7 @@ class Cluster:
             )
         return ClusterView(now_s, views, tuple(self.under_way))
 
-    async def carry_out(self, step: Step) -> Outcome:
+    async def carry_out(self, step: Step) -> StepOutcome:
         assert isinstance(step.action, MoveModule)
         self.started.append(step)
         self.under_way.append(step)
@@ -114,7 +114,7 @@ class Cluster:
             self.under_way.remove(step)
         if self.outcome.ending is Ending.DONE:
             action = step.action
-            self.placements = (Placement(action.module, D0, P0, 2, self.clock.now_s),)
+            self.placements = (ModulePlacement(action.module, D0, P0, 2, self.clock.now_s),)
         return self.outcome
 
     def link(self) -> Link:
@@ -137,7 +137,7 @@ async def make(cluster: Cluster, clock: Turns, tmp_path: Path) -> AsyncIterator[
 
     def controller(mode: Mode = Mode.ON, **options: object) -> Controller:
         log = DecisionLog(tmp_path / "decisions.jsonl")
-        chosen = {"section": SECTION, "limits": Limits(retry_after_s=20), **options}
+        chosen = {"section": SECTION, "limits": ControlLimits(retry_after_s=20), **options}
         one = Controller(cluster, ControllerOptions(mode=mode, **chosen), log, clock, lambda: 1.7e9)
         one.start()
         made.append(one)
@@ -243,7 +243,7 @@ async def test_a_decision_like_the_one_before_ends_a_row_of_failures(make, clust
 
 
 async def test_what_failed_is_not_tried_again_at_once(make, cluster, clock):
-    cluster.outcome = Outcome(Ending.REFUSED, "no room")
+    cluster.outcome = StepOutcome(Ending.REFUSED, "no room")
     cluster.may_end.set()
     controller = make()
     await clock.next()
@@ -260,7 +260,7 @@ async def test_what_failed_is_not_tried_again_at_once(make, cluster, clock):
 
 
 async def test_an_executor_that_breaks_is_a_failed_step(make, cluster, clock, monkeypatch):
-    async def broken(step: Step) -> Outcome:
+    async def broken(step: Step) -> StepOutcome:
         raise RuntimeError("unforeseen")
 
     monkeypatch.setattr(cluster, "carry_out", broken)
@@ -320,7 +320,7 @@ def test_wrong_options_stop_before_anything_runs(cluster, clock, tmp_path):
 
 def test_the_log_is_for_its_user_and_appended_to(tmp_path):
     path = tmp_path / "decisions.jsonl"
-    decision = Decision(0, 1.7e9, "on", "repaired", 0.1, False, "none", {}, {}, [], [])
+    decision = DecisionRecord(0, 1.7e9, "on", "repaired", 0.1, False, "none", {}, {}, [], [])
     DecisionLog(path).add(decision)
     assert path.stat().st_mode & 0o777 == 0o600
     DecisionLog(path).add(decision)

@@ -236,12 +236,12 @@ def test_overlap_is_switched_while_an_instance_serves(banaserve, server, capsys)
     switch = ("migrate", "overlap", "--of", "d0", "--parts")
     assert banaserve(*switch, "8") == 0
     assert capsys.readouterr().out == "d0 cuts steps into up to 8 parts\n"
-    server.cluster.engine.overlap["why_not"] = "its tokens look at later ones"
+    server.cluster.engine.overlap["blocker"] = "its tokens look at later ones"
     assert banaserve(*switch, "8") == 0
     assert "waits for its guests, though it may cut steps: its tokens" in capsys.readouterr().out
-    server.cluster.engine.overlap["why_not"] = ""
+    server.cluster.engine.overlap["blocker"] = ""
     assert banaserve(*switch, "1", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["most_parts"] == 1
+    assert json.loads(capsys.readouterr().out)["max_microbatches"] == 1
     assert server.cluster.engine.calls.count("overlap") == 3
     server.cluster.engine.faults = {"overlap": "a step has 1 to 64 parts, not 65"}
     assert banaserve(*switch, "65") == 2

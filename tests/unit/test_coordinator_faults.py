@@ -14,8 +14,8 @@ pytest.importorskip("vllm")
 
 from banaserve.engine.vllm.migration.api import Return
 from banaserve.engine.vllm.migration.controller import timeouts
-from banaserve.engine.vllm.migration.controller.guest_monitor import Overseer
-from banaserve.engine.vllm.migration.controller.host_client import HostLink
+from banaserve.engine.vllm.migration.controller.guest_monitor import GuestMonitor
+from banaserve.engine.vllm.migration.controller.host_client import HostClient
 from banaserve.engine.vllm.migration.controller.status import placement_of
 from migration_doubles import LAYERS, Cluster, done, run
 from waiting import until
@@ -44,7 +44,7 @@ async def test_a_failure_before_commit_leaves_everything_at_home(cluster, where)
 
 
 async def test_a_phase_that_takes_too_long_is_given_up(cluster, monkeypatch):
-    monkeypatch.setitem(timeouts._ALLOWED, timeouts.Stage.PREPARE, (0.05, 1e12))
+    monkeypatch.setitem(timeouts._ALLOWED, timeouts.MoveStage.PREPARE, (0.05, 1e12))
     cluster.engine.held = {"preparing"}
     migration = await run(cluster.coordinator, LAYERS)
     assert migration.state == "failed"
@@ -54,7 +54,7 @@ async def test_a_phase_that_takes_too_long_is_given_up(cluster, monkeypatch):
 
 async def test_blocks_in_use_keep_layers_away(cluster, monkeypatch):
     await done(cluster.coordinator, LAYERS)
-    monkeypatch.setitem(timeouts._ALLOWED, timeouts.Stage.SHRINK, (0.05, 1e12))
+    monkeypatch.setitem(timeouts._ALLOWED, timeouts.MoveStage.SHRINK, (0.05, 1e12))
     cluster.engine.busy = [7] * 1000
     migration = await run(cluster.coordinator, Return("d0"))
     assert "7 KV blocks beyond 300 are in use" in migration.error
@@ -93,8 +93,8 @@ async def test_a_host_that_dies_takes_its_moves_and_guests_with_it(cluster, held
 @pytest.mark.parametrize("where", ["prepare", "precopy", "commit"])
 async def test_a_host_that_stands_still_is_not_waited_for(cluster, monkeypatch, where):
     """It may go on later: what it has not begun by then is given up, and it is told."""
-    monkeypatch.setattr(HostLink.call, "__kwdefaults__", {"timeout_s": 0.05})
-    monkeypatch.setitem(timeouts._ALLOWED, timeouts.Stage.COMMIT, (0.05, 1e12))
+    monkeypatch.setattr(HostClient.call, "__kwdefaults__", {"timeout_s": 0.05})
+    monkeypatch.setitem(timeouts._ALLOWED, timeouts.MoveStage.COMMIT, (0.05, 1e12))
     cluster.engine.still = {where}
     migration = await run(cluster.coordinator, LAYERS)
     assert migration.state == "failed"
@@ -106,7 +106,7 @@ async def test_a_host_that_stands_still_is_not_waited_for(cluster, monkeypatch, 
 
 
 async def test_a_commit_that_is_never_answered_counts(cluster, monkeypatch):
-    monkeypatch.setitem(timeouts._ALLOWED, timeouts.Stage.COMMIT, (0.05, 1e12))
+    monkeypatch.setitem(timeouts._ALLOWED, timeouts.MoveStage.COMMIT, (0.05, 1e12))
     cluster.engine.late = {"commit"}
     migration = await done(cluster.coordinator, LAYERS)
     assert "abort" not in cluster.engine.calls
@@ -137,8 +137,8 @@ async def test_a_target_that_dies_keeps_its_guests(cluster):
 
 
 @pytest.fixture
-async def overseer(cluster: Any) -> AsyncIterator[Overseer]:
-    made = Overseer(cluster.coordinator, idle_s=0.0)
+async def overseer(cluster: Any) -> AsyncIterator[GuestMonitor]:
+    made = GuestMonitor(cluster.coordinator, idle_s=0.0)
     cluster.on_guest_end = made.guest_ended
     made.start()
     yield made
@@ -184,7 +184,7 @@ async def test_the_target_counts_its_guests_and_the_host_what_is_away(cluster, o
     )
     shown = await placement_of(cluster.coordinator)
     by_id = {instance.id: instance for instance in shown.instances}
-    assert by_id["x0"].cannot_migrate == "MLA cannot be moved"
+    assert by_id["x0"].migration_blocker == "MLA cannot be moved"
     assert [unit.at for unit in by_id["d0"].units] == ["p0"]
     assert (by_id["d0"].num_blocks, by_id["d0"].blocks_gained) == (450, 150)
     assert [guest.target for guest in shown.guests] == ["p0"]

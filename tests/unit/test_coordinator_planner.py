@@ -12,12 +12,12 @@ pytest.importorskip("vllm")
 
 from banaserve.engine.vllm.migration.controller.planner import (
     GUEST_BYTES,
-    Away,
-    Go,
-    GoHome,
-    GoOn,
+    BringBack,
     KvFacts,
     ModelFacts,
+    MoveOut,
+    Relocate,
+    RemoteUnit,
     _checkpoint_layer_bytes,
     check_room,
     num_pages,
@@ -26,42 +26,42 @@ from banaserve.engine.vllm.migration.controller.planner import (
 )
 from banaserve.engine.vllm.migration.controller.timeouts import (
     MAX_TIMEOUT_S,
-    Stage,
+    MoveStage,
     copies_again,
     timeout_s,
 )
-from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, ModelShape
+from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, ModelGeometry
 from banaserve.errors import MigrationError
 
-SHAPE = ModelShape(30, 3)
+SHAPE = ModelGeometry(30, 3)
 LAYERS = LayerRange
-P0_10_15 = Away("m1.0", LAYERS(10, 15), "p0")
-P1_10_15 = Away("m1.0", LAYERS(10, 15), "p1")
-P1_5_15 = Away("m1.0", LAYERS(5, 15), "p1")
-P0_HEADS = Away("m2.0", HeadSet({5: (1, 2)}), "p0")
-P1_HEADS = Away("m2.0", HeadSet({5: (1, 2), 6: (0,)}), "p1")
+P0_10_15 = RemoteUnit("m1.0", LAYERS(10, 15), "p0")
+P1_10_15 = RemoteUnit("m1.0", LAYERS(10, 15), "p1")
+P1_5_15 = RemoteUnit("m1.0", LAYERS(5, 15), "p1")
+P0_HEADS = RemoteUnit("m2.0", HeadSet({5: (1, 2)}), "p0")
+P1_HEADS = RemoteUnit("m2.0", HeadSet({5: (1, 2), 6: (0,)}), "p1")
 
 
 @pytest.mark.parametrize(
     ("wanted", "away", "steps"),
     [
-        (LAYERS(10, 20), [], [Go(LAYERS(10, 20))]),
-        (LAYERS(10, 20), [P0_10_15], [Go(LAYERS(15, 20))]),
-        (LAYERS(8, 20), [P0_10_15], [Go(LAYERS(8, 10)), Go(LAYERS(15, 20))]),
+        (LAYERS(10, 20), [], [MoveOut(LAYERS(10, 20))]),
+        (LAYERS(10, 20), [P0_10_15], [MoveOut(LAYERS(15, 20))]),
+        (LAYERS(8, 20), [P0_10_15], [MoveOut(LAYERS(8, 10)), MoveOut(LAYERS(15, 20))]),
         (
             LAYERS(10, 20),
             [P1_10_15],
-            [GoOn("m1.0", LAYERS(10, 15), "p1"), Go(LAYERS(15, 20))],
+            [Relocate("m1.0", LAYERS(10, 15), "p1"), MoveOut(LAYERS(15, 20))],
         ),
-        (LAYERS(15, 20), [P1_5_15], [Go(LAYERS(15, 20))]),
-        (HeadSet({5: (1,)}), [], [Go(HeadSet({5: (1,)}))]),
-        (HeadSet({5: (0, 1, 2)}), [P0_HEADS], [Go(HeadSet({5: (0,)}))]),
+        (LAYERS(15, 20), [P1_5_15], [MoveOut(LAYERS(15, 20))]),
+        (HeadSet({5: (1,)}), [], [MoveOut(HeadSet({5: (1,)}))]),
+        (HeadSet({5: (0, 1, 2)}), [P0_HEADS], [MoveOut(HeadSet({5: (0,)}))]),
         (
             HeadSet({5: (1, 2), 6: (0, 1)}),
             [P1_HEADS],
-            [GoOn("m2.0", P1_HEADS.modules, "p1"), Go(HeadSet({6: (1,)}))],
+            [Relocate("m2.0", P1_HEADS.modules, "p1"), MoveOut(HeadSet({6: (1,)}))],
         ),
-        (LAYERS(10, 20), [P0_HEADS], [Go(LAYERS(10, 20))]),
+        (LAYERS(10, 20), [P0_HEADS], [MoveOut(LAYERS(10, 20))]),
     ],
 )
 def test_only_what_is_not_there_yet_moves(wanted, away, steps):
@@ -75,7 +75,7 @@ def test_only_what_is_not_there_yet_moves(wanted, away, steps):
         (LAYERS(20, 10), [], {}, "empty"),
         (LAYERS(25, 31), [], {}, "outside of 0:30"),
         (LAYERS(0, 30), [], {}, "keep at least one"),
-        (LAYERS(0, 10), [Away("u", LAYERS(10, 30), "p1")], {}, "keep at least one"),
+        (LAYERS(0, 10), [RemoteUnit("u", LAYERS(10, 30), "p1")], {}, "keep at least one"),
         (LAYERS(10, 15), [P0_10_15], {}, "run beside p0 already"),
         (LAYERS(10, 20), [P1_5_15], {}, "as one unit"),
         (LAYERS(5, 8), [P0_HEADS], {}, "return them before"),
@@ -98,14 +98,14 @@ def test_what_cannot_be_is_refused_with_the_reason(wanted, away, moving, reason)
 def test_heads_of_one_layer_may_move_beside_each_other():
     moving = {"m7": [HeadSet({5: (1,)})]}
     wanted = HeadSet({5: (0, 2)})
-    assert plan_move(wanted, "p0", SHAPE, [], moving) == [Go(wanted)]
+    assert plan_move(wanted, "p0", SHAPE, [], moving) == [MoveOut(wanted)]
 
 
 def test_return_takes_whole_units():
     away = [P0_10_15, P0_HEADS]
     assert plan_return(None, away, {}) == [
-        GoHome("m1.0", P0_10_15.modules, "p0"),
-        GoHome("m2.0", P0_HEADS.modules, "p0"),
+        BringBack("m1.0", P0_10_15.modules, "p0"),
+        BringBack("m2.0", P0_HEADS.modules, "p0"),
     ]
     assert [s.unit_id for s in plan_return(LAYERS(0, 20), [P0_10_15], {})] == ["m1.0"]
     assert [s.unit_id for s in plan_return(LAYERS(5, 15), away, {})] == ["m1.0", "m2.0"]
@@ -128,13 +128,13 @@ def test_pages():
 
 
 def test_timeouts_grow_with_the_bytes_and_end():
-    for stage in Stage:
+    for stage in MoveStage:
         times = [timeout_s(stage, n) for n in (0, 10**6, 10**9, 10**12)]
         assert times == sorted(times)
         assert times[0] < times[2]
         assert times[0] > 0
         assert times[-1] <= MAX_TIMEOUT_S
-    assert timeout_s(Stage.PREPARE, 10**18) == MAX_TIMEOUT_S
+    assert timeout_s(MoveStage.PREPARE, 10**18) == MAX_TIMEOUT_S
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from banaserve.engine.vllm.compat import model as compat
 from banaserve.engine.vllm.migration.controller import process_stats
-from banaserve.engine.vllm.migration.controller.process_stats import Usage
+from banaserve.engine.vllm.migration.controller.process_stats import ProcessUsage
 
 NUM_BLOCKS = 10
 
@@ -88,7 +88,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 def test_memory_and_time_of_a_process_are_seen_from_outside(
     process: subprocess.Popen[bytes],
 ) -> None:
-    first = process_stats.look(process.pid, Usage())
+    first = process_stats.look(process.pid, ProcessUsage())
     assert first is not None
     assert first.num_bytes > 64 << 20
     assert first.busy_fraction == 0.0
@@ -110,4 +110,4 @@ def test_a_stopped_process_is_seen_and_an_ended_one_is_none(
     process.kill()
     process.wait()
     assert not process_stats.is_stopped(process.pid)
-    assert process_stats.look(process.pid, Usage()) is None
+    assert process_stats.look(process.pid, ProcessUsage()) is None

@@ -23,7 +23,7 @@ from banaserve.engine.vllm.kv_connector.gpu_block_copy import GpuCopier
 from banaserve.errors import UserError
 from banaserve.kernels import packed_pages
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.pool import Pool, PoolView
+from banaserve.kvstore.pool import PoolView, SlotPool
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT, SLOTS = 2, 9, 3, 16, 128, 8
 PAGE_BYTES = HEADS * TOKENS * CONTENT * 4
@@ -103,7 +103,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 @pytest.fixture
 def views() -> Iterator[list[PoolView]]:
-    pools = [Pool(SLOTS * FINGERPRINT.slot_bytes) for _ in range(2)]
+    pools = [SlotPool(SLOTS * FINGERPRINT.slot_bytes) for _ in range(2)]
     yield [PoolView(pool.fd, pool.num_bytes, i, FINGERPRINT) for i, pool in enumerate(pools)]
     for pool in pools:
         pool.close()

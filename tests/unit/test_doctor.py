@@ -11,10 +11,10 @@ import pytest
 
 from banaserve.cli import doctor, doctor_facts
 from banaserve.cli import doctor_checks as checks
-from banaserve.cli.doctor_checks import Finding, Status
+from banaserve.cli.doctor_checks import CheckStatus, Finding
 from banaserve.cli.main import main
 
-OK, WARNING, MISSING = Status.OK, Status.WARNING, Status.MISSING
+OK, WARNING, MISSING = CheckStatus.OK, CheckStatus.WARNING, CheckStatus.MISSING
 X86 = "x86_64"
 
 

@@ -55,7 +55,7 @@ def keys(by: Adapters, adapter: LoRARequest) -> list[bytes]:
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
         arrival_time=0.0,
-        lora_request=by.told_apart({"lora_request": adapter})["lora_request"],
+        lora_request=by.resolve_lora({"lora_request": adapter})["lora_request"],
         cache_salt=None,
         data_parallel_rank=None,
     )

@@ -20,7 +20,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats
 
 from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.disagg_request import EnginesDiedError, Job, travel
+from banaserve.engine.vllm.disagg_request import EnginesDiedError, RequestContext, run_request
 from banaserve.types import InstanceId, Route
 
 WORDS = [f"{chr(97 + i)}{chr(97 + i)} " for i in range(20)]
@@ -120,7 +120,7 @@ class Engines:
         return False
 
 
-def job(params: SamplingParams, **more: Any) -> Job:
+def job(params: SamplingParams, **more: Any) -> RequestContext:
     request = compat.EngineCoreRequest(
         request_id="r-1",
         prompt_token_ids=[0],
@@ -134,7 +134,7 @@ def job(params: SamplingParams, **more: Any) -> Job:
         external_req_id="r",
     )
     deadline = asyncio.get_running_loop().time() + 60.0
-    return Job(request, None, None, more.pop("obstacle", None), deadline, **more)
+    return RequestContext(request, None, None, more.pop("obstacle", None), deadline, **more)
 
 
 def streamed(**options: Any) -> SamplingParams:
@@ -145,8 +145,8 @@ def streamed(**options: Any) -> SamplingParams:
 class Reader:
     """A client that reads one output at a time, each in a task of its own."""
 
-    def __init__(self, job: Job, engines: Engines) -> None:
-        self._stream = travel(job, engines)  # type: ignore[arg-type]
+    def __init__(self, job: RequestContext, engines: Engines) -> None:
+        self._stream = run_request(job, engines)  # type: ignore[arg-type]
         self._next = asyncio.create_task(self._read())
         self.text, self.finished = "", False
 

@@ -14,7 +14,13 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from banaserve.engine.vllm.cluster import RestartPolicy
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.runner_hooks import RewindableGenerator
-from banaserve.engine.vllm.legs import Handover, decode_leg, end_with_context, obstacle, prefill_leg
+from banaserve.engine.vllm.legs import (
+    Handover,
+    decode_leg,
+    end_with_context,
+    first_token_blocker,
+    prefill_leg,
+)
 
 
 def greedy(**options: object) -> SamplingParams:
@@ -34,7 +40,7 @@ def greedy(**options: object) -> SamplingParams:
     ],
 )
 def test_greedy_without_a_look_back_takes_prefills_token(params: SamplingParams) -> None:
-    assert obstacle(params) is None
+    assert first_token_blocker(params) is None
 
 
 @pytest.mark.parametrize(
@@ -58,7 +64,7 @@ def test_greedy_without_a_look_back_takes_prefills_token(params: SamplingParams)
     ],
 )
 def test_everything_else_lets_decode_sample(params: SamplingParams, reason: str) -> None:
-    assert obstacle(params) == reason
+    assert first_token_blocker(params) == reason
 
 
 def request(params: SamplingParams, num_tokens: int = 10) -> compat.EngineCoreRequest:

@@ -163,7 +163,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def cluster_of(mortal: Mortal) -> clusters.Cluster:
     nothing: Any = None
     instances: Any = [mortal]
-    return clusters.Cluster(instances, nothing, WallClock(), clusters.Patience(1.0, 1.0))
+    return clusters.Cluster(instances, nothing, WallClock(), clusters.ClusterTimeouts(1.0, 1.0))
 
 
 @pytest.mark.usefixtures("quick")

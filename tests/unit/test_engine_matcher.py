@@ -13,12 +13,12 @@ pytest.importorskip("vllm")
 from vllm.sampling_params import SamplingParams
 
 from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.kv_connector.metadata import StepDone
+from banaserve.engine.vllm.kv_connector.metadata import StepResult
 from banaserve.engine.vllm.kv_connector.prefix_matcher import UNDECIDED_FOR_S
 from banaserve.engine.vllm.kv_connector.request_state import tenant_of
-from banaserve.engine.vllm.kv_connector.scheduler import SchedulerSide
+from banaserve.engine.vllm.kv_connector.scheduler import StoreConnectorScheduler
 from banaserve.engine.vllm.legs import Handover
-from banaserve.kvstore.cost_gate import CostGate, Work
+from banaserve.kvstore.cost_gate import CostGate, FetchWork
 from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot
 
 BLOCK = 16
@@ -119,7 +119,7 @@ class Bench:
         self.store, self.clock = AccountingStore(), ManualClock()
         self.gate = CostGate(**gate)  # type: ignore[arg-type]
         tails = NoTails()
-        self.side = SchedulerSide(self.store, tails, BLOCK, self.gate, self.clock)  # type: ignore[arg-type]
+        self.side = StoreConnectorScheduler(self.store, tails, BLOCK, self.gate, self.clock)  # type: ignore[arg-type]
         self._number = 0
 
     def request(
@@ -189,7 +189,7 @@ def test_all_in_memory_takes_one_round_trip(bench: Bench) -> None:
     assert [copy.block_id for copy in plan.loads] == [100, 101, 102]
     assert [copy.block_id for copy in plan.saves] == [103]
     assert len(bench.store.exchanges) == 1
-    bench.side.step_done(StepDone(plan.step))
+    bench.side.step_done(StepResult(plan.step))
     bench.store.commit([copy.slot for copy in plan.saves])
     assert (bench.store.leases, bench.store.reservations) == ({}, {})
     assert bench.counted("decided_unmeasured") == 1
@@ -332,7 +332,7 @@ def test_a_preempted_request_is_matched_anew(bench: Bench) -> None:
     bench.hold(request, [HIT, HIT])
     assert bench.side.match(request, 0) == 2 * BLOCK
     plan = bench.schedule(request, 2 * BLOCK)
-    bench.side.step_done(StepDone(plan.step))
+    bench.side.step_done(StepResult(plan.step))
     bench.store.commit([copy.slot for copy in plan.saves])
     assert bench.side.match(request, 0) == 3 * BLOCK
     assert len(bench.store.exchanges) == 2
@@ -340,7 +340,7 @@ def test_a_preempted_request_is_matched_anew(bench: Bench) -> None:
 
 def teach(bench: Bench, block_fetch_s: float) -> None:
     for tokens in (64, 128, 256):
-        bench.gate.compute.observe(Work.of(tokens, 0), 0.001 * tokens)
+        bench.gate.compute.observe(FetchWork.of(tokens, 0), 0.001 * tokens)
     bench.gate.fetch.observe(1, block_fetch_s)
 
 
@@ -373,7 +373,7 @@ def test_what_is_cheaper_to_fetch_is_fetched_and_the_win_is_counted(bench: Bench
     plan = bench.schedule(request, 3 * BLOCK)
     assert bench.counted("decided_fetch") == 1
     assert bench.counted("avoided_compute_seconds") == pytest.approx(0.048, rel=0.1)
-    bench.side.step_done(StepDone(plan.step, 0.02, 0.004, 3))
+    bench.side.step_done(StepResult(plan.step, 0.02, 0.004, 3))
     assert bench.counted("predicted_fetch_seconds") == pytest.approx(0.003)
     assert bench.counted("measured_fetch_seconds") == pytest.approx(0.004)
 
@@ -409,7 +409,7 @@ def test_whatever_happens_nothing_stays_held() -> None:
     draw = random.Random(11)
     bench = Bench()
     alive: list[compat.Request] = []
-    unanswered: list[StepDone] = []
+    unanswered: list[StepResult] = []
     for _ in range(1000):
         bench.clock.now_s += draw.choice([0.0, 0.003, 0.3])
         bench.store.undecided = draw.choice([0, 0, 0, 1, 3])
@@ -428,7 +428,7 @@ def test_whatever_happens_nothing_stays_held() -> None:
         else:
             plan = bench.schedule(request, matched, first)
             bench.store.commit([copy.slot for copy in plan.saves])
-            unanswered.append(StepDone(plan.step, 0.01, 0.001, len(plan.loads)))
+            unanswered.append(StepResult(plan.step, 0.01, 0.001, len(plan.loads)))
         if unanswered and draw.random() < 0.7:
             bench.side.step_done(unanswered.pop(0))
         if draw.random() < 0.2:

@@ -26,8 +26,8 @@ class Board:
         return [self.states[slot.index] for slot in slots]
 
 
-def waiting(num_ready: int) -> request_state.Promotion:
-    return request_state.Promotion(SLOTS, num_ready, BEGAN_S, predicted_s=1.0)
+def waiting(num_ready: int) -> request_state.PendingPromotion:
+    return request_state.PendingPromotion(SLOTS, num_ready, BEGAN_S, predicted_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_look_at_the_board(
 ) -> None:
     wait = waiting(2)
     assert wait.look(Board(states), BEGAN_S) == readable
-    assert wait.outcome is (request_state.Outcome[outcome] if outcome else None)
+    assert wait.outcome is (request_state.PromotionOutcome[outcome] if outcome else None)
 
 
 def test_blocks_arrive_in_any_order() -> None:
@@ -85,14 +85,14 @@ def test_what_was_settled_stays_settled() -> None:
 )
 def test_patience_has_bounds(predicted_s: float, compute_s: float, wait_s: float) -> None:
     board = Board([HIT, HIT, HIT, PENDING, HIT])
-    wait = request_state.Promotion(SLOTS, 1, BEGAN_S, predicted_s, compute_s)
+    wait = request_state.PendingPromotion(SLOTS, 1, BEGAN_S, predicted_s, compute_s)
     assert wait.look(board, BEGAN_S + 0.999 * wait_s) is None
     assert wait.look(board, BEGAN_S + wait_s) == 3
-    assert wait.outcome is request_state.Outcome.LATE
+    assert wait.outcome is request_state.PromotionOutcome.LATE
     assert wait.num_arrived == 2
 
 
 def test_nothing_to_wait_for() -> None:
-    wait = request_state.Promotion([], 0, BEGAN_S, 0.0)
+    wait = request_state.PendingPromotion([], 0, BEGAN_S, 0.0)
     assert wait.look(Board([]), BEGAN_S) == 0
-    assert wait.outcome is request_state.Outcome.ARRIVED
+    assert wait.outcome is request_state.PromotionOutcome.ARRIVED

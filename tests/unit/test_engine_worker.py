@@ -19,11 +19,11 @@ from banaserve.engine.vllm.kv_connector.block_copy import make_copier
 from banaserve.engine.vllm.kv_connector.metadata import (
     BlockCopy,
     ConnectorOptions,
-    StepDone,
     StepPlan,
+    StepResult,
 )
 from banaserve.engine.vllm.kv_connector.tracer import Moment
-from banaserve.engine.vllm.kv_connector.worker import WorkerSide
+from banaserve.engine.vllm.kv_connector.worker import StoreConnectorWorker
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
@@ -53,7 +53,7 @@ class Engine:
         self.client = client
         shape = (BLOCKS, PAGE_BYTES // 4)
         self.caches = {name: torch.full(shape, fill) for name in NAMES}
-        self.worker = WorkerSide(client, 0, options)
+        self.worker = StoreConnectorWorker(client, 0, options)
         self.worker.register(self.caches, PAGE_BYTES)
         self.seen: dict[str, torch.Tensor] = {}
         self._steps = 0
@@ -67,7 +67,7 @@ class Engine:
         compute: Callable[[str, torch.Tensor], None] = lambda name, cache: None,
         num_layers: int = LAYERS,
         settled: int = 0,
-    ) -> StepDone:
+    ) -> StepResult:
         """Run a step; ``seen`` keeps what each layer's attention would read."""
         self._steps += 1
         plan = StepPlan(self._steps, loads or [], early_loads or [], saves or [], settled=settled)
@@ -412,8 +412,8 @@ def test_nothing_is_traced_unless_asked(engine: Callable[..., Engine]) -> None:
 
 
 def test_a_step_of_several_workers_is_as_slow_as_the_slowest() -> None:
-    one, other = StepDone(4, 0.2, 0.01, 3), StepDone(5, 0.3, 0.02, 3)
-    assert one.aggregate(other) == StepDone(4, 0.3, 0.02, 3)
+    one, other = StepResult(4, 0.2, 0.01, 3), StepResult(5, 0.3, 0.02, 3)
+    assert one.aggregate(other) == StepResult(4, 0.3, 0.02, 3)
     assert one.aggregate(replace(other, compute_s=None)).compute_s == 0.2
 
 

@@ -25,9 +25,9 @@ from banaserve.api.app import Door
 from banaserve.api.auth import KeyMiddleware
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
 from banaserve.cli import launch
-from banaserve.cli.listening import check_tls
 from banaserve.cli.serve_options import parse_serve_argv
-from banaserve.cli.taken import refuse_taken
+from banaserve.cli.sockets import check_tls
+from banaserve.cli.vllm_arg_checks import refuse_taken
 from banaserve.config import ServeConfig
 from banaserve.engine.vllm import engine_args
 from banaserve.engine.vllm.client import tenant

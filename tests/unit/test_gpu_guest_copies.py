@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from banaserve.engine.vllm.migration.guest import kv_staging
-from banaserve.engine.vllm.migration.guest.kv_staging import Landing, make_kv
+from banaserve.engine.vllm.migration.guest.kv_staging import StagingBuffer, make_kv
 from banaserve.engine.vllm.migration.host import block_mover
 from banaserve.engine.vllm.migration.host.block_mover import BlockMover
 from banaserve.engine.vllm.migration.host.units import Unit
 from banaserve.engine.vllm.migration.kv import host_kv
-from banaserve.engine.vllm.migration.kv.host_kv import DeviceKv, HostKv, Run
-from banaserve.engine.vllm.migration.kv.remote_kv import LandedKv
+from banaserve.engine.vllm.migration.kv.host_kv import DeviceKv, HostKv, KvRun
+from banaserve.engine.vllm.migration.kv.remote_kv import StagedRemoteKv
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, Modules
 from banaserve.errors import GuestLostError, MigrationError, ProtocolError
@@ -50,7 +50,7 @@ def transports(tmp_path: Path) -> Iterator[list[Transport]]:
 @pytest.fixture(params=["one piece", "many pieces"])
 def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "many pieces":
-        monkeypatch.setattr(kv_staging, "LANDING_BYTES", 1)
+        monkeypatch.setattr(kv_staging, "STAGING_BYTES", 1)
         monkeypatch.setattr(block_mover, "_BOUNCE_BYTES", 2 * LAYERS * PAGE_BYTES)
 
 
@@ -72,18 +72,18 @@ class Guest:
         heads = {n: len(unit.heads(n) or range(HEADS)) for n in unit.names}
         shape = host.shape("LBHNC", TOKENS)
         self.caches = make_kv(shape, heads, BLOCKS, torch.device("cpu"))
-        self.landing = Landing(transports[1], self.caches, KERNELS, 1)
+        self.landing = StagingBuffer(transports[1], self.caches, KERNELS, 1)
         region = self.landing.region
         link: Any = SimpleNamespace(transport=transports[0], ask=self._ask)
         runs = {n: host.runs(unit.heads(n)) for n in unit.names}
-        self.kv = LandedKv(link, "u", region.descriptor, runs, region.memory.num_bytes)
+        self.kv = StagedRemoteKv(link, "u", region.descriptor, runs, region.memory.num_bytes)
 
     def _ask(self, request: Any, expected: type[Any]) -> Any:
         try:
             self.landing.copy(messages.decode_request(messages.encode(request)))
         except ProtocolError as refused:
             raise MigrationError(str(refused)) from refused
-        return messages.Done()
+        return messages.StepsDone()
 
 
 @pytest.mark.usefixtures("_pieces")
@@ -157,7 +157,7 @@ def test_a_run_of_heads_goes_to_the_store_and_comes_back(saves: bool) -> None:
     pool = torch.randn(4, *SHAPE[1:], generator=torch.Generator().manual_seed(9))
     was = pool.clone()
     memory = Memory(pool.data_ptr(), pool.numel() * 4, True, pool)
-    run = Run(host.head_bytes, 2 * host.head_bytes)
+    run = KvRun(host.head_bytes, 2 * host.head_bytes)
     slots = np.asarray([3, 0], np.int64) * PAGE_BYTES + run.in_page
     host.copy_run("l1", run, [4, 6], memory, slots, saves=saves)
     if saves:
@@ -227,11 +227,11 @@ def test_pages_of_a_gpu_are_pinned_until_their_region_closes(
     monkeypatch.setattr(kv_staging, "PinnedPool", Pinned)
     monkeypatch.setattr(kv_staging, "DeviceKv", lambda *_: SimpleNamespace(page_bytes={"a": 64}))
     cache: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
-    made = Landing(transports[0], {"a": cache}, KERNELS, 1)
+    made = StagingBuffer(transports[0], {"a": cache}, KERNELS, 1)
     memory, close, closed = made.region.memory, made.region.close, []
     monkeypatch.setattr(made.region, "close", lambda: closed.append(1) or close())
     made.close()
-    assert events == ["cuda", (memory.address, kv_staging.LANDING_BYTES), "released, 0 closed"]
+    assert events == ["cuda", (memory.address, kv_staging.STAGING_BYTES), "released, 0 closed"]
     assert closed == [1]
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from banaserve.engine.vllm.launch.launcher import SpawnLauncher
 from banaserve.engine.vllm.migration.guest import units
 from banaserve.engine.vllm.migration.guest.units import ContextUnit, HeadsUnit
-from banaserve.engine.vllm.migration.host.placement import Placement
+from banaserve.engine.vllm.migration.host.placement import PlacementManager
 from banaserve.engine.vllm.migration.host.units import ContextThere, HeadsHere, LayersHere
 from banaserve.engine.vllm.migration.rpc import tensors
 from banaserve.engine.vllm.migration.rpc.messages import (
@@ -26,9 +26,9 @@ from banaserve.engine.vllm.migration.rpc.messages import (
     GuestAddress,
     KvShape,
 )
-from banaserve.engine.vllm.migration.rpc.tensors import Parcel, restore, to_wire
+from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, restore, to_wire
 from banaserve.engine.vllm.migration.types import LayerRange
-from banaserve.kernels.interface import Batch, Part
+from banaserve.kernels.interface import Batch, PartialAttention
 
 META = torch.device("meta")
 HEADS, SIZE, HEAD_SIZE = 2, 4, 64
@@ -55,7 +55,7 @@ def test_a_message_says_which_of_its_tensors_were_on_a_device(crossed: list[Any]
         "numbers": np.arange(2),
         "plain": 4,
     }
-    packed_in = Parcel()
+    packed_in = TensorBundle()
     packed = packed_in.put_all(values)
     assert crossed == [(3,)]
     again = restore(packed, packed_in.tensors, META)
@@ -96,9 +96,11 @@ class Kernels:
 
     def partial_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Batch, *_: Any
-    ) -> Part:
+    ) -> PartialAttention:
         self.seen |= {t.device for t in (query, key, value, batch.block_table, batch.range_end)}
-        return Part(torch.empty_like(query), torch.empty(query.shape[:2], device=query.device))
+        return PartialAttention(
+            torch.empty_like(query), torch.empty(query.shape[:2], device=query.device)
+        )
 
 
 @pytest.fixture
@@ -132,7 +134,7 @@ def test_heads_of_a_guest_are_written_and_attended_on_its_device(
         for name, value in ints.items()
     }  # fmt: skip
     plain = {"num_reqs": 1, "num_actual_tokens": 2, "max_query_len": 2, "max_seq_len": 2}
-    tensors = Parcel()
+    tensors = TensorBundle()
     packed = tensors.put_all({**there, **plain, "causal": True})
     step = unit.read_step(packed, tensors.tensors)
     assert step.common.slot_mapping.device == META
@@ -152,7 +154,7 @@ def test_older_blocks_of_a_guest_are_read_on_its_device(kernels: Kernels) -> Non
         "num_tokens": torch.tensor([8], dtype=ints),
     }
     query = torch.zeros(1, HEADS, HEAD_SIZE)
-    tensors = Parcel()
+    tensors = TensorBundle()
     tensors.put(query)
     packed = tensors.put_all(fields)
     part = unit.run("l", 1, packed, tensors.tensors)
@@ -167,7 +169,7 @@ def test_steps_are_not_cut_where_a_guest_has_to_be_asked_for_what_the_store_load
     """A host that has posted a part holds the channel until it has been answered."""
     residence = SimpleNamespace(link=object(), has_landed=landed)
     unit = SimpleNamespace(residence=residence, modules=LayerRange(1, 2), is_layers=True)
-    placement = Placement.__new__(Placement)
+    placement = PlacementManager.__new__(PlacementManager)
     placement._units = {"u": unit}  # type: ignore[dict-item]
     placement._config = SimpleNamespace(kv_transfer_config=object() if store else None)  # type: ignore[assignment]
     assert ("what the store loads" in placement._why_wait()) is (landed and store)

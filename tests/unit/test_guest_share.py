@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 
 import migration_doubles as doubles
-from banaserve.engine.vllm.migration.api import MoveLayers, ShareAsk
-from banaserve.engine.vllm.migration.controller.guest_monitor import Overseer
+from banaserve.engine.vllm.migration.api import MoveLayers, ShareRequest
+from banaserve.engine.vllm.migration.controller.guest_monitor import GuestMonitor
 from banaserve.engine.vllm.migration.controller.process_stats import CoreWaits
 from banaserve.engine.vllm.migration.controller.shares import Shares, predicted_slow_down, share
 from banaserve.engine.vllm.migration.controller.status import placement_of
-from banaserve.engine.vllm.migration.guest.throttle import DeviceShare
+from banaserve.engine.vllm.migration.guest.throttle import ComputeThrottle
 from banaserve.errors import MigrationError, UserError
 from banaserve.types import InstanceId
 
@@ -35,7 +35,7 @@ class Device:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.used_s = 0.0
-        self.share = DeviceShare(lambda: self.now_s, lambda: self.used_s, self.sleep)
+        self.share = ComputeThrottle(lambda: self.now_s, lambda: self.used_s, self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
@@ -114,38 +114,38 @@ async def test_guests_beside_one_instance_share_its_bound(cluster: doubles.Clust
     await doubles.done(cluster.coordinator, MoveLayers("d0", "p0", (10, 12)))
     (first,) = [guest.id for guest in guests]
     assert told == {}, "a whole device needs no telling"
-    found = await share(cluster.coordinator, ShareAsk("p0", 0.5))
+    found = await share(cluster.coordinator, ShareRequest("p0", 0.5))
     assert (found.fraction, found.num_guests, told) == (0.5, 1, {first: 0.5})
     await doubles.done(cluster.coordinator, MoveLayers("d0", "p0", (20, 22)))
     (second,) = [guest.id for guest in guests if guest.id != first]
     assert told[second] == 0.25
     await doubles.done(cluster.coordinator, MoveLayers("d0", "p1", (25, 26)))
-    await Overseer(cluster.coordinator)._look(0)
+    await GuestMonitor(cluster.coordinator)._look(0)
     assert told == {first: 0.25, second: 0.25}, "what lies beside another instance is its own"
-    await share(cluster.coordinator, ShareAsk("p0", 1.0))
+    await share(cluster.coordinator, ShareRequest("p0", 1.0))
     assert told == {first: 0.5, second: 0.5}
 
 
 async def test_a_guest_that_cannot_be_told_is_told_later(cluster: doubles.Cluster) -> None:
     await doubles.done(cluster.coordinator, MoveLayers("d0", "p0", (10, 12)))
     cluster.engine.faults = {"share": "it is building: ask later"}
-    await share(cluster.coordinator, ShareAsk("p0", 0.5))
+    await share(cluster.coordinator, ShareRequest("p0", 0.5))
     assert cluster.engine.shares == {}
     cluster.engine.faults = {}
-    await Overseer(cluster.coordinator)._look(1)
+    await GuestMonitor(cluster.coordinator)._look(1)
     assert list(cluster.engine.shares.values()) == [0.5]
 
 
 async def test_what_is_asked_wrongly(cluster: doubles.Cluster) -> None:
     with pytest.raises(MigrationError, match=r"0\.05 to 1 of a device, not 2"):
-        await share(cluster.coordinator, ShareAsk("p0", 2.0))
+        await share(cluster.coordinator, ShareRequest("p0", 2.0))
     with pytest.raises(UserError, match="nobody"):
-        await share(cluster.coordinator, ShareAsk("nobody", 0.5))
+        await share(cluster.coordinator, ShareRequest("nobody", 0.5))
 
 
 async def test_the_placement_tells_what_guests_cost(cluster: doubles.Cluster) -> None:
     await doubles.done(cluster.coordinator, MoveLayers("d0", "p0", (10, 12)))
-    await share(cluster.coordinator, ShareAsk("p0", 0.5))
+    await share(cluster.coordinator, ShareRequest("p0", 0.5))
     (guest,) = cluster.coordinator.guests
     guest.usage = guest.usage._replace(busy_fraction=0.2)
     cluster.coordinator.hosts[InstanceId("p0")].slow_down = 1.3

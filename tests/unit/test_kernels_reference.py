@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kernel_cases as cases
-from banaserve.kernels.interface import Batch, BlockCopies, Heads, Part
+from banaserve.kernels.interface import Batch, BlockCopies, Heads, PartialAttention
 from banaserve.kernels.layouts import KvLayout, key_value_views
 from banaserve.kernels.reference import ReferenceKernels
 from banaserve.kernels.slot_pages import PageOrder, SlotPages
@@ -153,11 +153,11 @@ OUTPUT, LSE = torch.zeros(2, 3, 64), torch.zeros(2, 3)
     ("named", "parts"),
     [
         ("parts", []),
-        ("output", [Part(OUTPUT.double(), LSE)]),
-        ("output", [Part(OUTPUT, LSE), Part(OUTPUT[:1], LSE[:1])]),
-        ("output", [Part(OUTPUT, LSE), Part(OUTPUT.half(), LSE)]),
-        ("lse", [Part(OUTPUT, LSE.T)]),
-        ("lse", [Part(OUTPUT, LSE.double())]),
+        ("output", [PartialAttention(OUTPUT.double(), LSE)]),
+        ("output", [PartialAttention(OUTPUT, LSE), PartialAttention(OUTPUT[:1], LSE[:1])]),
+        ("output", [PartialAttention(OUTPUT, LSE), PartialAttention(OUTPUT.half(), LSE)]),
+        ("lse", [PartialAttention(OUTPUT, LSE.T)]),
+        ("lse", [PartialAttention(OUTPUT, LSE.double())]),
     ],
 )
 def test_a_wrong_argument_of_merge_is_named(named, parts):

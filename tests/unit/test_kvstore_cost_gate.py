@@ -8,60 +8,75 @@ from collections.abc import Callable
 
 import pytest
 
-from banaserve.kvstore.cost_gate import ComputePredictor, CostGate, Decision, FetchPredictor, Work
+from banaserve.kvstore.cost_gate import (
+    ComputePredictor,
+    CostGate,
+    FetchPredictor,
+    FetchWork,
+    GateDecision,
+)
 
 FIXED_S, TOKEN_S, PAIR_S = 0.02, 0.004, 2e-6
 
 
-def machine(work: Work) -> float:
+def machine(work: FetchWork) -> float:
     return FIXED_S + TOKEN_S * work.tokens + PAIR_S * work.attended
 
 
-def share(work: Work) -> float:
+def share(work: FetchWork) -> float:
     return machine(work) - FIXED_S
 
 
-def total(parts: list[Work]) -> Work:
-    added = Work()
+def total(parts: list[FetchWork]) -> FetchWork:
+    added = FetchWork()
     for part in parts:
         added += part
     return added
 
 
-def plain(draw: random.Random) -> Work:
-    return Work.of(draw.randint(64, 2048), draw.choice([0, 0, 512, 2048]))
+def plain(draw: random.Random) -> FetchWork:
+    return FetchWork.of(draw.randint(64, 2048), draw.choice([0, 0, 512, 2048]))
 
 
-def with_decodes(draw: random.Random) -> Work:
-    decodes = [Work.of(1, draw.randint(50, 3000)) for _ in range(draw.randint(0, 30))]
-    return total([*decodes, Work.of(draw.randint(64, 512), draw.choice([0, 128, 512]))])
+def with_decodes(draw: random.Random) -> FetchWork:
+    decodes = [FetchWork.of(1, draw.randint(50, 3000)) for _ in range(draw.randint(0, 30))]
+    return total([*decodes, FetchWork.of(draw.randint(64, 512), draw.choice([0, 128, 512]))])
 
 
 def test_work_counts_each_pair_once() -> None:
-    assert Work.of(4, 0) == Work(4, 1 + 2 + 3 + 4)
-    assert Work.of(2, 10) == Work(2, 11 + 12)
-    assert Work.of(2, 0) + Work.of(2, 2) == Work.of(4, 0)
+    assert FetchWork.of(4, 0) == FetchWork(4, 1 + 2 + 3 + 4)
+    assert FetchWork.of(2, 10) == FetchWork(2, 11 + 12)
+    assert FetchWork.of(2, 0) + FetchWork.of(2, 2) == FetchWork.of(4, 0)
 
 
 @pytest.mark.parametrize("passes", [plain, with_decodes])
 @pytest.mark.parametrize("held_up_every", [0, 10])
-def test_learns_the_machine(passes: Callable[[random.Random], Work], held_up_every: int) -> None:
+def test_learns_the_machine(
+    passes: Callable[[random.Random], FetchWork], held_up_every: int
+) -> None:
     draw, predictor = random.Random(7), ComputePredictor()
     for number in range(200):
         work = passes(draw)
         slow = 6.0 if held_up_every and number % held_up_every == 0 else 1.0
         assert predictor.observe(work, machine(work) * draw.uniform(0.95, 1.05) * slow)
-    for work in (Work.of(128, 0), Work.of(512, 256), Work.of(256, 1024), Work.of(1024, 0)):
+    for work in (
+        FetchWork.of(128, 0),
+        FetchWork.of(512, 256),
+        FetchWork.of(256, 1024),
+        FetchWork.of(1024, 0),
+    ):
         assert predictor.predict_share(work) == pytest.approx(share(work), rel=0.12)
         assert predictor.predict_pass(work) == pytest.approx(machine(work), rel=0.12)
 
 
 def test_passes_that_are_all_alike_tell_the_price_of_a_token() -> None:
     predictor = ComputePredictor()
-    work = Work.of(512, 0)
+    work = FetchWork.of(512, 0)
     for _ in range(20):
         predictor.observe(work, machine(work))
-    assert predictor.predict_share(Work.of(128, 0)) == pytest.approx(machine(work) / 4, rel=0.03)
+    assert predictor.predict_share(FetchWork.of(128, 0)) == pytest.approx(
+        machine(work) / 4, rel=0.03
+    )
 
 
 def test_follows_a_machine_that_became_slower() -> None:
@@ -70,7 +85,7 @@ def test_follows_a_machine_that_became_slower() -> None:
         for _ in range(100):
             work = plain(draw)
             predictor.observe(work, factor * machine(work))
-    work = Work.of(512, 512)
+    work = FetchWork.of(512, 512)
     assert predictor.predict_share(work) == pytest.approx(3 * share(work), rel=0.1)
 
 
@@ -78,7 +93,7 @@ def test_a_prediction_is_never_negative() -> None:
     draw, predictor = random.Random(5), ComputePredictor()
     for _ in range(300):
         predictor.observe(plain(draw), draw.uniform(0.001, 5.0))
-        for work in (Work.of(1, 0), Work.of(1, 100_000), Work.of(4096, 0)):
+        for work in (FetchWork.of(1, 0), FetchWork.of(1, 100_000), FetchWork.of(4096, 0)):
             predicted = predictor.predict_share(work)
             assert predicted is None or predicted >= 0
 
@@ -86,9 +101,9 @@ def test_a_prediction_is_never_negative() -> None:
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
 def test_times_that_cannot_be_are_not_learned(seconds: float) -> None:
     predictor = ComputePredictor()
-    assert not predictor.observe(Work.of(128, 0), seconds)
-    assert not predictor.observe(Work.of(8, 0), 0.1)
-    assert predictor.predict_pass(Work.of(128, 0)) is None
+    assert not predictor.observe(FetchWork.of(128, 0), seconds)
+    assert not predictor.observe(FetchWork.of(8, 0), 0.1)
+    assert predictor.predict_pass(FetchWork.of(128, 0)) is None
 
 
 def test_fetches_are_predicted_by_the_median_of_the_last() -> None:
@@ -105,18 +120,18 @@ def test_fetches_are_predicted_by_the_median_of_the_last() -> None:
 def taught(block_fetch_s: float, **options: object) -> CostGate:
     gate = CostGate(**options)  # type: ignore[arg-type]
     for tokens in (128, 256, 512, 1024):
-        gate.compute.observe(Work.of(tokens, 0), 0.001 * tokens)
+        gate.compute.observe(FetchWork.of(tokens, 0), 0.001 * tokens)
     gate.fetch.observe(1, block_fetch_s)
     return gate
 
 
-BLOCK = Work.of(128, 0)
+BLOCK = FetchWork.of(128, 0)
 
 
 def test_fetches_before_anything_is_measured() -> None:
     verdict = CostGate().decide(1, BLOCK)
     assert (verdict.decision, verdict.fetch_s, verdict.compute_s) == (
-        Decision.UNMEASURED,
+        GateDecision.UNMEASURED,
         None,
         None,
     )
@@ -124,31 +139,31 @@ def test_fetches_before_anything_is_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block_fetch_s", "decision"), [(0.01, Decision.FETCH), (0.3, Decision.COMPUTE)]
+    ("block_fetch_s", "decision"), [(0.01, GateDecision.FETCH), (0.3, GateDecision.COMPUTE)]
 )
-def test_the_cheaper_way_is_taken(block_fetch_s: float, decision: Decision) -> None:
+def test_the_cheaper_way_is_taken(block_fetch_s: float, decision: GateDecision) -> None:
     verdict = taught(block_fetch_s).decide(1, BLOCK)
     assert verdict.decision is decision
     assert verdict.fetch_s == pytest.approx(block_fetch_s)
     assert verdict.compute_s == pytest.approx(0.128, rel=0.1)
-    assert verdict.decision.fetches is (decision is Decision.FETCH)
+    assert verdict.decision.fetches is (decision is GateDecision.FETCH)
 
 
 def test_a_refused_tier_is_tried_again_once_in_a_while() -> None:
     gate = taught(0.3, probe_every=4)
     decisions = [gate.decide(1, BLOCK).decision for _ in range(8)]
-    assert decisions == [*[Decision.COMPUTE] * 3, Decision.PROBE] * 2
-    assert Decision.PROBE.fetches
+    assert decisions == [*[GateDecision.COMPUTE] * 3, GateDecision.PROBE] * 2
+    assert GateDecision.PROBE.fetches
 
 
 def test_a_gate_that_is_off_fetches() -> None:
     gate = taught(0.3, enabled=False)
-    assert gate.decide(1, BLOCK).decision is Decision.FETCH
+    assert gate.decide(1, BLOCK).decision is GateDecision.FETCH
     assert gate.block_budget_s(1, BLOCK) == 0.0
 
 
 def test_a_tier_may_take_what_computing_takes_less_the_copy_from_the_pool() -> None:
-    work = Work.of(256, 0)
+    work = FetchWork.of(256, 0)
     assert taught(0.01).block_budget_s(2, work) == pytest.approx(0.128 - 0.01, rel=0.1)
     assert 0 < taught(9.0).block_budget_s(2, work) < 1e-6
-    assert taught(0.01).block_budget_s(0, Work()) == 0.0
+    assert taught(0.01).block_budget_s(0, FetchWork()) == 0.0

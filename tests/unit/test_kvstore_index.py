@@ -6,7 +6,7 @@ import pytest
 
 from banaserve.kvstore.index import BlockIndex
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.records import Entry
+from banaserve.kvstore.records import IndexEntry
 
 ALICE, BOB = 1, 2
 
@@ -255,12 +255,12 @@ class Freed:
     def __init__(self) -> None:
         self.slots: list[int] = []
 
-    def became_free(self, entry: Entry) -> None:
+    def became_free(self, entry: IndexEntry) -> None:
         self.slots.append(entry.slot)
 
-    def became_ready(self, entry: Entry) -> None: ...
-    def became_pending(self, entry: Entry) -> None: ...
-    def failed(self, entry: Entry) -> None: ...
+    def became_ready(self, entry: IndexEntry) -> None: ...
+    def became_pending(self, entry: IndexEntry) -> None: ...
+    def failed(self, entry: IndexEntry) -> None: ...
 
 
 def test_freed_slots_are_reported_once() -> None:

@@ -8,9 +8,7 @@ import pytest
 
 from banaserve.kvstore.fingerprint import PAGE_BYTES
 from banaserve.kvstore.promoter import PROBE_AFTER_S
-from banaserve.kvstore.tiers.interface import (
-    Outcome,
-)
+from banaserve.kvstore.tiers.interface import TierOutcome
 from tiering_doubles import (
     HIT,
     KEYS,
@@ -75,9 +73,9 @@ def test_a_promotion_nobody_waits_for_any_more_goes_on(stack: ExitStack) -> None
     assert store.exchange([KEYS[0]]).num_ready == 1
 
 
-@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.MISSING, Outcome.CORRUPT])
+@pytest.mark.parametrize("outcome", [TierOutcome.FAILED, TierOutcome.MISSING, TierOutcome.CORRUPT])
 def test_a_failed_promotion_frees_its_slot_with_the_last_lease(
-    stack: ExitStack, outcome: Outcome
+    stack: ExitStack, outcome: TierOutcome
 ) -> None:
     store, tier = filled(stack, *KEYS[:2])
     granted = store.exchange(KEYS[:2])
@@ -106,7 +104,7 @@ def test_a_failed_promotion_is_tried_in_the_next_tier(stack: ExitStack) -> None:
     store.forget()
     granted = store.exchange([KEYS[0]])
     assert (len(fast.loads), len(slow.loads)) == (1, 0)
-    fast.end(Outcome.CORRUPT)
+    fast.end(TierOutcome.CORRUPT)
     store.turn()
     assert store.arrivals(granted) == [PENDING]
     slow.end()

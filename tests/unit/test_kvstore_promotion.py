@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from banaserve.kvstore.promotion import Offer, TierSpeed, choose
+from banaserve.kvstore.promotion import TierOffer, TierSpeed, choose
 
 MIB = 2**20
 
@@ -19,8 +19,8 @@ def speed(latency_s: float, bytes_per_s: float) -> TierSpeed:
     return learnt
 
 
-def offer(latency_s: float, block_s: float, queued_blocks: int = 0) -> Offer:
-    return Offer(speed(latency_s, MIB / block_s), queued_blocks * MIB)
+def offer(latency_s: float, block_s: float, queued_blocks: int = 0) -> TierOffer:
+    return TierOffer(speed(latency_s, MIB / block_s), queued_blocks * MIB)
 
 
 def test_latency_and_bandwidth_are_told_apart() -> None:
@@ -80,13 +80,13 @@ FAST, SLOW = offer(0.0, 1.0), offer(2.0, 10.0)
         pytest.param([0] * 4, [offer(0.0, 1.0, 20)], 2.0, 20.0, 4, 24.0, id="waiting-anyway"),
         pytest.param([0, 0, 1, 1], [FAST, SLOW], 2.0, 0.0, 2, 2.0, id="only-the-fast-tiers-part"),
         pytest.param([1, 0, 0, 0], [FAST, SLOW], 4.0, 0.0, 4, 12.0, id="side-by-side"),
-        pytest.param([0] * 3, [Offer(TierSpeed(), 0)], 0.001, 0.0, 3, 0.0, id="never-measured"),
+        pytest.param([0] * 3, [TierOffer(TierSpeed(), 0)], 0.001, 0.0, 3, 0.0, id="never-measured"),
         pytest.param([], [FAST], 1.0, 0.0, 0, 0.0, id="nothing-there"),
     ],
 )
 def test_the_choice(
     sources: list[int],
-    offers: list[Offer],
+    offers: list[TierOffer],
     compute_block_s: float,
     wait_s: float,
     num_blocks: int,

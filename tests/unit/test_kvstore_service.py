@@ -14,7 +14,7 @@ from banaserve.errors import ProtocolError, UserError
 from banaserve.kvstore import wire
 from banaserve.kvstore.board import Board
 from banaserve.kvstore.fingerprint import PAGE_BYTES, Fingerprint
-from banaserve.kvstore.pool import POISON, Pool
+from banaserve.kvstore.pool import POISON, SlotPool
 from banaserve.kvstore.service import StoreService
 from banaserve.kvstore.sizes import format_size, parse_size
 from banaserve.kvstore.tiering import Tiering
@@ -34,13 +34,13 @@ def _closed() -> Iterator[None]:
         yield
 
 
-def make_pool() -> Pool:
-    pool = Pool(POOL_BYTES)
+def make_pool() -> SlotPool:
+    pool = SlotPool(POOL_BYTES)
     made.callback(pool.close)
     return pool
 
 
-def make_service(pool: Pool | None = None, *, poisons: bool = False) -> StoreService:
+def make_service(pool: SlotPool | None = None, *, poisons: bool = False) -> StoreService:
     board, selector = Board(POOL_BYTES), selectors.DefaultSelector()
     tiering = Tiering([], selector)
     made.callback(board.close)
@@ -54,8 +54,10 @@ def changed(**fields: Any) -> Fingerprint:
     return msgspec.structs.replace(FINGERPRINT, **fields)
 
 
-def hello(fingerprint: Fingerprint | None = FINGERPRINT, name: str = "instance") -> wire.Hello:
-    return wire.Hello(1, wire.PROTOCOL_VERSION, name, fingerprint)
+def hello(
+    fingerprint: Fingerprint | None = FINGERPRINT, name: str = "instance"
+) -> wire.ClientHello:
+    return wire.ClientHello(1, wire.PROTOCOL_VERSION, name, fingerprint)
 
 
 def join(service: StoreService, session_id: int, fingerprint: Fingerprint | None) -> wire.Welcome:
@@ -66,17 +68,17 @@ def join(service: StoreService, session_id: int, fingerprint: Fingerprint | None
 
 def refusal(service: StoreService, session_id: int, fingerprint: Fingerprint) -> str:
     reply = service.greet(session_id, hello(fingerprint, f"instance {session_id}"))
-    assert isinstance(reply, wire.Refused)
+    assert isinstance(reply, wire.ClientRefused)
     assert reply.because_of_fingerprint
     return reply.message
 
 
 def exchange(
     service: StoreService, session_id: int, acquire: list[bytes], reserve: list[bytes]
-) -> wire.Granted:
-    request = wire.Exchange(2, acquire, [(key, None) for key in reserve])
+) -> wire.SlotsGranted:
+    request = wire.ExchangeSlots(2, acquire, [(key, None) for key in reserve])
     reply = service.answer(session_id, request)
-    assert isinstance(reply, wire.Granted)
+    assert isinstance(reply, wire.SlotsGranted)
     return reply
 
 
@@ -164,7 +166,7 @@ def test_messages_of_an_old_generation_change_nothing() -> None:
     assert lease_id is not None
     old = service.stats().generation ^ 1
     assert service.answer(1, wire.Commit(4, old, [2], 0)) == wire.Committed(4, False)
-    assert service.answer(1, wire.Release(old, lease_id)) is None
+    assert service.answer(1, wire.ReleaseLeases(old, lease_id)) is None
     assert service.answer(1, wire.Abandon(old, [2], None)) is None
     stats = service.stats()
     assert (stats.num_leases, stats.writing_slots) == (1, 1)
@@ -183,7 +185,7 @@ def test_what_a_lost_connection_holds_stays_until_it_is_dropped() -> None:
 
 @pytest.mark.parametrize(
     "request_",
-    [wire.LookupKeys(2, [KEY]), wire.Exchange(2, [], []), wire.Commit(2, 1, [1], 0)],
+    [wire.LookupKeys(2, [KEY]), wire.ExchangeSlots(2, [], []), wire.Commit(2, 1, [1], 0)],
 )
 def test_an_operator_may_not_touch_blocks(request_: wire.Request) -> None:
     service = make_service()
@@ -197,8 +199,8 @@ def test_an_operator_may_not_touch_blocks(request_: wire.Request) -> None:
 
 def test_hello_is_said_once_and_in_the_same_version() -> None:
     service = make_service()
-    reply = service.greet(1, wire.Hello(1, wire.PROTOCOL_VERSION + 1, "new", None))
-    assert isinstance(reply, wire.Refused)
+    reply = service.greet(1, wire.ClientHello(1, wire.PROTOCOL_VERSION + 1, "new", None))
+    assert isinstance(reply, wire.ClientRefused)
     assert "version" in reply.message
     join(service, 1, FINGERPRINT)
     with pytest.raises(ProtocolError):

@@ -20,7 +20,7 @@ from banaserve.cli.kvstore import app
 from banaserve.errors import UserError
 from banaserve.kvstore import daemon
 from banaserve.kvstore.admin import fetch_stats
-from banaserve.kvstore.pool import Pool
+from banaserve.kvstore.pool import SlotPool
 from banaserve.kvstore.server import DaemonConfig, StoreServer
 from store_process import start_store
 from waiting import eventually
@@ -107,9 +107,9 @@ def test_nobody_waits_for_a_store_that_fills_its_memory(
         pass
     assert path.exists()
 
-    def fill(num_bytes: int) -> Pool:
+    def fill(num_bytes: int) -> SlotPool:
         assert not path.exists(), "who connects would wait for an answer"
-        return Pool(num_bytes)
+        return SlotPool(num_bytes)
 
     monkeypatch.setattr("banaserve.kvstore.server.Pool", fill)
     server = StoreServer(DaemonConfig(path, 64 * 1024))

@@ -11,11 +11,7 @@ import pytest
 from banaserve.kvstore import wire
 from banaserve.kvstore.fingerprint import PAGE_BYTES
 from banaserve.kvstore.tiering import HUNG_AFTER_S, NOTE_EVERY_S
-from banaserve.kvstore.tiers.interface import (
-    BlockBytes,
-    BlockName,
-    Outcome,
-)
+from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, TierOutcome
 from tiering_doubles import (
     FINGERPRINT,
     HIT,
@@ -66,7 +62,7 @@ def test_a_failed_write_is_counted_and_the_block_stays(stack: ExitStack) -> None
     tier = ScriptedTier("disk")
     store = Store(stack, tier)
     store.write(KEYS[0])
-    tier.end(Outcome.FAILED)
+    tier.end(TierOutcome.FAILED)
     store.turn()
     assert store.report().demotion_failures == 1
     assert store.lookup(KEYS[0]) == [HIT]
@@ -222,9 +218,9 @@ def test_another_slot_size_waits_for_copies_under_way(
     store.release(store.exchange([KEYS[0]]))
     store.service.leave(1)
     wide = msgspec.structs.replace(FINGERPRINT, page_bytes=4096)
-    hello = wire.Hello(1, wire.PROTOCOL_VERSION, "wide", wide)
+    hello = wire.ClientHello(1, wire.PROTOCOL_VERSION, "wide", wide)
     refused = store.service.greet(2, hello)
-    assert isinstance(refused, wire.Refused)
+    assert isinstance(refused, wire.ClientRefused)
     assert not refused.because_of_fingerprint
     tier.end()
     store.turn()

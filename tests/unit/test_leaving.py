@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from banaserve.cli.leaving import Leaving
+from banaserve.cli.signals import Leaving
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 

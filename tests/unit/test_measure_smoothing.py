@@ -12,7 +12,7 @@ from banaserve.types import (
     InstanceReport,
     InstanceView,
     Module,
-    Placement,
+    ModulePlacement,
     Role,
 )
 
@@ -24,7 +24,7 @@ def test_everything_but_the_blended_shares_is_kept() -> None:
     old = InstanceReport(*range(1, len(names) + 1))
     new = replace(old, **{name: getattr(old, name) + 10 for name in names})
     name = InstanceId("d0")
-    placement = Placement(Module(0, 2), name, InstanceId("p0"), 3, 0.5, 7)
+    placement = ModulePlacement(Module(0, 2), name, InstanceId("p0"), 3, 0.5, 7)
     facts = load("opt-13b-a100").facts
     view = InstanceView(name, Role.DECODE, True, new, 5, 6, 7.0, facts, (placement,), 9, 0.5)
     cluster = ClusterView(30.0, {name: view})

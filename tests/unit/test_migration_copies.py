@@ -18,10 +18,10 @@ from banaserve.engine.vllm.migration.host import block_mover
 from banaserve.engine.vllm.migration.host.block_mover import BlockMover
 from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
 from banaserve.engine.vllm.migration.host.units import Unit
-from banaserve.engine.vllm.migration.kv.dirty_blocks import AwayBlocks, WrittenBlocks
-from banaserve.engine.vllm.migration.kv.host_kv import HostKv, Run
+from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
+from banaserve.engine.vllm.migration.kv.host_kv import HostKv, KvRun
 from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv
-from banaserve.engine.vllm.migration.kv.store_copier import MovedCopier
+from banaserve.engine.vllm.migration.kv.store_copier import StoreCopier
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.types import Context, HeadSet, LayerRange, Modules
 from banaserve.errors import GuestLostError, MigrationError
@@ -106,13 +106,13 @@ def test_blocks_go_on_to_another_guest_and_home(
 def test_older_blocks_that_have_come_home_are_left_alone(
     host: HostKv, transports: tuple[Transport, Transport]
 ) -> None:
-    away = AwayBlocks(NUM_BLOCKS)
+    away = RemoteBlocks(NUM_BLOCKS)
     unit = Unit("u", Context(0, 3), {i: f"l{i}" for i in range(3)}, away)
     before = {name: tensor.clone() for name, tensor in host.tensors.items()}
     one, other = (Place(host, unit, transports) for _ in range(2))
     assert BlockMover(unit, host, None, one.kv).copy([0, 1, 3]) == 3 * 9 * PAGE
-    away.leave([0, 1, 3])
-    away.come_home([1, 2])
+    away.set([0, 1, 3])
+    away.mark_local([1, 2])
     for tensor in host.tensors.values():
         tensor[:] = -1
     every = list(range(NUM_BLOCKS))
@@ -126,13 +126,13 @@ def test_older_blocks_that_have_come_home_are_left_alone(
 def test_the_store_saves_a_block_from_where_it_lies_and_fetches_it_home(
     host: HostKv, transports: tuple[Transport, Transport]
 ) -> None:
-    written, away = WrittenBlocks(NUM_BLOCKS), AwayBlocks(NUM_BLOCKS)
+    written, away = DirtyBlockTracker(NUM_BLOCKS), RemoteBlocks(NUM_BLOCKS)
     written.follow(away)
     unit = Unit("u", Context(0, 3), {i: f"l{i}" for i in range(3)}, away)
     guest, page_bytes = Place(host, unit, transports).kv, host.page_bytes
     before = host.tensors["l1"].clone()
     BlockMover(unit, host, None, guest).copy([0, 1, 3])
-    away.leave([0, 3])
+    away.set([0, 3])
     host.tensors["l1"][[0, 3]] = float("nan")
     pool = np.zeros((4, 3 * page_bytes), np.uint8)
     view: Any = SimpleNamespace(
@@ -144,8 +144,8 @@ def test_the_store_saves_a_block_from_where_it_lies_and_fetches_it_home(
     fetched: list[Any] = []
     inner: Any = SimpleNamespace(is_synchronous=True, load=lambda *what: fetched.append(what[2]))
     lost: list[GuestLostError] = []
-    here = [(Run(0, page_bytes), None)]
-    copier = MovedCopier(
+    here = [(KvRun(0, page_bytes), None)]
+    copier = StoreCopier(
         inner, ["l0", "l1", "l2"], host, written, lambda _: here, lambda _: (away, guest), 0,
         lost.append,
     )  # fmt: skip
@@ -222,7 +222,7 @@ class Link:
 
     def ask(self, request: Any, expected: Any, *_: Any, **__: Any) -> Any:
         self.asked.append(type(request).__name__)
-        return self._built if expected is messages.Built else messages.Done()
+        return self._built if expected is messages.Built else messages.StepsDone()
 
     def give_up(self, reason: str) -> GuestLostError:
         self.given_up = reason
@@ -231,7 +231,7 @@ class Link:
 
 def build(host: HostKv, link: Any) -> Any:
     shape = host.shape("NHD", 16)
-    written = WrittenBlocks(NUM_BLOCKS)
+    written = DirtyBlockTracker(NUM_BLOCKS)
     written.mark([1])
     return UnitBuilder("layers", shape, host, {}, False).build(unit_of(LAYERS), link, written)
 

@@ -15,7 +15,7 @@ import torch
 from banaserve.engine.vllm.migration.host.units import HeadsHere
 from banaserve.engine.vllm.migration.modules.head_split import SplitAttention, VllmHeads, _Away
 from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.rpc.guest_client import GuestLink
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.tensors import from_wire, to_wire
 from banaserve.errors import GuestLostError
 from banaserve.transport.channel import StreamChannel
@@ -49,7 +49,7 @@ class Echo:
         request = messages.decode_request(message.body)
         assert isinstance(request, messages.RunHeads)
         self.asked.append(len(message.tensors[0].shape))
-        outputs: Any = messages.Outputs(False, (0,))
+        outputs: Any = messages.StepOutputs(False, (0,))
         tensor = 2 * from_wire(message.tensors[0])
         if self.spoil is not None:
             outputs, tensor = self.spoil(outputs, tensor)
@@ -62,16 +62,16 @@ class Echo:
 
 
 @pytest.fixture
-def link() -> Iterator[tuple[GuestLink, Echo]]:
+def link() -> Iterator[tuple[GuestClient, Echo]]:
     ours, theirs = socket.socketpair()
     echo = Echo(over_unix(theirs))
-    link = GuestLink("g", over_unix(ours), None, lambda: 1, STALL_S)  # type: ignore[arg-type]
+    link = GuestClient("g", over_unix(ours), None, lambda: 1, STALL_S)  # type: ignore[arg-type]
     yield link, echo
     link.close()
     echo.join()
 
 
-def attention(link: GuestLink, lost: list[str]) -> SplitAttention:
+def attention(link: GuestClient, lost: list[str]) -> SplitAttention:
     """Of three KV heads with two query heads each; heads 0 and 2, and head 1, are in one guest."""
     layer: Any = SimpleNamespace(num_heads=6, num_kv_heads=3, impl=None)
     watch: Any = SimpleNamespace(step_id=1, fields=dict, num_tokens=NUM_TOKENS)
@@ -104,10 +104,10 @@ def test_questions_larger_than_a_socket_do_not_wait_for_each_other(link: Any) ->
 
 def test_a_guest_that_works_and_never_answers_is_not_waited_for_for_ever() -> None:
     ours, theirs = socket.socketpair()
-    link = GuestLink("g", over_unix(ours), None, lambda: 1, 0.02)  # type: ignore[arg-type]
+    link = GuestClient("g", over_unix(ours), None, lambda: 1, 0.02)  # type: ignore[arg-type]
     link.watch(os.getpid())
     with pytest.raises(GuestLostError, match="not answered in time"):
-        link.ask(messages.GetUsage(), messages.Usage, 0.1)
+        link.ask(messages.GetUsage(), messages.GuestUsage, 0.1)
     assert link.lost is not None
     theirs.close()
 
@@ -121,14 +121,14 @@ def _flipped(outputs: Any, tensor: torch.Tensor) -> Any:
     ("spoil", "why"),
     [
         (_flipped, "no guest's answer"),
-        (lambda _, t: (messages.Outputs(False, (3,)), t), "did not come"),
-        (lambda _, t: (messages.Outputs(False, (-1,)), t), "did not come"),
-        (lambda _, t: (messages.Outputs(False, ()), t), "another shape"),
-        (lambda _, t: (messages.Outputs(False, (None,)), t), "another shape"),
+        (lambda _, t: (messages.StepOutputs(False, (3,)), t), "did not come"),
+        (lambda _, t: (messages.StepOutputs(False, (-1,)), t), "did not come"),
+        (lambda _, t: (messages.StepOutputs(False, ()), t), "another shape"),
+        (lambda _, t: (messages.StepOutputs(False, (None,)), t), "another shape"),
         (lambda o, t: (o, t[:-1]), "another shape"),
         (lambda o, t: (o, t.double()), "another shape"),
-        (lambda _, t: (messages.Done(), t), "answered with Done"),
-        (lambda _, t: (messages.Refused("no room"), t), "no room"),
+        (lambda _, t: (messages.StepsDone(), t), "answered with Done"),
+        (lambda _, t: (messages.RequestRefused("no room"), t), "no room"),
     ],
 )
 def test_an_answer_that_makes_no_sense_costs_the_guest_and_not_the_host(

@@ -21,11 +21,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from banaserve.engine.vllm.migration.guest.throttle import run_giving_way, start_threads
-from banaserve.engine.vllm.migration.kv.dirty_blocks import WrittenBlocks
+from banaserve.engine.vllm.migration.guest.throttle import run_low_priority, start_threads
+from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker
 from banaserve.engine.vllm.migration.kv.host_kv import HostKv, blocks_gained, make_slab, spans
 from banaserve.engine.vllm.migration.kv.slabs import GpuSlab, Slab, merged
-from banaserve.engine.vllm.migration.rpc.tensors import Parcel, from_wire, restore, to_wire
+from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, restore, to_wire
 from banaserve.errors import ProtocolError, UserError
 from banaserve.processes import Pulse
 from banaserve.transport.options import TransportOptions
@@ -43,7 +43,7 @@ class CopiedBlocks(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.written = WrittenBlocks(6)
+        self.written = DirtyBlockTracker(6)
         self.here = [0] * 6
         self.there: dict[int, int] = {}
         self.open: set[int] = set()
@@ -96,7 +96,7 @@ TestCopiedBlocks = CopiedBlocks.TestCase
 
 
 def test_forgotten_blocks_are_not_copied() -> None:
-    written = WrittenBlocks(6)
+    written = DirtyBlockTracker(6)
     written.mark([1, 2])
     written.step_ended()
     watch = written.watch()
@@ -108,7 +108,7 @@ def test_forgotten_blocks_are_not_copied() -> None:
 
 
 def test_taken_blocks_can_be_given_back() -> None:
-    written = WrittenBlocks(6)
+    written = DirtyBlockTracker(6)
     written.mark([4, 1])
     written.step_ended()
     watch = written.watch()
@@ -201,7 +201,7 @@ def test_tensors_travel_bit_by_bit(dtype: torch.dtype) -> None:
 
 
 def test_values_travel_by_name() -> None:
-    parcel = Parcel()
+    parcel = TensorBundle()
     values = {"a": torch.ones(2), "n": 3, "none": None, "np": np.arange(4), "flag": True}
     packed = msgspec.msgpack.decode(msgspec.msgpack.encode(parcel.put_all(values)))
     back = restore(packed, parcel.tensors)
@@ -218,7 +218,7 @@ def test_a_tensor_that_did_not_come_is_a_breach(packed: dict[str, object]) -> No
 
 def test_what_cannot_travel_is_refused() -> None:
     with pytest.raises(TypeError, match="cannot travel"):
-        Parcel().put_all({"a": object()})
+        TensorBundle().put_all({"a": object()})
 
 
 def test_a_pulse_is_seen_while_a_process_works_and_not_while_it_stands() -> None:
@@ -264,10 +264,10 @@ def test_work_gives_way_and_nothing_else_does() -> None:
     def priority() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    assert run_giving_way(priority) == min(19, own + 5)
+    assert run_low_priority(priority) == min(19, own + 5)
     assert priority() == own
     with pytest.raises(ZeroDivisionError):
-        run_giving_way(lambda: 1 // 0)
+        run_low_priority(lambda: 1 // 0)
 
 
 @pytest.mark.parametrize("name", ["shm", "tcp"])
@@ -275,7 +275,7 @@ def test_threads_that_serve_do_not_give_way(name: str, tmp_path: Path) -> None:
     options = TransportOptions(folder=str(tmp_path), secret=secrets.token_bytes(32))
     transport, before = create(name, options), set(threading.enumerate())
     start_threads(transport)
-    run_giving_way(lambda: transport.offer(PAGE, 1))
+    run_low_priority(lambda: transport.offer(PAGE, 1))
     started = set(threading.enumerate()) - before
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert started

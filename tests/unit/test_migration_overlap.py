@@ -17,15 +17,15 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from banaserve.engine.vllm.compat import model as compat
 from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.microbatch import planner
-from banaserve.engine.vllm.migration.microbatch.pipeline import seen_of, why_uncut, work_of
+from banaserve.engine.vllm.migration.microbatch.pipeline import microbatch_blocker, seen_of, work_of
 from banaserve.engine.vllm.migration.microbatch.planner import (
-    PartWork,
+    MicroBatchWork,
     StageTimes,
     flow_makespan_s,
-    plan_parts,
+    plan_microbatches,
 )
 from banaserve.engine.vllm.migration.modules.layer_proxy import LayerOrder
-from banaserve.engine.vllm.migration.rpc.guest_channel import GuestPost
+from banaserve.engine.vllm.migration.rpc.guest_channel import GuestChannel
 from banaserve.errors import MigrationError
 from banaserve.orchestrator.model.overlapping import makespan_s
 from banaserve.transport.connect import over_unix
@@ -39,7 +39,7 @@ def learnt(fixed_s: float, token_s: float, stages: tuple[str, ...] = (planner.HE
     """Times of layers that take so much each, as steps of many sizes have shown."""
     times = StageTimes()
     for tokens in [1, 8, 32, 64, 128, 512, 2048] * 6:
-        work = PartWork(tokens, tokens * tokens / 2)
+        work = MicroBatchWork(tokens, tokens * tokens / 2)
         for stage in stages:
             times.observe(stage, 15, work, 15 * (fixed_s + token_s * tokens))
     return times
@@ -51,7 +51,7 @@ def prompt(num_tokens: int, behind: int = 0) -> Any:
 
 
 def test_a_large_step_is_cut_and_half_the_layers_nearly_halve_it() -> None:
-    plan = plan_parts(learnt(1e-4, 4e-5), HALVES, prompt(2048), 64)
+    plan = plan_microbatches(learnt(1e-4, 4e-5), HALVES, prompt(2048), 64)
     assert 8 <= len(plan.sizes) <= 64
     assert 1.6 < plan.waiting_s / plan.predicted_s < 2.0
 
@@ -60,11 +60,11 @@ def test_parts_take_equally_long_though_late_tokens_look_at_more() -> None:
     fixed_s, token_s, pair_s = 1e-4, 4e-5, 8e-8
     times = StageTimes()
     for tokens, behind in itertools.product([16, 128, 512, 2048], [0, 500, 3000] * 4):
-        work = PartWork(tokens, prompt(tokens, behind).sum())
+        work = MicroBatchWork(tokens, prompt(tokens, behind).sum())
         for stage, _ in HALVES:
             layer_s = fixed_s + token_s * tokens + pair_s * work.pairs
             times.observe(stage, 15, work, 15 * layer_s)
-    plan = plan_parts(times, HALVES, prompt(4000), 16)
+    plan = plan_microbatches(times, HALVES, prompt(4000), 16)
 
     def part_s(begin: int, end: int) -> float:
         pairs = float(prompt(4000)[begin:end].sum())
@@ -98,24 +98,24 @@ def test_the_makespan_is_that_of_passing_part_after_part() -> None:
 
 
 def test_what_is_bound_by_reading_weights_is_not_cut() -> None:
-    plan = plan_parts(learnt(2e-3, 1e-5), HALVES, np.full(32, 100.0), 64)
+    plan = plan_microbatches(learnt(2e-3, 1e-5), HALVES, np.full(32, 100.0), 64)
     assert plan.sizes == (32,)
     assert plan.predicted_s == plan.waiting_s
 
 
 @pytest.mark.parametrize(("most", "tokens"), [(1, 4096), (64, 31), (64, 1)])
 def test_no_more_parts_than_are_allowed_or_filled(most: int, tokens: int) -> None:
-    assert plan_parts(learnt(1e-9, 1e-4), HALVES, np.ones(tokens), most).sizes == (tokens,)
+    assert plan_microbatches(learnt(1e-9, 1e-4), HALVES, np.ones(tokens), most).sizes == (tokens,)
 
 
 def test_a_slow_guest_gains_less() -> None:
     times = learnt(1e-4, 4e-5, (planner.HERE,))
     for tokens in [1, 32, 512, 2048] * 8:
-        times.observe("g", 15, PartWork(tokens, tokens**2 / 2), 15 * (3e-4 + 12e-5 * tokens))
-    plan = plan_parts(times, HALVES, prompt(2048), 64)
+        times.observe("g", 15, MicroBatchWork(tokens, tokens**2 / 2), 15 * (3e-4 + 12e-5 * tokens))
+    plan = plan_microbatches(times, HALVES, prompt(2048), 64)
     assert 1.0 < plan.waiting_s / plan.predicted_s < 4 / 3
     times.keep([])
-    assert plan_parts(times, HALVES, prompt(2048), 64).waiting_s < plan.waiting_s
+    assert plan_microbatches(times, HALVES, prompt(2048), 64).waiting_s < plan.waiting_s
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -125,7 +125,7 @@ def test_parts_hold_all_tokens_and_are_what_kernels_work_on(seed: int) -> None:
     seen = np.concatenate([prompt(n, int(draw.integers(0, 2000))) for n in queries])
     times = learnt(10 ** draw.uniform(-9, -3), 10 ** draw.uniform(-6, -3))
     most = int(draw.integers(1, 65))
-    plan = plan_parts(times, HALVES, seen, most)
+    plan = plan_microbatches(times, HALVES, seen, most)
     assert sum(plan.sizes) == len(seen)
     assert 1 <= len(plan.sizes) <= most
     assert min(plan.sizes) > 0
@@ -182,12 +182,14 @@ def test_a_step_that_is_no_rows_of_tokens_is_not_cut() -> None:
     common = batch([4], [0])
     context: Any = SimpleNamespace(attn_metadata={}, slot_mapping={})
     rows = {"positions": torch.zeros(4), "hidden_states": torch.zeros(4, 2), "residual": None}
-    assert why_uncut(rows, common, context) == ""
-    assert "positions" in why_uncut({**rows, "positions": torch.zeros(3, 4)}, common, context)
-    assert "later" in why_uncut(rows, common.replace(causal=False), context)
-    assert "padded" in why_uncut(rows, common.replace(num_actual_tokens=8), context)
+    assert microbatch_blocker(rows, common, context) == ""
+    assert "positions" in microbatch_blocker(
+        {**rows, "positions": torch.zeros(3, 4)}, common, context
+    )
+    assert "later" in microbatch_blocker(rows, common.replace(causal=False), context)
+    assert "padded" in microbatch_blocker(rows, common.replace(num_actual_tokens=8), context)
     several: Any = SimpleNamespace(attn_metadata=[{}], slot_mapping={})
-    assert "cut it already" in why_uncut(rows, common, several)
+    assert "cut it already" in microbatch_blocker(rows, common, several)
 
 
 class Layer(nn.Module):
@@ -207,7 +209,7 @@ def test_a_model_that_passes_on_what_it_gets() -> None:
     p, a, b, c, d = (object() for _ in range(5))
     chain = order([(0, (p, a, None), (b, c)), (1, (p, b, c), (d, a)), (2, (p, d, a), (a, b))])
     assert chain.is_known
-    assert chain.why_not == ""
+    assert chain.blocker == ""
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def test_a_model_that_passes_on_what_it_gets() -> None:
 def test_a_model_that_does_something_between_its_layers(second: Any, why: str) -> None:
     found = order([(0, ("p", "a", None), ("b", "c")), second])
     assert found.is_known
-    assert why in found.why_not
+    assert why in found.blocker
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_engines_whose_steps_cannot_be_cut(facts: Any, connector: str | None, wh
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(**{**plain, **facts}), kv_transfer_config=transfer
     )
-    found = checks.why_no_parts(config)
+    found = checks.overlap_blocker(config)
     assert why in found
     assert bool(found) == bool(why)
 
@@ -254,7 +256,7 @@ def test_what_cannot_be_cut_stays_as_it_is() -> None:
     with pytest.raises(MigrationError, match="it is odd"):
         overlap.allow(4)
     overlap.allow(1)
-    assert overlap.status()["why_not"] == "it is odd"
+    assert overlap.status()["blocker"] == "it is odd"
 
 
 def large(number: int) -> Message:
@@ -266,7 +268,7 @@ def large(number: int) -> Message:
 def test_parts_larger_than_a_socket_pass_each_other() -> None:
     ours, theirs = socket.socketpair()
     host, channel = over_unix(ours), over_unix(theirs)
-    post = GuestPost(channel)
+    post = GuestChannel(channel)
 
     def guest() -> None:
         try:

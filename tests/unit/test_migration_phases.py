@@ -16,9 +16,9 @@ from banaserve.engine.vllm.migration.types import (
     OPEN,
     HeadSet,
     LayerRange,
-    ModelShape,
+    ModelGeometry,
     Modules,
-    Phase,
+    MovePhase,
     check_free,
     check_shape,
     check_step,
@@ -28,29 +28,29 @@ from banaserve.engine.vllm.migration.types import (
 )
 from banaserve.errors import MigrationError
 
-SHAPE = ModelShape(num_layers=30, num_kv_heads=3)
+SHAPE = ModelGeometry(num_layers=30, num_kv_heads=3)
 UNIT = Unit("m", LayerRange(3, 4), {3: "l3"})
 
 
 def test_every_phase_is_in_the_table() -> None:
-    assert set(ALLOWED) == set(Phase)
+    assert set(ALLOWED) == set(MovePhase)
 
 
 def test_every_open_phase_can_be_given_up_and_no_other_can() -> None:
-    for phase in Phase:
-        assert (Phase.ABORTED in ALLOWED[phase]) == (phase in OPEN), phase
-        assert phase not in OPEN or Phase.FAILED in ALLOWED[phase], phase
+    for phase in MovePhase:
+        assert (MovePhase.ABORTED in ALLOWED[phase]) == (phase in OPEN), phase
+        assert phase not in OPEN or MovePhase.FAILED in ALLOWED[phase], phase
 
 
 def test_committed_moves_only_free() -> None:
-    assert ALLOWED[Phase.COMMITTED] == {Phase.FREEING}
-    assert ALLOWED[Phase.FREEING] == {Phase.FREED, Phase.FAILED}
-    assert not ALLOWED[Phase.FREED]
+    assert ALLOWED[MovePhase.COMMITTED] == {MovePhase.FREEING}
+    assert ALLOWED[MovePhase.FREEING] == {MovePhase.FREED, MovePhase.FAILED}
+    assert not ALLOWED[MovePhase.FREED]
 
 
-@given(st.lists(st.sampled_from(Phase), max_size=12))
-def test_walks_follow_the_table_and_commit_once(wanted: list[Phase]) -> None:
-    now, walk = Phase.PREPARING, [Phase.PREPARING]
+@given(st.lists(st.sampled_from(MovePhase), max_size=12))
+def test_walks_follow_the_table_and_commit_once(wanted: list[MovePhase]) -> None:
+    now, walk = MovePhase.PREPARING, [MovePhase.PREPARING]
     for phase in wanted:
         if phase in ALLOWED[now]:
             check_step("m", now, phase)
@@ -59,11 +59,11 @@ def test_walks_follow_the_table_and_commit_once(wanted: list[Phase]) -> None:
         else:
             with pytest.raises(MigrationError, match=phase.value):
                 check_step("m", now, phase)
-    assert walk.count(Phase.COMMITTED) <= 1
-    assert Phase.FREED not in walk or Phase.COMMITTED in walk
-    if Phase.COMMITTED in walk:
-        assert Phase.PREPARED in walk[: walk.index(Phase.COMMITTED)]
-        assert Phase.ABORTED not in walk
+    assert walk.count(MovePhase.COMMITTED) <= 1
+    assert MovePhase.FREED not in walk or MovePhase.COMMITTED in walk
+    if MovePhase.COMMITTED in walk:
+        assert MovePhase.PREPARED in walk[: walk.index(MovePhase.COMMITTED)]
+        assert MovePhase.ABORTED not in walk
 
 
 ranges = st.tuples(st.integers(0, 29), st.integers(1, 30)).map(
@@ -134,7 +134,7 @@ def test_a_book_forgets_moves_that_are_over_and_no_others() -> None:
     for number in range(3 * KEPT):
         move = Move(f"m{number}", UNIT, None)
         book.add(move)
-        move.enter(Phase.ABORTED)
+        move.enter(MovePhase.ABORTED)
         assert book.get(move.move_id) is move, "what has just ended can be asked about"
     assert len(list(book)) == KEPT + 2
     assert book.get("first") is first, "it is under way"
@@ -144,8 +144,8 @@ def test_a_book_forgets_moves_that_are_over_and_no_others() -> None:
         book.add(Move("first", UNIT, None))
 
 
-@pytest.mark.parametrize("phase", Phase)
-def test_a_move_that_works_is_never_over(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", MovePhase)
+def test_a_move_that_works_is_never_over(phase: MovePhase) -> None:
     move = Move("m", UNIT, None)
     move._phase = phase
-    assert move.is_over == (phase not in OPEN | {Phase.FREEING})
+    assert move.is_over == (phase not in OPEN | {MovePhase.FREEING})

@@ -15,14 +15,14 @@ from vllm.forward_context import ForwardContext, get_forward_context, override_f
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from banaserve.engine.vllm.migration.host.units import LayersHere
-from banaserve.engine.vllm.migration.kv.step_context import StepWatch, common_from
+from banaserve.engine.vllm.migration.kv.step_context import StepContext, common_from
 from banaserve.engine.vllm.migration.microbatch import overlap
 from banaserve.engine.vllm.migration.microbatch.overlap import Overlap
 from banaserve.engine.vllm.migration.modules.layer_proxy import LayerChain, RemoteRange
 from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.rpc.guest_channel import GuestPost
-from banaserve.engine.vllm.migration.rpc.guest_client import GuestLink
-from banaserve.engine.vllm.migration.rpc.tensors import Parcel, restore
+from banaserve.engine.vllm.migration.rpc.guest_channel import GuestChannel
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
+from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, restore
 from banaserve.errors import GuestLostError
 from banaserve.transport.connect import over_unix
 from banaserve.transport.errors import PeerGoneError
@@ -62,7 +62,7 @@ class Guest:
 
     def __init__(self, num_layers: int, name: str) -> None:
         ours, theirs = socket.socketpair()
-        self.link = GuestLink(name, over_unix(ours), None, lambda: 1, STALL_S)  # type: ignore[arg-type]
+        self.link = GuestClient(name, over_unix(ours), None, lambda: 1, STALL_S)  # type: ignore[arg-type]
         self.dies_at = -1
         self.follow: list[int] = []
         self._common: Any = None
@@ -72,7 +72,7 @@ class Guest:
         self._thread.start()
 
     def _serve(self) -> None:
-        post = GuestPost(self._channel)
+        post = GuestChannel(self._channel)
         try:
             while len(self.follow) != self.dies_at:
                 message = post.receive(3600.0)
@@ -88,9 +88,9 @@ class Guest:
 
     def _run(self, request: messages.RunLayers, message: Message) -> Message:
         self._common = common_from(restore(request.step, message.tensors))
-        parcel = Parcel()
+        parcel = TensorBundle()
         values = self._layers.run(restore(request.arguments, message.tensors))
-        outputs = messages.Outputs(True, tuple(parcel.put(value) for value in values), 1e-3)
+        outputs = messages.StepOutputs(True, tuple(parcel.put(value) for value in values), 1e-3)
         return Message(messages.encode(outputs), tuple(parcel.tensors))
 
     def close(self) -> None:
@@ -103,16 +103,16 @@ class Host:
 
     Args:
         ranges: Each with its guest.
-        most_parts: Of a step.
+        max_microbatches: Of a step.
     """
 
-    def __init__(self, ranges: Sequence[tuple[int, int, Guest]], most_parts: int) -> None:
+    def __init__(self, ranges: Sequence[tuple[int, int, Guest]], max_microbatches: int) -> None:
         self.lost: list[str] = []
         self.layers = nn.ModuleList(Layer(self._common) for _ in range(NUM_LAYERS))
         builder = SimpleNamespace(build=lambda _, common: common)
         self._build = builder
-        self.watch = StepWatch(builder, ROOM, len(LENGTHS))
-        self.overlap = Overlap(self.layers, self.watch, "", most_parts)
+        self.watch = StepContext(builder, ROOM, len(LENGTHS))
+        self.overlap = Overlap(self.layers, self.watch, "", max_microbatches)
         self.ranges = []
         for begin, end, guest in ranges:
             residence: Any = SimpleNamespace(
@@ -222,23 +222,23 @@ def equal(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bo
 @pytest.mark.parametrize(
     "ranges", [[(3, 6)], [(0, 3)], [(2, 4)], [(0, 2), (4, 6)], [(1, 2), (2, 4)], [(0, 3), (3, 6)]]
 )
-@pytest.mark.parametrize("most_parts", [1, 2, 5, 64])
+@pytest.mark.parametrize("max_microbatches", [1, 2, 5, 64])
 def test_parts_give_what_the_whole_gives(
     guests: Callable[[int], Guest],
     expected: list[torch.Tensor],
     ranges: list[tuple[int, int]],
-    most_parts: int,
+    max_microbatches: int,
 ) -> None:
     away = [(begin, end, guests(end - begin)) for begin, end in ranges]
-    host = Host(away, most_parts)
+    host = Host(away, max_microbatches)
     assert equal([host.step(*batch) for batch in batches()], expected)
     status = host.overlap.status()
     assert host.lost == []
-    assert status["why_not"] == ""
+    assert status["blocker"] == ""
     # The first step shows that this model only passes on; one part asks nothing of anybody.
-    assert status["steps_cut"] == (2 if most_parts > 1 else 0)
+    assert status["steps_cut"] == (2 if max_microbatches > 1 else 0)
     for _, _, guest in away:
-        assert max(guest.follow) == min(most_parts - 1, 28)
+        assert max(guest.follow) == min(max_microbatches - 1, 28)
 
 
 def test_of_steps_too_small_to_cut_only_a_few_are_learnt_from(
@@ -309,8 +309,8 @@ def test_switched_on_and_off(guests: Callable[[int], Guest], expected: list[torc
     guest = guests(3)
     host = Host([(3, 6, guest)], 4)
     found = []
-    for batch, most_parts in zip(batches(), (4, 1, 3), strict=True):
-        host.overlap.allow(most_parts)
+    for batch, max_microbatches in zip(batches(), (4, 1, 3), strict=True):
+        host.overlap.allow(max_microbatches)
         host.overlap.step_aside()
         host.overlap.step_in("")
         found.append(host.step(*batch))
@@ -325,6 +325,6 @@ def test_a_model_with_something_between_its_layers_waits(guests: Callable[[int],
     host, plain = Host([(2, 4, guest)], 4), Host([], 1)
     found = [host.step(*batch, behind_first=1) for batch in batches()]
     assert equal(found, [plain.step(*batch, behind_first=1) for batch in batches()])
-    assert "hidden_states" in host.overlap.status()["why_not"]
+    assert "hidden_states" in host.overlap.status()["blocker"]
     assert host.overlap.status()["steps_cut"] == 0
     assert set(guest.follow) == {0}

@@ -371,10 +371,10 @@ async def test_what_overlap_would_bring_is_in_the_view_where_steps_may_be_cut(wo
         return world.executor.view().instances[D0].report.overlap_fraction
 
     assert await told() is None, "it waits for its guests"
-    world.engine.overlap["most_parts"] = 8
+    world.engine.overlap["max_microbatches"] = 8
     assert await told() == 8.0, "whatever its meter says"
     world.cluster.coordinator.hosts[D0].ended()
     assert world.executor.view().instances[D0].report.overlap_fraction is None
     await until(lambda: world.executor.view().instances[D0].report.overlap_fraction == 8.0)
-    world.engine.overlap["why_not"] = "its tokens look at later ones"
+    world.engine.overlap["blocker"] = "its tokens look at later ones"
     assert await told() is None

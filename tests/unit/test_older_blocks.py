@@ -14,19 +14,19 @@ pytest.importorskip("vllm")
 
 from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.controller.planner import (
-    Away,
-    Go,
-    GoHome,
-    GoOn,
+    BringBack,
+    MoveOut,
+    Relocate,
+    RemoteUnit,
     plan_move,
     plan_return,
 )
-from banaserve.engine.vllm.migration.kv.dirty_blocks import AwayBlocks, WrittenBlocks
+from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
 from banaserve.engine.vllm.migration.types import (
     Context,
     HeadSet,
     LayerRange,
-    ModelShape,
+    ModelGeometry,
     check_shape,
     read_modules,
     write_modules,
@@ -49,8 +49,8 @@ STEPS = st.lists(
 @given(STEPS)
 def test_a_block_leaves_full_and_comes_home_when_it_is_written(steps: list[Write]) -> None:
     """Against the plain meaning: tokens in each block, three of which fill it."""
-    written, home = WrittenBlocks(6), []
-    away = AwayBlocks(6, lambda blocks: home.extend(blocks.tolist()))
+    written, home = DirtyBlockTracker(6), []
+    away = RemoteBlocks(6, lambda blocks: home.extend(blocks.tolist()))
     written.follow(away)
     fill, gone = dict.fromkeys(range(6), 0), set()
     for kind, changes in steps:
@@ -60,7 +60,7 @@ def test_a_block_leaves_full_and_comes_home_when_it_is_written(steps: list[Write
             written.step_ended()
             full = {block for block, tokens in fill.items() if tokens == 3}
             assert set(written.full()) == full
-            away.leave(written.full())
+            away.set(written.full())
             gone = full
             continue
         if kind == "forget":
@@ -82,13 +82,13 @@ def test_a_block_leaves_full_and_comes_home_when_it_is_written(steps: list[Write
 
 
 def test_what_is_being_copied_does_not_come_home() -> None:
-    away = AwayBlocks(4)
-    away.leave([1, 2])
+    away = RemoteBlocks(4)
+    away.set([1, 2])
     began, order = threading.Event(), []
 
     def engine() -> None:
         began.set()
-        away.come_home([2, 3])
+        away.mark_local([2, 3])
         order.append("written")
 
     thread = threading.Thread(target=engine)
@@ -114,24 +114,24 @@ def test_modules_travel_as_they_are() -> None:
 @pytest.mark.parametrize("modules", [Context(5, 5), Context(-1, 2), Context(28, 31)])
 def test_layers_that_are_not_there_are_refused(modules: Context) -> None:
     with pytest.raises(MigrationError, match=r"older blocks .* within 0:30"):
-        check_shape(modules, ModelShape(30, 3))
+        check_shape(modules, ModelGeometry(30, 3))
 
 
 def test_planning() -> None:
-    shape, mine = ModelShape(30, 3), Away("m1.0", Context(5, 10), "p0")
-    assert plan_move(Context(0, 30), "p0", shape, [], {}) == [Go(Context(0, 30))]
+    shape, mine = ModelGeometry(30, 3), RemoteUnit("m1.0", Context(5, 10), "p0")
+    assert plan_move(Context(0, 30), "p0", shape, [], {}) == [MoveOut(Context(0, 30))]
     assert plan_move(Context(3, 12), "p0", shape, [mine], {}) == [
-        Go(Context(3, 5)),
-        Go(Context(10, 12)),
+        MoveOut(Context(3, 5)),
+        MoveOut(Context(10, 12)),
     ]
     assert plan_move(Context(5, 10), "p1", shape, [mine], {}) == [
-        GoOn("m1.0", Context(5, 10), "p0")
+        Relocate("m1.0", Context(5, 10), "p0")
     ]
     with pytest.raises(MigrationError, match="return them before you move layers 7:8"):
         plan_move(LayerRange(7, 8), "p1", shape, [mine], {})
     with pytest.raises(MigrationError, match="return them before"):
         plan_move(HeadSet({7: (1,)}), "p1", shape, [mine], {})
-    assert plan_return(LayerRange(5, 10), [mine], {}) == [GoHome("m1.0", Context(5, 10), "p0")]
+    assert plan_return(LayerRange(5, 10), [mine], {}) == [BringBack("m1.0", Context(5, 10), "p0")]
     with pytest.raises(MigrationError, match="return all of it"):
         plan_return(HeadSet({7: (0, 1, 2)}), [mine], {})
 

@@ -8,8 +8,8 @@ import pytest
 
 from banaserve.errors import UserError
 from banaserve.orchestrator.control import (
+    ControlLimits,
     Held,
-    Limits,
     Mode,
     Remembered,
     kind_of,
@@ -64,17 +64,33 @@ BOTH = Wants((step(LAYERS), step(SWITCH)))
 @pytest.mark.parametrize(
     ("mode", "paused", "limits", "before", "under_way", "begins", "held"),
     [
-        (Mode.ON, False, Limits(), Remembered(), 0, 2, None),
-        (Mode.DRY_RUN, False, Limits(), Remembered(), 0, 0, Held.DRY_RUN),
-        (Mode.ON, True, Limits(), Remembered(), 0, 0, Held.PAUSED),
-        (Mode.ON, False, Limits(concurrent=1), Remembered(), 0, 1, Held.CONCURRENT),
-        (Mode.ON, False, Limits(concurrent=2), Remembered(), 2, 0, Held.CONCURRENT),
-        (Mode.ON, False, Limits(per_minute=1), Remembered(), 0, 1, Held.RATE),
-        (Mode.ON, False, Limits(per_minute=2), Remembered(begun_s=(50.0,)), 0, 1, Held.RATE),
-        (Mode.ON, False, Limits(per_minute=2), Remembered(begun_s=(39.0,)), 0, 2, None),
-        (Mode.ON, False, Limits(), Remembered().with_failed(LAYERS, 45.0), 0, 0, Held.FAILED),
-        (Mode.ON, False, Limits(), Remembered().with_failed(LAYERS, 30.0), 0, 2, None),
-        (Mode.ON, False, Limits(), Remembered().with_failed(SWITCH, 45.0), 0, 1, Held.FAILED),
+        (Mode.ON, False, ControlLimits(), Remembered(), 0, 2, None),
+        (Mode.DRY_RUN, False, ControlLimits(), Remembered(), 0, 0, Held.DRY_RUN),
+        (Mode.ON, True, ControlLimits(), Remembered(), 0, 0, Held.PAUSED),
+        (Mode.ON, False, ControlLimits(concurrent=1), Remembered(), 0, 1, Held.CONCURRENT),
+        (Mode.ON, False, ControlLimits(concurrent=2), Remembered(), 2, 0, Held.CONCURRENT),
+        (Mode.ON, False, ControlLimits(per_minute=1), Remembered(), 0, 1, Held.RATE),
+        (Mode.ON, False, ControlLimits(per_minute=2), Remembered(begun_s=(50.0,)), 0, 1, Held.RATE),
+        (Mode.ON, False, ControlLimits(per_minute=2), Remembered(begun_s=(39.0,)), 0, 2, None),
+        (
+            Mode.ON,
+            False,
+            ControlLimits(),
+            Remembered().with_failed(LAYERS, 45.0),
+            0,
+            0,
+            Held.FAILED,
+        ),
+        (Mode.ON, False, ControlLimits(), Remembered().with_failed(LAYERS, 30.0), 0, 2, None),
+        (
+            Mode.ON,
+            False,
+            ControlLimits(),
+            Remembered().with_failed(SWITCH, 45.0),
+            0,
+            1,
+            Held.FAILED,
+        ),
     ],
 )
 def test_what_may_begin(mode, paused, limits, before, under_way, begins, held):
@@ -88,9 +104,9 @@ def test_what_may_begin(mode, paused, limits, before, under_way, begins, held):
 def test_what_failed_is_known_again_with_other_bytes_and_forgotten_in_time():
     before = Remembered().with_failed(LAYERS, 90.0)
     again = Wants((step(replace(LAYERS, num_bytes=5)),))
-    found = turn(seen(), again, Mode.ON, False, Limits(), before)
+    found = turn(seen(), again, Mode.ON, False, ControlLimits(), before)
     assert [reason for _, reason in found.held] == [Held.FAILED]
-    later = turn(seen(200.0), again, Mode.ON, False, Limits(), found.after)
+    later = turn(seen(200.0), again, Mode.ON, False, ControlLimits(), found.after)
     assert (later.begin, later.after.failed_s) == (again.steps, {})
 
 
@@ -109,9 +125,11 @@ def test_balancing_and_smoothed_reports_go_from_turn_to_turn():
             return super().plan(cluster)
 
     policy = Watching(())
-    first = turn(cluster(1.0, 1.0), policy, Mode.ON, False, Limits(smoothing_s=4), Remembered())
+    first = turn(
+        cluster(1.0, 1.0), policy, Mode.ON, False, ControlLimits(smoothing_s=4), Remembered()
+    )
     assert not policy.seen.is_balancing
-    turn(cluster(2.0, 0.0), policy, Mode.ON, False, Limits(smoothing_s=4), first.after)
+    turn(cluster(2.0, 0.0), policy, Mode.ON, False, ControlLimits(smoothing_s=4), first.after)
     report = policy.seen.instances[D0].report
     assert policy.seen.is_balancing
     assert report is not None
@@ -130,15 +148,15 @@ def test_a_step_that_always_fails_holds_no_other_up():
         return ClusterView(now_s, {n: view(n, role, used, now_s) for n, role, used in roles})
 
     policy = registry.make("repaired")
-    first = turn(cluster(100.0), policy, Mode.ON, False, Limits(), Remembered())
+    first = turn(cluster(100.0), policy, Mode.ON, False, ControlLimits(), Remembered())
     (failing,) = first.begin
     after = first.after.with_failed(failing.action, 101.0)
-    again = turn(cluster(102.0), policy, Mode.ON, False, Limits(), after)
+    again = turn(cluster(102.0), policy, Mode.ON, False, ControlLimits(), after)
     (other,) = again.begin
     assert Attempt.of(other.action) != Attempt.of(failing.action)
     assert again.held == ()
     # A minute later what failed is tried again.
-    later = turn(cluster(170.0), policy, Mode.ON, False, Limits(), again.after)
+    later = turn(cluster(170.0), policy, Mode.ON, False, ControlLimits(), again.after)
     assert [Attempt.of(one.action) for one in later.begin] == [Attempt.of(failing.action)]
 
 
@@ -149,7 +167,7 @@ def test_a_silent_instance_is_named_by_the_plan():
         for name, role, at_s in ((P0, Role.PREFILL, 99.0), (D0, Role.DECODE, 90.0))
     }
     policy = registry.make("repaired")
-    found = turn(ClusterView(100.0, views), policy, Mode.ON, False, Limits(), Remembered())
+    found = turn(ClusterView(100.0, views), policy, Mode.ON, False, ControlLimits(), Remembered())
     assert {str(n): str(r) for n, r in found.plan.left_out.items()} == {"d0": "its report is stale"}
 
 
@@ -175,4 +193,4 @@ def test_actions_in_words(action, kind, said):
 )
 def test_limits_out_of_range(wrong):
     with pytest.raises(UserError):
-        Limits(**wrong)
+        ControlLimits(**wrong)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from banaserve.orchestrator import viewing
+from banaserve.orchestrator import cluster_view
+from banaserve.orchestrator.cluster_view import Known
 from banaserve.orchestrator.migration import slabs
-from banaserve.orchestrator.viewing import Known
 from banaserve.types import (
     Influence,
     InstanceFacts,
@@ -16,8 +16,8 @@ from banaserve.types import (
     InstanceReport,
     InstanceView,
     Module,
+    ModulePlacement,
     MoveModule,
-    Placement,
     Role,
     Step,
 )
@@ -33,7 +33,7 @@ FACTS = InstanceFacts(
     kv_bytes=300 * 16 * 1536 * 30,
     max_kv_blocks=600,
 )
-AWAY = Placement(Module(10, 20), D0, P0, epoch=2, since_s=7.0, guest_bytes=500)
+AWAY = ModulePlacement(Module(10, 20), D0, P0, epoch=2, since_s=7.0, guest_bytes=500)
 REPORT = InstanceReport(2, 1, 0.5, 0.25, at_s=9.0)
 
 
@@ -44,7 +44,7 @@ def seen(name: InstanceId, role: Role, **fields: object) -> InstanceView:
 def test_facts_blocks_and_weights_come_from_what_is_known():
     views = [seen(P0, Role.PREFILL, changed_s=1.0), seen(D0, Role.DECODE, placements=(AWAY,))]
     known = {D0: Known(FACTS, 450), P0: Known(None)}
-    cluster = viewing.cluster_view(10.0, views, known, is_balancing=True)
+    cluster = cluster_view.cluster_view(10.0, views, known, is_balancing=True)
     p0, d0 = cluster.instances[P0], cluster.instances[D0]
     assert d0.report is not None
     assert (d0.facts, d0.report.num_kv_blocks, d0.report.weight_bytes) == (FACTS, 450, 20_000)
@@ -55,7 +55,7 @@ def test_facts_blocks_and_weights_come_from_what_is_known():
 
 
 def test_an_instance_that_has_never_reported_stays_visible():
-    cluster = viewing.cluster_view(
+    cluster = cluster_view.cluster_view(
         1.0, [seen(D0, Role.DECODE, report=None)], {D0: Known(FACTS, 300)}
     )
     assert cluster.instances[D0].report is None
@@ -66,7 +66,7 @@ def test_a_step_that_shows_its_result_keeps_busy_and_changes_no_load():
     step = Step(MoveModule(D0, P0, AWAY.module, 5), ((P0, Influence(compute=0.3)),), 1.0, 2.0, 9.0)
     other = replace(step, action=replace(step.action, module=Module(0, 5)))
     views = [seen(P0, Role.PREFILL), seen(D0, Role.DECODE, placements=(AWAY,))]
-    cluster = viewing.cluster_view(10.0, views, {}, [step, other])
+    cluster = cluster_view.cluster_view(10.0, views, {}, [step, other])
     assert [one.influence for one in cluster.under_way] == [(), other.influence]
     assert cluster.under_way[0].action == step.action
 
@@ -75,10 +75,10 @@ def test_a_step_that_shows_its_result_keeps_busy_and_changes_no_load():
     ("guest_bytes", "busy", "expected"), [(0, 0.9, 0.25), (10, 0.5, 0.75), (10, 0.9, 1.0)]
 )
 def test_guests_take_time_and_memory_of_their_instance(guest_bytes, busy, expected):
-    report = viewing.with_guests(REPORT, guest_bytes, busy)
+    report = cluster_view.with_guests(REPORT, guest_bytes, busy)
     assert report is not None
     assert (report.busy_fraction, report.guest_bytes) == (expected, guest_bytes)
-    assert viewing.with_guests(None, guest_bytes, busy) is None
+    assert cluster_view.with_guests(None, guest_bytes, busy) is None
 
 
 def test_blocks_of_a_pool_that_is_set_apart():

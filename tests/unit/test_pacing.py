@@ -11,10 +11,10 @@ from banaserve.costs.profile import Profile, load
 from banaserve.costs.steps import StepCosts
 from banaserve.costs.transfers import Copied, overlapped_s, step_times
 from banaserve.engine.vllm.emulation import step_log
-from banaserve.engine.vllm.emulation.pacer import Device, Pacer, in_parts
-from banaserve.engine.vllm.emulation.placement_cost import ATTENTION_FRACTION, Away, modelled
+from banaserve.engine.vllm.emulation.pacer import DeviceClock, Pacer, in_parts
+from banaserve.engine.vllm.emulation.placement_cost import ATTENTION_FRACTION, RemoteShare, modelled
 from banaserve.engine.vllm.emulation.step_log import PacedStep, StepLog, StepReader
-from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, ModelShape
+from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, ModelGeometry
 from banaserve.kvstore.overlap import pipeline
 from banaserve.orchestrator.model.calibration import StepWork
 from banaserve.sim.system import System
@@ -62,7 +62,7 @@ def last_step(folder: Path, name: str = "d0") -> PacedStep:
 
 
 def test_steps_follow_each_other_whatever_the_engine_takes_between_them():
-    device = Device(10.0)
+    device = DeviceClock(10.0)
     device.begin(1.0)
     assert device.deadline_s == 11.0
     assert device.end(10.4) is False
@@ -71,7 +71,7 @@ def test_steps_follow_each_other_whatever_the_engine_takes_between_them():
 
 
 def test_an_engine_without_work_gives_its_device_time_away():
-    device = Device(10.0)
+    device = DeviceClock(10.0)
     device.woke(15.0)
     device.begin(1.0)
     assert device.deadline_s == 16.0
@@ -80,7 +80,7 @@ def test_an_engine_without_work_gives_its_device_time_away():
 
 
 def test_a_step_that_overruns_delays_the_next_one():
-    device = Device(10.0)
+    device = DeviceClock(10.0)
     device.begin(1.0)
     assert device.end(11.5) is True
     device.begin(1.0)
@@ -136,7 +136,7 @@ def test_what_is_fetched_before_the_step_hides_behind_nothing(profile):
 
 
 def test_layers_and_heads_stand_for_the_same_share_of_the_modelled_model(profile):
-    own = ModelShape(10, 4)
+    own = ModelGeometry(10, 4)
     assert modelled(profile, own, LayerRange(2, 5)) == [Module(8, 20)]
     found = modelled(profile, own, HeadSet({0: (1,), 9: (3, 0)}))
     assert found == [
@@ -146,8 +146,8 @@ def test_layers_and_heads_stand_for_the_same_share_of_the_modelled_model(profile
 
 
 def test_what_is_away_adds_messages_and_takes_its_share_elsewhere(profile):
-    own = ModelShape(10, 4)
-    away = Away.of(profile, own, [(LayerRange(0, 5), "p0"), (HeadSet({9: (0, 1)}), "p1")])
+    own = ModelGeometry(10, 4)
+    away = RemoteShare.of(profile, own, [(LayerRange(0, 5), "p0"), (HeadSet({9: (0, 1)}), "p1")])
     heads = Module(36, 40, tuple(range(20)))
     hop_s = sum(module_costs.hop_s(profile, m, 7) for m in (Module(0, 20), heads))
     assert away.hop_s + 7 * away.hop_token_s == pytest.approx(hop_s)
@@ -192,7 +192,7 @@ def test_steps_that_overrun_are_counted(profile, tmp_path, time):
 
 def test_remote_layers_slow_the_device_that_they_run_on(profile, tmp_path, time):
     host, target = (pacer(profile, tmp_path, time, name) for name in ("d0", "p0"))
-    host.away = Away(hop_s=0.001, shares=(("p0", 0.25),))
+    host.away = RemoteShare(hop_s=0.001, shares=(("p0", 0.25),))
     time.now_s += 2.0  # each has seen the other's record
     for one in (target, host):
         one.begin(DECODE, Copied())
@@ -240,7 +240,7 @@ def test_a_step_in_parts_takes_less_and_its_guest_more(profile, tmp_path, time):
     guest.begin(PREFILL, Copied())
     guest.end()
     layers = [(LayerRange(6, 12), "p0")]
-    host.away = Away.of(profile, ModelShape(12, 3), layers, most_parts=4)
+    host.away = RemoteShare.of(profile, ModelGeometry(12, 3), layers, max_microbatches=4)
     host.begin(LONG, Copied())
     host.end()
     hop_s = host.away.hop_s + 2048 * host.away.hop_token_s

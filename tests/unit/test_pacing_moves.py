@@ -12,7 +12,7 @@ from banaserve.engine.vllm.emulation.pacer import Pacer
 from banaserve.engine.vllm.migration.host.block_mover import BlockMover
 from banaserve.engine.vllm.migration.host.host import MigrationHost
 from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
-from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, ModelShape
+from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, ModelGeometry
 
 TOKEN_BYTES = 8192
 COPIED_BYTES = 1_000_000
@@ -44,7 +44,7 @@ def pacer(time, tmp_path, monkeypatch):
     monkeypatch.setattr(MigrationHost, "commit", lambda host, name: SimpleNamespace(facts=facts))
     profile = load("opt-13b-a100")
     made = Pacer(profile, "d0", tmp_path, DILATION, lambda: time.now_s, time.sleep)
-    install.pace_moves(made, ModelShape(8, 2), TOKEN_BYTES)
+    install.pace_moves(made, ModelGeometry(8, 2), TOKEN_BYTES)
     return made
 
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from banaserve import models
 from banaserve.bench.loadgen import modelled_time
 from banaserve.bench.results.result import ModelledTime
-from banaserve.cli import paced
+from banaserve.cli import emulation
 from banaserve.cli.main import main
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.config import MINIATURE, ServeConfig
@@ -61,7 +61,7 @@ def test_a_profile_with_a_slip_is_refused_with_file_and_key(old, new, words, tmp
     path = tmp_path / "mine.toml"
     path.write_text(text.replace(old, new, 1))
     with pytest.raises(UserError) as refused:
-        paced.profile_of(ServeConfig(pace=str(path)))
+        emulation.profile_of(ServeConfig(pace=str(path)))
     assert str(refused.value).startswith(str(path))
     assert words in str(refused.value)
 
@@ -76,13 +76,13 @@ def test_a_miniature_runs_unless_a_model_is_named():
 
 def test_a_miniature_keeps_the_modelled_memory_in_tokens(tmp_path):
     config = ServeConfig(model=MINIATURE, pace="opt-13b-a100")
-    options = paced.vllm_options(config, tmp_path)
+    options = emulation.vllm_options(config, tmp_path)
     kv_bytes = int(options[options.index("--kv-cache-memory-bytes") + 1])
     profile = profiles.load("opt-13b-a100")
     assert kv_bytes == 66_144 * miniatures.of(profile).token_bytes
     told = json.loads(options[options.index("--additional-config.banaserve_pacing") + 1])
     assert told == {"profile": "opt-13b-a100", "folder": str(tmp_path), "dilation": 1.0}
-    own_model = paced.vllm_options(ServeConfig(pace="opt-13b-a100"), tmp_path)
+    own_model = emulation.vllm_options(ServeConfig(pace="opt-13b-a100"), tmp_path)
     assert "--kv-cache-memory-bytes" not in own_model
 
 
@@ -90,14 +90,14 @@ def test_engines_that_cannot_be_paced_are_refused(tmp_path):
     config = ServeConfig(model=MINIATURE, pace="opt-13b-a100")
     for world_size, on_cpu in ((2, True), (1, False)):
         with pytest.raises(UserError, match="one GPU an instance"):
-            paced.begin(config, world_size, on_cpu, tmp_path)
+            emulation.begin(config, world_size, on_cpu, tmp_path)
 
 
 def test_the_banner_says_that_time_is_modelled():
-    words = paced.words(ServeConfig(model=MINIATURE, pace="opt-13b-a100", dilate=4))
+    words = emulation.words(ServeConfig(model=MINIATURE, pace="opt-13b-a100", dilate=4))
     assert words.startswith("MODELLED, not measured: opt-13b-a100 (DistServe")
     assert words.endswith("1 s of it takes 4 s")
-    assert paced.words(ServeConfig()) == ""
+    assert emulation.words(ServeConfig()) == ""
 
 
 # ---- what runs

@@ -12,10 +12,10 @@ from banaserve.orchestrator.replicas import peer_prefixes, prefix_snapshot
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
 from banaserve.orchestrator.replicas.interface import (
     PeerView,
-    Reason,
     ReplicaId,
     ReplicaView,
     Request,
+    RoutingReason,
 )
 from banaserve.orchestrator.replicas.peer_prefixes import (
     BLOCK_BYTES,
@@ -168,7 +168,7 @@ def test_stamps_are_bounded_as_well() -> None:
         prefix_snapshot.decode(data, 8)
 
 
-def forwarded(preset: str, prompt: bytes) -> tuple[object, Reason]:
+def forwarded(preset: str, prompt: bytes) -> tuple[object, RoutingReason]:
     """Where skywalker sends what it cannot serve here, after ``us`` has told of ``prompt``."""
     policy: Any = make("skywalker", Random(1), preset=preset)
     fleet = Fleet(policy, "eu")
@@ -189,11 +189,11 @@ def forwarded(preset: str, prompt: bytes) -> tuple[object, Reason]:
 
 
 def test_skywalker_forwards_to_where_the_prefix_is() -> None:
-    assert forwarded("repaired", text(1, 4096)) == (US, Reason.FORWARDED)
+    assert forwarded("repaired", text(1, 4096)) == (US, RoutingReason.FORWARDED)
 
 
 @pytest.mark.parametrize("preset", ["published", "as-coded"])
 def test_as_published_only_what_was_forwarded_counts(preset: str) -> None:
-    assert forwarded(preset, text(1, 4096)) == (ASIA, Reason.FORWARDED)
+    assert forwarded(preset, text(1, 4096)) == (ASIA, RoutingReason.FORWARDED)
     policy: Any = make("skywalker", Random(1), preset=preset)
     assert not policy.options.peer_snapshots

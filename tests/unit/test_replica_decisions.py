@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from banaserve.orchestrator.replicas.fleet import Fleet
-from banaserve.orchestrator.replicas.interface import Reason, ReplicaId, ReplicaView, Request
+from banaserve.orchestrator.replicas.interface import ReplicaId, ReplicaView, Request, RoutingReason
 from banaserve.orchestrator.replicas.registry import make
 from banaserve.orchestrator.replicas.ring import Ring
 from banaserve.types import RequestId
 from fleets import Views, fleet_of
 
 
-def ask(fleet: Fleet, **what: Any) -> tuple[str | None, Reason]:
+def ask(fleet: Fleet, **what: Any) -> tuple[str | None, RoutingReason]:
     given: dict[str, Any] = {"id": RequestId("r"), "num_tokens": 100, **what}
     decision = fleet.choose(Request(**given), 10.0)
     return decision.target, decision.reason
@@ -29,20 +29,20 @@ IDLE = {"outstanding": 1}
 @pytest.mark.parametrize(
     ("name", "section", "views", "target", "reason"),
     [
-        ("least_requests", {}, {"a": BUSY, "b": IDLE}, "b", Reason.LEAST_LOADED),
+        ("least_requests", {}, {"a": BUSY, "b": IDLE}, "b", RoutingReason.LEAST_LOADED),
         (
             "least_requests",
             {},
             {"a": IDLE | {"running": 40}, "b": BUSY},
             "a",
-            Reason.LEAST_LOADED,
+            RoutingReason.LEAST_LOADED,
         ),
         (
             "least_requests",
             {"preset": "as-coded"},
             {"a": IDLE | {"running": 40}, "b": BUSY},
             "b",
-            Reason.LEAST_LOADED,
+            RoutingReason.LEAST_LOADED,
         ),
         # 200 requests with nothing to compute against one with a long prompt.
         (
@@ -50,7 +50,7 @@ IDLE = {"outstanding": 1}
             {},
             {"a": {"outstanding": 200}, "b": {"outstanding": 1, "uncached_tokens": 9000}},
             "a",
-            Reason.LEAST_LOADED,
+            RoutingReason.LEAST_LOADED,
         ),
         # 1000 tokens at 0.1 ms are 100 ms, 300 output tokens at 0.5 ms are 150 ms.
         (
@@ -58,7 +58,7 @@ IDLE = {"outstanding": 1}
             {"prefill_ms_per_token": 0.1, "output_ms_per_token": 0.5},
             {"a": {"uncached_tokens": 1000}, "b": {"output_tokens": 300}},
             "a",
-            Reason.LEAST_LOADED,
+            RoutingReason.LEAST_LOADED,
         ),
         # As coded a fifth of the KV memory outweighs any queue.
         (
@@ -66,12 +66,12 @@ IDLE = {"outstanding": 1}
             {"preset": "as-coded"},
             {"a": {"pending": 500, "outstanding_tokens": 20_000}, "b": {"kv_used_fraction": 0.2}},
             "a",
-            Reason.LEAST_LOADED,
+            RoutingReason.LEAST_LOADED,
         ),
-        ("power_of_two", {}, {"a": BUSY, "b": IDLE}, "b", Reason.LEAST_LOADED),
-        ("power_of_two", {}, {"a": BUSY}, "a", Reason.ONLY_CHOICE),
-        ("round_robin", {}, {"a": BUSY, "b": IDLE}, "a", Reason.TURN),
-        ("session_affinity", {}, {"a": BUSY, "b": IDLE}, "b", Reason.LEAST_LOADED),
+        ("power_of_two", {}, {"a": BUSY, "b": IDLE}, "b", RoutingReason.LEAST_LOADED),
+        ("power_of_two", {}, {"a": BUSY}, "a", RoutingReason.ONLY_CHOICE),
+        ("round_robin", {}, {"a": BUSY, "b": IDLE}, "a", RoutingReason.TURN),
+        ("session_affinity", {}, {"a": BUSY, "b": IDLE}, "b", RoutingReason.LEAST_LOADED),
     ],
 )
 def test_decision_on_counters(name, section, views, target, reason):
@@ -81,15 +81,15 @@ def test_decision_on_counters(name, section, views, target, reason):
 @pytest.mark.parametrize(
     ("views", "request_", "reason"),
     [
-        ({}, {}, Reason.NONE_MAY),
-        ({"a": {"is_available": False}}, {}, Reason.NONE_AVAILABLE),
-        ({"a": {"region": "us"}}, {"allowed_regions": frozenset({"eu"})}, Reason.NONE_MAY),
-        ({"a": {"models": frozenset({"m"})}}, {"model": "n"}, Reason.NONE_MAY),
-        ({"a": {"max_prompt_tokens": 99}}, {}, Reason.NONE_MAY),
+        ({}, {}, RoutingReason.NONE_MAY),
+        ({"a": {"is_available": False}}, {}, RoutingReason.NONE_AVAILABLE),
+        ({"a": {"region": "us"}}, {"allowed_regions": frozenset({"eu"})}, RoutingReason.NONE_MAY),
+        ({"a": {"models": frozenset({"m"})}}, {"model": "n"}, RoutingReason.NONE_MAY),
+        ({"a": {"max_prompt_tokens": 99}}, {}, RoutingReason.NONE_MAY),
         (
             {"a": {"region": "us"}, "b": {"region": "eu", "is_available": False}},
             {"allowed_regions": frozenset({"eu"})},
-            Reason.NONE_AVAILABLE,
+            RoutingReason.NONE_AVAILABLE,
         ),
     ],
 )
@@ -140,9 +140,9 @@ def test_sessions_beyond_the_bound_are_forgotten_oldest_first():
     assert sequence(fleet, ["w"]) == "b"
     fleet.set_available(ReplicaId("a"), True)
     # y went out for w; x went out before, is seen as new, and goes where least is outstanding.
-    assert ask(fleet, session="z") == ("a", Reason.SESSION)
-    assert ask(fleet, session="x") == ("a", Reason.LEAST_LOADED)
-    assert ask(fleet, session="w") == ("b", Reason.SESSION)
+    assert ask(fleet, session="z") == ("a", RoutingReason.SESSION)
+    assert ask(fleet, session="x") == ("a", RoutingReason.LEAST_LOADED)
+    assert ask(fleet, session="w") == ("b", RoutingReason.SESSION)
 
 
 def test_modulo_moves_most_sessions_when_a_replica_dies_and_the_ring_only_its_own():

@@ -11,17 +11,17 @@ import pytest
 from banaserve.errors import UserError
 from banaserve.orchestrator.replicas.fleet import Fleet
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     PeerView,
-    Reason,
     ReplicaId,
     ReplicaView,
     Request,
+    RoutingDecision,
+    RoutingReason,
 )
+from banaserve.orchestrator.replicas.papers.tuner_coded import SIGMA_FLOOR, CodedTuner
 from banaserve.orchestrator.replicas.rates import Rates
 from banaserve.orchestrator.replicas.registry import make
 from banaserve.orchestrator.replicas.tuner import Tuner, TunerOptions
-from banaserve.orchestrator.replicas.tuner_coded import SIGMA_FLOOR, CodedTuner
 from banaserve.types import RequestId
 
 A, B, P, Q = (ReplicaId(name) for name in "abpq")
@@ -39,11 +39,11 @@ def fleet_of(name: str, *views: ReplicaView, **section: Any) -> Fleet:
 
 
 def served(fleet: Fleet, prompt: bytes, target: ReplicaId) -> None:
-    flight = fleet.sent(request_of(prompt), Decision(target, Reason.TURN), 0.0)
+    flight = fleet.sent(request_of(prompt), RoutingDecision(target, RoutingReason.TURN), 0.0)
     fleet.finished(flight, 0.2, 1)
 
 
-def choose(fleet: Fleet, num_tokens: int = 1000) -> Decision:
+def choose(fleet: Fleet, num_tokens: int = 1000) -> RoutingDecision:
     return fleet.choose(request_of(b"x" * num_tokens), 1.0)
 
 
@@ -272,7 +272,9 @@ def test_a_client_that_goes_away_says_nothing_of_the_weights():
     for is_fault, phase in ((False, 0), (True, 1)):
         fleet = fleet_of("gorgo", ReplicaView(A), **tuned)
         for number in range(8):
-            flight = fleet.sent(request_of(b"x", number), Decision(A, Reason.TURN), 0.0)
+            flight = fleet.sent(
+                request_of(b"x", number), RoutingDecision(A, RoutingReason.TURN), 0.0
+            )
             fleet.failed(flight, 1.0, is_fault)
         assert fleet.policy.tuner.phase == phase  # type: ignore[attr-defined]
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from banaserve.orchestrator.replicas.fleet import Fleet
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     Flight,
-    Reason,
     ReplicaId,
     ReplicaView,
     Request,
+    RoutingDecision,
+    RoutingReason,
 )
 from banaserve.orchestrator.replicas.preble_costs import (
     REGRESSIONS,
@@ -44,14 +44,14 @@ def send(fleet: Fleet, prompt: bytes, target: ReplicaId, now_s: float = 0.0) -> 
     hits = fleet.policy.tree.match(prompt, 1.0)  # type: ignore[attr-defined]
     hit_tokens = int(hits[target][0]) if target in hits else 0
     request = Request(RequestId("r"), len(prompt), prompt)
-    return fleet.sent(request, Decision(target, Reason.TURN, hit_tokens), now_s)
+    return fleet.sent(request, RoutingDecision(target, RoutingReason.TURN, hit_tokens), now_s)
 
 
 def serve(fleet: Fleet, prompt: bytes, target: ReplicaId, now_s: float = 0.0) -> None:
     fleet.finished(send(fleet, prompt, target, now_s), now_s + 0.1, 1)
 
 
-def ask(fleet: Fleet, prompt: bytes, now_s: float = 1.0) -> Decision:
+def ask(fleet: Fleet, prompt: bytes, now_s: float = 1.0) -> RoutingDecision:
     return fleet.choose(Request(RequestId("q"), len(prompt), prompt), now_s)
 
 
@@ -59,10 +59,10 @@ def ask(fleet: Fleet, prompt: bytes, now_s: float = 1.0) -> Decision:
     ("cached_on_a", "suffix", "target", "reason"),
     [
         # Matched 1000 against 999 that remain, and against 1000: equal explores.
-        (KEY, 999, A, Reason.PREFIX),
-        (KEY, 1000, A, Reason.EXPLORE),
-        (KEY, 5000, A, Reason.EXPLORE),
-        (b"z" * 1000, 999, None, Reason.EXPLORE),
+        (KEY, 999, A, RoutingReason.PREFIX),
+        (KEY, 1000, A, RoutingReason.EXPLORE),
+        (KEY, 5000, A, RoutingReason.EXPLORE),
+        (b"z" * 1000, 999, None, RoutingReason.EXPLORE),
     ],
 )
 def test_exploits_more_than_half(cached_on_a, suffix, target, reason):
@@ -104,7 +104,7 @@ def test_a_heavy_replica_s_requests_are_redirected_when_that_pays():
     prompt = KEY + b"s" * 10
     for _ in range(3):
         send(fleet, prompt, A)
-    assert ask(fleet, prompt).reason is Reason.REBALANCED
+    assert ask(fleet, prompt).reason is RoutingReason.REBALANCED
     assert ask(fleet, prompt).target == B
     calm = fleet_of(balance_threshold=0, scales_hot_prefixes=False)
     serve(calm, KEY, A)
@@ -153,7 +153,7 @@ def test_an_explored_request_goes_where_there_is_decoding_unless_that_is_overloa
     section = {"decode_fraction": 0.9, "output_ms_per_token": 100.0, "decode_share": 1.0}
     fleet = fleet_of(**section, guards_balance=False)
     send(fleet, b"short", A)
-    assert ask(fleet, b"new" * 300).reason is Reason.IMBALANCE
+    assert ask(fleet, b"new" * 300).reason is RoutingReason.IMBALANCE
     assert ask(fleet, b"new" * 300).target == A
     guarded = fleet_of(**section)
     send(guarded, b"short", A)

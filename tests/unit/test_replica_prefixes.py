@@ -9,10 +9,10 @@ import pytest
 from banaserve.balancer.routing_request import without_tried
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
-    Reason,
     ReplicaId,
     Request,
+    RoutingDecision,
+    RoutingReason,
 )
 from banaserve.types import RequestId
 from fleets import Views, fleet_of
@@ -28,12 +28,12 @@ def request_of(prompt: bytes = b"", **what: Any) -> Request:
 
 def served(fleet: Fleet, prompt: bytes, target: str, cached_tokens: int | None = None) -> None:
     """Lets ``target`` serve ``prompt``, whatever the policy would have chosen."""
-    decision = Decision(ReplicaId(target), Reason.TURN, hit_tokens=len(prompt))
+    decision = RoutingDecision(ReplicaId(target), RoutingReason.TURN, hit_tokens=len(prompt))
     flight = fleet.sent(request_of(prompt), decision, NOW_S)
     fleet.finished(flight, NOW_S, 1, cached_tokens)
 
 
-def ask(fleet: Fleet, prompt: bytes = b"", **what: Any) -> tuple[str | None, Reason, int]:
+def ask(fleet: Fleet, prompt: bytes = b"", **what: Any) -> tuple[str | None, RoutingReason, int]:
     decision = fleet.choose(request_of(prompt, **what), NOW_S)
     return decision.target, decision.reason, decision.hit_tokens
 
@@ -44,10 +44,18 @@ def told(pending: int = 0) -> dict[str, Any]:
 
 OPEN_PEER = {"num_available": 2, "queue_length": 0, "is_available": True}
 
-SKYWALKER_CASES: list[tuple[str, dict[str, Any], Views, Views, int, str | None, Reason]] = [
-    ("a free replica", {}, {"a": told(1), "b": told(0)}, {"p": OPEN_PEER}, 0, "b", Reason.EXPLORE),
-    ("none is free", {}, {"a": told(1)}, {"p": OPEN_PEER}, 0, "p", Reason.FORWARDED),
-    ("no peer either", {}, {"a": told(1)}, {}, 0, None, Reason.ALL_BUSY),
+SKYWALKER_CASES: list[tuple[str, dict[str, Any], Views, Views, int, str | None, RoutingReason]] = [
+    (
+        "a free replica",
+        {},
+        {"a": told(1), "b": told(0)},
+        {"p": OPEN_PEER},
+        0,
+        "b",
+        RoutingReason.EXPLORE,
+    ),
+    ("none is free", {}, {"a": told(1)}, {"p": OPEN_PEER}, 0, "p", RoutingReason.FORWARDED),
+    ("no peer either", {}, {"a": told(1)}, {}, 0, None, RoutingReason.ALL_BUSY),
     (
         "a peer without a free replica",
         {},
@@ -55,7 +63,7 @@ SKYWALKER_CASES: list[tuple[str, dict[str, Any], Views, Views, int, str | None, 
         {"p": OPEN_PEER | {"num_available": 0}},
         9,
         None,
-        Reason.ALL_BUSY,
+        RoutingReason.ALL_BUSY,
     ),
     (
         "a peer's queue above tau",
@@ -64,7 +72,7 @@ SKYWALKER_CASES: list[tuple[str, dict[str, Any], Views, Views, int, str | None, 
         {"p": OPEN_PEER | {"queue_length": 11}},
         99,
         None,
-        Reason.ALL_BUSY,
+        RoutingReason.ALL_BUSY,
     ),
     (
         "a peer's queue above ours",
@@ -73,7 +81,7 @@ SKYWALKER_CASES: list[tuple[str, dict[str, Any], Views, Views, int, str | None, 
         {"p": OPEN_PEER | {"queue_length": 3}},
         2,
         None,
-        Reason.ALL_BUSY,
+        RoutingReason.ALL_BUSY,
     ),
     (
         "which the paper does not ask",
@@ -82,7 +90,7 @@ SKYWALKER_CASES: list[tuple[str, dict[str, Any], Views, Views, int, str | None, 
         {"p": OPEN_PEER | {"queue_length": 3}},
         2,
         "p",
-        Reason.FORWARDED,
+        RoutingReason.FORWARDED,
     ),
     (
         "credit of four used up",
@@ -91,7 +99,7 @@ SKYWALKER_CASES: list[tuple[str, dict[str, Any], Views, Views, int, str | None, 
         {},
         0,
         None,
-        Reason.ALL_BUSY,
+        RoutingReason.ALL_BUSY,
     ),
     (
         "which the code does not count",
@@ -100,7 +108,7 @@ SKYWALKER_CASES: list[tuple[str, dict[str, Any], Views, Views, int, str | None, 
         {},
         0,
         "a",
-        Reason.EXPLORE,
+        RoutingReason.EXPLORE,
     ),
     (
         "silent for longer than two seconds: by outstanding",
@@ -109,9 +117,17 @@ SKYWALKER_CASES: list[tuple[str, dict[str, Any], Views, Views, int, str | None, 
         {},
         0,
         "a",
-        Reason.EXPLORE,
+        RoutingReason.EXPLORE,
     ),
-    ("never told: by outstanding", {}, {"a": {"outstanding": 10}}, {}, 0, None, Reason.ALL_BUSY),
+    (
+        "never told: by outstanding",
+        {},
+        {"a": {"outstanding": 10}},
+        {},
+        0,
+        None,
+        RoutingReason.ALL_BUSY,
+    ),
     (
         "pushing by outstanding ignores what is pending",
         {"push": "outstanding", "max_outstanding": 5},
@@ -119,7 +135,7 @@ SKYWALKER_CASES: list[tuple[str, dict[str, Any], Views, Views, int, str | None, 
         {},
         0,
         "a",
-        Reason.EXPLORE,
+        RoutingReason.EXPLORE,
     ),
     (
         "blind pushing never waits",
@@ -128,7 +144,7 @@ SKYWALKER_CASES: list[tuple[str, dict[str, Any], Views, Views, int, str | None, 
         {"p": OPEN_PEER},
         0,
         "a",
-        Reason.EXPLORE,
+        RoutingReason.EXPLORE,
     ),
 ]
 
@@ -143,14 +159,14 @@ def test_skywalker_s_layers(name, section, views, peers, queue, target, reason):
     fleet = fleet_of(name, views, peers, **section)
     fleet.queue_length = queue
     found = ask(fleet, session="ann")
-    if name == "skywalker_ch" and reason is Reason.EXPLORE:
-        reason = Reason.SESSION
+    if name == "skywalker_ch" and reason is RoutingReason.EXPLORE:
+        reason = RoutingReason.SESSION
     assert found[:2] == (target, reason)
 
 
 def test_a_forwarded_request_waits_here_and_is_not_forwarded_again():
     fleet = fleet_of("skywalker", {"a": told(1)}, {"p": OPEN_PEER})
-    assert ask(fleet, was_forwarded=True)[:2] == (None, Reason.ALL_BUSY)
+    assert ask(fleet, was_forwarded=True)[:2] == (None, RoutingReason.ALL_BUSY)
     fleet.reported(ReplicaId("a"), Report(NOW_S, pending=0))
     assert ask(fleet, was_forwarded=True)[0] == "a"
 
@@ -160,19 +176,19 @@ def test_no_traffic_goes_where_it_may_not_even_when_all_else_is_busy():
         "skywalker", {"a": told(1) | {"region": "us"}}, {"p": OPEN_PEER | {"region": "asia"}}
     )
     here = frozenset({"us", "eu"})
-    assert ask(fleet, allowed_regions=here)[:2] == (None, Reason.ALL_BUSY)
+    assert ask(fleet, allowed_regions=here)[:2] == (None, RoutingReason.ALL_BUSY)
     assert ask(fleet)[0] == "p"
 
 
 def test_skywalker_s_prefix_decides_above_half_and_only_among_the_free():
     fleet = fleet_of("skywalker", {"a": told(), "b": told(), "c": told()})
     served(fleet, SYSTEM, "b")
-    assert ask(fleet, SYSTEM + b"x" * 60) == ("b", Reason.PREFIX, 128)
+    assert ask(fleet, SYSTEM + b"x" * 60) == ("b", RoutingReason.PREFIX, 128)
     _, reason, _ = ask(fleet, SYSTEM + b"x" * 200)
-    assert reason is Reason.EXPLORE
+    assert reason is RoutingReason.EXPLORE
     served(fleet, SYSTEM[:100], "c")
     fleet.reported(ReplicaId("b"), Report(NOW_S, pending=1))
-    assert ask(fleet, SYSTEM) == ("c", Reason.PREFIX, 100)
+    assert ask(fleet, SYSTEM) == ("c", RoutingReason.PREFIX, 100)
 
 
 def test_who_was_asked_in_vain_is_not_asked_again_for_its_prefix():
@@ -186,30 +202,30 @@ def test_who_was_asked_in_vain_is_not_asked_again_for_its_prefix():
 def test_skywalker_knows_what_it_forwarded():
     fleet = fleet_of("skywalker", {"a": told(1)}, {"p": OPEN_PEER, "q": OPEN_PEER})
     served(fleet, SYSTEM, "q")
-    assert ask(fleet, SYSTEM) == ("q", Reason.FORWARDED, 128)
+    assert ask(fleet, SYSTEM) == ("q", RoutingReason.FORWARDED, 128)
 
 
 def test_equal_hits_go_where_less_is_outstanding():
     fleet = fleet_of("cache_aware", {"a": {"outstanding": 3}, "b": {"outstanding": 1}})
     served(fleet, SYSTEM, "a")
     served(fleet, SYSTEM, "b")
-    assert ask(fleet, SYSTEM) == ("b", Reason.PREFIX, 128)
+    assert ask(fleet, SYSTEM) == ("b", RoutingReason.PREFIX, 128)
 
 
 @pytest.mark.parametrize(
     ("preset", "loads", "target", "reason"),
     [
         # 0.4: 50 % of the prompt, 32 apart and a hair's breadth in proportion.
-        ("sglang-0.4", (32, 0), "a", Reason.PREFIX),
-        ("sglang-0.4", (33, 0), "b", Reason.IMBALANCE),
-        ("sglang-0.4", (333, 300), "b", Reason.IMBALANCE),
-        ("sglang-rust", (333, 300), "b", Reason.IMBALANCE),
-        ("sglang-rust", (329, 300), "a", Reason.PREFIX),
-        ("sglang-cli", (60, 0), "a", Reason.PREFIX),
-        ("sglang-cli", (465, 400), "a", Reason.PREFIX),
-        ("smg", (665, 400), "b", Reason.IMBALANCE),
-        ("repaired", (9, 0), "b", Reason.IMBALANCE),
-        ("repaired", (8, 0), "a", Reason.PREFIX),
+        ("sglang-0.4", (32, 0), "a", RoutingReason.PREFIX),
+        ("sglang-0.4", (33, 0), "b", RoutingReason.IMBALANCE),
+        ("sglang-0.4", (333, 300), "b", RoutingReason.IMBALANCE),
+        ("sglang-rust", (333, 300), "b", RoutingReason.IMBALANCE),
+        ("sglang-rust", (329, 300), "a", RoutingReason.PREFIX),
+        ("sglang-cli", (60, 0), "a", RoutingReason.PREFIX),
+        ("sglang-cli", (465, 400), "a", RoutingReason.PREFIX),
+        ("smg", (665, 400), "b", RoutingReason.IMBALANCE),
+        ("repaired", (9, 0), "b", RoutingReason.IMBALANCE),
+        ("repaired", (8, 0), "a", RoutingReason.PREFIX),
     ],
 )
 def test_cache_aware_s_sets_of_defaults(preset, loads, target, reason):
@@ -223,7 +239,7 @@ def test_cache_aware_s_sets_of_defaults(preset, loads, target, reason):
 def test_without_a_hit_the_smallest_tree_or_the_least_loaded(preset, target):
     fleet = fleet_of("cache_aware", {"a": {}, "b": {"outstanding": 5}}, preset=preset)
     served(fleet, b"something else", "a")
-    assert ask(fleet, SYSTEM)[:2] == (target, Reason.EXPLORE)
+    assert ask(fleet, SYSTEM)[:2] == (target, RoutingReason.EXPLORE)
 
 
 BLOCK = b"x" * 64
@@ -233,10 +249,10 @@ BLOCK = b"x" * 64
     ("loads", "target", "reason"),
     [
         # The mean of 1, 1, 5 is 2.3, the deviation 1.9: within two deviations, not within one.
-        ((5, 1, 1), "a", Reason.PREFIX),
+        ((5, 1, 1), "a", RoutingReason.PREFIX),
         # 9 apart: only the least loaded compete, and b has one block of the two.
-        ((9, 0, 0), "b", Reason.IMBALANCE),
-        ((9, 1, 0), "c", Reason.LEAST_LOADED),
+        ((9, 0, 0), "b", RoutingReason.IMBALANCE),
+        ((9, 1, 0), "c", RoutingReason.LEAST_LOADED),
     ],
 )
 def test_prefix_cache_in_aibrix_s_form(loads, target, reason):
@@ -252,17 +268,17 @@ def test_prefix_cache_passes_over_a_replica_beyond_the_deviations():
     served(fleet, BLOCK, "a")
     target, reason, hit_tokens = ask(fleet, BLOCK)
     assert target in ("b", "c")
-    assert (reason, hit_tokens) == (Reason.LEAST_LOADED, 0)
+    assert (reason, hit_tokens) == (RoutingReason.LEAST_LOADED, 0)
 
 
 def test_prefix_cache_looks_at_whole_chained_blocks_for_their_lifetime():
     fleet = fleet_of("prefix_cache", {"a": {}, "b": {"outstanding": 1}})
     served(fleet, BLOCK + BLOCK, "b")
-    assert ask(fleet, BLOCK + BLOCK[:63]) == ("b", Reason.PREFIX, 64)
+    assert ask(fleet, BLOCK + BLOCK[:63]) == ("b", RoutingReason.PREFIX, 64)
     # The second block is the same, what goes before it is not.
-    assert ask(fleet, SYSTEM[:64] + BLOCK)[:2] == ("a", Reason.LEAST_LOADED)
+    assert ask(fleet, SYSTEM[:64] + BLOCK)[:2] == ("a", RoutingReason.LEAST_LOADED)
     late = fleet.choose(request_of(BLOCK + BLOCK), NOW_S + 1201)
-    assert late.reason is Reason.LEAST_LOADED
+    assert late.reason is RoutingReason.LEAST_LOADED
 
 
 def test_what_a_replica_did_not_have_is_forgotten():
@@ -280,7 +296,7 @@ def test_a_replica_that_restarted_has_nothing():
     fleet = fleet_of("skywalker", {"a": told(), "b": told()})
     served(fleet, SYSTEM, "a")
     fleet.restarted(ReplicaId("a"))
-    assert ask(fleet, SYSTEM)[1:] == (Reason.EXPLORE, 0)
+    assert ask(fleet, SYSTEM)[1:] == (RoutingReason.EXPLORE, 0)
 
 
 @pytest.mark.parametrize(

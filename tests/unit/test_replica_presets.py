@@ -10,7 +10,13 @@ from typing import NamedTuple
 import pytest
 
 from banaserve.orchestrator.replicas.fleet import Fleet
-from banaserve.orchestrator.replicas.interface import Decision, Flight, Reason, ReplicaId, Request
+from banaserve.orchestrator.replicas.interface import (
+    Flight,
+    ReplicaId,
+    Request,
+    RoutingDecision,
+    RoutingReason,
+)
 from banaserve.orchestrator.replicas.registry import names, presets
 from banaserve.types import RequestId
 from fleets import Views, fleet_of
@@ -25,7 +31,7 @@ class Row(NamedTuple):
     preset: str
     views: Views
     target: str | None
-    reason: Reason
+    reason: RoutingReason
     peers: Views | None = None
     served: tuple[tuple[str, str], ...] = ()
     sent: tuple[tuple[str, str], ...] = ()
@@ -55,12 +61,16 @@ ONE = (("z", "b"),)
 DIP = (("u" * 383, "a"), ("v" * 100, "b"))
 
 ROWS = [
-    Row("round_robin", "plain", FIVE_AND_ONE, "a", Reason.TURN),
-    Row("random", "plain", {"a": {"outstanding": 9}}, "a", Reason.RANDOM),
-    Row("power_of_two", "plain", FIVE_AND_ONE, "b", Reason.LEAST_LOADED),
+    Row("round_robin", "plain", FIVE_AND_ONE, "a", RoutingReason.TURN),
+    Row("random", "plain", {"a": {"outstanding": 9}}, "a", RoutingReason.RANDOM),
+    Row("power_of_two", "plain", FIVE_AND_ONE, "b", RoutingReason.LEAST_LOADED),
     # Forty that somebody else has sent to b count as coded only.
-    Row("least_requests", "repaired", NINE | {"b": {"running": 40}}, "b", Reason.LEAST_LOADED),
-    Row("least_requests", "as-coded", NINE | {"b": {"running": 40}}, "a", Reason.LEAST_LOADED),
+    Row(
+        "least_requests", "repaired", NINE | {"b": {"running": 40}}, "b", RoutingReason.LEAST_LOADED
+    ),
+    Row(
+        "least_requests", "as-coded", NINE | {"b": {"running": 40}}, "a", RoutingReason.LEAST_LOADED
+    ),
     # 94 ms of prefill against 50 ms of output; as coded 1,000 tokens against 2,000.
     Row(
         "least_load",
@@ -70,7 +80,7 @@ ROWS = [
             "b": {"output_tokens": 100, "outstanding_tokens": 2000},
         },
         "b",
-        Reason.LEAST_LOADED,
+        RoutingReason.LEAST_LOADED,
     ),
     Row(
         "least_load",
@@ -80,50 +90,52 @@ ROWS = [
             "b": {"output_tokens": 100, "outstanding_tokens": 2000},
         },
         "a",
-        Reason.LEAST_LOADED,
+        RoutingReason.LEAST_LOADED,
     ),
     # Ten on a would be more than 1.25 times the mean of five: the key spills over.
-    Row("consistent_hash", "repaired", NINE, "b", Reason.SESSION),
-    Row("consistent_hash", "as-coded", NINE, "b", Reason.LEAST_LOADED),
-    Row("consistent_hash", "as-coded", NINE, "a", Reason.SESSION, session="carl"),
-    Row("session_affinity", "repaired", NINE, "a", Reason.SESSION, served=HERE),
+    Row("consistent_hash", "repaired", NINE, "b", RoutingReason.SESSION),
+    Row("consistent_hash", "as-coded", NINE, "b", RoutingReason.LEAST_LOADED),
+    Row("consistent_hash", "as-coded", NINE, "a", RoutingReason.SESSION, session="carl"),
+    Row("session_affinity", "repaired", NINE, "a", RoutingReason.SESSION, served=HERE),
     # The hash of this prompt is odd, whoever has served it.
-    Row("session_affinity", "as-coded", NINE, "b", Reason.SESSION, served=HERE),
+    Row("session_affinity", "as-coded", NINE, "b", RoutingReason.SESSION, served=HERE),
     # A difference of nine is out of balance for the code's 8 and in balance for the README's 16.
-    Row("prefix_cache", "repaired", NINE, "b", Reason.LEAST_LOADED, served=HERE),
-    Row("prefix_cache", "aibrix-readme", NINE, "a", Reason.PREFIX, served=HERE),
+    Row("prefix_cache", "repaired", NINE, "b", RoutingReason.LEAST_LOADED, served=HERE),
+    Row("prefix_cache", "aibrix-readme", NINE, "a", RoutingReason.PREFIX, served=HERE),
     # Eight characters are two blocks of 4 and none of 64 or 128.
     Row(
         "prefix_cache",
         "aibrix-code",
         {"a": {"outstanding": 1}, "b": {}},
         "a",
-        Reason.PREFIX,
+        RoutingReason.PREFIX,
         served=(("x" * 8, "a"),),
         prompt="x" * 8,
     ),
-    Row("cache_aware", "repaired", NINE, "b", Reason.IMBALANCE, served=HERE),
-    Row("cache_aware", "sglang-0.4", CROWD, "b", Reason.IMBALANCE, served=HERE),
-    Row("cache_aware", "sglang-rust", CROWD, "a", Reason.PREFIX, served=HERE),
+    Row("cache_aware", "repaired", NINE, "b", RoutingReason.IMBALANCE, served=HERE),
+    Row("cache_aware", "sglang-0.4", CROWD, "b", RoutingReason.IMBALANCE, served=HERE),
+    Row("cache_aware", "sglang-rust", CROWD, "a", RoutingReason.PREFIX, served=HERE),
     # 400 of 1,000 tokens are more than 0.3. Nothing known: the smaller tree, or fewer requests.
-    Row("cache_aware", "sglang-cli", NINE, "a", Reason.PREFIX, served=(("x" * 400, "a"),)),
-    Row("cache_aware", "sglang-cli", NINE, "a", Reason.EXPLORE, served=(("y" * 900, "b"),)),
-    Row("cache_aware", "smg", NINE, "b", Reason.EXPLORE, served=(("y" * 900, "b"),)),
-    Row("skywalker", "repaired", BUSY, None, Reason.ALL_BUSY, peers=LONGER_QUEUE, queue=2),
-    Row("skywalker", "published", BUSY, "p", Reason.FORWARDED, peers=LONGER_QUEUE, queue=2),
-    Row("skywalker", "as-coded", BUSY, None, Reason.ALL_BUSY, peers=LONGER_QUEUE, queue=2),
-    Row("skywalker", "repaired", OLD, None, Reason.ALL_BUSY),
-    Row("skywalker", "as-coded", OLD, "a", Reason.EXPLORE),
-    Row("skywalker_ch", "repaired", OLD, None, Reason.ALL_BUSY, session="ann"),
-    Row("skywalker_ch", "as-coded", OLD, "a", Reason.SESSION, session="ann"),
-    Row("skywalker_ch", "published", BUSY, "p", Reason.FORWARDED, peers=LONGER_QUEUE, queue=2),
+    Row("cache_aware", "sglang-cli", NINE, "a", RoutingReason.PREFIX, served=(("x" * 400, "a"),)),
+    Row("cache_aware", "sglang-cli", NINE, "a", RoutingReason.EXPLORE, served=(("y" * 900, "b"),)),
+    Row("cache_aware", "smg", NINE, "b", RoutingReason.EXPLORE, served=(("y" * 900, "b"),)),
+    Row("skywalker", "repaired", BUSY, None, RoutingReason.ALL_BUSY, peers=LONGER_QUEUE, queue=2),
+    Row("skywalker", "published", BUSY, "p", RoutingReason.FORWARDED, peers=LONGER_QUEUE, queue=2),
+    Row("skywalker", "as-coded", BUSY, None, RoutingReason.ALL_BUSY, peers=LONGER_QUEUE, queue=2),
+    Row("skywalker", "repaired", OLD, None, RoutingReason.ALL_BUSY),
+    Row("skywalker", "as-coded", OLD, "a", RoutingReason.EXPLORE),
+    Row("skywalker_ch", "repaired", OLD, None, RoutingReason.ALL_BUSY, session="ann"),
+    Row("skywalker_ch", "as-coded", OLD, "a", RoutingReason.SESSION, session="ann"),
+    Row(
+        "skywalker_ch", "published", BUSY, "p", RoutingReason.FORWARDED, peers=LONGER_QUEUE, queue=2
+    ),
     # 94 ms of prefill and 6,000 tokens ahead at 0.02 ms, against 94 ms and 100 of distance.
     Row(
         "gorgo",
         "repaired",
         {"a": {"uncached_tokens": 6000}, "b": {"round_trip_ms": 100.0}},
         "b",
-        Reason.LOWEST_COST,
+        RoutingReason.LOWEST_COST,
     ),
     # What is being decoded is no backlog.
     Row(
@@ -131,29 +143,39 @@ ROWS = [
         "untuned",
         {"a": {"outstanding_tokens": 60_000}, "b": {"round_trip_ms": 100.0}},
         "a",
-        Reason.LOWEST_COST,
+        RoutingReason.LOWEST_COST,
     ),
     # 0.276 x 100 ms = 27.6 are added to tokens: less than the 30 that are known there.
-    Row("gorgo", "published", FAR, "b", Reason.LOWEST_COST, served=(("x" * 30, "b"),)),
+    Row("gorgo", "published", FAR, "b", RoutingReason.LOWEST_COST, served=(("x" * 30, "b"),)),
     # 0.5 x 100 ms = 50 are more than 30.
-    Row("gorgo", "as-coded", FAR, "a", Reason.LOWEST_COST, served=(("x" * 30, "b"),)),
+    Row("gorgo", "as-coded", FAR, "a", RoutingReason.LOWEST_COST, served=(("x" * 30, "b"),)),
     # Five requests leave room where 32 may be outstanding, and none where five may. Staying costs
     # 94 + 846 ms then, going 194 ms or less.
-    Row("gorgo_v1", "repaired", FIVE, "a", Reason.LOWEST_COST, peers=PEERS),
-    Row("gorgo_v1", "published", FIVE, "q", Reason.FORWARDED, peers=PEERS, served=TEN_THERE),
-    Row("gorgo_v1", "as-coded", FIVE, "p", Reason.FORWARDED, peers=PEERS, served=TEN_THERE),
+    Row("gorgo_v1", "repaired", FIVE, "a", RoutingReason.LOWEST_COST, peers=PEERS),
+    Row("gorgo_v1", "published", FIVE, "q", RoutingReason.FORWARDED, peers=PEERS, served=TEN_THERE),
+    Row("gorgo_v1", "as-coded", FIVE, "p", RoutingReason.FORWARDED, peers=PEERS, served=TEN_THERE),
     # 9,000 tokens that are being decoded, against 100 ms.
-    Row("gorgo_v1", "proxy", FIVE | {"b": FAR["b"]}, "a", Reason.LOWEST_COST),
-    Row("gorgo_v1", "proxy-as-coded", FIVE | {"b": FAR["b"]}, "b", Reason.LOWEST_COST),
+    Row("gorgo_v1", "proxy", FIVE | {"b": FAR["b"]}, "a", RoutingReason.LOWEST_COST),
+    Row("gorgo_v1", "proxy-as-coded", FIVE | {"b": FAR["b"]}, "b", RoutingReason.LOWEST_COST),
     # The greatest share: 0.9 and 0.5. Their sum: 0.9 and 1.0.
-    Row("load_aware", "repaired", SHARES, "b", Reason.LEAST_LOADED),
-    Row("load_aware", "published", SHARES, "a", Reason.LEAST_LOADED),
+    Row("load_aware", "repaired", SHARES, "b", RoutingReason.LEAST_LOADED),
+    Row("load_aware", "published", SHARES, "a", RoutingReason.LEAST_LOADED),
     # Three requests that have ended against one that has not.
-    Row("preble", "repaired", {"a": {}, "b": {}}, "a", Reason.EXPLORE, served=THREE, sent=ONE),
-    Row("preble", "published", {"a": {}, "b": {}}, "b", Reason.EXPLORE, served=THREE, sent=ONE),
+    Row(
+        "preble", "repaired", {"a": {}, "b": {}}, "a", RoutingReason.EXPLORE, served=THREE, sent=ONE
+    ),
+    Row(
+        "preble",
+        "published",
+        {"a": {}, "b": {}},
+        "b",
+        RoutingReason.EXPLORE,
+        served=THREE,
+        sent=ONE,
+    ),
     # 383 tokens take 51 ms, 100 take 25; by the code's regression 383 take -16.
-    Row("preble", "published", {"a": {}, "b": {}}, "b", Reason.EXPLORE, served=DIP),
-    Row("preble", "as-coded", {"a": {}, "b": {}}, "a", Reason.EXPLORE, served=DIP),
+    Row("preble", "published", {"a": {}, "b": {}}, "b", RoutingReason.EXPLORE, served=DIP),
+    Row("preble", "as-coded", {"a": {}, "b": {}}, "a", RoutingReason.EXPLORE, served=DIP),
 ]
 
 
@@ -183,4 +205,6 @@ def _request(prompt: str, session: str = "") -> Request:
 
 
 def _send(fleet: Fleet, prompt: str, target: str) -> Flight:
-    return fleet.sent(_request(prompt), Decision(ReplicaId(target), Reason.TURN), NOW_S)
+    return fleet.sent(
+        _request(prompt), RoutingDecision(ReplicaId(target), RoutingReason.TURN), NOW_S
+    )

@@ -10,7 +10,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from banaserve.engine.vllm.migration.kv.dirty_blocks import AwayBlocks
+from banaserve.engine.vllm.migration.kv.dirty_blocks import RemoteBlocks
 from banaserve.engine.vllm.migration.modules import paged_attention
 from banaserve.engine.vllm.migration.modules.context_split import ContextPlan, split_context
 from banaserve.engine.vllm.migration.modules.paged_attention import DevicePages, KvPages, Pages
@@ -88,11 +88,11 @@ def attention(common: Any, query: Any, key: Any, value: Any) -> torch.Tensor:
 
 def test_nothing_is_asked_where_nothing_is_away() -> None:
     common = batch_of([100, 40], [1, 40], [[1, 2, 3, 4], [5, 6]])
-    assert split_context(common, BLOCK_SIZE, AwayBlocks(NUM_BLOCKS)) is None
+    assert split_context(common, BLOCK_SIZE, RemoteBlocks(NUM_BLOCKS)) is None
 
 
 def test_only_those_that_have_blocks_away_ask() -> None:
-    away = AwayBlocks(NUM_BLOCKS)
+    away = RemoteBlocks(NUM_BLOCKS)
     away.leave([2, 9])
     common = batch_of([100, 40, 70], [1, 40, 6], [[1, 2, 3, 4], [5, 6], [9, 2, 8]])
     plan = split_context(common, BLOCK_SIZE, away)

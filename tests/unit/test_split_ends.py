@@ -14,15 +14,15 @@ from vllm import _custom_ops as ops
 
 from banaserve.engine.vllm.migration.guest.units import OlderBlocks
 from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
-from banaserve.engine.vllm.migration.host.units import Residence
-from banaserve.engine.vllm.migration.kv.dirty_blocks import AwayBlocks
+from banaserve.engine.vllm.migration.host.units import UnitLocation
+from banaserve.engine.vllm.migration.kv.dirty_blocks import RemoteBlocks
 from banaserve.engine.vllm.migration.kv.host_kv import HostKv
-from banaserve.engine.vllm.migration.kv.step_context import StepWatch
+from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.modules.context_split import ContextAttention
 from banaserve.engine.vllm.migration.modules.paged_attention import KvPages
 from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.rpc.guest_client import GuestLink
-from banaserve.engine.vllm.migration.rpc.tensors import Parcel, from_wire, restore
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
+from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, restore
 from banaserve.engine.vllm.migration.types import Context
 from banaserve.errors import GuestLostError, ProtocolError
 from banaserve.transport.connect import over_unix
@@ -67,19 +67,19 @@ class Inner:
 class Ends:
     """A host's attention, and a guest with ``older`` in a thread."""
 
-    def __init__(self, common: Any, away: AwayBlocks, here: Any, there: Any) -> None:
+    def __init__(self, common: Any, away: RemoteBlocks, here: Any, there: Any) -> None:
         self.layer = SimpleNamespace(impl=Inner(), kv_cache=here)
         self.lost: list[GuestLostError] = []
         self.common = common
         builder = SimpleNamespace(build=lambda _, batch: batch)
-        watch = StepWatch(builder, BLOCK_SIZE, NUM_BLOCKS)
+        watch = StepContext(builder, BLOCK_SIZE, NUM_BLOCKS)
         builder.build(0, common)
         pages = KvPages.of(self.layer, self.layer.impl, here)
         self.older = OlderBlocks(pages, {"l": there}, {"l": SCALE})
         ours, theirs = socket.socketpair()
         self._channel = over_unix(theirs)
-        self.link = GuestLink("g", over_unix(ours), None, lambda: 1, 20.0)  # type: ignore[arg-type]
-        residence = Residence("u", self.link, None, 0)  # type: ignore[arg-type]
+        self.link = GuestClient("g", over_unix(ours), None, lambda: 1, 20.0)  # type: ignore[arg-type]
+        residence = UnitLocation("u", self.link, None, 0)  # type: ignore[arg-type]
         residence.epoch = 1
         attention = ContextAttention(
             self.layer, "l", watch, lambda _, e: self.lost.append(e), pages
@@ -99,9 +99,9 @@ class Ends:
         if request.step is not None:
             self.older.describe(request.step_id, restore(request.step, message.tensors))
         query = from_wire(message.tensors[0])
-        parcel = Parcel()
+        parcel = TensorBundle()
         indices = tuple(map(parcel.put, self.older.run(request.name, request.step_id, query)))
-        answer = messages.encode(messages.Outputs(True, indices))
+        answer = messages.encode(messages.StepOutputs(True, indices))
         self._channel.send(Message(answer, tuple(parcel.tensors)), 20.0)
 
     def attend(self, query: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ def test_both_ends_give_what_vllm_gives(seed: int) -> None:
 
 
 def test_a_guest_that_is_lost_is_told_once_and_ends_no_step() -> None:
-    away = AwayBlocks(NUM_BLOCKS)
+    away = RemoteBlocks(NUM_BLOCKS)
     away.leave([1])
     common = batch_of([40], [1], [[1, 2]])
     common.slot_mapping[:] = -1
@@ -187,7 +187,7 @@ def test_only_what_is_away_is_poisoned_healed_and_given_back() -> None:
     assert unit.pages is not None
     unit.away.leave([1, 2])
     builder.poison(unit)
-    unit.away.come_home([2, 3])
+    unit.away.mark_local([2, 3])
     freed = builder.free(unit)
     assert [one.predicted_bytes for one in freed] == [host.page_bytes] * 2
     assert [one.freed_bytes for one in freed] == [host.page_bytes] * 2

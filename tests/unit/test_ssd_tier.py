@@ -9,7 +9,7 @@ import select
 from pathlib import Path
 
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, Outcome
+from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, TierOutcome
 from banaserve.kvstore.tiers.ssd.check import check_folder
 from banaserve.kvstore.tiers.ssd.device import aligned_bytes
 from banaserve.kvstore.tiers.ssd.folder import Folder
@@ -39,7 +39,7 @@ def poll(tier: SsdTier) -> list[Completion]:
     return ended
 
 
-def end_of(tier: SsdTier, ticket: int | None) -> Outcome:
+def end_of(tier: SsdTier, ticket: int | None) -> TierOutcome:
     assert ticket is not None
     ended: list[Completion] = []
     while not ended:
@@ -52,13 +52,13 @@ def store(tier: SsdTier, number: int, parent: int | None = None, namespace: int 
     name = BlockName(key(number, namespace), None if parent is None else key(parent, namespace))
     while (ticket := tier.submit_store(name, content(number))) is None:
         poll(tier)
-    assert end_of(tier, ticket) is Outcome.DONE
+    assert end_of(tier, ticket) is TierOutcome.DONE
 
 
-def load(tier: SsdTier, number: int) -> Outcome:
+def load(tier: SsdTier, number: int) -> TierOutcome:
     target = aligned_bytes(BLOCK_BYTES)
     outcome = end_of(tier, tier.submit_load(key(number), target))
-    assert outcome is not Outcome.DONE or bytes(target) == bytes(content(number))
+    assert outcome is not TierOutcome.DONE or bytes(target) == bytes(content(number))
     return outcome
 
 
@@ -89,7 +89,7 @@ def test_a_restart_finds_everything_and_its_order(tmp_path: Path) -> None:
     tier.close()
     tier = SsdTier(tmp_path, 4 * MIB)
     assert hits(tier, *range(6)) == [0, 1, 2, 3, 4]
-    assert all(load(tier, number) is Outcome.DONE for number in range(5))
+    assert all(load(tier, number) is TierOutcome.DONE for number in range(5))
     assert tier.stats().corrupt == 0
     number = 100
     while not tier.stats().evictions:
@@ -119,16 +119,16 @@ def test_a_flipped_bit_is_found_on_every_read(tmp_path: Path) -> None:
     tier = SsdTier(tmp_path, MIB)
     store(tier, 1)
     store(tier, 2)
-    assert load(tier, 1) is Outcome.DONE
+    assert load(tier, 1) is TierOutcome.DONE
     path, start = find(tmp_path, 1)
     overwrite(path, start + 7777, bytes([content(1)[7777] ^ 1]))
-    assert load(tier, 1) is Outcome.CORRUPT
+    assert load(tier, 1) is TierOutcome.CORRUPT
     assert tier.lookup([key(1)]) == [Lookup.MISS]
     assert tier.submit_load(key(1), aligned_bytes(BLOCK_BYTES)) is None
     assert tier.stats().corrupt == 1
-    assert load(tier, 2) is Outcome.DONE
+    assert load(tier, 2) is TierOutcome.DONE
     store(tier, 1)
-    assert load(tier, 1) is Outcome.DONE
+    assert load(tier, 1) is TierOutcome.DONE
     tier.close()
 
 
@@ -138,8 +138,8 @@ def test_a_file_that_lost_its_end(tmp_path: Path) -> None:
     store(tier, 2)
     path, start = find(tmp_path, 2)
     os.truncate(path, start + PAGE_BYTES)
-    assert load(tier, 2) is Outcome.CORRUPT
-    assert load(tier, 1) is Outcome.DONE
+    assert load(tier, 2) is TierOutcome.CORRUPT
+    assert load(tier, 1) is TierOutcome.DONE
     tier.close()
 
 
@@ -156,7 +156,7 @@ def test_a_disk_that_cannot_be_read(tmp_path: Path) -> None:
     tier = SsdTier(tmp_path, 4 * MIB)
     store(tier, 1)
     break_fd(tier, 1)
-    assert load(tier, 1) is Outcome.FAILED
+    assert load(tier, 1) is TierOutcome.FAILED
     assert tier.lookup([key(1)]) == [Lookup.HIT]
     assert tier.stats().failures == 1
     tier.close()
@@ -169,14 +169,14 @@ def test_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
     store(tier, 1)
     break_fd(tier, 1)
     ticket = tier.submit_store(BlockName(key(2), None), content(2))
-    assert end_of(tier, ticket) is Outcome.FAILED
+    assert end_of(tier, ticket) is TierOutcome.FAILED
     assert tier.lookup([key(2)]) == [Lookup.MISS]
     assert "cannot use" in tier.stats().problem
     assert tier.submit_store(BlockName(key(2), None), content(2)) is None
     seconds += 60
     # Into another segment, which is in order.
     store(tier, 2)
-    assert load(tier, 2) is Outcome.DONE
+    assert load(tier, 2) is TierOutcome.DONE
     assert tier.stats().problem == ""
     tier.close()
     tier = SsdTier(tmp_path, 4 * MIB)
@@ -199,7 +199,7 @@ def test_making_room_gets_past_what_cannot_be_read(tmp_path: Path) -> None:
             tier._blocks.touch(block)
     assert hits(tier, 0, 1, 2, 3, 4) == []
     assert tier.stats().failures > 0
-    assert load(tier, 299) is Outcome.DONE
+    assert load(tier, 299) is TierOutcome.DONE
     tier.close()
 
 
@@ -216,7 +216,7 @@ def test_a_damaged_header_costs_its_block_alone(tmp_path: Path, caplog) -> None:
     assert "1 damaged places" in caplog.text
     assert tier.stats().corrupt == 1
     assert hits(tier, *range(3)) == [0, 2]
-    assert load(tier, 2) is Outcome.DONE
+    assert load(tier, 2) is TierOutcome.DONE
     tier.close()
     assert check_folder(tmp_path).is_clean
 
@@ -311,13 +311,13 @@ def test_a_store_under_way_is_not_moved_when_its_segment_is_cleaned(tmp_path: Pa
     assert not block.segment.is_open
     assert block.segment.live_bytes == block.record_bytes
     write(*held[0])
-    assert end_of(tier, ticket) is Outcome.DONE
-    assert load(tier, 1) is Outcome.DONE
+    assert end_of(tier, ticket) is TierOutcome.DONE
+    assert load(tier, 1) is TierOutcome.DONE
     assert (tier.stats().corrupt, tier.stats().failures) == (0, 0)
     # What has been written may be moved.
     for number in range(200, 400):
         store(tier, number)
         if tier._blocks.get(key(1)) is block:
             tier._blocks.touch(block)
-    assert load(tier, 1) is Outcome.DONE
+    assert load(tier, 1) is TierOutcome.DONE
     tier.close()

@@ -142,7 +142,7 @@ def test_a_file_that_could_shrink_is_refused():
 
 def request(**changed):
     given = {"kind": bulk.WRITE, "seq": 2, "epoch": 1, "run_bytes": 8, "num_runs": 1}
-    return bulk.Request(**{**given, "checksum": 0, "region_id": bytes(16), **changed})
+    return bulk.BulkRequest(**{**given, "checksum": 0, "region_id": bytes(16), **changed})
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from banaserve.kvstore.attached_tier import AttachedTier
 from banaserve.kvstore.board import Board, BoardView
 from banaserve.kvstore.fingerprint import PAGE_BYTES
 from banaserve.kvstore.interface import Lookup, Slot
-from banaserve.kvstore.pool import Pool
+from banaserve.kvstore.pool import SlotPool
 from banaserve.kvstore.service import StoreService
 from banaserve.kvstore.stats import TierReport
 from banaserve.kvstore.tiering import Tiering
@@ -22,7 +22,7 @@ from banaserve.kvstore.tiers.interface import (
     BlockBytes,
     BlockName,
     Completion,
-    Outcome,
+    TierOutcome,
     TierStats,
 )
 from banaserve.kvstore.watcher import PoolWatcher
@@ -85,20 +85,20 @@ class ScriptedTier:
         if self.raises is not None:
             raise self.raises
 
-    def end(self, outcome: Outcome = Outcome.DONE, *, only: str = "") -> None:
+    def end(self, outcome: TierOutcome = TierOutcome.DONE, *, only: str = "") -> None:
         """Carry out what is under way; of a load that fails half is written."""
         loads = {} if only == "store" else self.loads
         for ticket, (key, target) in list(loads.items()):
             data = np.frombuffer(self.blocks[key], np.uint8)
-            part = target.size if outcome is Outcome.DONE else target.size // 2
+            part = target.size if outcome is TierOutcome.DONE else target.size // 2
             target[:part] = data[:part]
             del self.loads[ticket]
             self.ended.append(Completion(ticket, outcome, target.size, 0.0))
-            if outcome in (Outcome.MISSING, Outcome.CORRUPT):
+            if outcome in (TierOutcome.MISSING, TierOutcome.CORRUPT):
                 del self.blocks[key]
         stores = {} if only == "load" else self.stores
         for ticket, (block, source) in list(stores.items()):
-            if outcome is Outcome.DONE:
+            if outcome is TierOutcome.DONE:
                 self.blocks[block.key] = source.tobytes()
                 self.parents[block.key] = block.parent
             del self.stores[ticket]
@@ -143,7 +143,7 @@ class Store:
         self, stack: ExitStack, *tiers: ScriptedTier, quota: float = 1.0, verifies: bool = False
     ) -> None:
         self.now_s = 100.0
-        self.pool = Pool(NUM_SLOTS * PAGE_BYTES)
+        self.pool = SlotPool(NUM_SLOTS * PAGE_BYTES)
         self.board = Board(self.pool.num_bytes)
         self.selector = selectors.DefaultSelector()
         attached = [AttachedTier(tier.name, tier) for tier in tiers]
@@ -153,7 +153,7 @@ class Store:
         for close in (self.selector.close, self.board.close, self.pool.close):
             stack.callback(close)
         stack.callback(self.tiering.close, 5.0)
-        hello = wire.Hello(1, wire.PROTOCOL_VERSION, "here", FINGERPRINT)
+        hello = wire.ClientHello(1, wire.PROTOCOL_VERSION, "here", FINGERPRINT)
         welcome = self.service.greet(1, hello)
         assert isinstance(welcome, wire.Welcome)
         self.generation = welcome.generation
@@ -172,10 +172,10 @@ class Store:
         reserve: Sequence[tuple[bytes, bytes | None]] = (),
         tenant: bytes = b"",
         compute_block_s: float = 0.0,
-    ) -> wire.Granted:
-        request = wire.Exchange(2, list(acquire), list(reserve), tenant, compute_block_s)
+    ) -> wire.SlotsGranted:
+        request = wire.ExchangeSlots(2, list(acquire), list(reserve), tenant, compute_block_s)
         granted = self.service.answer(1, request)
-        assert isinstance(granted, wire.Granted)
+        assert isinstance(granted, wire.SlotsGranted)
         self.turn()
         return granted
 
@@ -199,12 +199,12 @@ class Store:
     def memory(self, pair: tuple[int, int]) -> BlockBytes:
         return self.pool.part(pair[0] * PAGE_BYTES, PAGE_BYTES)
 
-    def release(self, granted: wire.Granted) -> None:
+    def release(self, granted: wire.SlotsGranted) -> None:
         assert granted.lease_id is not None
-        self.service.answer(1, wire.Release(self.generation, granted.lease_id))
+        self.service.answer(1, wire.ReleaseLeases(self.generation, granted.lease_id))
         self.turn()
 
-    def arrivals(self, granted: wire.Granted) -> list[Lookup]:
+    def arrivals(self, granted: wire.SlotsGranted) -> list[Lookup]:
         return self.view.states([Slot(i, self.generation, s) for i, s in granted.slots])
 
     def lookup(self, *keys: bytes) -> list[Lookup]:

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 import httptools
 
 from banaserve.balancer.http import replies
-from banaserve.balancer.http.request import MAX_HEAD_BYTES, Message, RefusedError
+from banaserve.balancer.http.request import MAX_HEAD_BYTES, ClientRequest, RequestRefusedError
 
 
 class Cancellable(Protocol):
@@ -39,13 +39,13 @@ class Desk(Protocol):
 
     max_body_bytes: int
 
-    def opened(self, client: Client) -> bool:
+    def opened(self, client: ClientConnection) -> bool:
         """Returns whether another connection may be open."""
         ...
 
-    def closed(self, client: Client) -> None: ...
+    def closed(self, client: ClientConnection) -> None: ...
 
-    def check_head(self, message: Message) -> None:
+    def check_head(self, message: ClientRequest) -> None:
         """Returns if the body of ``message`` may come.
 
         Raises:
@@ -61,11 +61,11 @@ class Desk(Protocol):
         """
         ...
 
-    def take(self, client: Client, message: Message) -> Cancellable | None:
+    def take(self, client: ClientConnection, message: ClientRequest) -> Cancellable | None:
         """Takes a whole request; None where it is answered already."""
         ...
 
-    def refused(self, error: RefusedError) -> None: ...
+    def refused(self, error: RequestRefusedError) -> None: ...
 
 
 MAX_PIPELINED = 16
@@ -78,7 +78,7 @@ _CHUNK_LINES_BYTES = 64
 _RETRY_AFTER_S = 1.0
 
 
-class Client(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One connection from a client: requests come one after another, answers likewise."""
 
     __slots__ = (
@@ -104,10 +104,10 @@ class Client(asyncio.Protocol):
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self._parser = httptools.HttpRequestParser(self)
-        self._message = Message()
-        self._waiting: deque[Message] = deque()
+        self._message = ClientRequest()
+        self._waiting: deque[ClientRequest] = deque()
         self._exchange: Cancellable | None = None
-        self._refusal: RefusedError | None = None
+        self._refusal: RequestRefusedError | None = None
         self._closes_at_s = 0.0
         self._head_bytes = self._held_bytes = self._unread_bytes = 0
         self._in_head = True
@@ -119,7 +119,9 @@ class Client(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._within(HEAD_TIMEOUT_S)
         if not self._desk.opened(self):
-            self._refuse(RefusedError(503, "too many connections are open; try again shortly"))
+            self._refuse(
+                RequestRefusedError(503, "too many connections are open; try again shortly")
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.can_go_on = False
@@ -138,19 +140,19 @@ class Client(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__
-            if not isinstance(cause, RefusedError):
+            if not isinstance(cause, RequestRefusedError):
                 raise
             self._refuse(cause)
             return
         except httptools.HttpParserUpgrade:
-            self._refuse(RefusedError(400, "CONNECT and upgrades are not supported"))
+            self._refuse(RequestRefusedError(400, "CONNECT and upgrades are not supported"))
             return
         except httptools.HttpParserError as error:
-            self._refuse(RefusedError(400, f"not a valid HTTP/1.1 request: {error}"))
+            self._refuse(RequestRefusedError(400, f"not a valid HTTP/1.1 request: {error}"))
             return
         # The parser keeps a field until it is whole: of a head, or of the trailers after a body.
         if self._head_bytes > MAX_HEAD_BYTES * (1 if self._in_head else 2):
-            self._refuse(RefusedError(431, f"the head exceeds {MAX_HEAD_BYTES} bytes"))
+            self._refuse(RequestRefusedError(431, f"the head exceeds {MAX_HEAD_BYTES} bytes"))
         elif not self._is_busy:
             self._watch_part()
 
@@ -179,7 +181,9 @@ class Client(asyncio.Protocol):
         message.head_complete(parser.get_method(), parser.get_http_version(), keep_alive)
         if message.announced_bytes > self._desk.max_body_bytes:
             limit = self._desk.max_body_bytes
-            raise RefusedError(413, f"the body is larger than {limit} bytes (--max-body-size)")
+            raise RequestRefusedError(
+                413, f"the body is larger than {limit} bytes (--max-body-size)"
+            )
         self._desk.check_head(message)
         if message.expects_continue and not self._is_busy:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -191,19 +195,21 @@ class Client(asyncio.Protocol):
         self._head_bytes = max(0, self._head_bytes - len(data) - _CHUNK_LINES_BYTES)
 
     def on_message_complete(self) -> None:
-        message, self._message = self._message, Message()
+        message, self._message = self._message, ClientRequest()
         self._in_head, self._head_bytes = True, 0
         if not self._is_busy and not self._waiting and not self._is_choked:
             self._begin(message)
             return
         if len(self._waiting) >= MAX_PIPELINED:
-            raise RefusedError(429, f"more than {MAX_PIPELINED} requests wait on one connection")
+            raise RequestRefusedError(
+                429, f"more than {MAX_PIPELINED} requests wait on one connection"
+            )
         self._waiting.append(message)
         if not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
 
-    def _begin(self, message: Message) -> None:
+    def _begin(self, message: ClientRequest) -> None:
         self._is_busy, self._closes_at_s, self._is_head_timed = True, 0.0, False
         self.can_go_on = message.keep_alive
         exchange = self._desk.take(self, message)
@@ -218,7 +224,7 @@ class Client(asyncio.Protocol):
         if not self._transport.is_closing():
             self._transport.write(data)
 
-    def done(self, message: Message) -> None:
+    def done(self, message: ClientRequest) -> None:
         """The answer to ``message`` is complete."""
         self._exchange, self._is_busy = None, False
         self._give_back(message.size)
@@ -261,7 +267,7 @@ class Client(asyncio.Protocol):
         elif is_idle:
             self._transport.close()
         else:
-            self._refuse(RefusedError(408, "the request took too long to arrive"))
+            self._refuse(RequestRefusedError(408, "the request took too long to arrive"))
 
     def leave_if_idle(self) -> None:
         """Close the connection where no request is under way; else after the answer."""
@@ -284,20 +290,20 @@ class Client(asyncio.Protocol):
     def eof_received(self) -> None:
         return None
 
-    def _refuse(self, error: RefusedError) -> None:
+    def _refuse(self, error: RequestRefusedError) -> None:
         self._refusal = error
         self._desk.refused(error)
         if not self._is_busy and not self._waiting:
             self._answer_refusal(error)
 
-    def _answer_refusal(self, error: RefusedError) -> None:
+    def _answer_refusal(self, error: RequestRefusedError) -> None:
         again = _RETRY_AFTER_S if error.status in (429, 503) else None
         self.write(replies.error(error.status, str(error), closes=True, retry_after_s=again))
         self._leave()
 
     def _leave(self) -> None:
         """Close for writing and discard what still comes: closing at once may cost the answer."""
-        self._refusal = self._refusal or RefusedError(400, "the connection is closing")
+        self._refusal = self._refusal or RequestRefusedError(400, "the connection is closing")
         self._waiting.clear()
         self._within(_LINGER_S)
         if self._transport.can_write_eof() and not self._transport.is_closing():

@@ -45,7 +45,7 @@ class Sink(Protocol):
         ...
 
 
-class Upstream(asyncio.Protocol):
+class ReplicaConnection(asyncio.Protocol):
     """One connection to a replica."""
 
     __slots__ = (
@@ -62,7 +62,7 @@ class Upstream(asyncio.Protocol):
         "num_answers",
     )
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._sink: Sink | None = None
         self._body: Body | None = None
@@ -189,18 +189,18 @@ class Upstream(asyncio.Protocol):
             self._transport.resume_reading()
 
 
-class Pool:
+class ConnectionPool:
     """The connections to one server."""
 
     def __init__(self, endpoint: Endpoint, connect_timeout_s: float) -> None:
         self.endpoint = endpoint
         self.connect_timeout_s = connect_timeout_s
         self._tls = ssl.create_default_context() if endpoint.is_tls else None
-        self._idle: list[Upstream] = []
-        self._all: set[Upstream] = set()
+        self._idle: list[ReplicaConnection] = []
+        self._all: set[ReplicaConnection] = set()
         self._is_retired = False
 
-    def take(self) -> Upstream | None:
+    def take(self) -> ReplicaConnection | None:
         """Returns an idle connection, the one used last, or None."""
         while self._idle:
             connection = self._idle.pop()
@@ -208,7 +208,7 @@ class Pool:
                 return connection
         return None
 
-    async def connect(self) -> Upstream:
+    async def connect(self) -> ReplicaConnection:
         """Returns a fresh connection.
 
         Raises:
@@ -217,15 +217,18 @@ class Pool:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self.connect_timeout_s):
             _, made = await loop.create_connection(
-                lambda: Upstream(self), self.endpoint.host, self.endpoint.port, ssl=self._tls
+                lambda: ReplicaConnection(self),
+                self.endpoint.host,
+                self.endpoint.port,
+                ssl=self._tls,
             )
         return made
 
-    def opened(self, connection: Upstream) -> None:
+    def opened(self, connection: ReplicaConnection) -> None:
         """Remember an open connection."""
         self._all.add(connection)
 
-    def give_back(self, connection: Upstream) -> None:
+    def give_back(self, connection: ReplicaConnection) -> None:
         """Take back a connection whose answer is complete."""
         if not connection.is_kept or self._is_retired or len(self._idle) >= MAX_IDLE:
             connection.abort()
@@ -233,7 +236,7 @@ class Pool:
         connection.idle_since_s = monotonic()
         self._idle.append(connection)
 
-    def lost(self, connection: Upstream) -> None:
+    def lost(self, connection: ReplicaConnection) -> None:
         """Forget a closed connection."""
         self._all.discard(connection)
         if connection in self._idle:

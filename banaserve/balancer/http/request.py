@@ -26,7 +26,7 @@ _ODD_PATH = re.compile(rb"//|/\.\.?(?:/|$)|[\\\0-\x20]")
 _TARGET = re.compile(rb"/[A-Za-z0-9\-._~!$&'()*+,;=:@%/]*(?:\?[^\s#\\\0]*)?")
 
 
-class RefusedError(BanaServeError):
+class RequestRefusedError(BanaServeError):
     """The request is answered here: no replica is asked.
 
     Attributes:
@@ -39,7 +39,7 @@ class RefusedError(BanaServeError):
         self.closes = closes
 
 
-class Message:
+class ClientRequest:
     """A request. Filled in by the parser's callbacks in the order of the bytes.
 
     Attributes:
@@ -97,7 +97,7 @@ class Message:
     def add_url(self, part: bytes) -> None:
         self._head_bytes += len(part)
         if self._head_bytes > MAX_HEAD_BYTES:
-            raise RefusedError(431, f"the head exceeds {MAX_HEAD_BYTES} bytes")
+            raise RequestRefusedError(431, f"the head exceeds {MAX_HEAD_BYTES} bytes")
         self._target += part
 
     def add_field(self, name: bytes, value: bytes) -> None:
@@ -109,7 +109,9 @@ class Message:
         self._num_fields += 1
         self._head_bytes += len(name) + len(value)
         if self._num_fields > MAX_FIELDS or self._head_bytes > MAX_HEAD_BYTES:
-            raise RefusedError(431, f"more than {MAX_FIELDS} fields or {MAX_HEAD_BYTES} bytes")
+            raise RequestRefusedError(
+                431, f"more than {MAX_FIELDS} fields or {MAX_HEAD_BYTES} bytes"
+            )
         lowered = name.lower()
         if lowered in _DROPPED:
             self._read_dropped(lowered, value)
@@ -120,7 +122,9 @@ class Message:
 
     def _read_seen(self, name: bytes, lowered: bytes, value: bytes) -> None:
         if lowered in self.seen:
-            raise RefusedError(400, f"the header field {name.decode('latin-1')} is there twice")
+            raise RequestRefusedError(
+                400, f"the header field {name.decode('latin-1')} is there twice"
+            )
         self.seen[lowered] = value
         if lowered in _PASSED:
             self.fields.append(b"%b: %b\r\n" % (name, value))
@@ -128,18 +132,20 @@ class Message:
     def _read_dropped(self, name: bytes, value: bytes) -> None:
         if name == b"content-length":
             if not value.isdigit() or len(value) > 18:
-                raise RefusedError(400, "Content-Length is no number")
+                raise RequestRefusedError(400, "Content-Length is no number")
             self.announced_bytes = int(value)
         elif name == b"transfer-encoding":
             if value.strip().lower() != b"chunked":
-                raise RefusedError(501, "Transfer-Encoding is not chunked")
+                raise RequestRefusedError(501, "Transfer-Encoding is not chunked")
         elif name == b"host":
             self._num_hosts += 1
         elif name == b"upgrade":
-            raise RefusedError(501, "upgrades of the connection are not supported: HTTP/1.1 only")
+            raise RequestRefusedError(
+                501, "upgrades of the connection are not supported: HTTP/1.1 only"
+            )
         elif name == b"expect":
             if value.lower() != b"100-continue":
-                raise RefusedError(417, "Expect is not 100-continue")
+                raise RequestRefusedError(417, "Expect is not 100-continue")
             self.expects_continue = True
         elif name == b"connection":
             self._connection += b"," + value.lower()
@@ -152,21 +158,21 @@ class Message:
         """
         self.method, self.keep_alive = method, keep_alive
         if version not in ("1.1", "1.0"):
-            raise RefusedError(505, "HTTP/1.1 only")
+            raise RequestRefusedError(505, "HTTP/1.1 only")
         self.is_http10 = version == "1.0"
         if self._num_hosts > 1 or (self._num_hosts == 0 and not self.is_http10):
-            raise RefusedError(400, "exactly one Host header field is needed")
+            raise RequestRefusedError(400, "exactly one Host header field is needed")
         if self.is_http10 and self.expects_continue:
             self.expects_continue = False
         if method in (b"CONNECT", b"TRACE"):
-            raise RefusedError(405, f"{method.decode()} is not supported")
+            raise RequestRefusedError(405, f"{method.decode()} is not supported")
         if not _TARGET.fullmatch(self._target):
-            raise RefusedError(400, "the request's target is not a path")
+            raise RequestRefusedError(400, "the request's target is not a path")
         # A replica may read the path otherwise than the list of allowed paths does.
         path = self._target.partition(b"?")[0]
         self.path = unquote_to_bytes(path) if b"%" in path else path
         if _ODD_PATH.search(self.path):
-            raise RefusedError(400, "the path is not in its simplest form")
+            raise RequestRefusedError(400, "the path is not in its simplest form")
         if self._connection and self._connection not in (b",keep-alive", b",close"):
             self._drop_named()
 
@@ -183,7 +189,9 @@ class Message:
         """
         self._size += len(data)
         if self._size > max_bytes:
-            raise RefusedError(413, f"the body is larger than {max_bytes} bytes (--max-body-size)")
+            raise RequestRefusedError(
+                413, f"the body is larger than {max_bytes} bytes (--max-body-size)"
+            )
         body = self.body
         body.append(data)
         if len(body) >= _MANY_PARTS and self._size < _PART_BYTES * len(body):

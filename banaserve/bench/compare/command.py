@@ -44,7 +44,7 @@ from banaserve.bench.compare.result import (
     kept_path,
 )
 from banaserve.bench.compare.simulated import simulated_cells
-from banaserve.bench.compare.systems import REFERENCE, System, chosen_systems
+from banaserve.bench.compare.systems import REFERENCE, ServerSystem, chosen_systems
 from banaserve.bench.compare.timeline import decisions_of, watched
 from banaserve.bench.datasets.items import Words
 from banaserve.bench.loadgen.client import Call, OpenAiClient
@@ -56,7 +56,7 @@ from banaserve.bench.results.report import write_report
 from banaserve.bench.serving.cell import CellId, Progress
 from banaserve.bench.serving.command import table
 from banaserve.bench.serving.run import run_cells, stopped_by_signals, write_whole
-from banaserve.controller.words import RoleAsk
+from banaserve.controller.schemas import RoleRequest
 from banaserve.costs import miniatures
 from banaserve.engine.vllm.migration.api import Return
 from banaserve.errors import UserError
@@ -111,7 +111,7 @@ class StartPlacement:
                     return f"{one.id} has modules away"
             for one in placement.instances:
                 if one.role != self._roles.get(one.id, one.role):
-                    change = self._admin.begin_role(RoleAsk(one.id, self._roles[one.id]))
+                    change = self._admin.begin_role(RoleRequest(one.id, self._roles[one.id]))
                     while change.is_open:
                         change = self._admin.show_role(change.id, wait_s=_AGAIN_S)
                     return f"{one.id} is {one.role}"
@@ -157,7 +157,7 @@ def _resolved(given: argparse.Namespace) -> models.ResolvedModel:
 
 def _write(
     given: argparse.Namespace,
-    systems: Sequence[System],
+    systems: Sequence[ServerSystem],
     workloads: Sequence[Workload],
     started_at: datetime,
 ) -> list[Path]:
@@ -179,7 +179,7 @@ def _write(
 
 async def _run(
     given: argparse.Namespace,
-    systems: Sequence[System],
+    systems: Sequence[ServerSystem],
     workloads: Sequence[Workload],
     model: models.ResolvedModel,
 ) -> None:
@@ -207,7 +207,7 @@ async def _run(
 
 
 def _server(
-    given: argparse.Namespace, system: System, log: Path
+    given: argparse.Namespace, system: ServerSystem, log: Path
 ) -> AbstractContextManager[Running]:
     options = [*_SAME, *system.options, *given.serve_option]
     if given.profile is not None:
@@ -221,7 +221,7 @@ def _server(
 
 async def _one(
     given: argparse.Namespace,
-    system: System,
+    system: ServerSystem,
     workload: Workload,
     server: Running,
     client: OpenAiClient,
@@ -258,7 +258,7 @@ async def _one(
     )
 
 
-def _start_placement(system: System, log: Path) -> StartPlacement | None:
+def _start_placement(system: ServerSystem, log: Path) -> StartPlacement | None:
     if not system.has_orchestrator:
         return None
     return StartPlacement(AdminClient(*find_admin(_run_dir(log))))

@@ -9,8 +9,8 @@ from pathlib import Path
 from banaserve import models
 from banaserve.arguments import Parser
 from banaserve.bench.compare.result import Workload
-from banaserve.bench.datasets.items import Dataset, Wanted, Words
-from banaserve.bench.serving.run import Plan
+from banaserve.bench.datasets.items import Dataset, WantedLengths, Words
+from banaserve.bench.serving.run import ServingPlan
 from banaserve.bench.serving.summary import Slo
 from banaserve.config import MINIATURE
 from banaserve.costs import profile as profiles
@@ -91,13 +91,13 @@ def _checked(given: argparse.Namespace) -> argparse.Namespace:
     return given
 
 
-def plans(given: argparse.Namespace) -> dict[str, Plan]:
+def plans(given: argparse.Namespace) -> dict[str, ServingPlan]:
     """Returns what is sent of each workload.
 
     Raises:
         UserError: A workload twice, rates that are none, or nothing to send.
     """
-    found: dict[str, Plan] = {}
+    found: dict[str, ServingPlan] = {}
     for word in given.workload:
         name, _, rates = word.partition("@")
         if name in found:
@@ -109,8 +109,8 @@ def plans(given: argparse.Namespace) -> dict[str, Plan]:
     return found
 
 
-def _plan(given: argparse.Namespace, rates: tuple[float, ...]) -> Plan:
-    plan = Plan(
+def _plan(given: argparse.Namespace, rates: tuple[float, ...]) -> ServingPlan:
+    plan = ServingPlan(
         arrival="poisson",
         loads=rates,
         seeds=given.seeds,
@@ -125,7 +125,9 @@ def _plan(given: argparse.Namespace, rates: tuple[float, ...]) -> Plan:
     return plan
 
 
-def workloads(given: argparse.Namespace, asked: dict[str, Plan], words: Words) -> list[Workload]:
+def workloads(
+    given: argparse.Namespace, asked: dict[str, ServingPlan], words: Words
+) -> list[Workload]:
     """Returns them with their requests; a file's is called as the file, without its folder.
 
     Raises:
@@ -142,7 +144,7 @@ def workloads(given: argparse.Namespace, asked: dict[str, Plan], words: Words) -
 
 def _dataset(given: argparse.Namespace, name: str, words: Words) -> Dataset:
     context = given.profile.model.max_context_tokens if given.profile else None
-    wanted = Wanted(
+    wanted = WantedLengths(
         dataset=name,
         data=given.data,
         prompt_tokens=given.prompt_tokens,

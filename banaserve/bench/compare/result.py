@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from banaserve.bench.compare.systems import System
-from banaserve.bench.compare.timeline import Timeline
+from banaserve.bench.compare.systems import ServerSystem
+from banaserve.bench.compare.timeline import InstanceTimeline
 from banaserve.bench.datasets.items import Dataset
 from banaserve.bench.results import result
 from banaserve.bench.results.result import ModelledTime
-from banaserve.bench.serving.run import Plan, RunFolder, figures
+from banaserve.bench.serving.run import RunFolder, ServingPlan, figures
 from banaserve.bench.serving.summary import Summary
 
 CHECK_TOKENS = 12
@@ -35,7 +35,7 @@ class Workload(NamedTuple):
 
     name: str
     dataset: Dataset
-    plan: Plan
+    plan: ServingPlan
 
 
 class SystemRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,11 +55,11 @@ class SystemRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     equal: int
     memory_bytes: int
     modelled: ModelledTime | None = None
-    timeline: Timeline = msgspec.field(default_factory=Timeline)
+    timeline: InstanceTimeline = msgspec.field(default_factory=InstanceTimeline)
     decisions: list[dict[str, Any]] = []
 
 
-def kept_path(given: argparse.Namespace, system: System, workload: Workload) -> Path:
+def kept_path(given: argparse.Namespace, system: ServerSystem, workload: Workload) -> Path:
     """Returns where a complete run of ``system`` with ``workload`` is kept."""
     return Path(given.out) / "systems" / system.name / workload.name / "summaries" / "run.json"
 
@@ -75,7 +75,7 @@ def options_of(given: argparse.Namespace) -> dict[str, Any]:
     return {name: list(one) if isinstance(one, tuple) else one for name, one in found.items()}
 
 
-def folder_of(given: argparse.Namespace, system: System, workload: Workload) -> RunFolder:
+def folder_of(given: argparse.Namespace, system: ServerSystem, workload: Workload) -> RunFolder:
     """Returns where ``system``'s cells with ``workload`` are kept.
 
     Raises:
@@ -92,7 +92,7 @@ def folder_of(given: argparse.Namespace, system: System, workload: Workload) -> 
 
 
 def check_folder(
-    given: argparse.Namespace, systems: Sequence[System], workloads: Sequence[Workload]
+    given: argparse.Namespace, systems: Sequence[ServerSystem], workloads: Sequence[Workload]
 ) -> None:
     """Returns if whatever is kept already comes from the same options.
 
@@ -107,7 +107,7 @@ def check_folder(
 
 
 def complete_runs(
-    given: argparse.Namespace, systems: Sequence[System], workload: Workload
+    given: argparse.Namespace, systems: Sequence[ServerSystem], workload: Workload
 ) -> dict[str, SystemRun]:
     """Returns the runs with ``workload`` that are complete, by system."""
     paths = {system.name: kept_path(given, system, workload) for system in systems}
@@ -120,7 +120,7 @@ def complete_runs(
 
 def as_result(
     given: argparse.Namespace,
-    systems: Sequence[System],
+    systems: Sequence[ServerSystem],
     workload: Workload,
     ran: Mapping[str, SystemRun],
     simulated: Mapping[str, Sequence[Summary]],
@@ -163,7 +163,7 @@ def as_result(
 
 
 def _notes(
-    given: argparse.Namespace, systems: Sequence[System], ran: Mapping[str, SystemRun]
+    given: argparse.Namespace, systems: Sequence[ServerSystem], ran: Mapping[str, SystemRun]
 ) -> list[str]:
     changes = [
         f"{name}: {change}" for name, one in ran.items() for change in one.timeline.changes()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from banaserve.bench.compare.result import Workload
-from banaserve.bench.compare.systems import System
+from banaserve.bench.compare.systems import ServerSystem
 from banaserve.bench.loadgen.client import RequestRecord
 from banaserve.bench.serving.cell import CellId, Sent
 from banaserve.bench.serving.run import requests_of
@@ -43,7 +43,7 @@ def simulated_system(name: str, num_instances: int) -> Simulated | None:
 
 
 def simulated_cells(
-    given: argparse.Namespace, systems: Sequence[System], workload: Workload
+    given: argparse.Namespace, systems: Sequence[ServerSystem], workload: Workload
 ) -> dict[str, list[Summary]]:
     """Returns the simulator's cells of each system that it has; none where time is real."""
     if given.profile is None:

@@ -10,7 +10,7 @@ from banaserve.errors import UserError
 from banaserve.names import check_known
 
 
-class System(NamedTuple):
+class ServerSystem(NamedTuple):
     """A system under comparison.
 
     Attributes:
@@ -35,10 +35,10 @@ class System(NamedTuple):
         return f"{self.question} ({behind if self.policy else ''}{' '.join(self.options)})"
 
 
-REFERENCE = System("reference", ("--colocated", "1", "--no-kv-store"), "one vLLM engine")
+REFERENCE = ServerSystem("reference", ("--colocated", "1", "--no-kv-store"), "one vLLM engine")
 
 
-def known_systems(num_instances: int) -> dict[str, System]:
+def known_systems(num_instances: int) -> dict[str, ServerSystem]:
     """Returns the named systems, each with ``num_instances`` engines.
 
     Colocated ones are vLLM engines as they are, each with its own prefix cache; the front door is
@@ -53,44 +53,44 @@ def known_systems(num_instances: int) -> dict[str, System]:
         return ("--routing-policy", policy)
 
     systems = [
-        System(
+        ServerSystem(
             "colocated-round-robin",
             (*together, *no_store, *still, *routed("round_robin")),
             "vLLM engines behind round robin",
         ),
-        System(
+        ServerSystem(
             "colocated-least-requests",
             (*together, *no_store, *still, *routed("least_requests")),
             "vLLM engines behind least requests",
         ),
-        System(
+        ServerSystem(
             "colocated-prefix-affinity",
             ("--colocated", "1", *no_store, *still),
             "vLLM engines behind a balancer that follows prefixes, cache_aware of SGLang's router",
             num_instances,
             "cache_aware",
         ),
-        System(
+        ServerSystem(
             "static-pd",
             (*apart, *still, *routed("round_robin")),
             "prefill and decode apart, round robin, nothing moves",
         ),
-        System(
+        ServerSystem(
             "banaserve",
             (*apart, "--migration", "on", "--orchestrator", "on", *routed("load_aware")),
             "prefill and decode apart, load-aware, store, migration when it helps",
         ),
-        System(
+        ServerSystem(
             "banaserve-no-migration",
             (*apart, *still, *routed("load_aware")),
             "the same without migration",
         ),
-        System(
+        ServerSystem(
             "banaserve-colocated",
             (*together, *still, *routed("load_aware")),
             "engines that do both, load-aware, store",
         ),
-        System(
+        ServerSystem(
             "banaserve-no-store",
             (*together, *no_store, *still, *routed("load_aware")),
             "engines that do both, load-aware, no store",
@@ -99,18 +99,18 @@ def known_systems(num_instances: int) -> dict[str, System]:
     return {system.name: system for system in systems}
 
 
-def chosen_systems(words: Sequence[str], num_instances: int) -> list[System]:
+def chosen_systems(words: Sequence[str], num_instances: int) -> list[ServerSystem]:
     """Returns the systems that ``words`` name: known ones, or ``NAME=OPTIONS`` of serve.
 
     Raises:
         UserError: An unknown name, or a name twice.
     """
     known = known_systems(num_instances)
-    found: list[System] = []
+    found: list[ServerSystem] = []
     for word in words or known:
         name, equals, options = word.partition("=")
         if equals:
-            found.append(System(name, tuple(shlex.split(options)), "as given"))
+            found.append(ServerSystem(name, tuple(shlex.split(options)), "as given"))
         else:
             check_known("system", name, known)
             found.append(known[name])

@@ -15,7 +15,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from banaserve.clock import Clock
-from banaserve.controller.words import Decision
+from banaserve.controller.schemas import DecisionRecord
 
 _EVERY_S = 1.0
 _IN_FLIGHT = "banaserve_requests_in_flight"
@@ -27,7 +27,7 @@ _WANTED = (_IN_FLIGHT, _READY, _BUSY, _PACED, _DILATION)
 _MOST_POINTS = 40
 
 
-class Timeline(msgspec.Struct, forbid_unknown_fields=True):
+class InstanceTimeline(msgspec.Struct, forbid_unknown_fields=True):
     """Looks at a server's metrics, in their order.
 
     Attributes:
@@ -104,13 +104,13 @@ class Timeline(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @contextlib.asynccontextmanager
-async def watched(url: str, clock: Clock) -> AsyncIterator[Timeline]:
+async def watched(url: str, clock: Clock) -> AsyncIterator[InstanceTimeline]:
     """Looks at the server at ``url`` once a second until the block ends, but for failures.
 
     Args:
         clock: Of the looks' times.
     """
-    timeline = Timeline()
+    timeline = InstanceTimeline()
     watcher = asyncio.create_task(_watch(url, timeline, clock))
     try:
         yield timeline
@@ -120,7 +120,7 @@ async def watched(url: str, clock: Clock) -> AsyncIterator[Timeline]:
             await watcher
 
 
-async def _watch(url: str, timeline: Timeline, clock: Clock) -> None:
+async def _watch(url: str, timeline: InstanceTimeline, clock: Clock) -> None:
     began_s = clock.now()
     while True:
         with contextlib.suppress(OSError, http.client.HTTPException):
@@ -139,7 +139,9 @@ def decisions_of(log: Path, began_s: float, dilation: float) -> list[dict[str, A
     """Decisions that began steps, each as it was last written, in modelled seconds."""
     if not log.exists():
         return []
-    read = (msgspec.json.decode(line, type=Decision) for line in log.read_bytes().splitlines())
+    read = (
+        msgspec.json.decode(line, type=DecisionRecord) for line in log.read_bytes().splitlines()
+    )
     last = {decision.number: decision for decision in read}
     begun = [one for one in last.values() if any(not step.held for step in one.steps)]
     return [

@@ -40,7 +40,7 @@ _REQUIRED = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class DatasetEntry:
     """One request as a file describes it.
 
     Attributes:
@@ -64,7 +64,7 @@ class Entry:
     shared_by: str = ""
 
 
-def read_entries(path: Path, kind: str | None = None) -> list[Entry]:
+def read_entries(path: Path, kind: str | None = None) -> list[DatasetEntry]:
     """Reads all entries of ``path`` in their order.
 
     Args:
@@ -79,7 +79,7 @@ def read_entries(path: Path, kind: str | None = None) -> list[Entry]:
     return found
 
 
-def _objects(path: Path, kind: str | None) -> Iterator[Entry]:
+def _objects(path: Path, kind: str | None) -> Iterator[DatasetEntry]:
     templates = prompt_templates(path)
     is_list = path.name.removesuffix(".zst").endswith(".json")
     for number, record in _list(path) if is_list else read_records(path):
@@ -100,12 +100,12 @@ def _list(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _entry(
     record: Mapping[str, Any], path: Path, where: str, source: str, templates: Mapping[str, str]
-) -> Entry:
+) -> DatasetEntry:
     if "input_length" in record:
         return _traced(record, where, source)
     if "conversations" in record:
         question, answer = _turns(record["conversations"], where)
-        return Entry(source=source, text=question, output_text=answer)
+        return DatasetEntry(source=source, text=question, output_text=answer)
     try:
         text = prompt_of(record, path, templates)
     except KeyError as error:
@@ -115,17 +115,17 @@ def _entry(
         _refuse(where, "output", "is not a text")
     name = next((name for name in ("output_length", "max_gen") if name in record), None)
     length = _count(record, name, where) if name else None
-    return Entry(source=source, text=text, output_text=output, output_tokens=length)
+    return DatasetEntry(source=source, text=text, output_text=output, output_tokens=length)
 
 
-def _traced(record: Mapping[str, Any], where: str, source: str) -> Entry:
+def _traced(record: Mapping[str, Any], where: str, source: str) -> DatasetEntry:
     at = record.get("t", record.get("timestamp"))
     if at is not None and (isinstance(at, bool) or not isinstance(at, int | float)):
         _refuse(where, "t" if "t" in record else "timestamp", "is not a number")
     ids = record.get("hash_ids", [])
     if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
         _refuse(where, "hash_ids", "is not a list of whole numbers")
-    return Entry(
+    return DatasetEntry(
         source=source,
         prompt_tokens=_count(record, "input_length", where),
         output_tokens=_count(record, "output_length", where),
@@ -154,7 +154,7 @@ def _count(record: Mapping[str, Any], field: str, where: str) -> int:
     return value
 
 
-def _csv(path: Path) -> Iterator[Entry]:
+def _csv(path: Path) -> Iterator[DatasetEntry]:
     try:
         text = unpacked(path).decode()
     except UnicodeDecodeError as error:
@@ -173,7 +173,7 @@ def _csv(path: Path) -> Iterator[Entry]:
         for field in _AZURE_FIELDS[1:]:
             word = (row[field] or "").strip()
             lengths[field] = _count({field: int(word) if word.isdecimal() else word}, field, where)
-        yield Entry(
+        yield DatasetEntry(
             source=f"{path.name}:{rows.line_num}",
             prompt_tokens=lengths["ContextTokens"],
             output_tokens=lengths["GeneratedTokens"],

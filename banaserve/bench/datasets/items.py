@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from banaserve.bench.datasets import synthetic_datasets
-from banaserve.bench.datasets.entries import Entry, read_entries
+from banaserve.bench.datasets.entries import DatasetEntry, read_entries
 from banaserve.bench.datasets.files import data_folder, dataset_files, fetch
 from banaserve.bench.datasets.prompts import without_middle
 from banaserve.errors import UserError
@@ -27,7 +27,7 @@ _NUM_WORDS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class WantedLengths:
     """Which requests.
 
     Attributes:
@@ -126,7 +126,7 @@ class Dataset:
         UserError: An unknown name, no data, or data with wrong fields.
     """
 
-    def __init__(self, wanted: Wanted, words: Words) -> None:
+    def __init__(self, wanted: WantedLengths, words: Words) -> None:
         self._wanted = wanted
         self._words = words
         name = wanted.dataset
@@ -149,7 +149,7 @@ class Dataset:
         entries = islice(self._chosen(count, seed, place), count)
         return [self._item(entry, seed, number) for number, entry in enumerate(entries)]
 
-    def _chosen(self, count: int, seed: str, place: int) -> Iterable[Entry]:
+    def _chosen(self, count: int, seed: str, place: int) -> Iterable[DatasetEntry]:
         draws = random.Random(f"{seed} {self._wanted.dataset}")
         if self._files is None:
             return self._made_up(draws)
@@ -162,7 +162,7 @@ class Dataset:
             return self._entries[first : first + count]
         return _drawn(self._entries, draws)
 
-    def _made_up(self, draws: random.Random) -> Iterator[Entry]:
+    def _made_up(self, draws: random.Random) -> Iterator[DatasetEntry]:
         wanted = self._wanted
         output = wanted.output_tokens or 64
         if wanted.dataset == "random":
@@ -179,7 +179,7 @@ class Dataset:
             )
         return synthetic_datasets.published_lengths(wanted.dataset, draws)
 
-    def _item(self, entry: Entry, seed: str, number: int) -> Item:
+    def _item(self, entry: DatasetEntry, seed: str, number: int) -> Item:
         is_text = entry.text is not None
         asked = self._words.count(entry.text or "") if is_text else entry.prompt_tokens or 1
         output = self._output_tokens(entry, asked)
@@ -192,7 +192,7 @@ class Dataset:
         return Item(sent, length, output, entry.at_s, entry.source, length < asked)
 
     def _text_item(
-        self, entry: Entry, text: str, count: int, output: int, room: int | None
+        self, entry: DatasetEntry, text: str, count: int, output: int, room: int | None
     ) -> Item:
         is_cut = room is not None and count > room
         if is_cut and room is not None:
@@ -200,7 +200,7 @@ class Dataset:
             count = self._words.count(text)
         return Item(text, count, output, entry.at_s, entry.source, is_cut)
 
-    def _tokens(self, entry: Entry, length: int, own: str, seed: str) -> list[int]:
+    def _tokens(self, entry: DatasetEntry, length: int, own: str, seed: str) -> list[int]:
         block = self._wanted.trace_block_tokens
         found: list[int] = []
         if entry.block_ids:
@@ -217,7 +217,7 @@ class Dataset:
         found = self._words.tokens(shared, f"{seed} {entry.shared_by}") if shared else []
         return found + self._words.tokens(length - shared, own)
 
-    def _output_tokens(self, entry: Entry, prompt_tokens: int) -> int:
+    def _output_tokens(self, entry: DatasetEntry, prompt_tokens: int) -> int:
         wanted = self._wanted
         if wanted.output_tokens is not None and wanted.dataset != "random":
             count = wanted.output_tokens
@@ -249,7 +249,7 @@ class Dataset:
         return min(limits) if limits else None
 
 
-def _files(wanted: Wanted) -> list[Path]:
+def _files(wanted: WantedLengths) -> list[Path]:
     if wanted.dataset in NAMED and wanted.data == FROM_HUB:
         return [fetch(wanted.dataset)]
     if wanted.dataset in NAMED:
@@ -260,7 +260,7 @@ def _files(wanted: Wanted) -> list[Path]:
     return [path]
 
 
-def _drawn(entries: Sequence[Entry], draws: random.Random) -> Iterator[Entry]:
+def _drawn(entries: Sequence[DatasetEntry], draws: random.Random) -> Iterator[DatasetEntry]:
     """Yields all entries in a drawn order, and again in another one."""
     while True:
         yield from draws.sample(entries, len(entries))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from banaserve.bench.datasets.entries import Entry
+from banaserve.bench.datasets.entries import DatasetEntry
 
 _SHARES = (0.0, 0.10, 0.25, 0.50, 0.75, 0.90, 0.99, 1.0)
 
@@ -58,7 +58,7 @@ _TURNS = 4
 
 def random_lengths(
     prompt_tokens: int, output_tokens: int, range_fraction: float, draws: random.Random
-) -> Iterator[Entry]:
+) -> Iterator[DatasetEntry]:
     """Yields entries whose lengths lie evenly within ``range_fraction`` of the two given."""
 
     def around(tokens: int) -> int:
@@ -66,18 +66,18 @@ def random_lengths(
         return max(1, draws.randint(tokens - reach, tokens + reach))
 
     while True:
-        yield Entry(
+        yield DatasetEntry(
             source="random",
             prompt_tokens=around(prompt_tokens),
             output_tokens=around(output_tokens),
         )
 
 
-def published_lengths(kind: str, draws: random.Random) -> Iterator[Entry]:
+def published_lengths(kind: str, draws: random.Random) -> Iterator[DatasetEntry]:
     """Yields entries with the lengths of one of ``PUBLISHED``."""
     lengths = _LENGTHS[kind]
     while True:
-        yield Entry(
+        yield DatasetEntry(
             source=kind,
             prompt_tokens=quantile(lengths.prompt, draws.random()),
             output_tokens=quantile(lengths.output, draws.random()),
@@ -90,11 +90,11 @@ def shared_prefix(
     prompt_tokens: int,
     output_tokens: int,
     draws: random.Random,
-) -> Iterator[Entry]:
+) -> Iterator[DatasetEntry]:
     """Yields entries that begin with one of few system prompts, drawn evenly."""
     for entry in random_lengths(prompt_tokens, output_tokens, 0.5, draws):
         assert entry.prompt_tokens is not None
-        yield Entry(
+        yield DatasetEntry(
             source="shared-prefix",
             prompt_tokens=prefix_tokens + entry.prompt_tokens,
             output_tokens=entry.output_tokens,
@@ -105,7 +105,7 @@ def shared_prefix(
 
 def multi_turn(
     prompt_tokens: int, output_tokens: int, sessions_at_once: int, draws: random.Random
-) -> Iterator[Entry]:
+) -> Iterator[DatasetEntry]:
     """Yields turns of chats of four turns each, ``sessions_at_once`` of them in turn.
 
     Each prompt is the chat so far with a question more. The earlier answers in it are made up
@@ -124,7 +124,7 @@ def multi_turn(
         for turn in range(_TURNS):
             for number, asked in enumerate(chats):
                 length = asked[turn] + turn * output_tokens
-                yield Entry(
+                yield DatasetEntry(
                     source=f"multi-turn:{first + number}:{turn}",
                     prompt_tokens=length,
                     output_tokens=output_tokens,

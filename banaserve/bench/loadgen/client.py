@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import msgspec
 
-from banaserve.bench.loadgen.http import Exchange, HttpStreams
+from banaserve.bench.loadgen.http import HttpExchange, HttpStreams
 from banaserve.clock import Clock, WallClock
 
 
@@ -186,7 +186,7 @@ _LATE_PIECES = 64
 """How many pieces wait to be read: their reading holds up the next arrivals by 0.3 ms at most."""
 
 
-class _Answer(Exchange):
+class _Answer(HttpExchange):
     """Writes a stream of events into a record, ``num_pieces`` at a time.
 
     Attributes:

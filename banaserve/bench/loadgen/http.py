@@ -21,7 +21,7 @@ _MAX_IDLE_S = 2.0
 """Servers close connections that are idle for some seconds: an older one is not used again."""
 
 
-class Exchange:
+class HttpExchange:
     """What a caller learns of one answer while it comes.
 
     Subclasses override both; an exception from either ends the request with it.
@@ -59,7 +59,7 @@ class HttpStreams:
         self._idle: list[_Connection] = []
 
     async def post(
-        self, path: str, headers: Mapping[str, str], body: bytes, exchange: Exchange
+        self, path: str, headers: Mapping[str, str], body: bytes, exchange: HttpExchange
     ) -> None:
         """Sends one request and returns when its answer has ended; cancelling closes it.
 
@@ -111,10 +111,10 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
-        self._exchange = Exchange()
+        self._exchange = HttpExchange()
         self._ended: asyncio.Future[None] | None = None
 
-    async def request(self, data: bytes, exchange: Exchange) -> None:
+    async def request(self, data: bytes, exchange: HttpExchange) -> None:
         import httptools
 
         assert self._transport is not None

@@ -21,7 +21,7 @@ _TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ServerUnderTest:
     """A server that answers.
 
     Attributes:
@@ -35,7 +35,7 @@ class Target:
     root: str | None
 
 
-def find_target(url: str, model: str | None, api_key: str | None) -> Target:
+def find_target(url: str, model: str | None, api_key: str | None) -> ServerUnderTest:
     """Asks the server at ``url`` for its models. Blocking.
 
     Raises:
@@ -49,7 +49,7 @@ def find_target(url: str, model: str | None, api_key: str | None) -> Target:
     card = cards[names.index(model)] if model is not None else cards[0]
     length = card.get("max_model_len")
     root = card.get("root")
-    return Target(
+    return ServerUnderTest(
         base,
         str(card["id"]),
         length if isinstance(length, int) else None,
@@ -101,7 +101,7 @@ async def try_out(client: OpenAiClient, call: Call) -> None:
     raise UserError(f"a first request failed: {record.error}{hint}")
 
 
-def load_tokenizer(target: Target, given: str | None) -> Tokenizer:
+def load_tokenizer(target: ServerUnderTest, given: str | None) -> Tokenizer:
     """Returns the tokenizer of the served model: ``given``, else where the server says it is.
 
     Raises:

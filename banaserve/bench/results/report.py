@@ -18,7 +18,7 @@ import msgspec
 
 from banaserve.arguments import Parser
 from banaserve.bench.compare.pages import Table, extra_tables
-from banaserve.bench.compare.timeline import Timeline
+from banaserve.bench.compare.timeline import InstanceTimeline
 from banaserve.bench.results import result
 from banaserve.bench.results.plot import Plot, Series, style, svg
 from banaserve.bench.results.result import Figure, Result
@@ -218,7 +218,7 @@ def timeline_plots(raw: Mapping[str, Any]) -> list[Plot]:
         UserError: Something else stands where timelines should.
     """
     try:
-        timelines = msgspec.convert(raw, type=dict[str, Timeline])
+        timelines = msgspec.convert(raw, type=dict[str, InstanceTimeline])
     except msgspec.ValidationError as error:
         raise UserError(f"a result has timelines that are none: {error}") from error
     plots = []

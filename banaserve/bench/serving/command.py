@@ -29,17 +29,23 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from banaserve.arguments import Parser
-from banaserve.bench.datasets.items import Dataset, Wanted, Words
+from banaserve.bench.datasets.items import Dataset, WantedLengths, Words
 from banaserve.bench.loadgen.arrivals import KINDS
 from banaserve.bench.loadgen.client import Call, OpenAiClient
 from banaserve.bench.loadgen.loops import run_fast
 from banaserve.bench.loadgen.modelled_time import modelled_time
-from banaserve.bench.loadgen.target import Target, find_target, load_tokenizer, try_out
+from banaserve.bench.loadgen.target import ServerUnderTest, find_target, load_tokenizer, try_out
 from banaserve.bench.results import result
 from banaserve.bench.results.result import ModelledTime
 from banaserve.bench.results.statistics import interval_text
 from banaserve.bench.serving.cell import CellId, Progress
-from banaserve.bench.serving.run import Plan, RunFolder, as_result, run_cells, stopped_by_signals
+from banaserve.bench.serving.run import (
+    RunFolder,
+    ServingPlan,
+    as_result,
+    run_cells,
+    stopped_by_signals,
+)
 from banaserve.bench.serving.summary import LATENCIES, Slo, Summary
 from banaserve.errors import UserError
 from banaserve.names import check_known
@@ -186,7 +192,7 @@ def _whole(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text}: give whole numbers, such as 0,1,2") from None
 
 
-def _plan(given: argparse.Namespace) -> Plan:
+def _plan(given: argparse.Namespace) -> ServingPlan:
     """Raises UserError where the options make no run."""
     check_known("arrival", given.arrival, KINDS)
     is_closed = given.arrival == "closed"
@@ -194,7 +200,7 @@ def _plan(given: argparse.Namespace) -> Plan:
         raise UserError(f"{given.arrival} arrivals need --rps")
     if is_closed and given.rps is not None:
         raise UserError("a closed loop has no --rps: give --concurrency")
-    plan = Plan(
+    plan = ServingPlan(
         arrival=given.arrival,
         loads=given.concurrency if is_closed else given.rps or (None,),
         seeds=given.seeds,
@@ -209,8 +215,8 @@ def _plan(given: argparse.Namespace) -> Plan:
     return plan
 
 
-def _wanted(given: argparse.Namespace, target: Target) -> Wanted:
-    return Wanted(
+def _wanted(given: argparse.Namespace, target: ServerUnderTest) -> WantedLengths:
+    return WantedLengths(
         dataset=given.dataset,
         data=given.data,
         prompt_tokens=given.prompt_tokens,
@@ -235,7 +241,11 @@ def _options(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(
-    given: argparse.Namespace, plan: Plan, target: Target, dataset: Dataset, folder: RunFolder
+    given: argparse.Namespace,
+    plan: ServingPlan,
+    target: ServerUnderTest,
+    dataset: Dataset,
+    folder: RunFolder,
 ) -> list[Summary]:
     started_at = datetime.now(UTC)
     at_first = modelled_time(target.url)
@@ -271,7 +281,7 @@ def _run(
     return keep()
 
 
-def _last(target: Target, known: ModelledTime) -> ModelledTime:
+def _last(target: ServerUnderTest, known: ModelledTime) -> ModelledTime:
     """What the server says of modelled time, or what it said before it was gone."""
     try:
         return modelled_time(target.url) or known
@@ -280,7 +290,11 @@ def _last(target: Target, known: ModelledTime) -> ModelledTime:
 
 
 async def _measure(
-    given: argparse.Namespace, plan: Plan, target: Target, dataset: Dataset, folder: RunFolder
+    given: argparse.Namespace,
+    plan: ServingPlan,
+    target: ServerUnderTest,
+    dataset: Dataset,
+    folder: RunFolder,
 ) -> None:
     client = OpenAiClient(
         target.url, target.model, api_key=given.api_key, timeout_s=given.timeout, read_late=True

@@ -29,7 +29,7 @@ from banaserve.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ServingPlan:
     """What to send, how fast, and what to count.
 
     Attributes:
@@ -133,7 +133,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 async def run_cells(
-    plan: Plan,
+    plan: ServingPlan,
     client: OpenAiClient,
     dataset: Dataset,
     folder: RunFolder,
@@ -173,7 +173,7 @@ async def run_cells(
 
 
 def requests_of(
-    plan: Plan, cell: CellId, dataset: Dataset
+    plan: ServingPlan, cell: CellId, dataset: Dataset
 ) -> tuple[list[Item], list[float] | None]:
     """Returns what a cell sends and when; None for when with ``closed`` arrivals."""
     items = dataset.items(plan.count(cell), cell.name, plan.cells().index(cell))
@@ -189,7 +189,7 @@ def requests_of(
 
 
 async def _run_one(
-    plan: Plan,
+    plan: ServingPlan,
     cell: CellId,
     client: OpenAiClient,
     dataset: Dataset,

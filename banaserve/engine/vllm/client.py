@@ -33,13 +33,13 @@ from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.disagg_request import (
     DEAD,
     MAX_DEATHS,
-    Job,
+    RequestContext,
     given_up,
     next_output,
     out_of_time,
-    travel,
+    run_request,
 )
-from banaserve.engine.vllm.legs import end_with_context, obstacle
+from banaserve.engine.vllm.legs import end_with_context, first_token_blocker
 from banaserve.engine.vllm.lora import Adapters
 
 _WEIGHTS = (
@@ -102,9 +102,9 @@ class AllInstances(Refusals):
 
     _cluster: Cluster
     _adapters: Adapters
-    _jobs: dict[int, Job]
+    _jobs: dict[int, RequestContext]
 
-    async def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    async def _broadcast(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         llms = [i.llm for i in self._cluster.serving() if i.llm is not None]
         return await asyncio.gather(*(getattr(llm, method)(*args, **kwargs) for llm in llms))
 
@@ -115,51 +115,53 @@ class AllInstances(Refusals):
                 job.aborted = True
 
     async def start_profile(self, profile_prefix: str | None = None, **options: Any) -> None:
-        await self._all("start_profile", profile_prefix, **options)
+        await self._broadcast("start_profile", profile_prefix, **options)
 
     async def stop_profile(self) -> None:
-        await self._all("stop_profile")
+        await self._broadcast("stop_profile")
 
     async def reset_mm_cache(self) -> None:
-        await self._all("reset_mm_cache")
+        await self._broadcast("reset_mm_cache")
 
     async def reset_encoder_cache(self) -> None:
-        await self._all("reset_encoder_cache")
+        await self._broadcast("reset_encoder_cache")
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        return all(await self._all("reset_prefix_cache", reset_running_requests, reset_connector))
+        return all(
+            await self._broadcast("reset_prefix_cache", reset_running_requests, reset_connector)
+        )
 
     async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
         check_sleep(level)
         self._end_all(mode)
-        await self._all("sleep", level, mode)
+        await self._broadcast("sleep", level, mode)
 
     async def release_kv_cache_memory(self) -> None:
-        await self._all("release_kv_cache_memory")
+        await self._broadcast("release_kv_cache_memory")
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
-        return all(await self._all("wake_up", tags))
+        return all(await self._broadcast("wake_up", tags))
 
     async def is_sleeping(self) -> bool:
-        return any(await self._all("is_sleeping"))
+        return any(await self._broadcast("is_sleeping"))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         self._adapters.begin(lora_request)
-        added = all(await self._all("add_lora", lora_request))
+        added = all(await self._broadcast("add_lora", lora_request))
         await self._adapters.loaded(lora_request)
         return added
 
     async def pause_generation(self, *, mode: Any = "abort", clear_cache: bool = True) -> None:
         self._end_all(mode)
-        await self._all("pause_generation", mode=mode, clear_cache=clear_cache)
+        await self._broadcast("pause_generation", mode=mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
-        await self._all("resume_generation")
+        await self._broadcast("resume_generation")
 
     async def is_paused(self) -> bool:
-        return any(await self._all("is_paused"))
+        return any(await self._broadcast("is_paused"))
 
     async def collective_rpc(
         self,
@@ -169,7 +171,7 @@ class AllInstances(Refusals):
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         check_weights_stay(method)
-        answers = await self._all("collective_rpc", method, timeout, args, kwargs)
+        answers = await self._broadcast("collective_rpc", method, timeout, args, kwargs)
         return [one for answer in answers for one in answer]
 
     async def notify_kv_transfer_request_rejected(
@@ -242,7 +244,7 @@ class DisaggregatedClient(AllInstances):
         self._request_timeout_s = request_timeout_s
         self._lookup_above_tokens = lookup_above_tokens
         self._supported_tasks: tuple[Any, ...] = ()
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, RequestContext] = {}
 
     async def adopt_engine_facts(self) -> None:
         """Take over what the engines decided at start: context length, cache size, tasks."""
@@ -251,7 +253,7 @@ class DisaggregatedClient(AllInstances):
         cache = self.vllm_config.cache_config
         cache.num_gpu_blocks = engines[0].cache_config.num_gpu_blocks
         cache.block_size = engines[0].cache_config.block_size
-        (self._supported_tasks, *_) = await self._all("get_supported_tasks")
+        (self._supported_tasks, *_) = await self._broadcast("get_supported_tasks")
 
     # ---- generating
 
@@ -263,12 +265,12 @@ class DisaggregatedClient(AllInstances):
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Prefill leg, then decode leg; see ``journey``."""
-        options = self._adapters.told_apart(options)
+        options = self._adapters.resolve_lora(options)
         if inspect.isasyncgen(prompt):
             stream = self._streaming_input(prompt, sampling_params, request_id, options)
         else:
             job = await self._prepare(prompt, sampling_params, request_id, options)
-            stream = travel(job, self._cluster)
+            stream = run_request(job, self._cluster)
             self._jobs[id(stream)] = job
         try:
             async with contextlib.aclosing(stream) as outputs:
@@ -279,7 +281,7 @@ class DisaggregatedClient(AllInstances):
 
     async def _prepare(
         self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
-    ) -> Job:
+    ) -> RequestContext:
         given = dict(options)
         prompt_text = given.pop("prompt_text", None)
         reasoning_ended = given.pop("reasoning_ended", None)
@@ -298,7 +300,7 @@ class DisaggregatedClient(AllInstances):
         self._salt(request, prompt)
         if prompt_text is None:
             prompt_text, _, _ = extract_prompt_components(self.model_config, prompt)
-        return Job(
+        return RequestContext(
             request=request,
             prompt=prompt,
             prompt_text=prompt_text,
@@ -313,7 +315,7 @@ class DisaggregatedClient(AllInstances):
         assert request.sampling_params is not None
         if self.model_config.logits_processors:
             return "logits_processors"  # they may count what they take for the output
-        return _one_leg_because(request) or obstacle(request.sampling_params)
+        return _one_leg_because(request) or first_token_blocker(request.sampling_params)
 
     def _salt(self, request: compat.EngineCoreRequest, prompt: Any) -> None:
         """Keep the caches of different API keys apart."""
@@ -349,7 +351,7 @@ class DisaggregatedClient(AllInstances):
         if isinstance(prompt, dict) and (salt := _own(prompt.get("cache_salt"))) is not None:
             prompt["cache_salt"] = salt
         request = (prompt, pooling_params, request_id)
-        options = self._adapters.told_apart(options)
+        options = self._adapters.resolve_lora(options)
         stream = pool(self._cluster, self._deadline(), *request, **options)
         async with contextlib.aclosing(stream) as outputs:
             async for output in outputs:
@@ -369,7 +371,7 @@ class DisaggregatedClient(AllInstances):
         for job in self._jobs.values():
             job.aborted = job.aborted or job.request.external_req_id in ids
         ids += [f"{one}-p" for one in ids]
-        await self._all("abort", ids)
+        await self._broadcast("abort", ids)
 
     # ---- state
 

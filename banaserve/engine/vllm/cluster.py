@@ -113,7 +113,7 @@ class RestartPolicy:
 
 
 @dataclass(frozen=True)
-class Patience:
+class ClusterTimeouts:
     """How long what is waited for.
 
     Attributes:
@@ -135,7 +135,7 @@ class Cluster:
         instances: Sequence[Instance],
         policy: RoutingPolicy,
         clock: Clock,
-        patience: Patience,
+        patience: ClusterTimeouts,
     ) -> None:
         self.instances = {instance.id: instance for instance in instances}
         self.lookup: PrefixLookup | None = None

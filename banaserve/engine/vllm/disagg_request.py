@@ -31,7 +31,7 @@ from banaserve.types import Route
 Output = TypeVar("Output")
 
 
-class Outputs(compat.RequestOutputCollector):
+class LegOutputCollector(compat.RequestOutputCollector):
     """vLLM's collector, in which an error waits behind the output that has come before it.
 
     In vLLM's it takes the output's place. A stream that goes on elsewhere would lack that text.
@@ -112,7 +112,7 @@ DEAD = (compat.EngineDeadError, InstanceDeadError)
 
 
 @dataclass
-class Job:
+class RequestContext:
     """A request as the front door gave it, and how far it has come.
 
     Attributes:
@@ -163,12 +163,12 @@ class Job:
         return self.num_sent == 0 or (self.obstacle is None and self.state is not None)
 
 
-async def prefill(job: Job, instance: Instance) -> None:
+async def prefill(job: RequestContext, instance: Instance) -> None:
     """Run the prefill leg: afterwards the prompt lies in the store and ``job.first`` is set."""
     llm = _client(instance)
     keeps_token = job.obstacle is None
     leg = prefill_leg(job.request, keeps_token)
-    queue = Outputs(RequestOutputKind.FINAL_ONLY, leg.request_id)
+    queue = LegOutputCollector(RequestOutputKind.FINAL_ONLY, leg.request_id)
     loop = asyncio.get_running_loop()
     with instance.holding(job.uncached_tokens), _expiring(queue, job.deadline):
         alone, started_s = instance.is_alone, loop.time()
@@ -189,7 +189,7 @@ async def prefill(job: Job, instance: Instance) -> None:
         job.first = output
 
 
-async def decode(job: Job, instance: Instance) -> AsyncGenerator[RequestOutput, None]:
+async def decode(job: RequestContext, instance: Instance) -> AsyncGenerator[RequestOutput, None]:
     """Run the decode leg, or the whole request where nothing has been prefilled."""
     if job.request.sampling_params is None or job.request.sampling_params.n > 1:
         async with contextlib.aclosing(_whole(job, instance)) as outputs:
@@ -197,7 +197,7 @@ async def decode(job: Job, instance: Instance) -> AsyncGenerator[RequestOutput, 
                 yield output
         return
     llm = _client(instance)
-    queue = Outputs(job.request.sampling_params.output_kind, job.request.request_id)
+    queue = LegOutputCollector(job.request.sampling_params.output_kind, job.request.request_id)
     waiting = 0 if job.prefilled else job.uncached_tokens
     with instance.holding(waiting) as flight, _expiring(queue, job.deadline):
         try:
@@ -222,7 +222,7 @@ async def decode(job: Job, instance: Instance) -> AsyncGenerator[RequestOutput, 
             raise
 
 
-def _begin(job: Job, llm: compat.AsyncLLM, queue: Outputs) -> bool:
+def _begin(job: RequestContext, llm: compat.AsyncLLM, queue: LegOutputCollector) -> bool:
     """Set up the front-end state on this engine's client; False if the request is over."""
     if job.tokens_so_far:
         job.state.queue = queue
@@ -239,7 +239,7 @@ def _begin(job: Job, llm: compat.AsyncLLM, queue: Outputs) -> bool:
     return _put_first_token(job, llm)
 
 
-def _put_first_token(job: Job, llm: compat.AsyncLLM) -> bool:
+def _put_first_token(job: RequestContext, llm: compat.AsyncLLM) -> bool:
     assert job.first is not None
     params, output = job.request.sampling_params, job.first.outputs[0]
     assert params is not None
@@ -260,7 +260,7 @@ def _put_first_token(job: Job, llm: compat.AsyncLLM) -> bool:
     )
 
 
-async def _whole(job: Job, instance: Instance) -> AsyncGenerator[RequestOutput, None]:
+async def _whole(job: RequestContext, instance: Instance) -> AsyncGenerator[RequestOutput, None]:
     """vLLM's own path, which fans out n > 1."""
     llm = _client(instance)
     waiting = 0 if job.prefilled else job.uncached_tokens
@@ -277,11 +277,11 @@ async def _whole(job: Job, instance: Instance) -> AsyncGenerator[RequestOutput, 
                 yield output
 
 
-async def _ended(job: Job, instance: Instance) -> RequestOutput:
+async def _ended(job: RequestContext, instance: Instance) -> RequestOutput:
     """The last output of a request that was aborted before its decode leg."""
     assert job.request.sampling_params is not None
     llm = _client(instance)
-    queue = Outputs(job.request.sampling_params.output_kind, job.request.request_id)
+    queue = LegOutputCollector(job.request.sampling_params.output_kind, job.request.request_id)
     if job.tokens_so_far:
         job.state.queue = queue
         compat.adopt(llm, job.state)
@@ -300,7 +300,7 @@ def _client(instance: Instance) -> compat.AsyncLLM:
 
 
 @contextlib.contextmanager
-def _expiring(queue: Outputs, deadline: float) -> Iterator[None]:
+def _expiring(queue: LegOutputCollector, deadline: float) -> Iterator[None]:
     """Wake a reader of ``queue`` with an error when the time budget is spent."""
     timer = asyncio.get_running_loop().call_at(deadline, queue.put, DeadlineExceededError())
     try:
@@ -314,7 +314,7 @@ async def _abort(llm: compat.AsyncLLM, request_id: str) -> None:
         await llm.abort(request_id, internal=True)
 
 
-async def travel(job: Job, cluster: Cluster) -> AsyncGenerator[RequestOutput, None]:
+async def run_request(job: RequestContext, cluster: Cluster) -> AsyncGenerator[RequestOutput, None]:
     """Run all legs, elsewhere again after a death; one clear error where that is impossible."""
     for attempt in itertools.count(1):
         leg = "route"
@@ -353,7 +353,7 @@ async def travel(job: Job, cluster: Cluster) -> AsyncGenerator[RequestOutput, No
             raise out_of_time() from None
 
 
-def _count_way(job: Job, route: Route, attempt: int) -> None:
+def _count_way(job: RequestContext, route: Route, attempt: int) -> None:
     if attempt == 1:
         way = "one_leg" if route.prefill is None else "two_legs"
         metrics.REQUESTS.labels(way, job.one_leg_because or str(route.reason)).inc()

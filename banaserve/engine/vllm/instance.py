@@ -34,8 +34,8 @@ from banaserve.engine.vllm.launch.launcher import Launcher
 from banaserve.engine.vllm.reports import ReportBoard, SharedPrometheus
 from banaserve.engine.vllm.role_switch import Budgets
 from banaserve.errors import InstanceDeadError
-from banaserve.orchestrator.viewing import with_guests
-from banaserve.types import InstanceId, InstanceView, Placement, Role
+from banaserve.orchestrator.cluster_view import with_guests
+from banaserve.types import InstanceId, InstanceView, ModulePlacement, Role
 
 
 class Counting(Protocol):
@@ -44,7 +44,7 @@ class Counting(Protocol):
     def add_inflight(self, requests: int, prefill_tokens: int) -> None: ...
 
 
-class Flight:
+class InflightGuard:
     """One leg's share in its instance's live counts."""
 
     def __init__(self, instance: Counting, prefill_tokens: int) -> None:
@@ -66,7 +66,7 @@ _ERROR = re.compile(r"\b((?:[\w.]*(?:Error|Exception)): .{1,300})")
 _LAST_LINES = 200
 
 
-async def shake_hands(socket: zmq.asyncio.Socket, addresses: dict[str, str]) -> None:
+async def startup_handshake(socket: zmq.asyncio.Socket, addresses: dict[str, str]) -> None:
     """vLLM's start-up handshake: HELLO, our addresses, READY."""
     metadata = compat.EngineHandshakeMetadata(
         addresses=compat.EngineZmqAddresses(
@@ -149,7 +149,7 @@ class Instance:
         self._inflight_prefill_tokens = 0
         self._prefill_tokens_per_s = _DEFAULT_PREFILL_TOKENS_PER_S
         self._guests = (0, 0.0)
-        self._placements: tuple[Placement, ...] = ()
+        self._placements: tuple[ModulePlacement, ...] = ()
         self._epoch = 0
         self._changed_s: float | None = None
 
@@ -189,7 +189,7 @@ class Instance:
         self, handshake: zmq.asyncio.Socket, addresses: dict[str, str], timeout_s: float
     ) -> None:
         ended = asyncio.create_task(self.wait_ended())
-        ready = asyncio.create_task(shake_hands(handshake, addresses))
+        ready = asyncio.create_task(startup_handshake(handshake, addresses))
         try:
             await asyncio.wait(
                 {ended, ready}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -271,9 +271,9 @@ class Instance:
                 self._board.answered(idle=llm.get_num_unfinished_requests() == 0)
 
     @contextlib.contextmanager
-    def holding(self, prefill_tokens: int) -> Iterator[Flight]:
+    def holding(self, prefill_tokens: int) -> Iterator[InflightGuard]:
         """Count a leg as in flight here, with ``prefill_tokens`` still to compute."""
-        flight = Flight(self, prefill_tokens)
+        flight = InflightGuard(self, prefill_tokens)
         try:
             yield flight
         finally:
@@ -302,7 +302,7 @@ class Instance:
         """What guests beside this instance take of its memory and time."""
         self._guests = (num_bytes, busy_fraction)
 
-    def set_placements(self, placements: tuple[Placement, ...], epoch: int) -> None:
+    def set_placements(self, placements: tuple[ModulePlacement, ...], epoch: int) -> None:
         """Which modules of this instance run elsewhere, and in which epoch."""
         if placements != self._placements:
             self.has_changed()

@@ -148,7 +148,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 _CHECKED = tuple(name for name in SamplingParams.__struct_fields__ if name not in _INDIFFERENT)
 
 
-def obstacle(params: SamplingParams) -> str | None:
+def first_token_blocker(params: SamplingParams) -> str | None:
     """Why decode must sample the first token itself; None where prefill's token is the same.
 
     It is the same for greedy sampling without anything that looks back over the output: no

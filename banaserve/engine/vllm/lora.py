@@ -42,7 +42,7 @@ class Adapters:
         name = f"{adapter.lora_name}@{adapter.lora_int_id}.{digest[:16]}"
         self._names[adapter.lora_int_id] = name
 
-    def told_apart(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    def resolve_lora(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Options of ``generate`` or ``encode`` with the adapter as engines know it."""
         adapter = options.get("lora_request")
         if adapter is None:

@@ -16,19 +16,26 @@ from statistics import median
 from vllm.config import VllmConfig
 
 from banaserve.clock import Clock
-from banaserve.engine.interface import Ending, Outcome
+from banaserve.engine.interface import Ending, StepOutcome
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.instance import Instance
-from banaserve.engine.vllm.migration.api import Ask, Heads, Migration, MoveHeads, MoveLayers, Return
+from banaserve.engine.vllm.migration.api import (
+    Heads,
+    Migration,
+    MigrationRequest,
+    MoveHeads,
+    MoveLayers,
+    Return,
+)
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration.controller.planner import ModelFacts
 from banaserve.engine.vllm.migration.types import Context, HeadSet, Modules, overlap
 from banaserve.engine.vllm.role_switch import Roles
 from banaserve.errors import BanaServeError, InstanceDeadError, MigrationError, NoAnswerError
+from banaserve.orchestrator.cluster_view import Known, cluster_view
 from banaserve.orchestrator.model.calibration import TransferTime, eased
 from banaserve.orchestrator.model.moving import Link
-from banaserve.orchestrator.viewing import Known, cluster_view
 from banaserve.types import (
     ClusterView,
     InstanceFacts,
@@ -81,7 +88,7 @@ def instance_facts(
     )
 
 
-def ask_of(action: MoveModule | ReturnModule) -> Ask:
+def ask_of(action: MoveModule | ReturnModule) -> MigrationRequest:
     """Returns what the coordinator has to be asked for an action of a plan."""
     module = action.module
     heads: Heads = dict.fromkeys(range(module.first_layer, module.end_layer), module.heads)
@@ -227,7 +234,7 @@ class MoveExecutor:
             self._facts[key] = self._facts_of(llm.vllm_config, instance.role, can_move)
         hosted = self._coordinator.hosts[name]
         blocks = (llm.vllm_config.cache_config.num_gpu_blocks or 0) + hosted.grown_blocks
-        parts = hosted.most_parts
+        parts = hosted.max_microbatches
         overlap = instance.board.meter.overlap_fraction(parts) if parts > 1 else None
         return Known(self._facts[key], blocks, overlap)
 
@@ -253,7 +260,7 @@ class MoveExecutor:
 
     # ---- what is done
 
-    async def carry_out(self, step: Step) -> Outcome:
+    async def carry_out(self, step: Step) -> StepOutcome:
         began_s = self._clock.now()
         self._active[id(step)] = step
         try:
@@ -262,7 +269,7 @@ class MoveExecutor:
             else:
                 outcome = await self._move(step.action, step.timeout_s)
         except BanaServeError as refused:
-            outcome = Outcome(Ending.REFUSED, str(refused))
+            outcome = StepOutcome(Ending.REFUSED, str(refused))
         finally:
             del self._active[id(step)]
         if outcome.ending is Ending.DONE or outcome.reverted:
@@ -270,7 +277,7 @@ class MoveExecutor:
                 self._cluster.instances[name].has_changed()
         return replace(outcome, seconds=self._clock.now() - began_s)
 
-    async def _switch(self, action: SwitchRole, step: Step) -> Outcome:
+    async def _switch(self, action: SwitchRole, step: Step) -> StepOutcome:
         # What draining may cost is what the policy has weighed the switch with.
         change = self._roles.begin(
             action.instance, action.role.value, step.timeout_s, drain_s=step.cost_s
@@ -282,9 +289,9 @@ class MoveExecutor:
             with contextlib.suppress(MigrationError):
                 self._roles.abort(change.id)
             raise
-        return Outcome(Ending(change.state), change.reason)
+        return StepOutcome(Ending(change.state), change.reason)
 
-    async def _move(self, action: MoveModule | ReturnModule, timeout_s: float) -> Outcome:
+    async def _move(self, action: MoveModule | ReturnModule, timeout_s: float) -> StepOutcome:
         coordinator = self._coordinator
         migration = await coordinator.begin(ask_of(action))
         self._own_ids.add(migration.id)
@@ -348,12 +355,12 @@ class MoveExecutor:
         self._own_ids = {i for i in self._own_ids if i in kept or self._roles.get(i) is not None}
 
 
-def _outcome(migration: Migration, is_late: bool, timeout_s: float, reverted: bool) -> Outcome:
+def _outcome(migration: Migration, is_late: bool, timeout_s: float, reverted: bool) -> StepOutcome:
     ending, reason = Ending(migration.state), migration.error
     if is_late and ending is not Ending.DONE:
         ending = Ending.TIMED_OUT
         reason = reason or f"not done in {timeout_s:.0f} s"
-    return Outcome(
+    return StepOutcome(
         ending,
         reason,
         num_bytes=bytes_of(migration),

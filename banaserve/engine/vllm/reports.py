@@ -70,15 +70,15 @@ class StepMeter:
         """What a round trip to a guest adds to a step; None until that has been learnt."""
         return self.model.call_s if self._num_remote_samples >= _LEARNT_AFTER else None
 
-    def overlap_fraction(self, most_parts: int) -> float | None:
+    def overlap_fraction(self, max_microbatches: int) -> float | None:
         """How much of a guest's work would not be waited for; None until steps have been learnt.
 
         Args:
-            most_parts: That a step may be cut into.
+            max_microbatches: That a step may be cut into.
         """
         if self.model.fit.num_samples < _LEARNT_AFTER:
             return None
-        return overlap_fraction(self.model, self._work, most_parts)
+        return overlap_fraction(self.model, self._work, max_microbatches)
 
     def record(self, counted: Mapping[str, float], now_s: float) -> None:
         """Take what was counted since the last call: sums of ``TransferStats``."""

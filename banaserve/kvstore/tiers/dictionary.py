@@ -28,7 +28,7 @@ from banaserve.kvstore.tiers.interface import (
     BlockBytes,
     BlockName,
     Completion,
-    Outcome,
+    TierOutcome,
     TierStats,
 )
 
@@ -197,7 +197,7 @@ class DictionaryTier:
         speed = self._counters.store_speed if transfer.is_store else self._counters.load_speed
         speed.end(now_s, block.num_bytes)
         seconds = now_s - transfer.began_s
-        return Completion(transfer.ticket, Outcome.DONE, block.num_bytes, seconds)
+        return Completion(transfer.ticket, TierOutcome.DONE, block.num_bytes, seconds)
 
     def _make_room(self) -> bool:
         while self._used_bytes > self._capacity_bytes:

@@ -27,7 +27,7 @@ class BlockName(NamedTuple):
     parent: bytes | None
 
 
-class Outcome(Enum):
+class TierOutcome(Enum):
     """How a load or a store ended.
 
     FAILED covers what may work another time (disk full, peer away). After CORRUPT the tier has
@@ -51,7 +51,7 @@ class Completion(NamedTuple):
     """
 
     ticket: int
-    outcome: Outcome
+    outcome: TierOutcome
     num_bytes: int
     seconds: float
 

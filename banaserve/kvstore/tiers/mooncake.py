@@ -11,9 +11,15 @@ import msgspec
 
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.tiers.counters import Throughput, TierCounters
-from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, Outcome, TierStats
+from banaserve.kvstore.tiers.interface import (
+    BlockBytes,
+    BlockName,
+    Completion,
+    TierOutcome,
+    TierStats,
+)
 from banaserve.kvstore.tiers.mooncake_config import MooncakeConfig, check_installed, parse_url
-from banaserve.kvstore.tiers.mooncake_events import Asked, Event, Health, Job, Removed
+from banaserve.kvstore.tiers.mooncake_events import AskedKeys, Event, Health, MooncakeJob, Removed
 from banaserve.kvstore.tiers.mooncake_link import MooncakeLink
 
 _HIT_VALID_S = 5.0
@@ -56,7 +62,7 @@ class MooncakeTier:
         self._link = MooncakeLink(config)
         self._health = self._link.health
         self._tickets = itertools.count(1)
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, MooncakeJob] = {}
         self._busy: dict[bytes, int] = {}
         self._completions: list[Completion] = []
         self._answers: dict[bytes, _Answer] = {}
@@ -110,7 +116,7 @@ class MooncakeTier:
                 found.append(Lookup.MISS)
         self._asked.update(unknown)
         for batch in _batches(unknown):
-            self._link.orders.put(Asked(batch, None))
+            self._link.orders.put(AskedKeys(batch, None))
         return found
 
     def submit_store(self, block: BlockName, source: BlockBytes) -> int | None:
@@ -188,7 +194,7 @@ class MooncakeTier:
             return None
         ticket = next(self._tickets)
         now_s = time.monotonic()
-        job = Job(ticket, key, memory, is_store, now_s, now_s + self._config.timeout_s)
+        job = MooncakeJob(ticket, key, memory, is_store, now_s, now_s + self._config.timeout_s)
         self._jobs[ticket] = job
         self._busy[key] = self._busy.get(key, 0) + 1
         self._speed(is_store).begin(now_s)
@@ -201,9 +207,9 @@ class MooncakeTier:
 
     def _on_event(self, event: Event) -> None:
         match event:
-            case Job():
+            case MooncakeJob():
                 self._on_ended(event)
-            case Asked(keys, codes):
+            case AskedKeys(keys, codes):
                 for key, code in zip(keys, codes or [0] * len(keys), strict=True):
                     # What has been learned since the question was asked is newer.
                     if key in self._asked:
@@ -213,7 +219,7 @@ class MooncakeTier:
                 if not event.available:
                     self._answers.clear()
 
-    def _on_ended(self, job: Job) -> None:
+    def _on_ended(self, job: MooncakeJob) -> None:
         assert job.outcome is not None
         del self._jobs[job.ticket]
         self._busy[job.key] -= 1
@@ -223,28 +229,28 @@ class MooncakeTier:
         num_bytes = job.memory.size
         seconds = now_s - job.started_s
         self._completions.append(Completion(job.ticket, job.outcome, num_bytes, seconds))
-        is_done = job.outcome is Outcome.DONE
+        is_done = job.outcome is TierOutcome.DONE
         self._speed(job.is_store).end(now_s, num_bytes if is_done else 0)
         self._account(job, job.outcome, num_bytes)
 
-    def _account(self, job: Job, outcome: Outcome, num_bytes: int) -> None:
+    def _account(self, job: MooncakeJob, outcome: TierOutcome, num_bytes: int) -> None:
         counters = self._counters
         match outcome:
-            case Outcome.DONE if job.is_store:
+            case TierOutcome.DONE if job.is_store:
                 counters.stores += 1
                 counters.stored_bytes += num_bytes
                 self._learn(job.key, is_there=True, num_bytes=num_bytes)
-            case Outcome.DONE:
+            case TierOutcome.DONE:
                 counters.loads += 1
                 counters.loaded_bytes += num_bytes
                 self._learn(job.key, is_there=True, num_bytes=num_bytes)
-            case Outcome.MISSING:
+            case TierOutcome.MISSING:
                 counters.missing += 1
                 self._learn(job.key, is_there=False)
-            case Outcome.CORRUPT:
+            case TierOutcome.CORRUPT:
                 counters.corrupt += 1
                 self._remove([job.key])
-            case Outcome.FAILED:
+            case TierOutcome.FAILED:
                 counters.failures += 1
                 if not job.is_store:
                     # Its place may be gone with a peer: not to be tried again at once.

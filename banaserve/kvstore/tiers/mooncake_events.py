@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Generic, NamedTuple, TypeVar
 
-from banaserve.kvstore.tiers.interface import BlockBytes, Outcome
+from banaserve.kvstore.tiers.interface import BlockBytes, TierOutcome
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class MooncakeJob:
     """A load or a store on its way.
 
     Attributes:
@@ -29,10 +29,10 @@ class Job:
     started_s: float
     deadline_s: float
     slot: int | None = None
-    outcome: Outcome | None = None
+    outcome: TierOutcome | None = None
 
 
-class Asked(NamedTuple):
+class AskedKeys(NamedTuple):
     """Which of ``keys`` are there; ``codes`` is None until answered and where that failed."""
 
     keys: list[bytes]
@@ -52,8 +52,8 @@ class Health(NamedTuple):
     problem: str
 
 
-Order = Job | Asked | Removed
-Event = Job | Asked | Removed | Health
+Order = MooncakeJob | AskedKeys | Removed
+Event = MooncakeJob | AskedKeys | Removed | Health
 T = TypeVar("T")
 
 

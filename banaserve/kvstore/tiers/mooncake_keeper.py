@@ -11,7 +11,14 @@ from collections.abc import Callable
 from banaserve.kvstore.tiers.mooncake_child import MooncakeChild
 from banaserve.kvstore.tiers.mooncake_config import MooncakeConfig
 from banaserve.kvstore.tiers.mooncake_events import Health
-from banaserve.kvstore.tiers.mooncake_process import Ask, Call, Done, Leave, Ready, Refused
+from banaserve.kvstore.tiers.mooncake_process import (
+    AskPresent,
+    Call,
+    Leave,
+    OperationDone,
+    OperationRefused,
+    ProcessReady,
+)
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +108,7 @@ class Keeper:
         elif self._ping_seq is None:
             if now_s >= self._ping_at_s:
                 self._ping_seq, self._ping_at_s = self.next_seq(), now_s
-                self.send(Ask(self._ping_seq, [_PING_KEY]))
+                self.send(AskPresent(self._ping_seq, [_PING_KEY]))
         elif now_s - self._ping_at_s > self._config.timeout_s:
             self._note(Health(False, self._away))
 
@@ -155,14 +162,14 @@ class Keeper:
         try:
             for report in child.receive():
                 match report:
-                    case Ready():
+                    case ProcessReady():
                         child.is_ready, self._ping_at_s = True, 0.0
-                    case Refused(reason):
+                    case OperationRefused(reason):
                         self.lose(reason)
                         return
-                    case Done(seq, codes) if seq == self._ping_seq:
+                    case OperationDone(seq, codes) if seq == self._ping_seq:
                         self._on_pong(codes)
-                    case Done(seq, codes):
+                    case OperationDone(seq, codes):
                         self._on_done(seq, codes)
         except (EOFError, OSError, ValueError, LookupError) as error:
             reason = child.epitaph() if isinstance(error, EOFError | OSError) else repr(error)

@@ -9,15 +9,15 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from banaserve.kvstore.tiers.interface import Outcome
+from banaserve.kvstore.tiers.interface import TierOutcome
 from banaserve.kvstore.tiers.mooncake_child import TRAILER_BYTES, Staging
 from banaserve.kvstore.tiers.mooncake_config import MooncakeConfig
 from banaserve.kvstore.tiers.mooncake_events import (
-    Asked,
+    AskedKeys,
     Event,
     Health,
-    Job,
     Mailbox,
+    MooncakeJob,
     Order,
     Removed,
 )
@@ -25,7 +25,7 @@ from banaserve.kvstore.tiers.mooncake_keeper import Keeper
 from banaserve.kvstore.tiers.mooncake_process import (
     NOT_FOUND,
     TOO_LARGE,
-    Ask,
+    AskPresent,
     Call,
     Get,
     Put,
@@ -40,7 +40,7 @@ _PATIENCE = 4
 
 class _Sent(NamedTuple):
     call: Call
-    job: Job | None
+    job: MooncakeJob | None
     at_s: float
 
 
@@ -66,7 +66,7 @@ class MooncakeLink:
             on_lost=self._on_lost,
             on_health=self.events.put,
         )
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[MooncakeJob] = deque()
         self._sent: dict[int, _Sent] = {}
         self._removing: set[bytes] = set()
         self._thread = threading.Thread(target=self._run, name="mooncake", daemon=True)
@@ -122,10 +122,10 @@ class MooncakeLink:
         self.orders.calm()
         for order in self.orders.take():
             match order:
-                case Job():
+                case MooncakeJob():
                     self._waiting.append(order)
-                case Asked(keys, _) if self.health.available:
-                    self._call(Ask(self._keeper.next_seq(), keys))
+                case AskedKeys(keys, _) if self.health.available:
+                    self._call(AskPresent(self._keeper.next_seq(), keys))
                 case Removed(keys) if self.health.available:
                     self._removing.update(keys)
                     self._call(Remove(self._keeper.next_seq(), keys))
@@ -134,18 +134,18 @@ class MooncakeLink:
 
     def _give_out(self) -> None:
         """Send what has a slot and whose key is not being removed, in the order of arrival."""
-        held: list[Job] = []
+        held: list[MooncakeJob] = []
         while self._waiting and (self._staging.num_free or not self.health.available):
             job = self._waiting.popleft()
             if not self.health.available:
-                self._end(job, Outcome.FAILED)
+                self._end(job, TierOutcome.FAILED)
             elif job.key in self._removing:
                 held.append(job)
             else:
                 self._transfer(job)
         self._waiting.extendleft(reversed(held))
 
-    def _transfer(self, job: Job) -> None:
+    def _transfer(self, job: MooncakeJob) -> None:
         job.slot = self._staging.take()
         if job.is_store:
             self._staging.fill(job.slot, job.key, job.memory)
@@ -154,11 +154,11 @@ class MooncakeLink:
         num_bytes = job.memory.size + TRAILER_BYTES
         self._call(kind(self._keeper.next_seq(), job.key, first_byte, num_bytes), job)
 
-    def _call(self, call: Call, job: Job | None = None) -> None:
+    def _call(self, call: Call, job: MooncakeJob | None = None) -> None:
         self._sent[call.seq] = _Sent(call, job, time.monotonic())
         self._keeper.send(call)
 
-    def _end(self, job: Job, outcome: Outcome) -> None:
+    def _end(self, job: MooncakeJob, outcome: TierOutcome) -> None:
         if job.outcome is None:
             job.outcome = outcome
             self.events.put(job)
@@ -167,11 +167,11 @@ class MooncakeLink:
         now_s = time.monotonic()
         for job in [job for job in self._waiting if job.deadline_s <= now_s]:
             self._waiting.remove(job)
-            self._end(job, Outcome.FAILED)
+            self._end(job, TierOutcome.FAILED)
         for sent in self._sent.values():
             if sent.job and sent.job.deadline_s <= now_s:
                 # The slot stays taken: the call may still write there.
-                self._end(sent.job, Outcome.FAILED)
+                self._end(sent.job, TierOutcome.FAILED)
         oldest_s = min((sent.at_s for sent in self._sent.values()), default=now_s)
         if now_s - oldest_s > _PATIENCE * max(1.0, self._timeout_s):
             self._keeper.lose("Mooncake's client does not answer")
@@ -181,9 +181,9 @@ class MooncakeLink:
             raise ValueError("an answer without a code")
         call, job, _ = self._sent.pop(seq)
         match call:
-            case Ask(_, keys):
+            case AskPresent(_, keys):
                 complete = len(codes) == len(keys) and min(codes) >= 0
-                self.events.put(Asked(keys, codes if complete else None))
+                self.events.put(AskedKeys(keys, codes if complete else None))
             case Remove(_, keys):
                 self._removing.difference_update(keys)
                 self.events.put(Removed(keys))
@@ -193,21 +193,21 @@ class MooncakeLink:
         if codes[0] < 0 and codes[0] != NOT_FOUND:
             self._keeper.doubt()
 
-    def _on_transferred(self, job: Job, code: int) -> None:
+    def _on_transferred(self, job: MooncakeJob, code: int) -> None:
         assert job.slot is not None
         if job.outcome is None:
             self._end(job, self._outcome(job, job.slot, code))
         self._staging.give_back(job.slot)
 
-    def _outcome(self, job: Job, slot: int, code: int) -> Outcome:
+    def _outcome(self, job: MooncakeJob, slot: int, code: int) -> TierOutcome:
         if job.is_store:
-            return Outcome.DONE if code == 0 else Outcome.FAILED
+            return TierOutcome.DONE if code == 0 else TierOutcome.FAILED
         if code == job.memory.size + TRAILER_BYTES:
             is_right = self._staging.copy_out(slot, job.key, job.memory)
-            return Outcome.DONE if is_right else Outcome.CORRUPT
+            return TierOutcome.DONE if is_right else TierOutcome.CORRUPT
         if code == NOT_FOUND:
-            return Outcome.MISSING
-        return Outcome.CORRUPT if code >= 0 or code == TOO_LARGE else Outcome.FAILED
+            return TierOutcome.MISSING
+        return TierOutcome.CORRUPT if code >= 0 or code == TOO_LARGE else TierOutcome.FAILED
 
     def _on_lost(self) -> None:
         """No call is under way any more, and nobody writes to the staging."""
@@ -215,9 +215,9 @@ class MooncakeLink:
         self._removing.clear()
         for call, job, _ in lost.values():
             if job is not None and job.slot is not None:
-                self._end(job, Outcome.FAILED)
+                self._end(job, TierOutcome.FAILED)
                 self._staging.give_back(job.slot)
-            elif isinstance(call, Ask):
-                self.events.put(Asked(call.keys, None))
+            elif isinstance(call, AskPresent):
+                self.events.put(AskedKeys(call.keys, None))
             elif isinstance(call, Remove):
                 self.events.put(Removed(call.keys))

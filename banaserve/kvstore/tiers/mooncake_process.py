@@ -40,7 +40,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
-class Ask(_Message, frozen=True, tag="ask"):
+class AskPresent(_Message, frozen=True, tag="ask"):
     """Answered with 1 for each key that is there, 0 for each that is not, or an error code."""
 
     seq: int
@@ -74,24 +74,24 @@ class Leave(_Message, frozen=True, tag="leave"):
     """Unmount the segment, so that the master forgets its blocks at once, and end."""
 
 
-class Ready(_Message, frozen=True, tag="ready"):
+class ProcessReady(_Message, frozen=True, tag="ready"):
     """The first message where joining the store worked."""
 
 
-class Refused(_Message, frozen=True, tag="refused"):
+class OperationRefused(_Message, frozen=True, tag="refused"):
     """The first message where it did not; the process ends with it."""
 
     reason: str
 
 
-class Done(_Message, frozen=True, tag="done"):
+class OperationDone(_Message, frozen=True, tag="done"):
     seq: int
     codes: list[int]
 
 
-Call = Ask | Remove | Put | Get
+Call = AskPresent | Remove | Put | Get
 Order = Call | Leave
-Report = Ready | Refused | Done
+Report = ProcessReady | OperationRefused | OperationDone
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
 
@@ -143,9 +143,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         store, replication = _join(config, staging)
     except Exception as error:
-        sock.sendall(frame(Refused(str(error))))
+        sock.sendall(frame(OperationRefused(str(error))))
         os._exit(1)
-    sock.sendall(frame(Ready()))
+    sock.sendall(frame(ProcessReady()))
     _Servant(store, replication, staging, sock, config.depth).serve()
     store.close()
     # Not by way of the interpreter's end, which waits for calls that hang.
@@ -238,12 +238,12 @@ class _Servant:
         except Exception:
             codes = [BROKEN_CALL]
         with self._lock:
-            self._sock.sendall(frame(Done(call.seq, codes)))
+            self._sock.sendall(frame(OperationDone(call.seq, codes)))
 
     def _run(self, call: Call) -> list[int]:
         store = self._store
         match call:
-            case Ask():
+            case AskPresent():
                 return list(store.batch_is_exist([_name(key) for key in call.keys]))
             case Remove():
                 # By force: our own question a moment ago has leased the object for seconds. A

@@ -11,7 +11,7 @@ from banaserve.orchestrator.measure import LeftOut
 from banaserve.types import ClusterView, InstanceId, Step
 
 
-class Reason(StrEnum):
+class RejectReason(StrEnum):
     """Why a candidate was not taken: shown to people, and a metric's label."""
 
     NOT_SUPPORTED = "the instance does not support it"
@@ -46,7 +46,7 @@ class Rejected:
     """
 
     candidate: str
-    reason: Reason
+    reason: RejectReason
     value: float | None = None
 
 

@@ -15,8 +15,8 @@ from banaserve.types import (
     InstanceView,
     Load,
     Module,
+    ModulePlacement,
     MoveModule,
-    Placement,
     Role,
     Step,
     SwitchRole,
@@ -59,7 +59,7 @@ class Projected:
     batch_tokens: float
     changed_s: float | None
     overlap_fraction: float | None = None
-    away: dict[Module, Placement] = field(default_factory=dict)
+    away: dict[Module, ModulePlacement] = field(default_factory=dict)
     moving: list[Module] = field(default_factory=list)
     num_guests: int = 0
     num_moves: int = 0
@@ -199,7 +199,7 @@ def take(projection: Projection, step: Step, horizon_s: float, now_s: float) -> 
     host.known_home = host.model_blocks = None
     host.moving.append(action.module)
     if is_move:
-        placement = Placement(action.module, action.host, action.guest, 0, now_s)
+        placement = ModulePlacement(action.module, action.host, action.guest, 0, now_s)
         host.away[action.module] = placement
     else:
         host.away.pop(action.module, None)

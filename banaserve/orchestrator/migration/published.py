@@ -21,8 +21,8 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 
 from banaserve.orchestrator.measure import ScalarLoad, judge, load_of
-from banaserve.orchestrator.migration import effects, refusals, slabs, weighing
-from banaserve.orchestrator.migration.interface import MigrationPlan, Reason, Rejected
+from banaserve.orchestrator.migration import effects, refusals, scoring, slabs
+from banaserve.orchestrator.migration.interface import MigrationPlan, Rejected, RejectReason
 from banaserve.orchestrator.migration.options import PublishedOptions
 from banaserve.orchestrator.migration.projection import Projected, Projection, project, take
 from banaserve.orchestrator.model.moving import migration_s
@@ -139,13 +139,13 @@ class _Loop:
         )
         kind = "heads" if heads else "layers"
         if Attempt(kind, host.id, guest.id) in self.failed:
-            refusal = Reason.FAILED
+            refusal = RejectReason.FAILED
         words = f"move {kind} from {host.id} to {guest.id}"
         if refusal is not None:
             return self._refuse(words, refusal, gap)
         module = self._module(host, heads)
         if module is None:
-            return self._refuse(words, Reason.NO_MODULE, gap)
+            return self._refuse(words, RejectReason.NO_MODULE, gap)
         return self._move(host, guest, module, gap)
 
     def _module(self, host: Projected, heads: bool) -> Module | None:
@@ -159,10 +159,10 @@ class _Loop:
         return free(facts, host.taken, size)
 
     def _move(self, host: Projected, guest: Projected, module: Module, gap: float) -> bool:
-        words = weighing.words_of("move", module, host.id, guest.id)
+        words = scoring.words_of("move", module, host.id, guest.id)
         effect = effects.leaving(host, guest, module, self.options)
         for instance, added in ((host, effect.host_blocks), (guest, effect.guest_blocks)):
-            if refusal := weighing.room_refusal(instance, added, self.options):
+            if refusal := scoring.room_refusal(instance, added, self.options):
                 return self._refuse(words, refusal, gap)
         facts, load = host.facts, self.loads[host.id]
         share = slabs.num_slabs(facts, module) / (facts.num_layers * facts.num_kv_heads)
@@ -171,7 +171,7 @@ class _Loop:
         closed = 2 * self.scalar.of(moved) if self.scalar.how != "maximum" else gap * share
         value = published_efficiency(gap, gap - closed, cost_s) if cost_s > 0 else float("inf")
         if value < self.options.rho_per_s:
-            return self._refuse(words, Reason.NOT_WORTH_IT, value)
+            return self._refuse(words, RejectReason.NOT_WORTH_IT, value)
         influence = (
             (host.id, _influence(moved, -1, effect.host_blocks, 0)),
             (guest.id, _influence(moved, 1, effect.guest_blocks, effect.guest_bytes)),
@@ -191,7 +191,7 @@ class _Loop:
         self.loads[name] = load
         self.extremes.change(name, self.scalar.of(load))
 
-    def _refuse(self, words: str, reason: Reason, value: float) -> bool:
+    def _refuse(self, words: str, reason: RejectReason, value: float) -> bool:
         self.rejected.append(Rejected(words, reason, value))
         return False
 

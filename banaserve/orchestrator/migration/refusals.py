@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from banaserve.orchestrator.migration.interface import Reason
+from banaserve.orchestrator.migration.interface import RejectReason
 from banaserve.orchestrator.migration.projection import Projected
 
 
 def may_change(
     instance: Projected, now_s: float, dwell_s: float, max_moves: float
-) -> Reason | None:
+) -> RejectReason | None:
     """Returns why ``instance`` must stay as it is at present, or None."""
     if instance.num_moves >= max_moves:
-        return Reason.BUSY
+        return RejectReason.BUSY
     if instance.changed_s is not None and now_s - instance.changed_s < dwell_s:
-        return Reason.DWELL
+        return RejectReason.DWELL
     return None
 
 
-def may_host(host: Projected) -> Reason | None:
+def may_host(host: Projected) -> RejectReason | None:
     """Returns why ``host`` may not give modules away, or None.
 
     One that holds modules of others sends those home first: else loads go round in circles, and
     a request's step would wait for a chain of instances.
     """
-    return Reason.HOST_IS_GUEST if host.num_guests else None
+    return RejectReason.HOST_IS_GUEST if host.num_guests else None
 
 
-def may_guest(guest: Projected) -> Reason | None:
+def may_guest(guest: Projected) -> RejectReason | None:
     """Returns why ``guest`` may not take modules in, or None."""
-    return Reason.GUEST_SHEDS if guest.away else None
+    return RejectReason.GUEST_SHEDS if guest.away else None
 
 
-def may_pair(host: Projected, guest: Projected, heads: bool) -> Reason | None:
+def may_pair(host: Projected, guest: Projected, heads: bool) -> RejectReason | None:
     """Returns why nothing of this kind may go from ``host`` to ``guest``, or None."""
     ours, theirs = host.facts, guest.facts
     supported = (
@@ -40,9 +40,9 @@ def may_pair(host: Projected, guest: Projected, heads: bool) -> Reason | None:
         else ours.can_move_layers and theirs.can_move_layers
     )
     if not supported:
-        return Reason.NOT_SUPPORTED
+        return RejectReason.NOT_SUPPORTED
     dimensions = (ours.num_layers, ours.num_kv_heads, ours.layer_weight_bytes)
     others = (theirs.num_layers, theirs.num_kv_heads, theirs.layer_weight_bytes)
     if dimensions != others or ours.layer_token_bytes != theirs.layer_token_bytes:
-        return Reason.OTHER_MODEL
+        return RejectReason.OTHER_MODEL
     return None

@@ -7,10 +7,10 @@ from typing import Any
 
 from banaserve.names import check_known
 from banaserve.orchestrator.migration.interface import MigrationPolicy
+from banaserve.orchestrator.migration.no_op import Still, StillOptions
 from banaserve.orchestrator.migration.options import PublishedOptions, RepairedOptions
 from banaserve.orchestrator.migration.published import Published
 from banaserve.orchestrator.migration.repaired import Repaired
-from banaserve.orchestrator.migration.still import Still, StillOptions
 
 _POLICIES: dict[str, tuple[type[Any], type[Any]]] = {
     "published": (Published, PublishedOptions),

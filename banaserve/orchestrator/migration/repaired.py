@@ -19,12 +19,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from banaserve.orchestrator.measure import ScalarLoad, judge
-from banaserve.orchestrator.migration import effects, refusals, seeking, switching, weighing
-from banaserve.orchestrator.migration.interface import MigrationPlan, Reason, Rejected
+from banaserve.orchestrator.migration import candidates as migration_candidates
+from banaserve.orchestrator.migration import effects, refusals, scoring, switching
+from banaserve.orchestrator.migration.candidates import Pair
+from banaserve.orchestrator.migration.interface import MigrationPlan, Rejected, RejectReason
 from banaserve.orchestrator.migration.options import RepairedOptions
 from banaserve.orchestrator.migration.projection import Projected, Projection, gap_of, project, take
-from banaserve.orchestrator.migration.seeking import Pair
-from banaserve.orchestrator.migration.weighing import Weighed
+from banaserve.orchestrator.migration.scoring import Weighed
 from banaserve.types import Attempt, ClusterView, InstanceId, Module, Role, Step, SwitchRole
 
 _RETURNS_KEPT = 8
@@ -99,7 +100,9 @@ class _Search:
             if isinstance(candidate, Rejected):
                 self.rejected.append(candidate)
             elif candidate.cost_s > left_s:
-                too_long = Rejected(candidate.words, Reason.MIGRATION_BUDGET, candidate.cost_s)
+                too_long = Rejected(
+                    candidate.words, RejectReason.MIGRATION_BUDGET, candidate.cost_s
+                )
                 self.rejected.append(too_long)
             else:
                 weighed.append(candidate)
@@ -108,7 +111,7 @@ class _Search:
             return None
         best = min(weighed, key=lambda candidate: (-candidate.net_s, candidate.words))
         self.rejected += [
-            Rejected(other.words, Reason.WORSE, other.efficiency)
+            Rejected(other.words, RejectReason.WORSE, other.efficiency)
             for other in weighed
             if other is not best
         ]
@@ -129,17 +132,19 @@ class _Search:
 
     def _moves(self) -> Iterator[Weighed | Rejected]:
         """For each resource, from the fullest host that can give anything worth it."""
-        seeks = [seeking.memory_pairs]
+        seeks = [migration_candidates.memory_pairs]
         if not self.steps or self.overlaps:
-            seeks.append(seeking.compute_pairs)  # else it only says why there is none: once a plan
+            seeks.append(
+                migration_candidates.compute_pairs
+            )  # else it only says why there is none: once a plan
         for seek in seeks:
             helped: InstanceId | None = None
             for pair in seek(self.projection, self.cluster.now_s, self.options, self.rejected):
                 if helped not in (None, pair.host.id):
                     break
-                if weighing.most_net_s(pair.host, self.options) < self.leading_s:
+                if scoring.most_net_s(pair.host, self.options) < self.leading_s:
                     words = f"move modules from {pair.host.id} to {pair.guest.id}"
-                    yield Rejected(words, Reason.WORSE)
+                    yield Rejected(words, RejectReason.WORSE)
                     continue
                 for heads in (False, True):
                     for weighed in self._sizes(pair, heads):
@@ -151,11 +156,13 @@ class _Search:
         """Weighs modules of growing size while a larger one can still be better."""
         most_s = float("-inf")
         failed = self.cluster.failed
-        for module in seeking.modules(pair, heads, self.options, self.rejected, failed):
-            weighed = weighing.weigh_move(pair.host, pair.guest, module, self.options)
+        for module in migration_candidates.modules(
+            pair, heads, self.options, self.rejected, failed
+        ):
+            weighed = scoring.weigh_move(pair.host, pair.guest, module, self.options)
             yield weighed
             if isinstance(weighed, Rejected):
-                if weighed.reason in (Reason.NO_ROOM, Reason.TOO_MUCH_AWAY):
+                if weighed.reason in (RejectReason.NO_ROOM, RejectReason.TOO_MUCH_AWAY):
                     return
             elif weighed.net_s < most_s:
                 return
@@ -171,22 +178,22 @@ class _Search:
         )
         for switch in candidates:
             if is_limited:
-                yield Rejected(f"switch {switch.words}", Reason.SWITCH_LIMIT)
+                yield Rejected(f"switch {switch.words}", RejectReason.SWITCH_LIMIT)
             elif reason := self._switch_refusal(switch.instance, switch.new):
                 yield Rejected(f"switch {switch.words}", reason)
             else:
-                yield weighing.weigh_switch(self.projection, switch, self.options)
+                yield scoring.weigh_switch(self.projection, switch, self.options)
 
-    def _refusal(self, instance: Projected) -> Reason | None:
+    def _refusal(self, instance: Projected) -> RejectReason | None:
         options = self.options
         return refusals.may_change(
             instance, self.cluster.now_s, options.dwell_s, options.max_moves_per_instance
         )
 
-    def _switch_refusal(self, instance: Projected, role: Role) -> Reason | None:
+    def _switch_refusal(self, instance: Projected, role: Role) -> RejectReason | None:
         failed = self.cluster.failed
         if failed and Attempt("role", instance.id, role.value) in failed:
-            return Reason.FAILED
+            return RejectReason.FAILED
         return self._refusal(instance)
 
     def _switches_left(self) -> int:
@@ -209,19 +216,19 @@ class _Search:
             if guest is None:
                 continue
             if reason := self._return_refusal(host, guest):
-                words = weighing.words_of("return", module, guest.id, host.id)
+                words = scoring.words_of("return", module, guest.id, host.id)
                 yield Rejected(words, reason)
                 continue
-            weighed = weighing.weigh_return(host, guest, module, self.options)
+            weighed = scoring.weigh_return(host, guest, module, self.options)
             if isinstance(weighed, Weighed):
                 promising.append((-weighed.net_s, host.id, module))
             yield weighed
         if self.returns is None:
             self.returns = [(host, module) for _, host, module in sorted(promising)[:_RETURNS_KEPT]]
 
-    def _return_refusal(self, host: Projected, guest: Projected) -> Reason | None:
+    def _return_refusal(self, host: Projected, guest: Projected) -> RejectReason | None:
         if Attempt("return", guest.id, host.id) in self.cluster.failed:
-            return Reason.FAILED
+            return RejectReason.FAILED
         return self._refusal(host) or self._refusal(guest)
 
     def _away(self) -> list[tuple[Projected, Module]]:

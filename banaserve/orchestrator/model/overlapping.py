@@ -23,7 +23,7 @@ def makespan_s(each_s: Sequence[float], num_parts: int) -> float:
     return sum(each_s) + (num_parts - 1) * max(each_s, default=0.0)
 
 
-def overlap_fraction(model: StepTime, work: StepWork, most_parts: int) -> float:
+def overlap_fraction(model: StepTime, work: StepWork, max_microbatches: int) -> float:
     """How much of a guest's work its host would not wait for, in [0, 1].
 
     Of a guest with half of the layers. Every part costs the fixed part of a step once more, so
@@ -32,10 +32,10 @@ def overlap_fraction(model: StepTime, work: StepWork, most_parts: int) -> float:
     Args:
         model: Of the host's steps.
         work: Of one of them.
-        most_parts: That a step may be cut into; 1: the host waits.
+        max_microbatches: That a step may be cut into; 1: the host waits.
     """
     tokens = work.prefill_tokens + work.decode_requests
-    at_most = max(1, min(most_parts, int(tokens) // LEAST_PART_TOKENS))
+    at_most = max(1, min(max_microbatches, int(tokens) // LEAST_PART_TOKENS))
     waiting_s = model.predict_s(work)
     best_s = min(_halves_s(model, work, num) for num in range(1, at_most + 1))
     if waiting_s <= 0 or best_s > WORTH * waiting_s:

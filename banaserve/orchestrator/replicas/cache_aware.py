@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     FleetView,
-    Reason,
     ReplicaView,
     Request,
+    RoutingDecision,
+    RoutingReason,
 )
 from banaserve.orchestrator.replicas.policy import check_range
 from banaserve.orchestrator.replicas.registry import register
@@ -75,18 +75,18 @@ class CacheAware(TreePolicy):
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
-    ) -> Decision:
+    ) -> RoutingDecision:
         options = self.options
         loads = [view.outstanding for view in candidates]
         low, high = min(loads), max(loads)
         hits = self.hits(request)
         if high - low > options.balance_abs and high > options.balance_rel * low:
             target = candidates[self.least(loads)].id
-            return Decision(target, Reason.IMBALANCE, hits.get(target, 0))
+            return RoutingDecision(target, RoutingReason.IMBALANCE, hits.get(target, 0))
         longest = self.longest_hit(candidates, hits)
         if longest is not None and longest[1] > options.cache_threshold * request.num_tokens:
-            return Decision(longest[0].id, Reason.PREFIX, longest[1])
+            return RoutingDecision(longest[0].id, RoutingReason.PREFIX, longest[1])
         if options.fills_smallest_tree:
             loads = [self.tree.target_bytes(view.id) for view in candidates]
         target = candidates[self.least(loads)].id
-        return Decision(target, Reason.EXPLORE, hits.get(target, 0))
+        return RoutingDecision(target, RoutingReason.EXPLORE, hits.get(target, 0))

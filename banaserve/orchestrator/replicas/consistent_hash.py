@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     FleetView,
-    Reason,
     ReplicaView,
     Request,
+    RoutingDecision,
+    RoutingReason,
 )
 from banaserve.orchestrator.replicas.policy import Policy, check_range
 from banaserve.orchestrator.replicas.registry import register
@@ -59,16 +59,16 @@ class ConsistentHash(Policy):
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
-    ) -> Decision:
+    ) -> RoutingDecision:
         if self.options.needs_session and not request.session:
             place = self.least([view.outstanding for view in candidates])
-            return Decision(candidates[place].id, Reason.LEAST_LOADED)
+            return RoutingDecision(candidates[place].id, RoutingReason.LEAST_LOADED)
         # Over all replicas, the unavailable ones too: skipping moves no other key.
         ring = self._ring.over([view.id for view in fleet.replicas])
         among = self._with_room(candidates)
         key = session_key(request, self.unit_bytes)
         target = ring.find(key, {view.id for view in among})
-        return Decision(target, Reason.SESSION)
+        return RoutingDecision(target, RoutingReason.SESSION)
 
     def _with_room(self, candidates: Sequence[ReplicaView]) -> Sequence[ReplicaView]:
         factor = self.options.max_load_factor

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from banaserve.errors import UserError
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     FleetView,
     Flight,
     PeerView,
@@ -21,6 +20,7 @@ from banaserve.orchestrator.replicas.interface import (
     ReplicaPolicy,
     ReplicaView,
     Request,
+    RoutingDecision,
 )
 
 ROUND_TRIP_WEIGHT = 0.3
@@ -142,11 +142,11 @@ class Fleet:
             by_id = {view.id: view for view in replicas}
         return FleetView(now_s, self.region, self.queue_length, replicas, peers, by_id)
 
-    def choose(self, request: Request, now_s: float) -> Decision:
+    def choose(self, request: Request, now_s: float) -> RoutingDecision:
         """Asks the policy about ``request``."""
         return self.policy.choose(request, self.view(now_s))
 
-    def sent(self, request: Request, decision: Decision, now_s: float) -> Flight:
+    def sent(self, request: Request, decision: RoutingDecision, now_s: float) -> Flight:
         """Counts ``request`` as sent to the decision's target; returns the flight to follow.
 
         Raises:

@@ -15,21 +15,21 @@ from typing import Any, ClassVar
 from banaserve.errors import UserError
 from banaserve.names import check_known
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     FleetView,
     Flight,
     PeerView,
-    Reason,
     ReplicaView,
     Request,
+    RoutingDecision,
+    RoutingReason,
     State,
 )
+from banaserve.orchestrator.replicas.papers.tuner_coded import CodedTuner
 from banaserve.orchestrator.replicas.policy import check_choice, check_range
 from banaserve.orchestrator.replicas.rates import Rates
 from banaserve.orchestrator.replicas.registry import register
 from banaserve.orchestrator.replicas.tree_policy import TreeOptions, TreePolicy
 from banaserve.orchestrator.replicas.tuner import Tuner, TunerOptions, numbers
-from banaserve.orchestrator.replicas.tuner_coded import CodedTuner
 
 FIXED, REPAIRED, CODED = "fixed", "repaired", "as-coded"
 _OUTPUT_TOKENS = 128
@@ -136,7 +136,7 @@ class Gorgo(TreePolicy):
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
-    ) -> Decision:
+    ) -> RoutingDecision:
         hits = self.hits(request)
         w_rtt, w_queue = self.weights
         is_in_ms = self.options.is_in_ms
@@ -157,8 +157,10 @@ class Gorgo(TreePolicy):
         scores = {}
         if is_in_ms:
             scores = {view.id: cost for view, cost in zip(candidates, costs, strict=True)}
-        reason = Reason.FORWARDED if isinstance(target, PeerView) else Reason.LOWEST_COST
-        return Decision(target.id, reason, hits.get(target.id, 0), scores)
+        reason = (
+            RoutingReason.FORWARDED if isinstance(target, PeerView) else RoutingReason.LOWEST_COST
+        )
+        return RoutingDecision(target.id, reason, hits.get(target.id, 0), scores)
 
     def on_sent(self, flight: Flight) -> None:
         super().on_sent(flight)

@@ -136,7 +136,7 @@ class FleetView:
     by_id: Mapping[ReplicaId, ReplicaView]
 
 
-class Reason(StrEnum):
+class RoutingReason(StrEnum):
     """Why a decision is what it is: for the log and as a metric's label."""
 
     ONLY_CHOICE = "only_choice"
@@ -155,12 +155,12 @@ class Reason(StrEnum):
     NONE_MAY = "none_may"
 
 
-HELD = frozenset({Reason.ALL_BUSY, Reason.NONE_AVAILABLE, Reason.NONE_MAY})
+HELD = frozenset({RoutingReason.ALL_BUSY, RoutingReason.NONE_AVAILABLE, RoutingReason.NONE_MAY})
 """Reasons of decisions without a target."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class RoutingDecision:
     """Where a request goes, or that it waits.
 
     Attributes:
@@ -172,7 +172,7 @@ class Decision:
     """
 
     target: ReplicaId | None
-    reason: Reason
+    reason: RoutingReason
     hit_tokens: int = 0
     scores_ms: Mapping[ReplicaId, float] = field(default_factory=dict)
 
@@ -191,7 +191,7 @@ class Flight:
     """
 
     request: Request
-    decision: Decision
+    decision: RoutingDecision
     target: ReplicaId
     sent_s: float
     backlog_tokens: int = 0
@@ -217,7 +217,7 @@ class ReplicaPolicy(Protocol):
 
     unit_bytes: int
 
-    def choose(self, request: Request, fleet: FleetView) -> Decision:
+    def choose(self, request: Request, fleet: FleetView) -> RoutingDecision:
         """Returns where ``request`` goes. Counts nothing as sent: ``on_sent`` does."""
         ...
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     FleetView,
-    Reason,
     ReplicaView,
     Request,
+    RoutingDecision,
+    RoutingReason,
 )
 from banaserve.orchestrator.replicas.policy import Policy, check_range
 from banaserve.orchestrator.replicas.registry import register
@@ -56,17 +56,17 @@ class LeastLoad(Policy):
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
-    ) -> Decision:
+    ) -> RoutingDecision:
         if self.options.adds_units:
             loads = [self._added(view) for view in candidates]
-            return Decision(candidates[self.least(loads)].id, Reason.LEAST_LOADED)
+            return RoutingDecision(candidates[self.least(loads)].id, RoutingReason.LEAST_LOADED)
         prefill, output = self.options.prefill_ms_per_token, self.options.output_ms_per_token
         loads = [
             prefill * view.uncached_tokens + output * view.output_tokens for view in candidates
         ]
         target = candidates[self.least(loads)].id
         scores = {view.id: load for view, load in zip(candidates, loads, strict=True)}
-        return Decision(target, Reason.LEAST_LOADED, scores_ms=scores)
+        return RoutingDecision(target, RoutingReason.LEAST_LOADED, scores_ms=scores)
 
     def _added(self, view: ReplicaView) -> float:
         kv_tokens = view.kv_used_fraction * self.options.kv_capacity_tokens

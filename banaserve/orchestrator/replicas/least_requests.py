@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     FleetView,
-    Reason,
     ReplicaView,
     Request,
+    RoutingDecision,
+    RoutingReason,
 )
 from banaserve.orchestrator.replicas.policy import Policy
 from banaserve.orchestrator.replicas.registry import register
 
 
 @dataclass(frozen=True, slots=True)
-class LeastRequestsOptions:
+class ReplicaLeastRequestsOptions:
     """Options of ``least_requests``.
 
     Attributes:
@@ -30,19 +30,19 @@ class LeastRequestsOptions:
 
 
 @register("least_requests")
-class LeastRequests(Policy):
+class ReplicaLeastRequests(Policy):
     """Counts this balancer's outstanding requests, a long one like a short one."""
 
     PRESETS: ClassVar[Mapping[str, Any]] = {
-        "repaired": LeastRequestsOptions(),
-        "as-coded": LeastRequestsOptions(counts_reported=True),
+        "repaired": ReplicaLeastRequestsOptions(),
+        "as-coded": ReplicaLeastRequestsOptions(counts_reported=True),
     }
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
-    ) -> Decision:
+    ) -> RoutingDecision:
         if self.options.counts_reported:
             counts = [max(view.outstanding, view.running) for view in candidates]
         else:
             counts = [view.outstanding for view in candidates]
-        return Decision(candidates[self.least(counts)].id, Reason.LEAST_LOADED)
+        return RoutingDecision(candidates[self.least(counts)].id, RoutingReason.LEAST_LOADED)

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     FleetView,
-    Reason,
     ReplicaView,
     Request,
+    RoutingDecision,
+    RoutingReason,
 )
 from banaserve.orchestrator.replicas.policy import Policy, check_range
 from banaserve.orchestrator.replicas.registry import register
 
 
 @dataclass(frozen=True, slots=True)
-class LoadAwareOptions:
+class ReplicaLoadAwareOptions:
     """Options of ``load_aware``.
 
     Attributes:
@@ -54,7 +54,7 @@ class LoadAwareOptions:
 
 
 @register("load_aware")
-class LoadAware(Policy):
+class ReplicaLoadAware(Policy):
     """Sends each request where the greatest of three shares is least.
 
     KV memory, places in the batch and prefill work ahead are a vector judged by its maximum.
@@ -62,17 +62,17 @@ class LoadAware(Policy):
     """
 
     PRESETS: ClassVar[Mapping[str, Any]] = {
-        "repaired": LoadAwareOptions(),
-        "published": LoadAwareOptions(delta_l=1.3, counts_round_trip=False),
+        "repaired": ReplicaLoadAwareOptions(),
+        "published": ReplicaLoadAwareOptions(delta_l=1.3, counts_round_trip=False),
     }
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
-    ) -> Decision:
+    ) -> RoutingDecision:
         if self.options.delta_l:
             return self._published(candidates)
         loads = [self._load(view) for view in candidates]
-        return Decision(candidates[self.least(loads)].id, Reason.LEAST_LOADED)
+        return RoutingDecision(candidates[self.least(loads)].id, RoutingReason.LEAST_LOADED)
 
     def _load(self, view: ReplicaView) -> float:
         options = self.options
@@ -88,12 +88,12 @@ class LoadAware(Policy):
             ahead_ms / options.full_load_ms,
         )
 
-    def _published(self, candidates: Sequence[ReplicaView]) -> Decision:
+    def _published(self, candidates: Sequence[ReplicaView]) -> RoutingDecision:
         loads = [
             view.kv_used_fraction + view.running / self.options.max_running for view in candidates
         ]
         place = self.least(loads)
         if loads[place] < self.options.delta_l:
-            return Decision(candidates[place].id, Reason.LEAST_LOADED)
+            return RoutingDecision(candidates[place].id, RoutingReason.LEAST_LOADED)
         place = self.least([view.pending for view in candidates])
-        return Decision(candidates[place].id, Reason.IMBALANCE)
+        return RoutingDecision(candidates[place].id, RoutingReason.IMBALANCE)

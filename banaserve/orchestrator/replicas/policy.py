@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 from banaserve.errors import UserError
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     FleetView,
     Flight,
     Generator,
-    Reason,
     ReplicaId,
     ReplicaView,
     Request,
+    RoutingDecision,
+    RoutingReason,
     State,
 )
 
@@ -67,7 +67,7 @@ class Policy(Deaf, ABC):
         self.generator = generator
         self.unit_bytes = unit_bytes
 
-    def choose(self, request: Request, fleet: FleetView) -> Decision:
+    def choose(self, request: Request, fleet: FleetView) -> RoutingDecision:
         known = self._known(request, fleet)
         regions, model, tokens = request.allowed_regions, request.model, request.num_tokens
         # ``may_serve`` written out: this is most of a decision over hundreds of replicas.
@@ -81,13 +81,15 @@ class Policy(Deaf, ABC):
         ]
         if not candidates:
             may_wait = any(may_serve(view, request) for view in known)
-            return Decision(None, Reason.NONE_AVAILABLE if may_wait else Reason.NONE_MAY)
+            return RoutingDecision(
+                None, RoutingReason.NONE_AVAILABLE if may_wait else RoutingReason.NONE_MAY
+            )
         return self.pick(request, candidates, fleet)
 
     @abstractmethod
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
-    ) -> Decision:
+    ) -> RoutingDecision:
         """Returns the decision; ``candidates`` are allowed, available and at least one."""
 
     def _known(self, request: Request, fleet: FleetView) -> Sequence[ReplicaView]:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     FleetView,
-    Reason,
     ReplicaView,
     Request,
+    RoutingDecision,
+    RoutingReason,
 )
 from banaserve.orchestrator.replicas.policy import NoOptions, Policy
 from banaserve.orchestrator.replicas.registry import register
@@ -28,11 +28,11 @@ class PowerOfTwo(Policy):
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
-    ) -> Decision:
+    ) -> RoutingDecision:
         if len(candidates) == 1:
-            return Decision(candidates[0].id, Reason.ONLY_CHOICE)
+            return RoutingDecision(candidates[0].id, RoutingReason.ONLY_CHOICE)
         first = int(self.generator.random() * len(candidates))
         step = 1 + int(self.generator.random() * (len(candidates) - 1))
         two = [candidates[first], candidates[(first + step) % len(candidates)]]
         place = self.least([view.outstanding for view in two])
-        return Decision(two[place].id, Reason.LEAST_LOADED)
+        return RoutingDecision(two[place].id, RoutingReason.LEAST_LOADED)

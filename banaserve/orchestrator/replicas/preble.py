@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     FleetView,
     Flight,
-    Reason,
     ReplicaId,
     ReplicaView,
     Request,
+    RoutingDecision,
+    RoutingReason,
 )
 from banaserve.orchestrator.replicas.policy import Policy, check_choice, check_range
-from banaserve.orchestrator.replicas.preble_costs import REGRESSIONS, Load
+from banaserve.orchestrator.replicas.preble_costs import REGRESSIONS, WindowLoad
 from banaserve.orchestrator.replicas.preble_tree import CacheTree, Node
 from banaserve.orchestrator.replicas.rates import Rates
 from banaserve.orchestrator.replicas.registry import register
@@ -115,13 +115,13 @@ class Preble(Policy):
         self.tree = CacheTree(self.unit_bytes, options.capacity_tokens, options.window_s)
         self.rates = Rates(options.prefill_ms_per_token, 0.02)
         self._step_ms = options.output_ms_per_token
-        self._loads: dict[ReplicaId, Load] = {}
+        self._loads: dict[ReplicaId, WindowLoad] = {}
         self._work_ms: dict[int, float] = {}
         self._num_sent = 0
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
-    ) -> Decision:
+    ) -> RoutingDecision:
         now_s = fleet.now_s
         matched = self.tree.match(request.prompt, self._tokens_per_unit(request))
         hits = {target: min(request.num_tokens, int(hit[0])) for target, hit in matched.items()}
@@ -139,7 +139,7 @@ class Preble(Policy):
             place, reason = self._explore(candidates, loads, costs, now_s)
         target = candidates[place].id
         scores = {view.id: cost for view, cost in zip(candidates, costs, strict=True)}
-        return Decision(target, reason, hits.get(target, 0), scores)
+        return RoutingDecision(target, reason, hits.get(target, 0), scores)
 
     def _exploit(
         self,
@@ -149,7 +149,7 @@ class Preble(Policy):
         loads: Sequence[float],
         costs: Sequence[float],
         now_s: float,
-    ) -> tuple[int, Reason]:
+    ) -> tuple[int, RoutingReason]:
         """Among those with the longest match the cheapest, unless it is time to spread."""
         longest = max(hits.get(view.id, 0) for view in candidates)
         places = [at for at, view in enumerate(candidates) if hits.get(view.id, 0) == longest]
@@ -157,17 +157,17 @@ class Preble(Policy):
         others = [at for at in range(len(candidates)) if at not in places]
         is_due = self._num_sent >= self.options.balance_after * len(candidates)
         if not others or not is_due:
-            return place, Reason.PREFIX
+            return place, RoutingReason.PREFIX
         lightest = others[self.least([loads[at] for at in others])]
         pays = costs[lightest] < costs[place] or not self.options.counts_outstanding
         threshold = self.options.balance_threshold
         if threshold and loads[place] > threshold * loads[lightest] and pays:
-            return lightest, Reason.REBALANCED
+            return lightest, RoutingReason.REBALANCED
         if self.options.scales_hot_prefixes and self._has_doubled(
             matched[candidates[place].id][1], now_s
         ):
-            return lightest, Reason.REBALANCED
-        return place, Reason.PREFIX
+            return lightest, RoutingReason.REBALANCED
+        return place, RoutingReason.PREFIX
 
     def _explore(
         self,
@@ -175,7 +175,7 @@ class Preble(Policy):
         loads: Sequence[float],
         costs: Sequence[float],
         now_s: float,
-    ) -> tuple[int, Reason]:
+    ) -> tuple[int, RoutingReason]:
         limit = self.options.decode_fraction
         if limit < 1:
             known = [self._loads.get(view.id) for view in candidates]
@@ -183,12 +183,12 @@ class Preble(Policy):
             place = max(range(len(shares)), key=shares.__getitem__)
             bound = max(1.0, self.options.balance_threshold) * min(loads)
             if shares[place] > limit and (not self.options.guards_balance or loads[place] <= bound):
-                return place, Reason.IMBALANCE
-        return self.least(costs), Reason.EXPLORE
+                return place, RoutingReason.IMBALANCE
+        return self.least(costs), RoutingReason.EXPLORE
 
     def on_sent(self, flight: Flight) -> None:
         request, target = flight.request, flight.target
-        load = self._loads.setdefault(target, Load(self.options.window_s, RECENT_S))
+        load = self._loads.setdefault(target, WindowLoad(self.options.window_s, RECENT_S))
         context = flight.decision.hit_tokens
         prefill_ms = self._prefill_ms(request.num_tokens - context, context)
         decode_ms = self.options.decode_share * self._step_ms * self._output_tokens(load)
@@ -293,7 +293,7 @@ class Preble(Policy):
         recent = node.waits_ms.recent / node.num_waits.recent
         return recent >= 2 * node.waits_ms.before / node.num_waits.before
 
-    def _output_tokens(self, load: Load) -> float:
+    def _output_tokens(self, load: WindowLoad) -> float:
         return load.output_tokens or self.options.output_tokens
 
     def _tokens_per_unit(self, request: Request) -> float:

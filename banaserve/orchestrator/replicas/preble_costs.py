@@ -98,7 +98,7 @@ class WorkWindow:
             self.prefill_ms = self.decode_ms = 0.0
 
 
-class Load:
+class WindowLoad:
     """What one replica was sent.
 
     Attributes:

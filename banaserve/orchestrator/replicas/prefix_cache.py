@@ -10,13 +10,13 @@ from statistics import fmean, pstdev
 from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     FleetView,
     Flight,
-    Reason,
     ReplicaId,
     ReplicaView,
     Request,
+    RoutingDecision,
+    RoutingReason,
 )
 from banaserve.orchestrator.replicas.policy import Policy, check_range
 from banaserve.orchestrator.replicas.registry import register
@@ -74,12 +74,12 @@ class PrefixCache(Policy):
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
-    ) -> Decision:
+    ) -> RoutingDecision:
         loads = [view.outstanding for view in candidates]
-        reason = Reason.PREFIX
+        reason = RoutingReason.PREFIX
         if max(loads) - min(loads) > self.options.imbalance:
             candidates = [view for view in candidates if view.outstanding == min(loads)]
-            reason = Reason.IMBALANCE
+            reason = RoutingReason.IMBALANCE
         hits = self._hits(request, fleet.now_s)
         limit = fmean(loads) + self.options.deviations * pstdev(loads)
         fit = [view for view in candidates if view.id in hits and view.outstanding <= limit]
@@ -87,9 +87,9 @@ class PrefixCache(Policy):
             costs = [(-hits[view.id], view.outstanding) for view in fit]
             best = [view for view, cost in zip(fit, costs, strict=True) if cost == min(costs)]
             target = self.any_of(best).id
-            return Decision(target, reason, hits[target])
+            return RoutingDecision(target, reason, hits[target])
         target = candidates[self.least([view.outstanding for view in candidates])].id
-        return Decision(target, Reason.LEAST_LOADED, hits.get(target, 0))
+        return RoutingDecision(target, RoutingReason.LEAST_LOADED, hits.get(target, 0))
 
     def on_sent(self, flight: Flight) -> None:
         for digest in self._digests(flight.request.prompt):

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     FleetView,
-    Reason,
     ReplicaView,
     Request,
+    RoutingDecision,
+    RoutingReason,
 )
 from banaserve.orchestrator.replicas.policy import NoOptions, Policy
 from banaserve.orchestrator.replicas.registry import register
@@ -24,5 +24,5 @@ class RandomChoice(Policy):
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
-    ) -> Decision:
-        return Decision(self.any_of(candidates).id, Reason.RANDOM)
+    ) -> RoutingDecision:
+        return RoutingDecision(self.any_of(candidates).id, RoutingReason.RANDOM)

@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     FleetView,
     Flight,
-    Reason,
     ReplicaId,
     ReplicaView,
     Request,
+    RoutingDecision,
+    RoutingReason,
 )
 from banaserve.orchestrator.replicas.policy import NoOptions, Policy
 from banaserve.orchestrator.replicas.registry import register
 
 
 @register("round_robin")
-class RoundRobin(Policy):
+class ReplicaRoundRobin(Policy):
     """Takes turns. A replica that comes back waits for no one; one that is away loses no turn."""
 
     PRESETS: ClassVar[Mapping[str, Any]] = {"plain": NoOptions()}
@@ -31,10 +31,10 @@ class RoundRobin(Policy):
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
-    ) -> Decision:
+    ) -> RoutingDecision:
         sent_at = self._sent_at
         target = min(candidates, key=lambda view: sent_at.get(view.id, 0))
-        return Decision(target.id, Reason.TURN)
+        return RoutingDecision(target.id, RoutingReason.TURN)
 
     def on_sent(self, flight: Flight) -> None:
         self._turn += 1

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     FleetView,
     Flight,
-    Reason,
     ReplicaId,
     ReplicaView,
     Request,
+    RoutingDecision,
+    RoutingReason,
 )
 from banaserve.orchestrator.replicas.policy import Policy, check_range
 from banaserve.orchestrator.replicas.registry import register
@@ -53,15 +53,15 @@ class SessionAffinity(Policy):
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
-    ) -> Decision:
+    ) -> RoutingDecision:
         if self.options.modulo:
             place = self._key(request) % len(candidates)
-            return Decision(candidates[place].id, Reason.SESSION)
+            return RoutingDecision(candidates[place].id, RoutingReason.SESSION)
         home = self._home.get(self._key(request))
         if home is not None and any(view.id == home for view in candidates):
-            return Decision(home, Reason.SESSION)
+            return RoutingDecision(home, RoutingReason.SESSION)
         place = self.least([view.outstanding for view in candidates])
-        return Decision(candidates[place].id, Reason.LEAST_LOADED)
+        return RoutingDecision(candidates[place].id, RoutingReason.LEAST_LOADED)
 
     def on_sent(self, flight: Flight) -> None:
         if self.options.modulo:

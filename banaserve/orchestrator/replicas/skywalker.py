@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     FleetView,
     Flight,
     PeerView,
-    Reason,
     ReplicaId,
     ReplicaView,
     Request,
+    RoutingDecision,
+    RoutingReason,
 )
 from banaserve.orchestrator.replicas.peer_prefixes import PeerPrefixes
 from banaserve.orchestrator.replicas.policy import Policy, check_choice, check_range, may_serve
@@ -112,7 +112,7 @@ class SkyWalker(TreePolicy):
         self.peer_prefixes: PeerPrefixes | None = None
         self._hits: dict[ReplicaId, int] | None = None
 
-    def choose(self, request: Request, fleet: FleetView) -> Decision:
+    def choose(self, request: Request, fleet: FleetView) -> RoutingDecision:
         # Few have enough of the prompt, and one of them decides most requests: they are asked
         # first, and all the others only where they do not. Long prompts that wait are not matched
         # again and again while nobody is free.
@@ -125,12 +125,12 @@ class SkyWalker(TreePolicy):
             have = [one for one in views if one and one.is_available and may_serve(one, request)]
             longest = self.longest_hit(list(self._free(have, fleet)), hits) if have else None
             if longest is not None:
-                return Decision(longest[0].id, Reason.PREFIX, longest[1])
+                return RoutingDecision(longest[0].id, RoutingReason.PREFIX, longest[1])
         return super().choose(request, fleet)
 
     def on_sent(self, flight: Flight) -> None:
         super().on_sent(flight)
-        if self.peer_prefixes is not None and flight.decision.reason is not Reason.FORWARDED:
+        if self.peer_prefixes is not None and flight.decision.reason is not RoutingReason.FORWARDED:
             self.peer_prefixes.sent(flight.request, flight.target)
 
     def on_replica_gone(self, target: ReplicaId) -> None:
@@ -140,7 +140,7 @@ class SkyWalker(TreePolicy):
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
-    ) -> Decision:
+    ) -> RoutingDecision:
         local, peers = candidates, []
         if fleet.peers:
             local = [view for view in candidates if not isinstance(view, PeerView)]
@@ -149,12 +149,12 @@ class SkyWalker(TreePolicy):
         if found is None and peers:
             found = self.among(request, peers, fleet, self._open)
             if found is not None:
-                return Decision(found.target, Reason.FORWARDED, found.hit_tokens)
-        return found or Decision(None, Reason.ALL_BUSY)
+                return RoutingDecision(found.target, RoutingReason.FORWARDED, found.hit_tokens)
+        return found or RoutingDecision(None, RoutingReason.ALL_BUSY)
 
     def among(
         self, request: Request, layer: Sequence[ReplicaView], fleet: FleetView, takes_more: Filter
-    ) -> Decision | None:
+    ) -> RoutingDecision | None:
         """Returns the choice in one layer, or None where nobody takes more."""
         free = list(takes_more(layer, fleet))
         if not free:
@@ -166,9 +166,9 @@ class SkyWalker(TreePolicy):
                 hits = {one: max(hits.get(one, 0), told.get(one, 0)) for one in hits.keys() | told}
             longest = self.longest_hit(free, self._enough(request, hits))
             if longest is not None:
-                return Decision(longest[0].id, Reason.PREFIX, longest[1])
+                return RoutingDecision(longest[0].id, RoutingReason.PREFIX, longest[1])
         target = free[self.least([view.outstanding for view in free])].id
-        return Decision(target, Reason.EXPLORE, hits.get(target, 0))
+        return RoutingDecision(target, RoutingReason.EXPLORE, hits.get(target, 0))
 
     def _enough(self, request: Request, hits: dict[ReplicaId, int]) -> dict[ReplicaId, int]:
         """Returns those of ``hits`` that decide."""
@@ -219,12 +219,12 @@ class SkyWalkerCH(SkyWalker):
         super().__init__(*arguments)
         self._rings = {kind: Ring(self.options.virtual_nodes) for kind in (False, True)}
 
-    def choose(self, request: Request, fleet: FleetView) -> Decision:
+    def choose(self, request: Request, fleet: FleetView) -> RoutingDecision:
         return Policy.choose(self, request, fleet)
 
     def among(
         self, request: Request, layer: Sequence[ReplicaView], fleet: FleetView, takes_more: Filter
-    ) -> Decision | None:
+    ) -> RoutingDecision | None:
         free = list(takes_more(layer, fleet))
         if not free:
             return None
@@ -233,9 +233,9 @@ class SkyWalkerCH(SkyWalker):
         key = session_key(request, self.unit_bytes)
         if not key:
             place = self.least([view.outstanding for view in free])
-            return Decision(free[place].id, Reason.LEAST_LOADED)
+            return RoutingDecision(free[place].id, RoutingReason.LEAST_LOADED)
         ring = self._rings[is_peer].over([view.id for view in everyone])
-        return Decision(ring.find(key, {view.id for view in free}), Reason.SESSION)
+        return RoutingDecision(ring.find(key, {view.id for view in free}), RoutingReason.SESSION)
 
     def on_sent(self, flight: Any) -> None:
         """Nothing: the ring needs no memory of prompts."""

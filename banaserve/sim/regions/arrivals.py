@@ -7,7 +7,7 @@ from math import cos, pi
 from random import Random
 
 from banaserve.errors import UserError
-from banaserve.sim.regions.programs import Ask, MakeProgram, Program
+from banaserve.sim.regions.programs import MakeProgram, Program, ProgramCall
 from banaserve.sim.regions.replica import BLOCK_TOKENS, UNIT_BYTES
 from banaserve.sim.trace import Arrival, cut
 
@@ -69,7 +69,7 @@ def replay(
     ]
 
 
-def _ask(number: int, row: Arrival, max_tokens: int | None, hash_tokens: int) -> Ask:
+def _ask(number: int, row: Arrival, max_tokens: int | None, hash_tokens: int) -> ProgramCall:
     prompt_tokens, output_tokens = cut(row.prompt_tokens, row.output_tokens, max_tokens)
     units = hash_tokens // BLOCK_TOKENS * UNIT_BYTES
     known = b"".join(Random(f"block {one}").randbytes(units) for one in row.hash_ids)
@@ -77,10 +77,12 @@ def _ask(number: int, row: Arrival, max_tokens: int | None, hash_tokens: int) ->
     own = Random(f"own {number}")
     # What no id stands for is nowhere else.
     prompt = known[:size] + own.randbytes(max(0, size - len(known)))
-    return Ask(prompt, own.randbytes(max(1, output_tokens // BLOCK_TOKENS) * UNIT_BYTES), "")
+    return ProgramCall(
+        prompt, own.randbytes(max(1, output_tokens // BLOCK_TOKENS) * UNIT_BYTES), ""
+    )
 
 
-def _once(ask: Ask) -> MakeProgram:
+def _once(ask: ProgramCall) -> MakeProgram:
     def run(rng: Random, client: str) -> Program:
         yield [ask]
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     PeerView,
     ReplicaId,
     ReplicaPolicy,
     ReplicaView,
+    RoutingDecision,
 )
-from banaserve.sim.regions.replica import Job, SimReplica
+from banaserve.sim.regions.replica import ReplicaJob, SimReplica
 from banaserve.sim.timeline import Timeline
 
 PROBE_S = 0.1
@@ -38,7 +38,7 @@ class SimBalancer:
         self.region = region
         self.id = ReplicaId(f"balancer-{region}")
         self.fleet = Fleet(policy, region, staleness_s)
-        self.queue: deque[Job] = deque()
+        self.queue: deque[ReplicaJob] = deque()
         self._replicas = {replica.id: replica for replica in replicas}
         self._peers: dict[ReplicaId, SimBalancer] = {}
         self._round_trips_ms = round_trips_ms
@@ -57,7 +57,7 @@ class SimBalancer:
             view.round_trip_ms = self._round_trips_ms[self.region, peer.region]
             self.fleet.add(view)
 
-    def take(self, job: Job) -> None:
+    def take(self, job: ReplicaJob) -> None:
         """Takes in a request, of a client or forwarded by a peer."""
         self.queue.append(job)
         self._pump()
@@ -81,7 +81,7 @@ class SimBalancer:
                 return
             self._send(self.queue.popleft(), decision)
 
-    def _send(self, job: Job, decision: Decision) -> None:
+    def _send(self, job: ReplicaJob, decision: RoutingDecision) -> None:
         target = decision.target
         assert target is not None
         flight = self.fleet.sent(job.request, decision, self._timeline.now_s)
@@ -101,7 +101,7 @@ class SimBalancer:
             self._pump()
 
         request = replace(job.request, was_forwarded=peer is not None or job.request.was_forwarded)
-        sent = Job(
+        sent = ReplicaJob(
             request,
             job.output,
             lambda: self._timeline.after(one_way_s, first),

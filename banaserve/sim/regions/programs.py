@@ -10,7 +10,7 @@ from banaserve.sim.regions.replica import UNIT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ProgramCall:
     """A request of a program: digests of its prompt's and its answer's blocks."""
 
     prompt: bytes
@@ -18,7 +18,7 @@ class Ask:
     session: str
 
 
-Program = Generator[list[Ask], None, None]
+Program = Generator[list[ProgramCall], None, None]
 """Yields what is asked at once; goes on when all of it has been answered."""
 
 MakeProgram = Callable[[Random, str], Program]
@@ -46,7 +46,7 @@ def tree_of_thoughts(branches: int, depth: int = 4) -> MakeProgram:
             level = [common + rng.randbytes(6 * UNIT_BYTES)]
             for stage in stages:
                 asks = [
-                    Ask(parent + stage, blocks(rng, 120), f"{client}/{number}")
+                    ProgramCall(parent + stage, blocks(rng, 120), f"{client}/{number}")
                     for parent in level
                     for _ in range(branches)
                 ]
@@ -69,7 +69,7 @@ def chat(first_tokens: float, message_tokens: float, answer_tokens: float) -> Ma
             history = own if rng.random() < 0.5 else rng.randbytes(len(own))
             for _ in range(2 + int(rng.random() * 9)):
                 history += blocks(rng, message_tokens, 8192)
-                ask = Ask(history, blocks(rng, answer_tokens), client)
+                ask = ProgramCall(history, blocks(rng, answer_tokens), client)
                 yield [ask]
                 history += ask.output
 
@@ -95,7 +95,7 @@ def long_documents(
             number = int(rng.random() * num_documents)
             for _ in range(2 + int(rng.random() * 6)):
                 prompt = documents[number] + blocks(rng, question_tokens)
-                yield [Ask(prompt, blocks(rng, answer_tokens), f"document {number}")]
+                yield [ProgramCall(prompt, blocks(rng, answer_tokens), f"document {number}")]
 
     return run
 
@@ -113,6 +113,6 @@ def shared_prefixes(
     def run(rng: Random, client: str) -> Program:
         [number] = rng.choices(range(num_prefixes), weights)
         prompt = prefixes[number] + blocks(rng, own_tokens, 2048)
-        yield [Ask(prompt, blocks(rng, answer_tokens), f"prefix {number}")]
+        yield [ProgramCall(prompt, blocks(rng, answer_tokens), f"prefix {number}")]
 
     return run

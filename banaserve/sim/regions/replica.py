@@ -41,7 +41,7 @@ class Accelerator:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class ReplicaJob:
     """A request on its way.
 
     Attributes:
@@ -68,8 +68,8 @@ class SimReplica:
     ) -> None:
         self.id = ReplicaId(replica_id)
         self.region = region
-        self.waiting: deque[Job] = deque()
-        self.running: list[Job] = []
+        self.waiting: deque[ReplicaJob] = deque()
+        self.running: list[ReplicaJob] = []
         self.used_tokens = 0
         self.most_outstanding = 0
         self._spec = accelerator
@@ -85,7 +85,7 @@ class SimReplica:
     def kv_used_fraction(self) -> float:
         return self.used_tokens / self._spec.kv_tokens
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: ReplicaJob) -> None:
         """Takes in ``job``; it starts with the next step that has room."""
         self.waiting.append(job)
         self.most_outstanding = max(self.most_outstanding, self.outstanding)
@@ -100,7 +100,7 @@ class SimReplica:
             return
         budget = self._spec.chunk_tokens
         decoding = [job for job in self.running if not job.left_to_prefill]
-        computed: list[tuple[Job, int]] = []
+        computed: list[tuple[ReplicaJob, int]] = []
         for job in self.running:
             if job.left_to_prefill and budget:
                 tokens = min(budget, job.left_to_prefill)
@@ -115,7 +115,7 @@ class SimReplica:
         )
         self._timeline.after(taken_ms / 1000, self._end, (decoding, computed))
 
-    def _end(self, step: tuple[list[Job], list[tuple[Job, int]]]) -> None:
+    def _end(self, step: tuple[list[ReplicaJob], list[tuple[ReplicaJob, int]]]) -> None:
         decoding, computed = step
         for job, tokens in computed:
             job.left_to_prefill -= tokens

@@ -11,12 +11,12 @@ from banaserve.orchestrator.replicas.interface import Request
 from banaserve.orchestrator.replicas.registry import make
 from banaserve.sim.regions.arrivals import Arrivals
 from banaserve.sim.regions.balancer import RoundTrips, SimBalancer
-from banaserve.sim.regions.programs import Ask, MakeProgram, Program
+from banaserve.sim.regions.programs import MakeProgram, Program, ProgramCall
 from banaserve.sim.regions.replica import (
     BLOCK_TOKENS,
     UNIT_BYTES,
     Accelerator,
-    Job,
+    ReplicaJob,
     SimReplica,
 )
 from banaserve.sim.result import percentile
@@ -27,7 +27,7 @@ NEAR_MS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class RegionSystem:
     """How balancers are laid out and what they do.
 
     Attributes:
@@ -91,7 +91,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RequestOutcome:
     """Everything that a run gave.
 
     Attributes:
@@ -156,7 +156,7 @@ class Outcome:
         return [end - one.sent_s for end, one in zip(ends, self.records, strict=True)]
 
 
-def simulate(setting: Setting, system: System, seed: int) -> Outcome:
+def simulate(setting: Setting, system: RegionSystem, seed: int) -> RequestOutcome:
     """Runs ``system`` in ``setting``; clients do the same under every system of one seed."""
     timeline = Timeline()
     round_trips_ms = setting.matrix()
@@ -175,7 +175,7 @@ def simulate(setting: Setting, system: System, seed: int) -> Outcome:
         timeline.at(start_s, client.go_on)
     timeline.run(setting.duration_s)
     most = [replica.most_outstanding for replica in replicas]
-    return Outcome(setting.duration_s, records, most)
+    return RequestOutcome(setting.duration_s, records, most)
 
 
 def _starts(setting: Setting, seed: int) -> Iterator[tuple[str, str, MakeProgram, float]]:
@@ -193,7 +193,7 @@ def _starts(setting: Setting, seed: int) -> Iterator[tuple[str, str, MakeProgram
 
 def _doors(
     setting: Setting,
-    system: System,
+    system: RegionSystem,
     replicas: Sequence[SimReplica],
     round_trips_ms: RoundTrips,
     timeline: Timeline,
@@ -250,7 +250,7 @@ class _Client:
         for ask in asks:
             self._ask(ask)
 
-    def _ask(self, ask: Ask) -> None:
+    def _ask(self, ask: ProgramCall) -> None:
         num_tokens = len(ask.prompt) // UNIT_BYTES * BLOCK_TOKENS
         num_output = len(ask.output) // UNIT_BYTES * BLOCK_TOKENS
         now_s = self._timeline.now_s
@@ -274,7 +274,7 @@ class _Client:
             if not self._open:
                 self.go_on()
 
-        job = Job(
+        job = ReplicaJob(
             request,
             ask.output,
             lambda: self._timeline.after(self._one_way_s, first),

@@ -101,7 +101,7 @@ def test_tokens_do_not_change(
     before = rig.do("status")["overlap"]
     assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected), "in parts"
     after = rig.do("status")["overlap"]
-    assert (after["why_not"], after["steps_cut"] > before["steps_cut"]) == ("", True)
+    assert (after["blocker"], after["steps_cut"] > before["steps_cut"]) == ("", True)
 
     def home() -> Generator[None, None, None]:
         layers, some_heads = sorted(rig.do("status")["units"], key=lambda u: u["guest"])

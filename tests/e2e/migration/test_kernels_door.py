@@ -96,7 +96,7 @@ def test_layers_and_heads_leave_and_come_home_in_mid_stream(
     rig.do("overlap", PARTS)
     assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected), "in parts"
     overlap = rig.do("status")["overlap"]
-    assert (overlap["why_not"], overlap["steps_cut"] > 0) == ("", True)
+    assert (overlap["blocker"], overlap["steps_cut"] > 0) == ("", True)
     rig.do("overlap", 1)
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, home()), expected)
     assert rig.do("status")["units"] == []

@@ -108,7 +108,7 @@ def test_tokens_with_ranges_away(
     assert rig.agrees(fresh(rig, prompts), expected)
     assert cut(rig) > before
     overlap = rig.do("status")["overlap"]
-    assert overlap["why_not"] == ""
+    assert overlap["blocker"] == ""
     assert overlap["parts"] > 2 * overlap["steps_cut"]
 
 
@@ -131,7 +131,7 @@ def test_layers_and_heads_in_one_guest_are_waited_for(
     before = cut(rig)
     assert rig.agrees(fresh(rig, prompts), expected)
     overlap = rig.do("status")["overlap"]
-    assert "layers and heads" in overlap["why_not"]
+    assert "layers and heads" in overlap["blocker"]
     assert overlap["steps_cut"] == before
 
 
@@ -271,4 +271,4 @@ def test_random_moves_under_many_streams(
 @pytest.mark.parametrize("num_parts", [0, 65, -1])
 def test_a_depth_out_of_range_is_refused(rig: Any, num_parts: int) -> None:
     assert "1 to 64 parts" in rig.ask("overlap", num_parts)["error"]
-    assert rig.do("status")["overlap"]["most_parts"] == PARTS
+    assert rig.do("status")["overlap"]["max_microbatches"] == PARTS

@@ -18,19 +18,19 @@ from banaserve.costs.transfers import Copied
 from banaserve.engine.vllm.compat import runner_hooks as runner_hooks
 from banaserve.engine.vllm.emulation.config import settings_of
 from banaserve.engine.vllm.emulation.pacer import Pacer
-from banaserve.engine.vllm.emulation.placement_cost import Away, modelled
+from banaserve.engine.vllm.emulation.placement_cost import RemoteShare, modelled
 from banaserve.engine.vllm.kv_connector.metadata import StepPlan
 from banaserve.engine.vllm.kv_connector.scheduler import scheduled, work_of
 from banaserve.engine.vllm.migration.host.block_mover import BlockMover
 from banaserve.engine.vllm.migration.host.host import MigrationHost
 from banaserve.engine.vllm.migration.host.move import Move
 from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
-from banaserve.engine.vllm.migration.host.units import Residence, Unit
+from banaserve.engine.vllm.migration.host.units import Unit, UnitLocation
 from banaserve.engine.vllm.migration.host.worker_rpc import HOST_ATTRIBUTE
-from banaserve.engine.vllm.migration.types import LayerRange, ModelShape, Modules
+from banaserve.engine.vllm.migration.types import LayerRange, ModelGeometry, Modules
 
 
-def pace_moves(pacer: Pacer, shape: ModelShape, token_bytes: int) -> None:
+def pace_moves(pacer: Pacer, shape: ModelGeometry, token_bytes: int) -> None:
     """Hold back what moves and copies in this process.
 
     Args:
@@ -58,13 +58,13 @@ def _pace_copies(pacer: Pacer, kv_scale: float) -> None:
     _replace(BlockMover, "copy", paced_copy)
 
 
-def _pace_builds(pacer: Pacer, shape: ModelShape) -> None:
+def _pace_builds(pacer: Pacer, shape: ModelGeometry) -> None:
     build, profile = UnitBuilder.build, pacer.profile
 
     @functools.wraps(build)
-    def paced_build(builder: UnitBuilder, unit: Unit, *args: Any, **kwargs: Any) -> Residence:
+    def paced_build(builder: UnitBuilder, unit: Unit, *args: Any, **kwargs: Any) -> UnitLocation:
         began_s = pacer.now_s()
-        residence: Residence = build(builder, unit, *args, **kwargs)
+        residence: UnitLocation = build(builder, unit, *args, **kwargs)
         if isinstance(unit.modules, LayerRange):
             (module,) = modelled(profile, shape, unit.modules)
             num_bytes = module.num_layers * profile.shape.layer_weight_bytes
@@ -119,12 +119,12 @@ def install(config: VllmConfig, runner_class: type[Any], instance: str) -> Pacer
     return pacer
 
 
-def _shape_of(config: VllmConfig) -> ModelShape:
+def _shape_of(config: VllmConfig) -> ModelGeometry:
     model, parallel = config.model_config, config.parallel_config
-    return ModelShape(model.get_num_layers(parallel), model.get_num_kv_heads(parallel))
+    return ModelGeometry(model.get_num_layers(parallel), model.get_num_kv_heads(parallel))
 
 
-def _token_bytes(config: VllmConfig, shape: ModelShape) -> int:
+def _token_bytes(config: VllmConfig, shape: ModelGeometry) -> int:
     model = config.model_config
     head_bytes = model.get_head_size() * model.dtype.itemsize
     return shape.num_layers * 2 * shape.num_kv_heads * head_bytes
@@ -133,7 +133,7 @@ def _token_bytes(config: VllmConfig, shape: ModelShape) -> int:
 class PacedSteps:
     """What the pacer must know of each step, taken from what the runner is told to run."""
 
-    def __init__(self, pacer: Pacer, shape: ModelShape) -> None:
+    def __init__(self, pacer: Pacer, shape: ModelGeometry) -> None:
         self._pacer = pacer
         self._shape = shape
         self._seen = 1, 1
@@ -172,7 +172,9 @@ class PacedSteps:
         if seen != self._seen:
             self._seen = seen
             profile, placed = self._pacer.profile, _placed(host)
-            self._pacer.away = Away.of(profile, self._shape, placed, most_parts=seen[1])
+            self._pacer.away = RemoteShare.of(
+                profile, self._shape, placed, max_microbatches=seen[1]
+            )
 
 
 def _placed(host: MigrationHost) -> Iterator[tuple[Modules, str]]:

@@ -17,13 +17,13 @@ from typing import NamedTuple
 from banaserve.costs.profile import Profile
 from banaserve.costs.steps import StepCosts
 from banaserve.costs.transfers import Copied, StepTimes, step_times
-from banaserve.engine.vllm.emulation.placement_cost import Away
+from banaserve.engine.vllm.emulation.placement_cost import RemoteShare
 from banaserve.engine.vllm.emulation.step_log import SUFFIX, PacedStep, StepLog, StepReader, readers
 from banaserve.orchestrator.model.calibration import StepWork
 from banaserve.orchestrator.model.overlapping import LEAST_PART_TOKENS, WORTH, makespan_s
 
 
-class Device:
+class DeviceClock:
     """Knows when each step should end. All times are seconds of one monotonic clock.
 
     A step begins when the one before it has ended, or when the engine got something to do,
@@ -70,7 +70,7 @@ _LOOK_S = 1.0
 """How often to look for instances that have started."""
 
 
-class Lodgers:
+class GuestTimeReader:
     """Reads what their hosts record.
 
     Args:
@@ -111,7 +111,7 @@ class InParts(NamedTuple):
 
 
 def in_parts(
-    costs: StepCosts, work: StepWork, elsewhere: Sequence[float], most_parts: int
+    costs: StepCosts, work: StepWork, elsewhere: Sequence[float], max_microbatches: int
 ) -> InParts:
     """The best of all numbers of parts, of which each has a step's fixed part once more.
 
@@ -120,10 +120,10 @@ def in_parts(
     Args:
         costs: Of the host, relieved of nothing.
         elsewhere: Of its time, on the device of each guest that may compute at the same time.
-        most_parts: That a step is cut into; 1: the host waits.
+        max_microbatches: That a step is cut into; 1: the host waits.
     """
     tokens = int(work.prefill_tokens + work.decode_requests)
-    at_most = max(1, min(most_parts, tokens // LEAST_PART_TOKENS)) if elsewhere else 1
+    at_most = max(1, min(max_microbatches, tokens // LEAST_PART_TOKENS)) if elsewhere else 1
     here = 1.0 - sum(elsewhere)
     whole_s = best_s = busy_s = _part_s(costs, work, 1)
     for num_parts in range(2, at_most + 1):
@@ -169,16 +169,16 @@ class Pacer:
     ) -> None:
         self.profile = profile
         self.dilation = dilation
-        self.away = Away()
+        self.away = RemoteShare()
         self._id = instance_id
         self._folder = folder
         self.now_s = now_s
         self._sleep = sleep
         self._costs = StepCosts(profile)
         self._log = StepLog(folder / f"{instance_id}{SUFFIX}", dilation)
-        self._device = Device(now_s())
+        self._device = DeviceClock(now_s())
         self._step: tuple[StepWork, float, float] | None = None
-        self._lodgers = Lodgers(folder, instance_id)
+        self._lodgers = GuestTimeReader(folder, instance_id)
 
     def woke(self) -> None:
         """The engine had nothing to compute until now."""
@@ -191,7 +191,7 @@ class Pacer:
         tokens = work.prefill_tokens + work.decode_requests
         self._costs.hop_s = self.away.hop_s + self.away.hop_token_s * tokens
         self._costs.relief = 0.0
-        parts = in_parts(self._costs, work, self.away.elsewhere, self.away.most_parts)
+        parts = in_parts(self._costs, work, self.away.elsewhere, self.away.max_microbatches)
         self._costs.relief = parts.relief
         found = step_times(self._costs, work, copied)
         times = StepTimes(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from banaserve.costs import modules as costs
 from banaserve.costs.profile import Profile
 from banaserve.engine.vllm.migration.types import Context, HeadSet, Modules
-from banaserve.engine.vllm.migration.types import ModelShape as OwnShape
+from banaserve.engine.vllm.migration.types import ModelGeometry as OwnShape
 from banaserve.types import Module
 
 ATTENTION_FRACTION = 0.3
@@ -46,7 +46,7 @@ def modelled(profile: Profile, own: OwnShape, modules: Modules) -> list[Module]:
 
 
 @dataclass(frozen=True, slots=True)
-class Away:
+class RemoteShare:
     """What modules elsewhere do to each step of their host.
 
     Attributes:
@@ -55,14 +55,14 @@ class Away:
         shares: Of the step's own time, by the instance whose device it takes.
         elsewhere: What of it are ranges of layers, for each such device: with them a step in parts
             computes at once.
-        most_parts: That a step is cut into; 1: the host waits.
+        max_microbatches: That a step is cut into; 1: the host waits.
     """
 
     hop_s: float = 0.0
     hop_token_s: float = 0.0
     shares: tuple[tuple[str, float], ...] = ()
     elsewhere: tuple[float, ...] = ()
-    most_parts: int = 1
+    max_microbatches: int = 1
 
     @classmethod
     def of(
@@ -70,8 +70,8 @@ class Away:
         profile: Profile,
         own: OwnShape,
         placed: Iterable[tuple[Modules, str]],
-        most_parts: int = 1,
-    ) -> Away:
+        max_microbatches: int = 1,
+    ) -> RemoteShare:
         """Of ``placed``: what is away, each with the instance that it runs beside."""
         hop_s = hop_token_s = 0.0
         shares: dict[str, float] = {}
@@ -86,4 +86,4 @@ class Away:
                 if not module.heads:
                     elsewhere[target] = elsewhere.get(target, 0.0) + share
         each = tuple(elsewhere.values())
-        return cls(hop_s, hop_token_s, tuple(shares.items()), each, most_parts)
+        return cls(hop_s, hop_token_s, tuple(shares.items()), each, max_microbatches)

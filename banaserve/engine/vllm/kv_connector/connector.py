@@ -21,14 +21,14 @@ from banaserve.clock import WallClock
 from banaserve.engine.vllm.kv_connector.block_hash import TailHasher, describe_blocks
 from banaserve.engine.vllm.kv_connector.metadata import (
     ConnectorOptions,
-    StepDone,
+    MappedCopies,
     StepPlan,
+    StepResult,
     TransferStats,
-    Visible,
     stats_from_wire,
 )
-from banaserve.engine.vllm.kv_connector.scheduler import SchedulerSide
-from banaserve.engine.vllm.kv_connector.worker import WorkerSide
+from banaserve.engine.vllm.kv_connector.scheduler import StoreConnectorScheduler
+from banaserve.engine.vllm.kv_connector.worker import StoreConnectorWorker
 from banaserve.engine.vllm.launch.engine_main import INSTANCE_VARIABLE
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.cost_gate import CostGate
@@ -74,7 +74,7 @@ class StoreConnector(KVConnectorBase_V1):
         self._client = client
         block_size = self.fingerprint.block_size_tokens
         self._scheduler = (
-            SchedulerSide(
+            StoreConnectorScheduler(
                 client,
                 TailHasher(vllm_config, block_size),
                 block_size,
@@ -85,7 +85,7 @@ class StoreConnector(KVConnectorBase_V1):
             else None
         )
         self._worker = (
-            WorkerSide(client, get_tensor_model_parallel_rank(), options)
+            StoreConnectorWorker(client, get_tensor_model_parallel_rank(), options)
             if role is KVConnectorRole.WORKER
             else None
         )
@@ -118,7 +118,7 @@ class StoreConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         done = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and isinstance(done, StepDone):
+        if self._scheduler is not None and isinstance(done, StepResult):
             self._scheduler.step_done(done)
 
     def request_finished(
@@ -131,7 +131,7 @@ class StoreConnector(KVConnectorBase_V1):
     # ---- worker
 
     @property
-    def worker(self) -> WorkerSide:
+    def worker(self) -> StoreConnectorWorker:
         """The worker's side, for measurements; only where this connector has that role."""
         assert self._worker is not None
         return self._worker
@@ -194,7 +194,7 @@ class StoreConnector(KVConnectorBase_V1):
         assert self._worker is not None
         self._worker.wrap_copier(wrap)
 
-    def slots_to_fill(self) -> Visible:
+    def slots_to_fill(self) -> MappedCopies:
         """This step's saves, for who holds some of the layers to make instead of the worker."""
         assert self._worker is not None
         return self._worker.slots_to_fill(self._plan())

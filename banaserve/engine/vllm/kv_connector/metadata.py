@@ -114,7 +114,7 @@ class StepPlan(KVConnectorMetadata):
 
 
 @dataclass
-class StepDone(KVConnectorWorkerMetadata):
+class StepResult(KVConnectorWorkerMetadata):
     """The worker's word that all copies of a step have ended, and what the step took.
 
     Attributes:
@@ -130,11 +130,11 @@ class StepDone(KVConnectorWorkerMetadata):
     fetch_s: float = 0.0
     fetched_blocks: int = 0
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepDone:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepResult:
         """Of two workers: the step has ended where both have, and the slower one counts."""
-        assert isinstance(other, StepDone)
+        assert isinstance(other, StepResult)
         computed = [s for s in (self.compute_s, other.compute_s) if s is not None]
-        return StepDone(
+        return StepResult(
             min(self.step, other.step),
             max(computed, default=None),
             max(self.fetch_s, other.fetch_s),
@@ -164,7 +164,7 @@ class TransferStats(KVConnectorStats):
         return not self.data
 
 
-class Counters:
+class ConnectorCounters:
     """Sums that several threads add to and one takes away."""
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ def stats_from_wire(data: dict[str, Any] | None) -> TransferStats | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Visible:
+class MappedCopies:
     """Copies whose slots all lie in ``view``: in the pool of another life of the store, their
     places would hold other blocks. Without a view there are no copies.
     """
@@ -197,7 +197,7 @@ class Visible:
     copies: Sequence[BlockCopy] = ()
 
     @classmethod
-    def of(cls, copies: Sequence[BlockCopy], client: StoreClient) -> Visible:
+    def of(cls, copies: Sequence[BlockCopy], client: StoreClient) -> MappedCopies:
         """Those of ``copies`` that ``client`` sees; connects where it has to."""
         view: PoolView | None = None
         for generation in {copy.slot.generation for copy in copies}:

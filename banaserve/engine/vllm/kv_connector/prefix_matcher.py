@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from banaserve.clock import Clock
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.kv_connector.block_hash import TailHasher
-from banaserve.engine.vllm.kv_connector.metadata import Counters, StepDone
+from banaserve.engine.vllm.kv_connector.metadata import ConnectorCounters, StepResult
 from banaserve.engine.vllm.kv_connector.request_state import (
-    Offer,
-    Outcome,
-    Promotion,
-    Tracked,
+    PendingPromotion,
+    PromotionOutcome,
+    RequestState,
+    SaveCandidate,
     full_block_offers,
 )
 from banaserve.engine.vllm.legs import Handover
 from banaserve.kvstore.client import StoreClient
-from banaserve.kvstore.cost_gate import CostGate, Verdict, Work
+from banaserve.kvstore.cost_gate import CostGate, FetchWork, Verdict
 from banaserve.kvstore.wire import MAX_KEYS
 
 _KEPT_STEPS = 64
@@ -38,12 +38,12 @@ class _Planned:
         fetch_s: The prediction for its fetches, None where there was none.
     """
 
-    work: Work
+    work: FetchWork
     compute_s: float | None
     fetch_s: float | None
 
 
-class EngineGate:
+class EngineCostGate:
     """Decides for requests, and learns from the steps that the worker has run.
 
     Args:
@@ -52,7 +52,7 @@ class EngineGate:
         stats: Counts decisions, predictions and outcomes.
     """
 
-    def __init__(self, gate: CostGate, block_size: int, stats: Counters) -> None:
+    def __init__(self, gate: CostGate, block_size: int, stats: ConnectorCounters) -> None:
         self._gate = gate
         self._block_size = block_size
         self._stats = stats
@@ -64,7 +64,9 @@ class EngineGate:
         num_blocks = -(-(num_tokens - num_before) // self._block_size)
         if num_blocks <= 0:
             return 0.0
-        return self._gate.block_budget_s(num_blocks, Work.of(num_tokens - num_before, num_before))
+        return self._gate.block_budget_s(
+            num_blocks, FetchWork.of(num_tokens - num_before, num_before)
+        )
 
     def decide(
         self, num_blocks: int, num_tokens: int, num_before: int, *, handed_over: bool = False
@@ -77,7 +79,7 @@ class EngineGate:
             num_before: Tokens before them.
             handed_over: A prefill leg has computed them for this request.
         """
-        work = Work.of(num_tokens, num_before)
+        work = FetchWork.of(num_tokens, num_before)
         return self._gate.decide(num_blocks, work, handed_over=handed_over)
 
     def count(self, verdict: Verdict) -> None:
@@ -94,9 +96,9 @@ class EngineGate:
             computes: For each request the tokens computed before it and in it.
             num_loads: Blocks that it fetches.
         """
-        work = Work()
+        work = FetchWork()
         for num_before, num_tokens in computes:
-            work += Work.of(num_tokens, num_before)
+            work += FetchWork.of(num_tokens, num_before)
         if not work.tokens:
             return
         compute_s = self._gate.compute.predict_pass(work)
@@ -105,7 +107,7 @@ class EngineGate:
         while len(self._planned) > _KEPT_STEPS:
             del self._planned[next(iter(self._planned))]
 
-    def done(self, done: StepDone) -> None:
+    def done(self, done: StepResult) -> None:
         """A step has run: learn from it."""
         planned = self._planned.pop(done.step, None)
         if planned is None:
@@ -131,7 +133,7 @@ UNDECIDED_FOR_S = 0.1
 """After so long what the tiers still do not know counts as missing."""
 
 
-class Matcher:
+class PrefixMatcher:
     """Asks the store about requests that wait, once each, and never waits for a tier.
 
     Args:
@@ -148,9 +150,9 @@ class Matcher:
         client: StoreClient,
         tails: TailHasher,
         block_size: int,
-        gate: EngineGate,
+        gate: EngineCostGate,
         clock: Clock,
-        stats: Counters,
+        stats: ConnectorCounters,
     ) -> None:
         self._client = client
         self._tails = tails
@@ -158,11 +160,11 @@ class Matcher:
         self._gate = gate
         self._clock = clock
         self._stats = stats
-        self._matched: dict[str, Tracked] = {}
-        self._waiting: dict[str, Tracked] = {}
+        self._matched: dict[str, RequestState] = {}
+        self._waiting: dict[str, RequestState] = {}
         self._asked_about: set[str] = set()
 
-    def match(self, tracked: Tracked, num_computed_tokens: int) -> int | None:
+    def match(self, tracked: RequestState, num_computed_tokens: int) -> int | None:
         """Tokens beyond ``num_computed_tokens`` to fetch from the store; leases their blocks.
 
         Returns:
@@ -186,7 +188,7 @@ class Matcher:
         self._matched[request_id] = tracked
         return self._take(tracked, covered, num_computed_tokens, now_s)
 
-    def _must_wait(self, tracked: Tracked, now_s: float) -> bool:
+    def _must_wait(self, tracked: RequestState, now_s: float) -> bool:
         if tracked.ask_again_at_s is not None:
             return True
         assert tracked.promotion is not None
@@ -202,7 +204,7 @@ class Matcher:
         return min(self._handed_over(request) or request.num_tokens, request.num_tokens)
 
     def _ask(
-        self, tracked: Tracked, first: int, covered: int, now_s: float, until_s: float
+        self, tracked: RequestState, first: int, covered: int, now_s: float, until_s: float
     ) -> None:
         """One round trip: lease what the store has, reserve slots for what it lacks."""
         request = tracked.request
@@ -225,7 +227,7 @@ class Matcher:
             self._client.release(held)
         tracked.lease, tracked.hits, tracked.first_hit = answer.lease, list(answer.slots), first
         pending_s = block_s * (len(answer.slots) - answer.num_ready)
-        tracked.promotion = Promotion(
+        tracked.promotion = PendingPromotion(
             answer.slots, answer.num_ready, now_s, answer.wait_s, pending_s
         )
         tracked.offers, tracked.undecided_until_s = offers, until_s
@@ -237,7 +239,7 @@ class Matcher:
         elif answer.num_declined:
             self._stats.add(tier_declined_blocks=answer.num_declined)
 
-    def _offers(self, tracked: Tracked, first: int, tail: bytes | None) -> list[Offer]:
+    def _offers(self, tracked: RequestState, first: int, tail: bytes | None) -> list[SaveCandidate]:
         """Blocks to save if the store lacks them.
 
         A prefill leg offers the blocks of its local prefix cache too, because the decode leg
@@ -250,10 +252,12 @@ class Matcher:
         offers = full_block_offers(hashes, 0 if leaves_tail else first, self._block_size)
         if leaves_tail and tail is not None:
             parent = hashes[-1] if hashes else None
-            offers.append(Offer(len(hashes), request.num_tokens, tail, parent))
+            offers.append(SaveCandidate(len(hashes), request.num_tokens, tail, parent))
         return offers
 
-    def _take(self, tracked: Tracked, covered: int, num_computed_tokens: int, now_s: float) -> int:
+    def _take(
+        self, tracked: RequestState, covered: int, num_computed_tokens: int, now_s: float
+    ) -> int:
         """Settle on what is readable by now; how many tokens of it are worth fetching."""
         self._settle(tracked, now_s)
         num_hit = tracked.first_hit + len(tracked.hits) if tracked.hits else 0
@@ -271,12 +275,12 @@ class Matcher:
         self.release_hits(tracked)
         return 0
 
-    def _settle(self, tracked: Tracked, now_s: float) -> None:
+    def _settle(self, tracked: RequestState, now_s: float) -> None:
         """Give up on what has not come up, and reserve slots for computing it."""
         promotion = tracked.promotion
         assert promotion is not None
         self._count_promotion(promotion, now_s)
-        if promotion.outcome is Outcome.ARRIVED:
+        if promotion.outcome is PromotionOutcome.ARRIVED:
             return
         del tracked.hits[promotion.num_ready :]
         if not tracked.hits:
@@ -289,7 +293,7 @@ class Matcher:
             reserved = self._client.exchange(reserve=pairs, tenant=tracked.tenant).reserved
             tracked.keep(offers, reserved)
 
-    def _count_promotion(self, promotion: Promotion, now_s: float) -> None:
+    def _count_promotion(self, promotion: PendingPromotion, now_s: float) -> None:
         if promotion.num_pending and promotion.outcome is not None:
             self._stats.add(
                 promoted_blocks=promotion.num_arrived,
@@ -298,7 +302,7 @@ class Matcher:
                 **{f"promotion_{promotion.outcome.value}": 1},
             )
 
-    def let_go(self, tracked: Tracked) -> None:
+    def let_go(self, tracked: RequestState) -> None:
         """Give back what an earlier match holds: the request was not scheduled after all."""
         self._matched.pop(tracked.request.request_id, None)
         self._waiting.pop(tracked.request.request_id, None)
@@ -309,18 +313,18 @@ class Matcher:
         self.release_hits(tracked)
         self._abandon_saves(tracked)
 
-    def _abandon_saves(self, tracked: Tracked) -> None:
+    def _abandon_saves(self, tracked: RequestState) -> None:
         if tracked.saves:
             self._client.abandon([save.slot for save in tracked.saves])
             tracked.saves = []
 
-    def release_hits(self, tracked: Tracked) -> None:
+    def release_hits(self, tracked: RequestState) -> None:
         """Give back what would have been fetched."""
         if tracked.lease is not None:
             self._client.release(tracked.lease)
         tracked.lease, tracked.hits = None, []
 
-    def scheduled(self, tracked: Tracked) -> None:
+    def scheduled(self, tracked: RequestState) -> None:
         """The scheduler has taken the request: what its match holds is the caller's now."""
         self._matched.pop(tracked.request.request_id, None)
         if tracked.verdict is not None:

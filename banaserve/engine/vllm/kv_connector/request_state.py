@@ -25,7 +25,7 @@ LONGEST_WAIT_S = 10.0
 Arrivals = Callable[[Sequence[Slot]], list[Lookup]]
 
 
-class Outcome(Enum):
+class PromotionOutcome(Enum):
     """How a wait ended: all is there, a block failed, or time was up."""
 
     ARRIVED = "arrived"
@@ -34,7 +34,7 @@ class Outcome(Enum):
 
 
 @dataclass(slots=True)
-class Promotion:
+class PendingPromotion:
     """The leased slots of one request, some of which are not readable yet.
 
     Attributes:
@@ -51,7 +51,7 @@ class Promotion:
     began_s: float
     predicted_s: float
     compute_s: float = 0.0
-    outcome: Outcome | None = field(default=None, init=False)
+    outcome: PromotionOutcome | None = field(default=None, init=False)
     num_pending: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,9 +85,11 @@ class Promotion:
         ready = next((i for i, state in enumerate(states) if state is not Lookup.HIT), len(states))
         self.num_ready += ready
         if ready == until:
-            self.outcome = Outcome.ARRIVED if until == len(states) else Outcome.FAILED
+            self.outcome = (
+                PromotionOutcome.ARRIVED if until == len(states) else PromotionOutcome.FAILED
+            )
         elif now_s >= self.deadline_s:
-            self.outcome = Outcome.LATE
+            self.outcome = PromotionOutcome.LATE
 
 
 _TENANT_BYTES = 16
@@ -96,7 +98,7 @@ _KEY_NAME = re.compile(r"[0-9a-f]{16}:")
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class SaveCandidate:
     """A block to save where the store lacks it.
 
     Attributes:
@@ -113,7 +115,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class PendingSave:
     """An offer that the store took: the block goes to ``slot``."""
 
     index: int
@@ -122,7 +124,7 @@ class Save:
 
 
 @dataclass
-class Tracked:
+class RequestState:
     """One request from its first match to its end.
 
     Attributes:
@@ -142,25 +144,25 @@ class Tracked:
     lease: Lease | None = None
     first_hit: int = 0
     hits: list[Slot] = field(default_factory=list)
-    promotion: Promotion | None = None
+    promotion: PendingPromotion | None = None
     ask_again_at_s: float | None = None
     undecided_until_s: float = 0.0
     verdict: Verdict | None = None
-    offers: list[Offer] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
+    offers: list[SaveCandidate] = field(default_factory=list)
+    saves: list[PendingSave] = field(default_factory=list)
     num_claimed: int = 0
 
     @classmethod
-    def of(cls, request: compat.Request) -> Tracked:
+    def of(cls, request: compat.Request) -> RequestState:
         return cls(request, tenant_of(request.cache_salt))
 
-    def keep(self, offers: Sequence[Offer], reserved: Sequence[Slot | None]) -> None:
+    def keep(self, offers: Sequence[SaveCandidate], reserved: Sequence[Slot | None]) -> None:
         """Remember which offers the store took."""
         for offer, slot in zip(offers, reserved, strict=False):
             if slot is not None:
-                self.saves.append(Save(offer.index, offer.end_tokens, slot))
+                self.saves.append(PendingSave(offer.index, offer.end_tokens, slot))
 
-    def take_ready(self, num_computed: int) -> list[Save]:
+    def take_ready(self, num_computed: int) -> list[PendingSave]:
         """The saves whose blocks are whole once ``num_computed`` tokens are; they end here."""
         ready = [save for save in self.saves if save.end_tokens <= num_computed]
         if ready:
@@ -180,7 +182,7 @@ def tenant_of(cache_salt: str | None) -> bytes:
     return hashlib.blake2b(cache_salt.encode(), digest_size=_TENANT_BYTES).digest()
 
 
-def full_block_offers(keys: Sequence[bytes], first: int, block_size: int) -> list[Offer]:
+def full_block_offers(keys: Sequence[bytes], first: int, block_size: int) -> list[SaveCandidate]:
     """Offers of full blocks from ``first`` on."""
     pairs = chain(keys)
-    return [Offer(i, (i + 1) * block_size, *pairs[i]) for i in range(first, len(pairs))]
+    return [SaveCandidate(i, (i + 1) * block_size, *pairs[i]) for i in range(first, len(pairs))]

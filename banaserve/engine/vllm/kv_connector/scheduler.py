@@ -11,16 +11,25 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from banaserve.clock import Clock
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.kv_connector.block_hash import TailHasher
-from banaserve.engine.vllm.kv_connector.metadata import BlockCopy, Counters, StepDone, StepPlan
-from banaserve.engine.vllm.kv_connector.prefix_matcher import EngineGate, Matcher
-from banaserve.engine.vllm.kv_connector.request_state import Offer, Tracked, full_block_offers
+from banaserve.engine.vllm.kv_connector.metadata import (
+    BlockCopy,
+    ConnectorCounters,
+    StepPlan,
+    StepResult,
+)
+from banaserve.engine.vllm.kv_connector.prefix_matcher import EngineCostGate, PrefixMatcher
+from banaserve.engine.vllm.kv_connector.request_state import (
+    RequestState,
+    SaveCandidate,
+    full_block_offers,
+)
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.cost_gate import CostGate
 from banaserve.kvstore.interface import Lease
 from banaserve.orchestrator.model.calibration import StepWork
 
 
-class SchedulerSide:
+class StoreConnectorScheduler:
     """One per engine; called from the scheduler's thread only. Never waits for a tier."""
 
     def __init__(
@@ -33,20 +42,20 @@ class SchedulerSide:
     ) -> None:
         self._client = client
         self._block_size = block_size
-        self._tracked: dict[str, Tracked] = {}
-        self._loads: list[tuple[Tracked, list[int], int]] = []
+        self._tracked: dict[str, RequestState] = {}
+        self._loads: list[tuple[RequestState, list[int], int]] = []
         self._leases_by_step: dict[int, list[Lease]] = {}
         self._step = 0
         self._last_done = 0
-        self.stats = Counters()
-        self._gate = EngineGate(gate, block_size, self.stats)
-        self._matcher = Matcher(client, tails, block_size, self._gate, clock, self.stats)
+        self.stats = ConnectorCounters()
+        self._gate = EngineCostGate(gate, block_size, self.stats)
+        self._matcher = PrefixMatcher(client, tails, block_size, self._gate, clock, self.stats)
 
     # ---- before a request is scheduled
 
     def match(self, request: compat.Request, num_computed_tokens: int) -> int | None:
         """Tokens beyond ``num_computed_tokens`` to fetch; None where that is to be asked later."""
-        tracked = self._tracked.setdefault(request.request_id, Tracked.of(request))
+        tracked = self._tracked.setdefault(request.request_id, RequestState.of(request))
         return self._matcher.match(tracked, num_computed_tokens)
 
     # ---- when it is scheduled
@@ -55,7 +64,7 @@ class SchedulerSide:
         self, request: compat.Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """The scheduler has given the request its blocks: plan the fetch."""
-        tracked = self._tracked.setdefault(request.request_id, Tracked.of(request))
+        tracked = self._tracked.setdefault(request.request_id, RequestState.of(request))
         self._matcher.scheduled(tracked)
         if num_external_tokens == 0:
             self._matcher.release_hits(tracked)
@@ -97,7 +106,7 @@ class SchedulerSide:
 
     def _claim_decoded(self, output: SchedulerOutput) -> None:
         """Reserve slots for full blocks whose hash has become known since: those of decode."""
-        claims: dict[bytes, list[tuple[Tracked, Offer]]] = defaultdict(list)
+        claims: dict[bytes, list[tuple[RequestState, SaveCandidate]]] = defaultdict(list)
         for request_id in output.scheduled_cached_reqs.req_ids:
             tracked = self._tracked.get(request_id)
             if tracked is None or tracked.num_claimed >= len(tracked.request.block_hashes):
@@ -135,7 +144,7 @@ class SchedulerSide:
 
     # ---- afterwards
 
-    def step_done(self, done: StepDone) -> None:
+    def step_done(self, done: StepResult) -> None:
         """All copies up to this step have ended: their leases go back."""
         self._gate.done(done)
         self._last_done = max(self._last_done, done.step)

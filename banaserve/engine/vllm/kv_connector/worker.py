@@ -24,11 +24,11 @@ from banaserve.engine.vllm.kv_connector.block_copy import (
 )
 from banaserve.engine.vllm.kv_connector.metadata import (
     BlockCopy,
+    ConnectorCounters,
     ConnectorOptions,
-    Counters,
-    StepDone,
+    MappedCopies,
     StepPlan,
-    Visible,
+    StepResult,
 )
 from banaserve.engine.vllm.kv_connector.tracer import Moment, Tracer
 from banaserve.kvstore.client import StoreClient
@@ -51,7 +51,7 @@ class RunningStep:
     early: list[Copy] = field(default_factory=list)
     loads: list[Future[Copy]] = field(default_factory=list)
     saves: list[Future[Copy | None]] = field(default_factory=list)
-    target: Visible | None = None
+    target: MappedCopies | None = None
     deferred: list[int] = field(default_factory=list)
     waited_s: float = 0.0
     fetched_blocks: int = 0
@@ -59,21 +59,21 @@ class RunningStep:
     compute_s: float | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def target_of(self, copies: Sequence[BlockCopy], client: StoreClient) -> Visible:
+    def target_of(self, copies: Sequence[BlockCopy], client: StoreClient) -> MappedCopies:
         """Those of the step's saves that can be made: the same for every layer, from any thread.
 
         A slot that was visible for some layers only must not be committed.
         """
         with self.lock:
             if self.target is None:
-                self.target = Visible.of(copies, client)
+                self.target = MappedCopies.of(copies, client)
             return self.target
 
 
 logger = logging.getLogger(__name__)
 
 
-class WorkerSide:
+class StoreConnectorWorker:
     """One per worker; its hooks run in the model runner's thread, its copies in two others.
 
     Attributes:
@@ -95,7 +95,7 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._last_failed_step = 0
         self._is_abandoned = False
-        self.stats = Counters()
+        self.stats = ConnectorCounters()
         self.trace = Tracer(options.trace)
         self.modelled: StepTimes | None = None
 
@@ -190,11 +190,11 @@ class WorkerSide:
         save = self._saver.submit(self._save, self._step, layer, plan.saves, after)
         self._step.saves.append(save)
 
-    def slots_to_fill(self, plan: StepPlan) -> Visible:
+    def slots_to_fill(self, plan: StepPlan) -> MappedCopies:
         """This step's saves for somebody else to make; none where saves are held back or wait."""
         options = self.options
         if not plan.saves or options.arrangement != "pipelined" or options.save_bytes_per_s:
-            return Visible()
+            return MappedCopies()
         return self._step.target_of(plan.saves, self._client)
 
     def saved_elsewhere(self, layer_names: Sequence[str], seconds: float) -> None:
@@ -221,9 +221,9 @@ class WorkerSide:
         self._measure(plan, computed_s, now_s)
         self.trace.end(computed_s)
 
-    def done(self, plan: StepPlan) -> StepDone:
+    def done(self, plan: StepPlan) -> StepResult:
         step = self._step
-        return StepDone(plan.step, step.compute_s, step.fetch_s, step.fetched_blocks)
+        return StepResult(plan.step, step.compute_s, step.fetch_s, step.fetched_blocks)
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks whose fetch failed since the last call: vLLM computes them again."""
@@ -278,9 +278,9 @@ class WorkerSide:
     def _finish(copies: Sequence[Copy]) -> float:
         return sum(copy.finish() for copy in copies)
 
-    def _readable(self, plan: StepPlan, copies: Sequence[BlockCopy]) -> Visible:
+    def _readable(self, plan: StepPlan, copies: Sequence[BlockCopy]) -> MappedCopies:
         """The copies whose slots this worker can see; the others are reported as failed."""
-        visible = Visible.of(copies, self._client)
+        visible = MappedCopies.of(copies, self._client)
         lost = {c.block_id for c in copies} - {c.block_id for c in visible.copies}
         if lost:
             logger.warning("%d KV blocks went away with the store: computed again", len(lost))
@@ -289,7 +289,7 @@ class WorkerSide:
             self.stats.add(lost_blocks=len(lost))
         return visible
 
-    def _load(self, layer: int, source: Visible, after: object) -> Copy:
+    def _load(self, layer: int, source: MappedCopies, after: object) -> Copy:
         assert self._copier is not None
         assert source.view is not None
         copies = source.copies
@@ -326,7 +326,7 @@ class WorkerSide:
         # Blocks computed after a failed fetch hold garbage until vLLM has run the step again.
         is_garbage = is_abandoned or plan.settled < self._last_failed_step
         if is_garbage or target is None or len(copies) < len(self._layer_index):
-            target = Visible()
+            target = MappedCopies()
         saved = [copy.slot for copy in target.copies]
         given_up = {copy.slot for copy in plan.saves}.difference(saved)
         self._client.abandon(list(given_up), self._part)

@@ -15,7 +15,7 @@ import msgspec
 from vllm.config import VllmConfig
 
 from banaserve.engine.vllm.migration.guest.partial_model import guest_environment
-from banaserve.engine.vllm.migration.guest.server import Guest
+from banaserve.engine.vllm.migration.guest.server import GuestServer
 from banaserve.engine.vllm.migration.guest.throttle import start_threads
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 
@@ -36,7 +36,7 @@ def serve(config: VllmConfig, address: GuestAddress) -> None:
     with tempfile.TemporaryDirectory(prefix="guest-") as folder:
         channel = address.accept(ACCEPT_TIMEOUT_S)
         with guest_environment(config, str(Path(folder) / "rendezvous")):
-            Guest(config, channel, transport, address.token).serve()
+            GuestServer(config, channel, transport, address.token).serve()
 
 
 class GuestLaunch(msgspec.Struct, frozen=True):

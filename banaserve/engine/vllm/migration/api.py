@@ -77,7 +77,7 @@ class Return(
     heads: Heads | None = None
 
 
-Ask = MoveLayers | MoveHeads | MoveContext | Return
+MigrationRequest = MoveLayers | MoveHeads | MoveContext | Return
 
 OPEN_STATES = ("waiting", "running")
 
@@ -131,39 +131,39 @@ class Migration(msgspec.Struct):
         return self.state in OPEN_STATES
 
 
-class OverlapAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class OverlapRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Cut an instance's steps into at most so many parts; 1: it waits for its guests."""
 
     instance: str
-    most_parts: int
+    max_microbatches: int
 
 
 class Overlapping(msgspec.Struct, frozen=True):
     """Whether an instance and the guests of its layers compute at once.
 
     Attributes:
-        why_not: Steps are not cut; empty where they may be.
+        blocker: Steps are not cut; empty where they may be.
         steps_cut: So far; ``parts`` of all steps while layers were away.
         steps_waited: Run in one part, because no other was predicted to be faster.
         prediction_error: Of the time of a step's layers, smoothed over the last steps.
     """
 
-    most_parts: int
-    why_not: str
+    max_microbatches: int
+    blocker: str
     steps_cut: int
     steps_waited: int
     parts: int
     prediction_error: float
 
 
-class ShareAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ShareRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Let guests beside an instance take at most this fraction of its device, all together."""
 
     instance: str
     fraction: float
 
 
-class Sharing(msgspec.Struct, frozen=True):
+class GuestSharing(msgspec.Struct, frozen=True):
     """What guests beside an instance take of its device, and what that costs its own streams.
 
     Attributes:
@@ -223,7 +223,7 @@ class InstancePlacement(msgspec.Struct, frozen=True):
 
     Attributes:
         state: Of the instance.
-        cannot_migrate: Why none of it can move; empty where it can.
+        migration_blocker: Why none of it can move; empty where it can.
         units: Away. What is not listed is at home.
         num_blocks: Of its pool at present; ``blocks_gained`` of them are due to what is away.
         kv_bytes: Memory that backs its KV cache at present.
@@ -234,7 +234,7 @@ class InstancePlacement(msgspec.Struct, frozen=True):
     id: str
     role: str
     state: str
-    cannot_migrate: str
+    migration_blocker: str
     epoch: int = 0
     num_layers: int = 0
     num_kv_heads: int = 0
@@ -244,11 +244,11 @@ class InstancePlacement(msgspec.Struct, frozen=True):
     units: list[UnitPlace] = []
     guests_lost: int = 0
     steps_lost: int = 0
-    sharing: Sharing | None = None
+    sharing: GuestSharing | None = None
     overlap: Overlapping | None = None
 
 
-class Placement(msgspec.Struct, frozen=True):
+class ClusterPlacement(msgspec.Struct, frozen=True):
     """The whole cluster."""
 
     instances: list[InstancePlacement]

@@ -65,7 +65,7 @@ def _why_not_there(config: VllmConfig) -> str | None:
     return None
 
 
-def why_no_parts(config: VllmConfig) -> str:
+def overlap_blocker(config: VllmConfig) -> str:
     """Why steps of this engine cannot be cut between their tokens; empty where they can."""
     model = config.model_config
     if model.is_encoder_decoder:

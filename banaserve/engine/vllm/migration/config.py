@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from vllm.config import VllmConfig
 
-from banaserve.config import DEFAULT_STEP_PARTS, MOST_STEP_PARTS
+from banaserve.config import DEFAULT_MICROBATCHES, MAX_MICROBATCHES
 from banaserve.engine.vllm.engine_args import section
 from banaserve.engine.vllm.migration.modules.attention_backend import KERNELS, check_choice
 from banaserve.errors import UserError
@@ -33,7 +33,7 @@ class MigrationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     kv_growth: float = 2.0
     stall_s: float = 1.0
-    overlap: int = DEFAULT_STEP_PARTS
+    overlap: int = DEFAULT_MICROBATCHES
     guest_saves: bool = True
     poison: bool = False
     attention: str = "auto"
@@ -50,8 +50,8 @@ def settings_of(config: VllmConfig) -> MigrationSettings | None:
         return None
     if settings.kv_growth < 1 or settings.stall_s <= 0:
         raise UserError(f"{KEY}: kv_growth is at least 1 and stall_s above 0")
-    if not 1 <= settings.overlap <= MOST_STEP_PARTS:
-        raise UserError(f"{KEY}: overlap is 1 to {MOST_STEP_PARTS} parts")
+    if not 1 <= settings.overlap <= MAX_MICROBATCHES:
+        raise UserError(f"{KEY}: overlap is 1 to {MAX_MICROBATCHES} parts")
     check_choice(settings.attention)
     return settings
 

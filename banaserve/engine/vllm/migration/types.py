@@ -59,14 +59,14 @@ class Context(msgspec.Struct, frozen=True, tag="context"):
 Modules = LayerRange | HeadSet | Context
 
 
-class ModelShape(msgspec.Struct, frozen=True):
+class ModelGeometry(msgspec.Struct, frozen=True):
     """What ranges and heads are checked against; ``num_kv_heads`` are those of this worker."""
 
     num_layers: int
     num_kv_heads: int
 
 
-def check_shape(modules: Modules, shape: ModelShape) -> None:
+def check_shape(modules: Modules, shape: ModelGeometry) -> None:
     """Refuse what the model does not have.
 
     Raises:
@@ -93,7 +93,7 @@ def check_shape(modules: Modules, shape: ModelShape) -> None:
         _check_heads(layer, heads, shape)
 
 
-def _check_heads(layer: int, heads: tuple[int, ...], shape: ModelShape) -> None:
+def _check_heads(layer: int, heads: tuple[int, ...], shape: ModelGeometry) -> None:
     if not 0 <= layer < shape.num_layers:
         raise MigrationError(f"there is no layer {layer}: the model has {shape.num_layers}")
     if not heads:
@@ -159,7 +159,7 @@ def write_modules(modules: Modules) -> dict[str, Any]:
     return {"type": kind, "start": modules.start, "end": modules.end}
 
 
-class Phase(Enum):
+class MovePhase(Enum):
     """Where a move stands.
 
     Until COMMITTED the source serves and nothing of it has changed, so every phase before it can
@@ -178,25 +178,25 @@ class Phase(Enum):
     FAILED = "failed"
 
 
-_ENDS = frozenset({Phase.ABORTED, Phase.FAILED})
+_ENDS = frozenset({MovePhase.ABORTED, MovePhase.FAILED})
 
-ALLOWED: dict[Phase, frozenset[Phase]] = {
-    Phase.PREPARING: frozenset({Phase.PREPARED}) | _ENDS,
-    Phase.PREPARED: frozenset({Phase.COPYING, Phase.COMMITTED}) | _ENDS,
-    Phase.COPYING: frozenset({Phase.COPIED}) | _ENDS,
-    Phase.COPIED: frozenset({Phase.COPYING, Phase.COMMITTED}) | _ENDS,
-    Phase.COMMITTED: frozenset({Phase.FREEING}),
-    Phase.FREEING: frozenset({Phase.FREED, Phase.FAILED}),
-    Phase.FREED: frozenset(),
-    Phase.ABORTED: frozenset(),
-    Phase.FAILED: frozenset(),
+ALLOWED: dict[MovePhase, frozenset[MovePhase]] = {
+    MovePhase.PREPARING: frozenset({MovePhase.PREPARED}) | _ENDS,
+    MovePhase.PREPARED: frozenset({MovePhase.COPYING, MovePhase.COMMITTED}) | _ENDS,
+    MovePhase.COPYING: frozenset({MovePhase.COPIED}) | _ENDS,
+    MovePhase.COPIED: frozenset({MovePhase.COPYING, MovePhase.COMMITTED}) | _ENDS,
+    MovePhase.COMMITTED: frozenset({MovePhase.FREEING}),
+    MovePhase.FREEING: frozenset({MovePhase.FREED, MovePhase.FAILED}),
+    MovePhase.FREED: frozenset(),
+    MovePhase.ABORTED: frozenset(),
+    MovePhase.FAILED: frozenset(),
 }
 
-OPEN = frozenset({Phase.PREPARING, Phase.PREPARED, Phase.COPYING, Phase.COPIED})
+OPEN = frozenset({MovePhase.PREPARING, MovePhase.PREPARED, MovePhase.COPYING, MovePhase.COPIED})
 """Phases in which the source still serves and the move may yet be given up."""
 
 
-def check_step(move_id: str, before: Phase, after: Phase) -> None:
+def check_step(move_id: str, before: MovePhase, after: MovePhase) -> None:
     """Refuse a step that the table does not know.
 
     Raises:

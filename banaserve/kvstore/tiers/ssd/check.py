@@ -17,7 +17,7 @@ from banaserve.kvstore.tiers.ssd.folder import (
     segment_path,
 )
 from banaserve.kvstore.tiers.ssd.limits import MAX_UNFINISHED
-from banaserve.kvstore.tiers.ssd.record import Header, Kind
+from banaserve.kvstore.tiers.ssd.record import Kind, RecordHeader
 from banaserve.kvstore.tiers.ssd.recovery import newest_records
 from banaserve.kvstore.tiers.ssd.scan import Damage, Found, open_to_read, payload_is_good, scan
 
@@ -63,7 +63,7 @@ class _Check:
         self.report = CheckReport()
         self.cleared_sequence = read_cleared(path)
         self.report.in_use, was_closed = lock_state(path)
-        self.headers: list[Header] = []
+        self.headers: list[RecordHeader] = []
         self.bad: set[tuple[int, int]] = set()
         self._may_be_torn = not was_closed
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from banaserve.kvstore.tiers.chains import ChainedBlocks
 from banaserve.kvstore.tiers.counters import TierCounters
 from banaserve.kvstore.tiers.interface import BlockBytes
-from banaserve.kvstore.tiers.ssd.device import Device, aligned_bytes
+from banaserve.kvstore.tiers.ssd.device import BlockDevice, aligned_bytes
 from banaserve.kvstore.tiers.ssd.limits import MAX_COPIES
 from banaserve.kvstore.tiers.ssd.log import SegmentLog
-from banaserve.kvstore.tiers.ssd.record import PAGE_BYTES, Header, Kind, encode
+from banaserve.kvstore.tiers.ssd.record import PAGE_BYTES, Kind, RecordHeader, encode
 from banaserve.kvstore.tiers.ssd.segments import LogBlock, Segment
 
 # A segment is cleaned once half of it is dead: so at most as many bytes are copied as are freed.
@@ -33,7 +33,7 @@ class Cleaner:
         self,
         log: SegmentLog,
         blocks: ChainedBlocks[LogBlock],
-        device: Device,
+        device: BlockDevice,
         counters: TierCounters,
     ) -> None:
         self.num_copies = 0
@@ -164,7 +164,7 @@ class _Copy:
 
     def __init__(
         self,
-        device: Device,
+        device: BlockDevice,
         log: SegmentLog,
         block: LogBlock,
         segment: Segment,
@@ -199,7 +199,7 @@ class _Copy:
         if checksum != block.checksum:
             self._end(_CORRUPT)
             return
-        header = Header(
+        header = RecordHeader(
             Kind.BLOCK, self._segment.id, self._offset, block.num_bytes,
             self._sequence, block.age, checksum, block.key, block.parent,
         )  # fmt: skip

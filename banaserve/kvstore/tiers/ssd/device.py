@@ -82,7 +82,7 @@ class Worker:
             del then, result
 
 
-class Device:
+class BlockDevice:
     """One disk's queue with its helpers.
 
     Args:

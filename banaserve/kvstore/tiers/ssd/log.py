@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 
-from banaserve.kvstore.tiers.ssd.device import Device
+from banaserve.kvstore.tiers.ssd.device import BlockDevice
 from banaserve.kvstore.tiers.ssd.folder import Folder, describe
 from banaserve.kvstore.tiers.ssd.segments import (
     Lane,
@@ -41,7 +41,7 @@ class SegmentLog:
     def __init__(
         self,
         folder: Folder,
-        device: Device,
+        device: BlockDevice,
         capacity_bytes: int,
         segment_bytes: int,
         now: Callable[[], float],

@@ -45,7 +45,7 @@ class Kind(IntEnum):
     FILLER = 2  # nothing of value: covers what was damaged
 
 
-class Header(NamedTuple):
+class RecordHeader(NamedTuple):
     """A record's first page.
 
     Attributes:
@@ -94,7 +94,7 @@ def checksum(data: Any) -> int:
     return int(digest.intdigest())
 
 
-def encode(header: Header) -> bytes:
+def encode(header: RecordHeader) -> bytes:
     """The header as a page."""
     parent = header.parent or b""
     fields = _FIELDS.pack(
@@ -115,7 +115,7 @@ def encode(header: Header) -> bytes:
     return body + _CHECKSUM.pack(checksum(body))
 
 
-def decode(page: bytes, segment_id: int, offset: int) -> Header:
+def decode(page: bytes, segment_id: int, offset: int) -> RecordHeader:
     """The header that a page read from ``offset`` of a segment holds.
 
     Raises:
@@ -139,7 +139,7 @@ def is_blank(page: bytes) -> bool:
     return page == _ZERO_PAGE
 
 
-def _unpack(page: bytes) -> Header:
+def _unpack(page: bytes) -> RecordHeader:
     fields = _FIELDS.unpack_from(page)
     _, version, kind, segment_id, offset, num_bytes, sequence, age, digest, *lengths = fields
     num_key_bytes, num_parent_bytes = lengths
@@ -152,7 +152,9 @@ def _unpack(page: bytes) -> Header:
     _check_sizes(Kind(kind), num_bytes, num_key_bytes, num_parent_bytes)
     key = page[_KEY_START : _KEY_START + num_key_bytes]
     parent = page[_PARENT_START : _PARENT_START + num_parent_bytes] or None
-    return Header(Kind(kind), segment_id, offset, num_bytes, sequence, age, digest, key, parent)
+    return RecordHeader(
+        Kind(kind), segment_id, offset, num_bytes, sequence, age, digest, key, parent
+    )
 
 
 def _check_sizes(kind: Kind, num_bytes: int, num_key_bytes: int, num_parent_bytes: int) -> None:

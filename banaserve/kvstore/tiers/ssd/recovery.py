@@ -12,7 +12,7 @@ from pathlib import Path
 
 from banaserve.kvstore.tiers.ssd.folder import Folder, segment_ids
 from banaserve.kvstore.tiers.ssd.limits import MAX_UNFINISHED
-from banaserve.kvstore.tiers.ssd.record import Header, Kind, padded
+from banaserve.kvstore.tiers.ssd.record import Kind, RecordHeader, padded
 from banaserve.kvstore.tiers.ssd.scan import Damage, Found, open_to_read, payload_is_good, scan
 from banaserve.kvstore.tiers.ssd.segments import LogBlock, Segment, open_direct, write_filler
 
@@ -63,7 +63,7 @@ def recover(folder: Folder, now: Callable[[], float] = time.monotonic) -> Recove
         OSError: A file cannot be read or mended.
     """
     recovered = Recovered(last_sequence=folder.cleared_sequence())
-    headers: list[Header] = []
+    headers: list[RecordHeader] = []
     damages: list[tuple[int, Damage]] = []
     ids = segment_ids(folder.path)
     progress = _Progress(len(ids), now)
@@ -86,9 +86,9 @@ def recover(folder: Folder, now: Callable[[], float] = time.monotonic) -> Recove
     return recovered
 
 
-def newest_records(headers: list[Header], cleared_sequence: int) -> dict[bytes, Header]:
+def newest_records(headers: list[RecordHeader], cleared_sequence: int) -> dict[bytes, RecordHeader]:
     """Of each key the record that counts; of damaged and of covered ones none does."""
-    newest: dict[bytes, Header] = {}
+    newest: dict[bytes, RecordHeader] = {}
     for header in headers:
         if header.kind is Kind.BLOCK and header.sequence > cleared_sequence:
             known = newest.get(header.key)
@@ -107,7 +107,7 @@ def _scan(path: Path, segment_id: int) -> list[Found | Damage]:
         os.close(fd)
 
 
-def _unfinished(folder: Folder, headers: list[Header]) -> list[tuple[int, Damage]]:
+def _unfinished(folder: Folder, headers: list[RecordHeader]) -> list[tuple[int, Damage]]:
     """Of the newest records those whose bytes were not all written."""
     blocks = (header for header in headers if header.kind is Kind.BLOCK)
     damages = []
@@ -141,7 +141,7 @@ def _mend(folder: Folder, recovered: Recovered, damages: list[tuple[int, Damage]
 
 
 def _open_segments(
-    folder: Folder, recovered: Recovered, ids: list[int], headers: list[Header]
+    folder: Folder, recovered: Recovered, ids: list[int], headers: list[RecordHeader]
 ) -> None:
     counting = newest_records(headers, folder.cleared_sequence())
     ends = dict.fromkeys(ids, 0)

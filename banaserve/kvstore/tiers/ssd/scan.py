@@ -13,8 +13,8 @@ import xxhash
 from banaserve.kvstore.tiers.ssd.record import (
     MAGIC,
     PAGE_BYTES,
-    Header,
     RecordError,
+    RecordHeader,
     decode,
     is_blank,
 )
@@ -25,7 +25,7 @@ _WINDOW_BYTES = 2**20
 class Found(NamedTuple):
     """A record whose header is good; its bytes were not looked at."""
 
-    header: Header
+    header: RecordHeader
 
 
 class Damage(NamedTuple):
@@ -87,7 +87,7 @@ def scan(fd: int, segment_id: int) -> Iterator[Found | Damage]:
         yield Damage(damage_start, damage_end - damage_start, torn=True)
 
 
-def payload_is_good(fd: int, header: Header) -> bool:
+def payload_is_good(fd: int, header: RecordHeader) -> bool:
     """Whether a record's bytes are those that were written. Reads them a MiB at a time.
 
     Raises:
@@ -106,7 +106,7 @@ def payload_is_good(fd: int, header: Header) -> bool:
     return bool(digest.intdigest() == header.checksum)
 
 
-def _header(page: bytes, segment_id: int, offset: int, size: int) -> Header | None:
+def _header(page: bytes, segment_id: int, offset: int, size: int) -> RecordHeader | None:
     try:
         header = decode(page, segment_id, offset)
     except RecordError:

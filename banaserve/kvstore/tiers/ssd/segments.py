@@ -9,7 +9,7 @@ from pathlib import Path
 
 from banaserve.kvstore.tiers.chains import ChainedBlock
 from banaserve.kvstore.tiers.ssd.device import aligned_bytes
-from banaserve.kvstore.tiers.ssd.record import PAGE_BYTES, Header, Kind, encode, record_bytes
+from banaserve.kvstore.tiers.ssd.record import PAGE_BYTES, Kind, RecordHeader, encode, record_bytes
 
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -163,7 +163,7 @@ def write_filler(fd: int, segment_id: int, offset: int, num_bytes: int, sequence
         OSError: It cannot be written.
     """
     page = aligned_bytes(PAGE_BYTES)
-    header = Header(
+    header = RecordHeader(
         Kind.FILLER, segment_id, offset, num_bytes - PAGE_BYTES, sequence, 0, 0, b"", None
     )
     page[:] = memoryview(encode(header))

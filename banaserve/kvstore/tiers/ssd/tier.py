@@ -16,18 +16,18 @@ from banaserve.kvstore.tiers.interface import (
     BlockBytes,
     BlockName,
     Completion,
-    Outcome,
+    TierOutcome,
     TierStats,
 )
 from banaserve.kvstore.tiers.ssd.cleaner import Cleaner
-from banaserve.kvstore.tiers.ssd.device import Device
+from banaserve.kvstore.tiers.ssd.device import BlockDevice
 from banaserve.kvstore.tiers.ssd.folder import Folder, describe
 from banaserve.kvstore.tiers.ssd.limits import MAX_COPIES, check_limits, default_segment_bytes
 from banaserve.kvstore.tiers.ssd.log import SegmentLog
 from banaserve.kvstore.tiers.ssd.record import MAX_BLOCK_BYTES, record_bytes
 from banaserve.kvstore.tiers.ssd.recovery import Recovered, recover
 from banaserve.kvstore.tiers.ssd.segments import LogBlock
-from banaserve.kvstore.tiers.ssd.transfers import Load, Store
+from banaserve.kvstore.tiers.ssd.transfers import SegmentLoad, Store
 
 DEFAULT_QUEUE_DEPTH = 16
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class SsdTier:
         self._folder = Folder(folder)
         try:
             recovered = recover(self._folder, now)
-            self._device = Device(queue_depth + MAX_COPIES, engine)
+            self._device = BlockDevice(queue_depth + MAX_COPIES, engine)
         except OSError as error:
             self._folder.abandon()
             raise UserError(describe(error, folder)) from error
@@ -78,7 +78,7 @@ class SsdTier:
         self._log = SegmentLog(self._folder, self._device, capacity_bytes, segment_bytes, now)
         self._cleaner = Cleaner(self._log, self._blocks, self._device, self._counters)
         self._adopt(recovered)
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[int, SegmentLoad] = {}
         self._stores: dict[int, Store] = {}
         self._ended: list[Completion] = []
         self._last_ticket = 0
@@ -146,7 +146,7 @@ class SsdTier:
         self._blocks.touch(block)
         self._blocks.begin_use(block)
         self._last_ticket += 1
-        load = Load(self._last_ticket, self._now(), block, target)
+        load = SegmentLoad(self._last_ticket, self._now(), block, target)
         self._loads[load.ticket] = load
         self._counters.load_speed.begin(load.began_s)
         load.begin(self._device, self._end_load)
@@ -265,16 +265,16 @@ class SsdTier:
         self._blocks.end_use(block)
         now_s = self._now()
         self._counters.store_speed.end(now_s, block.num_bytes if done else 0)
-        outcome = Outcome.DONE if done else Outcome.FAILED
+        outcome = TierOutcome.DONE if done else TierOutcome.FAILED
         self._complete(store.ticket, outcome, block, now_s - store.began_s)
 
-    def _end_load(self, load: Load, outcome: Outcome) -> None:
+    def _end_load(self, load: SegmentLoad, outcome: TierOutcome) -> None:
         del self._loads[load.ticket]
         block = load.block
-        if outcome is Outcome.DONE:
+        if outcome is TierOutcome.DONE:
             self._counters.loads += 1
             self._counters.loaded_bytes += block.num_bytes
-        elif outcome is Outcome.CORRUPT:
+        elif outcome is TierOutcome.CORRUPT:
             self._counters.corrupt += 1
             if self._blocks.get(block.key) is block:
                 self._forget(block)
@@ -282,11 +282,11 @@ class SsdTier:
             self._counters.failures += 1
         self._blocks.end_use(block)
         now_s = self._now()
-        num_bytes = block.num_bytes if outcome is Outcome.DONE else 0
+        num_bytes = block.num_bytes if outcome is TierOutcome.DONE else 0
         self._counters.load_speed.end(now_s, num_bytes)
         self._complete(load.ticket, outcome, block, now_s - load.began_s)
 
-    def _complete(self, ticket: int, outcome: Outcome, block: LogBlock, seconds: float) -> None:
+    def _complete(self, ticket: int, outcome: TierOutcome, block: LogBlock, seconds: float) -> None:
         self._ended.append(Completion(ticket, outcome, block.num_bytes, seconds))
 
     def _report_if_error(self, result: object) -> None:

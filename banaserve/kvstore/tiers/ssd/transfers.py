@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from banaserve.kvstore.tiers.interface import BlockBytes, Outcome
-from banaserve.kvstore.tiers.ssd.device import Device, aligned_bytes
+from banaserve.kvstore.tiers.interface import BlockBytes, TierOutcome
+from banaserve.kvstore.tiers.ssd.device import BlockDevice, aligned_bytes
 from banaserve.kvstore.tiers.ssd.log import SegmentLog
-from banaserve.kvstore.tiers.ssd.record import PAGE_BYTES, Header, Kind, encode, padded
+from banaserve.kvstore.tiers.ssd.record import PAGE_BYTES, Kind, RecordHeader, encode, padded
 from banaserve.kvstore.tiers.ssd.segments import LogBlock
 
 
@@ -25,7 +25,7 @@ class Store:
         self._source = source
         self._log = log
 
-    def begin(self, device: Device, then: Callable[[Store, int], None]) -> None:
+    def begin(self, device: BlockDevice, then: Callable[[Store, int], None]) -> None:
         """``then`` gets the bytes written, header included, or -errno."""
         self._device = device
         self._then = then
@@ -36,7 +36,7 @@ class Store:
         block = self.block
         block.checksum = checksum
         block.age = self._log.next_sequence()
-        header = Header(
+        header = RecordHeader(
             Kind.BLOCK, block.segment.id, block.offset, block.num_bytes,
             block.age, block.age, checksum, block.key, block.parent,
         )  # fmt: skip
@@ -52,7 +52,7 @@ class Store:
         self._then(self, result)
 
 
-class Load:
+class SegmentLoad:
     """A block on its way from the disk: read, then verified."""
 
     def __init__(self, ticket: int, began_s: float, block: LogBlock, target: BlockBytes) -> None:
@@ -63,7 +63,7 @@ class Load:
         # The block may move to another segment meanwhile; this one stays readable.
         self._segment = block.segment
 
-    def begin(self, device: Device, then: Callable[[Load, Outcome], None]) -> None:
+    def begin(self, device: BlockDevice, then: Callable[[SegmentLoad, TierOutcome], None]) -> None:
         """``then`` gets the outcome."""
         self._device = device
         self._then = then
@@ -75,10 +75,10 @@ class Load:
     def _verify(self, result: int) -> None:
         self._segment.num_users -= 1
         if result < 0:
-            self._then(self, Outcome.FAILED)
+            self._then(self, TierOutcome.FAILED)
             return
         if result != padded(self.block.num_bytes):
-            self._then(self, Outcome.CORRUPT)
+            self._then(self, TierOutcome.CORRUPT)
             return
         if (num_odd := self.block.num_bytes % PAGE_BYTES) != 0:
             self._target[-num_odd:] = self._parts[-1][:num_odd]
@@ -86,7 +86,7 @@ class Load:
 
     def _compare(self, checksum: int) -> None:
         good = checksum == self.block.checksum
-        self._then(self, Outcome.DONE if good else Outcome.CORRUPT)
+        self._then(self, TierOutcome.DONE if good else TierOutcome.CORRUPT)
 
 
 def _parts(block: BlockBytes) -> list[BlockBytes]:

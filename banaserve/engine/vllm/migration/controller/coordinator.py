@@ -12,20 +12,20 @@ import msgspec
 
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.migration.api import (
-    Ask,
     Migration,
+    MigrationRequest,
     MoveContext,
     MoveStatus,
-    OverlapAsk,
     Overlapping,
+    OverlapRequest,
     Return,
 )
-from banaserve.engine.vllm.migration.controller.guest_pool import Guests
+from banaserve.engine.vllm.migration.controller.guest_pool import GuestPool
 from banaserve.engine.vllm.migration.controller.host_client import HostInstance
-from banaserve.engine.vllm.migration.controller.host_state import Hosted
+from banaserve.engine.vllm.migration.controller.host_state import HostState
 from banaserve.engine.vllm.migration.controller.planner import (
     AvailableBytes,
-    GoHome,
+    BringBack,
     ModelFacts,
     Op,
     check_room,
@@ -34,7 +34,7 @@ from banaserve.engine.vllm.migration.controller.planner import (
     plan_return,
     weight_bytes,
 )
-from banaserve.engine.vllm.migration.controller.task import AbortedError, Course
+from banaserve.engine.vllm.migration.controller.task import AbortedError, MigrationTask
 from banaserve.engine.vllm.migration.types import Context, HeadSet, LayerRange, Modules
 from banaserve.errors import BanaServeError, MigrationError
 from banaserve.names import check_known
@@ -62,11 +62,11 @@ class Coordinator:
     def __init__(
         self,
         instances: Mapping[InstanceId, HostInstance],
-        guests: Guests,
+        guests: GuestPool,
         facts: ModelFacts,
         available: AvailableBytes,
     ) -> None:
-        self.hosts = {name: Hosted(instance, facts) for name, instance in instances.items()}
+        self.hosts = {name: HostState(instance, facts) for name, instance in instances.items()}
         self.guests = guests
         self.facts = facts
         self._available = available
@@ -77,7 +77,7 @@ class Coordinator:
 
     # ---- requests
 
-    async def begin(self, ask: Ask) -> Migration:
+    async def begin(self, ask: MigrationRequest) -> Migration:
         """Check a request and begin with it.
 
         Raises:
@@ -137,7 +137,7 @@ class Coordinator:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.guests.stop()
 
-    async def overlap(self, ask: OverlapAsk) -> Overlapping:
+    async def overlap(self, ask: OverlapRequest) -> Overlapping:
         """Let an instance and its guests compute at once, or in turn, until it starts again.
 
         Raises:
@@ -145,7 +145,7 @@ class Coordinator:
             MigrationError: It does not serve, cannot migrate, or its steps cannot be cut so.
         """
         hosted = self._hosted(ask.instance)
-        reply = await hosted.link().call("overlap", ask.most_parts)
+        reply = await hosted.link().call("overlap", ask.max_microbatches)
         await hosted.refresh()
         return msgspec.convert(reply, Overlapping)
 
@@ -160,7 +160,7 @@ class Coordinator:
 
     # ---- checks
 
-    def _hosted(self, name: str) -> Hosted:
+    def _hosted(self, name: str) -> HostState:
         check_known("instance", name, self.hosts)
         hosted = self.hosts[InstanceId(name)]
         if not hosted.instance.is_ready:
@@ -172,14 +172,14 @@ class Coordinator:
             raise MigrationError(f"from {source} to {name}: they are the same instance")
         return InstanceId(self._hosted(name).id)
 
-    def _plan(self, ask: Ask, hosted: Hosted) -> Sequence[Op]:
+    def _plan(self, ask: MigrationRequest, hosted: HostState) -> Sequence[Op]:
         away, wanted = hosted.units(self.guests), _wanted(ask)
         if isinstance(ask, Return):
             return plan_return(wanted, away, hosted.moving)
         assert wanted is not None
         return plan_move(wanted, ask.target, self.facts.shape, away, hosted.moving)
 
-    def _check_room(self, ops: Sequence[Op], target: InstanceId, hosted: Hosted) -> int:
+    def _check_room(self, ops: Sequence[Op], target: InstanceId, hosted: HostState) -> int:
         taken = 0
         for op in ops:
 
@@ -190,7 +190,7 @@ class Coordinator:
         return taken
 
     def _make(
-        self, ask: Ask, ops: Sequence[Op], target: InstanceId | None, taken: int
+        self, ask: MigrationRequest, ops: Sequence[Op], target: InstanceId | None, taken: int
     ) -> Migration:
         migration_id = f"m{next(self._numbers)}"
         kind = "return" if isinstance(ask, Return) else _kind(ops[0].modules)
@@ -211,7 +211,7 @@ class Coordinator:
     # ---- running
 
     async def _run(
-        self, migration: Migration, ops: Sequence[Op], hosted: Hosted, precopy: bool
+        self, migration: Migration, ops: Sequence[Op], hosted: HostState, precopy: bool
     ) -> None:
         outcome = "failed"
         try:
@@ -239,13 +239,13 @@ class Coordinator:
             await self._look_again(hosted)
 
     async def _move_all(
-        self, migration: Migration, ops: Sequence[Op], hosted: Hosted, precopy: bool
+        self, migration: Migration, ops: Sequence[Op], hosted: HostState, precopy: bool
     ) -> None:
         for op, move in zip(ops, migration.moves, strict=True):
             target = InstanceId(migration.to) if migration.to is not None else None
             num_bytes = weight_bytes(op.modules, self.facts)
             num_bytes += kv_bytes(op.modules, self.facts, hosted.kv)
-            course = Course(
+            course = MigrationTask(
                 hosted,
                 self.guests,
                 move,
@@ -260,15 +260,15 @@ class Coordinator:
             finally:
                 migration.blocks_gained += course.blocks_gained
             _count(migration.kind, move)
-            if not isinstance(op, GoHome) and not course.blocks_gained:
+            if not isinstance(op, BringBack) and not course.blocks_gained:
                 migration.notes.append(f"{move.modules}: frees bytes, but no block of the pool")
 
-    async def _look_again(self, hosted: Hosted) -> None:
+    async def _look_again(self, hosted: HostState) -> None:
         with contextlib.suppress(BanaServeError):
             await hosted.refresh()
 
 
-def _wanted(ask: Ask) -> Modules | None:
+def _wanted(ask: MigrationRequest) -> Modules | None:
     layers, heads = getattr(ask, "layers", None), getattr(ask, "heads", None)
     if layers is not None and heads is not None:
         raise MigrationError("name layers or heads, not both")

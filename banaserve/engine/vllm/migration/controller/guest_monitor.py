@@ -19,8 +19,8 @@ from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.launch.launcher import Launcher
 from banaserve.engine.vllm.migration.controller import process_stats, shares
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
-from banaserve.engine.vllm.migration.controller.guest_pool import Guest, Guests
-from banaserve.engine.vllm.migration.controller.host_state import Hosted
+from banaserve.engine.vllm.migration.controller.guest_pool import GuestHandle, GuestPool
+from banaserve.engine.vllm.migration.controller.host_state import HostState
 from banaserve.engine.vllm.migration.controller.planner import (
     kv_bytes,
     machine_available_bytes,
@@ -29,7 +29,7 @@ from banaserve.engine.vllm.migration.controller.planner import (
 )
 from banaserve.engine.vllm.migration_executor import modules_of
 from banaserve.errors import BanaServeError, MigrationError
-from banaserve.types import InstanceId, Placement
+from banaserve.types import InstanceId, ModulePlacement
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ IDLE_S = 2.0
 """An idle guest is kept so long: the next move of a series finds it ready."""
 
 
-class Overseer:
+class GuestMonitor:
     """Runs beside a coordinator until stopped.
 
     Args:
@@ -64,7 +64,7 @@ class Overseer:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def guest_ended(self, guest: Guest) -> None:
+    def guest_ended(self, guest: GuestHandle) -> None:
         """Let its host know at once: it notices a closed connection when it is asked."""
         self._urgent.set()
 
@@ -90,7 +90,7 @@ class Overseer:
 
     # ---- hosts
 
-    async def _look_at(self, hosted: Hosted) -> None:
+    async def _look_at(self, hosted: HostState) -> None:
         if not hosted.instance.is_ready or not self._concerns(hosted):
             return
         with contextlib.suppress(BanaServeError):
@@ -100,13 +100,13 @@ class Overseer:
             await self._fit_pool(hosted)
             await self._detach_idle(hosted)
 
-    def _concerns(self, hosted: Hosted) -> bool:
+    def _concerns(self, hosted: HostState) -> bool:
         """Whether it has a guest, or had something away or too large a pool when last seen."""
         away = hosted.status is not None and hosted.status["units"]
         has_guest = any(guest.host == hosted.id for guest in self._guests)
         return bool(away) or has_guest or hosted.grown_blocks > 0
 
-    def _take_over(self, hosted: Hosted) -> None:
+    def _take_over(self, hosted: HostState) -> None:
         """What the host says of its units is what holds."""
         status = hosted.status
         assert status is not None
@@ -117,7 +117,7 @@ class Overseer:
         hosted.instance.set_placements(self._placements(hosted), status["epoch"])
         self._count(hosted.id, status, hosted.link().incarnation)
 
-    def _placements(self, hosted: Hosted) -> tuple[Placement, ...]:
+    def _placements(self, hosted: HostState) -> tuple[ModulePlacement, ...]:
         status = hosted.status
         assert status is not None
         epochs = {unit["unit_id"]: unit["epoch"] for unit in status["units"]}
@@ -128,7 +128,7 @@ class Overseer:
             parts = modules_of(unit.modules)
             for part in parts:
                 found.append(
-                    Placement(
+                    ModulePlacement(
                         part,
                         host=InstanceId(hosted.id),
                         guest=InstanceId(unit.at),
@@ -149,7 +149,7 @@ class Overseer:
         metrics.STEPS_LOST.labels(name).inc(max(0, status["steps_lost"] - steps))
         self._counted[name] = incarnation, status["guests_lost"], status["steps_lost"]
 
-    async def _end_lost_guests(self, hosted: Hosted) -> None:
+    async def _end_lost_guests(self, hosted: HostState) -> None:
         """A guest that its host has given up may still run: stalled, or out of step."""
         assert hosted.status is not None
         for guest_id, known in hosted.status["guests"].items():
@@ -161,7 +161,7 @@ class Overseer:
             with contextlib.suppress(BanaServeError):
                 await hosted.link().call("detach", guest_id)
 
-    async def _fit_pool(self, hosted: Hosted) -> None:
+    async def _fit_pool(self, hosted: HostState) -> None:
         """After a loss the pool is larger than its memory: shrink it as soon as that can be."""
         kv = hosted.kv
         if hosted.grown_blocks > kv.blocks_gained and not hosted.turn.locked():
@@ -169,7 +169,7 @@ class Overseer:
 
     # ---- guests
 
-    async def _detach_idle(self, hosted: Hosted) -> None:
+    async def _detach_idle(self, hosted: HostState) -> None:
         now_s = asyncio.get_running_loop().time()
         for guest in self._guests:
             if guest.host != hosted.id:
@@ -184,7 +184,7 @@ class Overseer:
             elif now_s - guest.idle_since_s >= self._idle_s:
                 await self._detach(hosted, guest, now_s)
 
-    async def _detach(self, hosted: Hosted, guest: Guest, now_s: float) -> None:
+    async def _detach(self, hosted: HostState, guest: GuestHandle, now_s: float) -> None:
         guest.detached_s = now_s
         try:
             await hosted.link().call("detach", guest.id)
@@ -218,11 +218,11 @@ class Overseer:
 
 
 TRANSPORT = "shm"
-"""Guests run on the machine of their host."""
+"""GuestPool run on the machine of their host."""
 
 
 @contextlib.asynccontextmanager
-async def moving(
+async def live_migration(
     cluster: Cluster,
     launcher: Launcher,
     config: VllmConfig,
@@ -236,13 +236,13 @@ async def moving(
         guest_share: Of an instance's device that guests beside it may take.
     """
 
-    def guest_ended(guest: Guest) -> None:
+    def guest_ended(guest: GuestHandle) -> None:
         overseer.guest_ended(guest)
 
-    guests = Guests(launcher, logs, sockets, TRANSPORT, guest_ended, guest_share)
+    guests = GuestPool(launcher, logs, sockets, TRANSPORT, guest_ended, guest_share)
     facts = model_facts(config)
     coordinator = Coordinator(cluster.instances, guests, facts, machine_available_bytes)
-    overseer = Overseer(coordinator)
+    overseer = GuestMonitor(coordinator)
     cluster.on_ended.append(coordinator.instance_ended)
     overseer.start()
     try:

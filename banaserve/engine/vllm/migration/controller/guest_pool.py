@@ -17,10 +17,10 @@ import msgspec
 
 from banaserve import processes
 from banaserve.engine.vllm.launch.launcher import Launcher
-from banaserve.engine.vllm.migration.controller.host_client import HostLink
-from banaserve.engine.vllm.migration.controller.process_stats import Usage
+from banaserve.engine.vllm.migration.controller.host_client import HostClient
+from banaserve.engine.vllm.migration.controller.process_stats import ProcessUsage
 from banaserve.engine.vllm.migration.controller.shares import Shares
-from banaserve.engine.vllm.migration.controller.timeouts import Stage, timeout_s
+from banaserve.engine.vllm.migration.controller.timeouts import MoveStage, timeout_s
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.errors import MigrationError
 from banaserve.types import InstanceId
@@ -31,7 +31,7 @@ _POLL_S = 0.02
 
 
 @dataclass
-class Guest:
+class GuestHandle:
     """One guest's process.
 
     Attributes:
@@ -53,7 +53,7 @@ class Guest:
     detached_s: float | None = None
     stopped: int = 0
     share: float = 1.0
-    usage: Usage = field(default_factory=Usage)
+    usage: ProcessUsage = field(default_factory=ProcessUsage)
 
     @property
     def id(self) -> str:
@@ -73,7 +73,7 @@ class Guest:
             os.kill(self.pid, signal.SIGKILL)
 
 
-class Guests:
+class GuestPool:
     """All guests of a run.
 
     Args:
@@ -94,7 +94,7 @@ class Guests:
         logs: Path,
         sockets: Path,
         transport: str,
-        on_end: Callable[[Guest], None],
+        on_end: Callable[[GuestHandle], None],
         share: float = 1.0,
     ) -> None:
         self.shares = Shares(share)
@@ -105,24 +105,24 @@ class Guests:
         self._on_end = on_end
         self._secret = secrets.token_hex(32)
         self._numbers = itertools.count()
-        self._guests: dict[str, Guest] = {}
+        self._guests: dict[str, GuestHandle] = {}
         self._watches: set[asyncio.Task[None]] = set()
 
-    def __iter__(self) -> Iterator[Guest]:
+    def __iter__(self) -> Iterator[GuestHandle]:
         return iter(list(self._guests.values()))
 
-    def get(self, guest_id: str) -> Guest | None:
+    def get(self, guest_id: str) -> GuestHandle | None:
         return self._guests.get(guest_id)
 
-    def beside(self, target: InstanceId) -> list[Guest]:
+    def beside(self, target: InstanceId) -> list[GuestHandle]:
         """All whose target it is."""
         return [guest for guest in self if guest.target == target]
 
-    def share_of(self, guest: Guest) -> float:
+    def share_of(self, guest: GuestHandle) -> float:
         """Of its target's device, that a guest may take."""
         return self.shares.bound(guest.target) / max(1, len(self.beside(guest.target)))
 
-    def free_for(self, host: InstanceId, target: InstanceId, *, layers: bool) -> Guest | None:
+    def free_for(self, host: InstanceId, target: InstanceId, *, layers: bool) -> GuestHandle | None:
         """A guest that can take another unit: one that serves would stand still to load layers."""
         for guest in self:
             if (guest.host, guest.target) == (host, target) and guest.can_take:
@@ -132,8 +132,8 @@ class Guests:
         return None
 
     async def start(
-        self, host: InstanceId, target: InstanceId, link: HostLink, move_id: str
-    ) -> Guest:
+        self, host: InstanceId, target: InstanceId, link: HostClient, move_id: str
+    ) -> GuestHandle:
         """Start a guest for a move and let its host connect to it.
 
         Raises:
@@ -143,7 +143,7 @@ class Guests:
         address = self._address(host, target)
         log_path = self._logs / f"guest-{host}-{target}.log"
         pid = await self._launcher.start_guest(address, log_path)
-        guest = Guest(address, host, target, pid, moves={move_id})
+        guest = GuestHandle(address, host, target, pid, moves={move_id})
         self._guests[guest.id] = guest
         watch = asyncio.create_task(self._watch(guest))
         self._watches.add(watch)
@@ -171,9 +171,9 @@ class Guests:
             target=target,
         )
 
-    async def _until_ready(self, guest: Guest, link: HostLink) -> None:
+    async def _until_ready(self, guest: GuestHandle, link: HostClient) -> None:
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + timeout_s(Stage.START, 0)
+        until_s = loop.time() + timeout_s(MoveStage.START, 0)
         while loop.time() < until_s:
             known = (await link.status())["guests"].get(guest.id, {})
             if known.get("state") == "ready":
@@ -184,7 +184,7 @@ class Guests:
             await asyncio.sleep(_POLL_S)
         raise MigrationError(f"the guest beside {guest.target} did not start; see {self._logs}")
 
-    async def _watch(self, guest: Guest) -> None:
+    async def _watch(self, guest: GuestHandle) -> None:
         await processes.wait_ended(guest.pid)
         self._guests.pop(guest.id, None)
         self._on_end(guest)

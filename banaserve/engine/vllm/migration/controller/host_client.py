@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.errors import InstanceDeadError, MigrationError, NoAnswerError
-from banaserve.types import InstanceId, Placement, Role
+from banaserve.types import InstanceId, ModulePlacement, Role
 
 CALL_TIMEOUT_S = 30.0
 """For calls that return at once: they wait for the step under way, which a long prompt fills."""
@@ -33,12 +33,12 @@ class HostInstance(Protocol):
         """What guests beside it take."""
         ...
 
-    def set_placements(self, placements: tuple[Placement, ...], epoch: int) -> None:
+    def set_placements(self, placements: tuple[ModulePlacement, ...], epoch: int) -> None:
         """What of it runs elsewhere."""
         ...
 
 
-class HostLink:
+class HostClient:
     """Calls to one incarnation of an instance; each ends when that incarnation does."""
 
     def __init__(self, instance: HostInstance) -> None:
@@ -97,8 +97,8 @@ class HostLink:
             InstanceDeadError: The engine has ended.
         """
         reply = await self.call("status", memory)
-        if reply["can_migrate"]:
-            raise MigrationError(reply["can_migrate"])
+        if reply["migration_blocker"]:
+            raise MigrationError(reply["migration_blocker"])
         return reply
 
     async def pool_info(self) -> Reply:

@@ -8,9 +8,14 @@ from typing import Any
 
 import msgspec
 
-from banaserve.engine.vllm.migration.controller.guest_pool import Guests
-from banaserve.engine.vllm.migration.controller.host_client import HostInstance, HostLink
-from banaserve.engine.vllm.migration.controller.planner import Away, KvFacts, ModelFacts, num_pages
+from banaserve.engine.vllm.migration.controller.guest_pool import GuestPool
+from banaserve.engine.vllm.migration.controller.host_client import HostClient, HostInstance
+from banaserve.engine.vllm.migration.controller.planner import (
+    KvFacts,
+    ModelFacts,
+    RemoteUnit,
+    num_pages,
+)
 from banaserve.engine.vllm.migration.controller.process_stats import CoreWaits
 from banaserve.engine.vllm.migration.kv.host_kv import blocks_gained
 from banaserve.engine.vllm.migration.types import Modules, read_modules
@@ -18,7 +23,7 @@ from banaserve.engine.vllm.migration.types import Modules, read_modules
 Reply = dict[str, Any]
 
 
-class Hosted:
+class HostState:
     """One instance: its present incarnation, what of it is away, and what is on its way.
 
     Attributes:
@@ -45,16 +50,16 @@ class Hosted:
         self.slow_down: float | None = None
         self.grown_blocks = 0
         self._facts = facts
-        self._link: HostLink | None = None
+        self._link: HostClient | None = None
 
     @property
     def id(self) -> str:
         return self.instance.id
 
-    def link(self) -> HostLink:
+    def link(self) -> HostClient:
         """To the present incarnation."""
         if self._link is None or not self._link.is_alive:
-            self._link = HostLink(self.instance)
+            self._link = HostClient(self.instance)
         return self._link
 
     def ended(self) -> None:
@@ -67,11 +72,11 @@ class Hosted:
         self.since_s.clear()
 
     @property
-    def most_parts(self) -> int:
+    def max_microbatches(self) -> int:
         """That its steps are cut into, as it last said; 1: it waits for its guests."""
-        if self.status is None or self.status["overlap"]["why_not"]:
+        if self.status is None or self.status["overlap"]["blocker"]:
             return 1
-        return int(self.status["overlap"]["most_parts"])
+        return int(self.status["overlap"]["max_microbatches"])
 
     async def refresh(self, memory: bool = False) -> Reply:
         """Ask the host what is where.
@@ -88,7 +93,7 @@ class Hosted:
         assert self.status is not None
         return msgspec.convert(self.status["kv"], KvFacts)
 
-    def units(self, guests: Guests) -> list[Away]:
+    def units(self, guests: GuestPool) -> list[RemoteUnit]:
         """What is away; a guest that is not known any more is beside nobody."""
         if self.status is None:
             return []
@@ -96,7 +101,7 @@ class Hosted:
         for unit in self.status["units"]:
             guest = guests.get(unit["guest"])
             at = guest.target if guest is not None else "?"
-            found.append(Away(unit["unit_id"], read_modules(unit["modules"]), at))
+            found.append(RemoteUnit(unit["unit_id"], read_modules(unit["modules"]), at))
         return found
 
     # ---- the scheduler's pool

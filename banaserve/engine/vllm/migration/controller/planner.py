@@ -21,7 +21,7 @@ from banaserve.engine.vllm.migration.types import (
     Context,
     HeadSet,
     LayerRange,
-    ModelShape,
+    ModelGeometry,
     Modules,
     check_shape,
     overlap,
@@ -31,7 +31,7 @@ from banaserve.kvstore.sizes import format_size
 
 
 @dataclass(frozen=True, slots=True)
-class Away:
+class RemoteUnit:
     """A unit that runs beside another instance, ``at``."""
 
     unit_id: str
@@ -40,14 +40,14 @@ class Away:
 
 
 @dataclass(frozen=True, slots=True)
-class Go:
+class MoveOut:
     """Move modules that are at home."""
 
     modules: Modules
 
 
 @dataclass(frozen=True, slots=True)
-class GoOn:
+class Relocate:
     """Move a unit that is away on to another instance; ``at`` is where it is."""
 
     unit_id: str
@@ -56,20 +56,20 @@ class GoOn:
 
 
 @dataclass(frozen=True, slots=True)
-class GoHome:
+class BringBack:
     unit_id: str
     modules: Modules
     at: str
 
 
-Op = Go | GoOn | GoHome
+Op = MoveOut | Relocate | BringBack
 
 
 def plan_move(
     wanted: Modules,
     target: str,
-    shape: ModelShape,
-    away: Sequence[Away],
+    shape: ModelGeometry,
+    away: Sequence[RemoteUnit],
     moving: Mapping[str, Sequence[Modules]],
 ) -> list[Op]:
     """Steps after which ``wanted`` runs beside ``target``.
@@ -99,8 +99,8 @@ def plan_move(
             continue
         if not held <= _cells(wanted):
             raise MigrationError(f"{_where(unit)} as one unit: move all of it, or return it first")
-        steps.append(GoOn(unit.unit_id, unit.modules, unit.at))
-    steps += [Go(modules) for modules in _modules(rest, wanted)]
+        steps.append(Relocate(unit.unit_id, unit.modules, unit.at))
+    steps += [MoveOut(modules) for modules in _modules(rest, wanted)]
     if not steps:
         raise MigrationError(f"{wanted} run beside {target} already")
     _keep_one_layer([*(s.modules for s in steps), *(u.modules for u in away)], shape)
@@ -108,8 +108,8 @@ def plan_move(
 
 
 def plan_return(
-    wanted: Modules | None, away: Sequence[Away], moving: Mapping[str, Sequence[Modules]]
-) -> list[GoHome]:
+    wanted: Modules | None, away: Sequence[RemoteUnit], moving: Mapping[str, Sequence[Modules]]
+) -> list[BringBack]:
     """Steps after which ``wanted``, or everything, is at home.
 
     Raises:
@@ -122,7 +122,7 @@ def plan_return(
         _check_not_moving(unit.modules, moving)
         if wanted is not None and not _covers(wanted, unit.modules):
             raise MigrationError(f"{_where(unit)} as one unit: return all of it")
-    return [GoHome(unit.unit_id, unit.modules, unit.at) for unit in found]
+    return [BringBack(unit.unit_id, unit.modules, unit.at) for unit in found]
 
 
 def num_pages(modules: Modules, num_kv_heads: int) -> float:
@@ -144,13 +144,13 @@ def _check_not_moving(wanted: Modules, moving: Mapping[str, Sequence[Modules]]) 
                 )
 
 
-def _keep_one_layer(modules: Iterable[Modules], shape: ModelShape) -> None:
+def _keep_one_layer(modules: Iterable[Modules], shape: ModelGeometry) -> None:
     gone = {n for m in modules if isinstance(m, LayerRange) for n in m.layers}
     if len(gone) == shape.num_layers:
         raise MigrationError("every layer would be away: keep at least one on the host")
 
 
-def _where(unit: Away) -> str:
+def _where(unit: RemoteUnit) -> str:
     return f"{unit.modules} run beside {unit.at}"
 
 
@@ -203,8 +203,8 @@ class ModelFacts(NamedTuple):
     layer_weight_bytes: int
 
     @property
-    def shape(self) -> ModelShape:
-        return ModelShape(self.num_layers, self.num_kv_heads)
+    def shape(self) -> ModelGeometry:
+        return ModelGeometry(self.num_layers, self.num_kv_heads)
 
 
 class KvFacts(msgspec.Struct, frozen=True):

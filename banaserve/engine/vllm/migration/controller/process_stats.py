@@ -61,7 +61,7 @@ _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _FIELD = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 
 
-class Usage(NamedTuple):
+class ProcessUsage(NamedTuple):
     """Of one process.
 
     Attributes:
@@ -78,7 +78,7 @@ class Usage(NamedTuple):
     at_s: float = 0.0
 
 
-def look(pid: int, last: Usage) -> Usage | None:
+def look(pid: int, last: ProcessUsage) -> ProcessUsage | None:
     """Read the kernel's accounts of a process; None where it has ended. Blocks for milliseconds."""
     try:
         fields = _stat(pid)
@@ -88,7 +88,7 @@ def look(pid: int, last: Usage) -> Usage | None:
     now_s, cpu_s = time.monotonic(), (int(fields[11]) + int(fields[12])) * _TICK_S
     elapsed_s = now_s - last.at_s
     busy = min(1.0, (cpu_s - last.cpu_s) / elapsed_s) if last.at_s and elapsed_s > 0 else 0.0
-    return Usage(num_bytes, busy, cpu_s, now_s)
+    return ProcessUsage(num_bytes, busy, cpu_s, now_s)
 
 
 def is_stopped(pid: int) -> bool:

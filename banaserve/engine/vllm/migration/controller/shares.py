@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from banaserve.config import LEAST_GUEST_SHARE
 from banaserve.engine.vllm import metrics
-from banaserve.engine.vllm.migration.api import ShareAsk, Sharing
+from banaserve.engine.vllm.migration.api import GuestSharing, ShareRequest
 from banaserve.errors import BanaServeError, MigrationError
 from banaserve.names import check_known
 from banaserve.types import InstanceId
 
 if TYPE_CHECKING:
     from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
-    from banaserve.engine.vllm.migration.controller.guest_pool import Guest, Guests
-    from banaserve.engine.vllm.migration.controller.host_state import Hosted
+    from banaserve.engine.vllm.migration.controller.guest_pool import GuestHandle, GuestPool
+    from banaserve.engine.vllm.migration.controller.host_state import HostState
 
 _MOST_BUSY = 0.99
 
@@ -57,7 +57,7 @@ def predicted_slow_down(busy_fraction: float) -> float:
     return 1.0 / (1.0 - min(busy_fraction, _MOST_BUSY))
 
 
-async def share(coordinator: Coordinator, ask: ShareAsk) -> Sharing:
+async def share(coordinator: Coordinator, ask: ShareRequest) -> GuestSharing:
     """Bound what guests beside an instance take, and say what they cost it.
 
     Raises:
@@ -71,12 +71,12 @@ async def share(coordinator: Coordinator, ask: ShareAsk) -> Sharing:
     return sharing_of(coordinator, coordinator.hosts[target])
 
 
-def sharing_of(coordinator: Coordinator, hosted: Hosted) -> Sharing:
+def sharing_of(coordinator: Coordinator, hosted: HostState) -> GuestSharing:
     """What guests beside an instance may take, take, and cost it."""
     target = hosted.instance.id
     here = coordinator.guests.beside(target)
     busy = min(1.0, sum(guest.usage.busy_fraction for guest in here))
-    return Sharing(
+    return GuestSharing(
         instance=target,
         fraction=coordinator.guests.shares.bound(target),
         num_guests=len(here),
@@ -86,7 +86,7 @@ def sharing_of(coordinator: Coordinator, hosted: Hosted) -> Sharing:
     )
 
 
-async def settle(guests: Guests, hosts: Mapping[InstanceId, Hosted]) -> None:
+async def settle(guests: GuestPool, hosts: Mapping[InstanceId, HostState]) -> None:
     """Tell each guest its share, where it has been told another; one that builds hears later."""
     for guest in guests:
         wanted = guests.share_of(guest)
@@ -95,7 +95,7 @@ async def settle(guests: Guests, hosts: Mapping[InstanceId, Hosted]) -> None:
                 await tell(guest, hosts[guest.host], wanted)
 
 
-async def tell(guest: Guest, hosted: Hosted, fraction: float) -> None:
+async def tell(guest: GuestHandle, hosted: HostState, fraction: float) -> None:
     """Bound one guest.
 
     Raises:
@@ -106,7 +106,7 @@ async def tell(guest: Guest, hosted: Hosted, fraction: float) -> None:
     guest.share = fraction
 
 
-def count(sharing: Sharing) -> None:
+def count(sharing: GuestSharing) -> None:
     """Publish it."""
     metrics.GUEST_SHARE.labels(sharing.instance).set(sharing.fraction)
     slow_downs = metrics.SLOW_DOWN

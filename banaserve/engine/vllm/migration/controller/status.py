@@ -7,21 +7,21 @@ import asyncio
 import msgspec
 
 from banaserve.engine.vllm.migration.api import (
+    ClusterPlacement,
     GuestStatus,
     InstancePlacement,
     Overlapping,
-    Placement,
     UnitPlace,
 )
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
-from banaserve.engine.vllm.migration.controller.host_state import Hosted
+from banaserve.engine.vllm.migration.controller.host_state import HostState
 from banaserve.engine.vllm.migration.controller.planner import kv_bytes, weight_bytes
 from banaserve.engine.vllm.migration.controller.shares import sharing_of
 from banaserve.engine.vllm.migration.types import Modules, write_modules
 from banaserve.errors import BanaServeError
 
 
-async def placement_of(coordinator: Coordinator) -> Placement:
+async def placement_of(coordinator: Coordinator) -> ClusterPlacement:
     """Asks every instance; one that does not answer says why it cannot migrate."""
     found = await asyncio.gather(*(_of(coordinator, h) for h in coordinator.hosts.values()))
     guests = [
@@ -36,10 +36,10 @@ async def placement_of(coordinator: Coordinator) -> Placement:
         )
         for guest in coordinator.guests
     ]
-    return Placement(list(found), guests, coordinator.recent())
+    return ClusterPlacement(list(found), guests, coordinator.recent())
 
 
-async def _of(coordinator: Coordinator, hosted: Hosted) -> InstancePlacement:
+async def _of(coordinator: Coordinator, hosted: HostState) -> InstancePlacement:
     instance = hosted.instance
     state = "ready" if instance.is_ready else "down"
     try:
@@ -53,7 +53,7 @@ async def _of(coordinator: Coordinator, hosted: Hosted) -> InstancePlacement:
         id=hosted.id,
         role=instance.role.value,
         state=state,
-        cannot_migrate="",
+        migration_blocker="",
         epoch=status["epoch"],
         num_layers=facts.num_layers,
         num_kv_heads=facts.num_kv_heads,
@@ -68,7 +68,7 @@ async def _of(coordinator: Coordinator, hosted: Hosted) -> InstancePlacement:
     )
 
 
-def _units(coordinator: Coordinator, hosted: Hosted) -> list[UnitPlace]:
+def _units(coordinator: Coordinator, hosted: HostState) -> list[UnitPlace]:
     assert hosted.status is not None
     facts, kv = coordinator.facts, hosted.kv
 

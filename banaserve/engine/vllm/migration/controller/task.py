@@ -9,16 +9,16 @@ from typing import Any
 
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.migration.api import MoveStatus
-from banaserve.engine.vllm.migration.controller.guest_pool import Guest, Guests
-from banaserve.engine.vllm.migration.controller.host_state import Hosted
-from banaserve.engine.vllm.migration.controller.planner import Go, GoHome, Op
-from banaserve.engine.vllm.migration.controller.timeouts import Stage, copies_again, timeout_s
+from banaserve.engine.vllm.migration.controller.guest_pool import GuestHandle, GuestPool
+from banaserve.engine.vllm.migration.controller.host_state import HostState
+from banaserve.engine.vllm.migration.controller.planner import BringBack, MoveOut, Op
+from banaserve.engine.vllm.migration.controller.timeouts import MoveStage, copies_again, timeout_s
 from banaserve.engine.vllm.migration.types import LayerRange, write_modules
 from banaserve.errors import BanaServeError, MigrationError
 from banaserve.types import InstanceId
 
 _POLL_S = 0.01
-_LOOK_S = {Stage.PREPARE: 0.05, Stage.COPY: 0.005, Stage.FREE: 0.02}
+_LOOK_S = {MoveStage.PREPARE: 0.05, MoveStage.COPY: 0.005, MoveStage.FREE: 0.02}
 """Each look at the host is a call between two of its steps."""
 _FACTS = (
     "rounds",
@@ -41,7 +41,7 @@ class AbortedError(BanaServeError):
     """The user has given the migration up: not a failure."""
 
 
-class Course:
+class MigrationTask:
     """Moves one unit. The host does the work; this decides when the next phase begins.
 
     Args:
@@ -56,8 +56,8 @@ class Course:
 
     def __init__(
         self,
-        hosted: Hosted,
-        guests: Guests,
+        hosted: HostState,
+        guests: GuestPool,
         move: MoveStatus,
         op: Op,
         target: InstanceId | None,
@@ -75,7 +75,7 @@ class Course:
         self._num_bytes = num_bytes
         self._is_aborted = is_aborted
         self._precopy = precopy
-        self._guest: Guest | None = None
+        self._guest: GuestHandle | None = None
         self._begun = False
 
     async def run(self) -> None:
@@ -103,7 +103,7 @@ class Course:
     # ---- before COMMIT
 
     async def _make_ready(self) -> None:
-        if isinstance(self._op, GoHome):
+        if isinstance(self._op, BringBack):
             async with self._phase("shrinking"):
                 await self._shrink(self._op.unit_id)
             return
@@ -124,7 +124,7 @@ class Course:
         rest = [u.modules for u in hosted.units(self._guests) if u.unit_id != unit_id]
         target = hosted.pool_with(rest)
         before = (await self._link.pool_info())["num_blocks"]
-        limit_s = timeout_s(Stage.SHRINK, self._num_bytes)
+        limit_s = timeout_s(MoveStage.SHRINK, self._num_bytes)
         until_s = loop.time() + limit_s
         while busy := await hosted.shrink_pool(target):
             self._check_abort()
@@ -141,14 +141,14 @@ class Course:
         async with self._phase("preparing"):
             self._check_abort()
             self._begun = True
-            if isinstance(op, Go):
+            if isinstance(op, MoveOut):
                 assert self._guest is not None
                 modules = write_modules(op.modules)
                 await self._link.call("prepare", move.move_id, modules, self._guest.id)
             else:
                 guest_id = self._guest.id if self._guest is not None else None
                 await self._link.call("move_on", move.move_id, op.unit_id, guest_id)
-            await self._until("prepared", Stage.PREPARE)
+            await self._until("prepared", MoveStage.PREPARE)
 
     async def _copy(self) -> None:
         dirty: int | None = None
@@ -156,7 +156,7 @@ class Course:
         async with self._phase("copying"):
             while True:
                 await self._link.call("precopy", self._move.move_id)
-                now = int((await self._until("copied", Stage.COPY))["dirty_blocks"] or 0)
+                now = int((await self._until("copied", MoveStage.COPY))["dirty_blocks"] or 0)
                 num_times += 1
                 if not copies_again(dirty, now, num_times):
                     return
@@ -165,7 +165,7 @@ class Course:
     async def _commit(self) -> None:
         self._check_abort()
         async with self._phase("committing"):
-            limit_s = timeout_s(Stage.COMMIT, self._num_bytes)
+            limit_s = timeout_s(MoveStage.COMMIT, self._num_bytes)
             try:
                 self._note(await self._link.call("commit", self._move.move_id, timeout_s=limit_s))
             except MigrationError:
@@ -178,7 +178,7 @@ class Course:
         self._note(move)
         return move.get("phase") == "committed"
 
-    async def _until(self, phase: str, stage: Stage, may_abort: bool = True) -> dict[str, Any]:
+    async def _until(self, phase: str, stage: MoveStage, may_abort: bool = True) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         limit_s = timeout_s(stage, self._num_bytes)
         until_s = loop.time() + limit_s
@@ -207,7 +207,7 @@ class Course:
         with contextlib.suppress(BanaServeError):
             if self._begun:
                 await self._link.call("abort", self._move.move_id)
-        if isinstance(self._op, GoHome):
+        if isinstance(self._op, BringBack):
             with contextlib.suppress(BanaServeError):
                 self.blocks_gained += await self._hosted.grow_pool()
 
@@ -218,7 +218,7 @@ class Course:
         self._register()
         async with self._phase("freeing"):
             await self._link.call("free", self._move.move_id)
-            await self._until("freed", Stage.FREE, may_abort=False)
+            await self._until("freed", MoveStage.FREE, may_abort=False)
         async with self._phase("growing"):
             self.blocks_gained += await self._hosted.grow_pool()
         self._move.phase = "done"

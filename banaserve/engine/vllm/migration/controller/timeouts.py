@@ -7,7 +7,7 @@ from enum import Enum
 MAX_TIMEOUT_S = 3600.0
 
 
-class Stage(Enum):
+class MoveStage(Enum):
     """A stage of a move as the coordinator sees it."""
 
     SHRINK = "shrink"
@@ -19,12 +19,12 @@ class Stage(Enum):
 
 
 _ALLOWED = {
-    Stage.SHRINK: (60.0, 1e9),
-    Stage.START: (120.0, 1e9),
-    Stage.PREPARE: (60.0, 20e6),
-    Stage.COPY: (30.0, 25e6),
-    Stage.COMMIT: (10.0, 100e6),
-    Stage.FREE: (10.0, 1e9),
+    MoveStage.SHRINK: (60.0, 1e9),
+    MoveStage.START: (120.0, 1e9),
+    MoveStage.PREPARE: (60.0, 20e6),
+    MoveStage.COPY: (30.0, 25e6),
+    MoveStage.COMMIT: (10.0, 100e6),
+    MoveStage.FREE: (10.0, 1e9),
 }
 """Seconds that any move may take, and bytes a second that the slowest supported machine does.
 
@@ -33,7 +33,7 @@ commit copies what the last round has left.
 """
 
 
-def timeout_s(stage: Stage, num_bytes: int) -> float:
+def timeout_s(stage: MoveStage, num_bytes: int) -> float:
     """Seconds after which a stage of a move of ``num_bytes`` is given up; at most an hour."""
     least_s, bytes_per_s = _ALLOWED[stage]
     return min(MAX_TIMEOUT_S, least_s + num_bytes / bytes_per_s)

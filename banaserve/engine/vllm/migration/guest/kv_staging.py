@@ -17,7 +17,7 @@ from banaserve.errors import MigrationError, ProtocolError
 from banaserve.kernels.interface import Kernels
 from banaserve.transport.interface import OfferedRegion, Transport
 
-LANDING_BYTES = 32 << 20
+STAGING_BYTES = 32 << 20
 """For what steps wait for and for copies in the background, half each."""
 
 
@@ -56,7 +56,7 @@ class _Pages(NamedTuple):
     memory: npt.NDArray[np.uint8]
 
 
-class Landing:
+class StagingBuffer:
     """An offered region of pages, and the KV that they are for.
 
     Args:
@@ -76,7 +76,7 @@ class Landing:
     ) -> None:
         self._kv = DeviceKv(caches, kernels)
         one_block = sum(self._kv.page_bytes.values())
-        self.region: OfferedRegion = transport.offer(max(LANDING_BYTES, 2 * one_block), epoch)
+        self.region: OfferedRegion = transport.offer(max(STAGING_BYTES, 2 * one_block), epoch)
         view = self.region.memory.view()
         self._bytes = torch.from_numpy(view)
         device = next(iter(caches.values())).device

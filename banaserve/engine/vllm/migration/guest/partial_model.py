@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from banaserve.engine.vllm.compat import model as compat
 from banaserve.engine.vllm.migration.config import MigrationSettings, settings_of
-from banaserve.engine.vllm.migration.guest.throttle import run_giving_way
+from banaserve.engine.vllm.migration.guest.throttle import run_low_priority
 from banaserve.engine.vllm.migration.modules.attention_backend import kernels_for
 from banaserve.engine.vllm.migration.modules.layer_proxy import Around, LayerChain
 from banaserve.engine.vllm.migration.modules.paged_attention import KernelsAttention, StepBatches
@@ -44,7 +44,7 @@ def attends_with(config: VllmConfig) -> Kernels | None:
     return kernels_for(settings.attention, device_of(config))
 
 
-class Stage:
+class PartialModel:
     """Layers ``start`` to ``end - 1`` with their weights; KV is bound afterwards.
 
     Args:
@@ -163,7 +163,7 @@ def guest_environment(config: VllmConfig, rendezvous: str) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with set_current_vllm_config(config):
-        run_giving_way(lambda: compat.start_alone(rendezvous))
+        run_low_priority(lambda: compat.start_alone(rendezvous))
     try:
         yield
     finally:

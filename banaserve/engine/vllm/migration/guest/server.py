@@ -16,11 +16,11 @@ import torch
 from vllm.config import VllmConfig
 
 from banaserve.engine.vllm.compat import model as compat
-from banaserve.engine.vllm.migration.guest.throttle import DeviceShare, run_giving_way
+from banaserve.engine.vllm.migration.guest.throttle import ComputeThrottle, run_low_priority
 from banaserve.engine.vllm.migration.guest.units import ContextUnit, HeadsUnit, LayersUnit
 from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.rpc.guest_channel import GuestPost
-from banaserve.engine.vllm.migration.rpc.tensors import Parcel, from_wire
+from banaserve.engine.vllm.migration.rpc.guest_channel import GuestChannel
+from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire
 from banaserve.errors import MigrationError, ProtocolError
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
 from banaserve.transport.interface import Channel, Message, Transport
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 _IDLE_S = 60.0
 
 Unit = LayersUnit | HeadsUnit | ContextUnit
-Answer = tuple[messages.Reply, Parcel]
+Answer = tuple[messages.Reply, TensorBundle]
 
 
-class Guest:
+class GuestServer:
     """Single-threaded: vLLM's forward context and its CPU kernels are the process's own.
 
     Args:
@@ -48,13 +48,13 @@ class Guest:
     ) -> None:
         self._config = _own_config(config)
         self._channel = channel
-        self._post = GuestPost(channel)
+        self._post = GuestChannel(channel)
         self._transport = transport
         self._token = token
         self._host: str | None = None
         self._units: dict[str, Unit] = {}
         self._step: tuple[int, HeadsUnit.Step] | None = None
-        self._share = DeviceShare()
+        self._share = ComputeThrottle()
         self._told_busy_s = 0.0
         self._num_runs = 0
 
@@ -73,15 +73,18 @@ class Guest:
         try:
             reply, parcel = self._obey(messages.decode_request(message.body), message)
         except (MigrationError, ProtocolError, ValueError, TypeError) as refused:
-            reply, parcel = messages.Refused(str(refused)), Parcel()
+            reply, parcel = messages.RequestRefused(str(refused)), TensorBundle()
         except Exception as broken:
             logger.error("%s", traceback.format_exc())
-            reply, parcel = messages.Refused(f"{type(broken).__name__}: {broken}"), Parcel()
+            reply, parcel = (
+                messages.RequestRefused(f"{type(broken).__name__}: {broken}"),
+                TensorBundle(),
+            )
         answer = Message(messages.encode(reply), tuple(parcel.tensors), message.epoch)
         self._post.answer(message, answer)
 
     def _obey(self, request: messages.Request, message: Message) -> Answer:
-        if isinstance(request, messages.Hello):
+        if isinstance(request, messages.GuestHello):
             return self._hello(request)
         if self._host is None:
             raise MigrationError("a guest answers to nobody who has not shown its token")
@@ -93,11 +96,11 @@ class Guest:
             case messages.RunContext():
                 return self._run_context(request, message)
             case messages.BuildLayers() | messages.BuildHeads() | messages.BuildContext():
-                return self._build(request, message.epoch), Parcel()
+                return self._build(request, message.epoch), TensorBundle()
             case messages.Activate():
                 self._unit(request.unit_id).activate(request.epoch)
                 self._channel.min_epoch = max(self._channel.min_epoch, request.epoch)
-            case messages.Release():
+            case messages.ReleaseUnit():
                 if unit := self._units.pop(request.unit_id, None):
                     unit.close()
             case messages.CopyPages():
@@ -105,14 +108,14 @@ class Guest:
             case messages.SetShare():
                 self._share.bound(request.fraction)
             case messages.GetUsage():
-                return self._usage(), Parcel()
-        return messages.Done(), Parcel()
+                return self._usage(), TensorBundle()
+        return messages.StepsDone(), TensorBundle()
 
-    def _hello(self, hello: messages.Hello) -> Answer:
+    def _hello(self, hello: messages.GuestHello) -> Answer:
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             raise MigrationError("the token is not this guest's")
         self._host = hello.host
-        return messages.Ready(os.getpid()), Parcel()
+        return messages.GuestReady(os.getpid()), TensorBundle()
 
     def _build(self, request: messages.Build, epoch: int) -> messages.Built:
         if request.unit_id in self._units:
@@ -130,7 +133,7 @@ class Guest:
             return made
 
         # A guest that serves has its host wait for what it builds: no weights, in milliseconds.
-        unit = make() if self._serves() else run_giving_way(make)
+        unit = make() if self._serves() else run_low_priority(make)
         self._units[request.unit_id] = unit
         seconds = time.perf_counter() - began_s
         saves = unit.slots is not None
@@ -155,12 +158,12 @@ class Guest:
         self._post.expect(request.num_follow)
         returned = unit.run(request.step, request.arguments, message.tensors, self._share.computing)
         values = returned if isinstance(returned, tuple) else (returned,)
-        parcel = Parcel()
+        parcel = TensorBundle()
         indices = tuple(None if value is None else parcel.put(value) for value in values)
         self._num_runs += 1
         seconds = time.perf_counter() - began_s
         save_s = unit.save(request.saves, self._share.computing)
-        return messages.Outputs(isinstance(returned, tuple), indices, seconds, save_s), parcel
+        return messages.StepOutputs(isinstance(returned, tuple), indices, seconds, save_s), parcel
 
     def _run_heads(self, request: messages.RunHeads, message: Message) -> Answer:
         unit = self._unit(request.unit_id, request.epoch)
@@ -171,11 +174,11 @@ class Guest:
         if self._step is None or self._step[0] != request.step_id:
             raise ProtocolError(f"step {request.step_id} has not been described")
         query, key, value = (from_wire(tensor) for tensor in message.tensors[:3])
-        parcel = Parcel()
+        parcel = TensorBundle()
         with self._share.computing():
             parcel.put(unit.run(request.name, self._step[1], query, key, value))
         self._num_runs += 1
-        return messages.Outputs(False, (0,)), parcel
+        return messages.StepOutputs(False, (0,)), parcel
 
     def _run_context(self, request: messages.RunContext, message: Message) -> Answer:
         unit = self._unit(request.unit_id, request.epoch)
@@ -183,10 +186,10 @@ class Guest:
             raise ProtocolError(f"{request.unit_id} are no older blocks")
         with self._share.computing():
             part = unit.run(request.name, request.step_id, request.step, message.tensors)
-        parcel = Parcel()
+        parcel = TensorBundle()
         indices = parcel.put(part.output), parcel.put(part.lse)
         self._num_runs += 1
-        return messages.Outputs(True, indices), parcel
+        return messages.StepOutputs(True, indices), parcel
 
     def _unit(self, unit_id: str, epoch: int | None = None) -> Unit:
         unit = self._units.get(unit_id)
@@ -196,13 +199,13 @@ class Guest:
             raise MigrationError(f"{unit_id} is at epoch {unit.epoch}, not {epoch}")
         return unit
 
-    def _usage(self) -> messages.Usage:
+    def _usage(self) -> messages.GuestUsage:
         memory = psutil.Process().memory_full_info()
         busy_s = self._share.busy_s - self._told_busy_s
         self._told_busy_s = self._share.busy_s
         num_runs, self._num_runs = self._num_runs, 0
         weights = sum(unit.weight_bytes for unit in self._units.values())
-        return messages.Usage(memory.rss, memory.uss, weights, busy_s, num_runs)
+        return messages.GuestUsage(memory.rss, memory.uss, weights, busy_s, num_runs)
 
     def _close(self) -> None:
         for unit in self._units.values():

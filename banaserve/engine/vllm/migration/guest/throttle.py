@@ -21,7 +21,7 @@ from banaserve.transport.interface import Transport
 from banaserve.transport.memory import PAGE_BYTES
 
 
-class DeviceShare:
+class ComputeThrottle:
     """Lets work begin only as often as keeps it within a fraction of the time.
 
     After c seconds of work the next one begins c / fraction after this one did at the earliest, so
@@ -93,7 +93,7 @@ _LOWEST = 19
 _PARALLEL_ELEMENTS = 32768
 
 
-def run_giving_way(work: Callable[[], T]) -> T:
+def run_low_priority(work: Callable[[], T]) -> T:
     """Run ``work`` at a low priority and return its result; blocks.
 
     Linux keeps a priority for each thread and lets nobody raise it again, so the thread ends

@@ -20,8 +20,12 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 import banaserve._native as _native
 from banaserve import linux
-from banaserve.engine.vllm.migration.guest.kv_staging import Landing, make_kv
-from banaserve.engine.vllm.migration.guest.partial_model import Stage, attends_with, device_of
+from banaserve.engine.vllm.migration.guest.kv_staging import StagingBuffer, make_kv
+from banaserve.engine.vllm.migration.guest.partial_model import (
+    PartialModel,
+    attends_with,
+    device_of,
+)
 from banaserve.engine.vllm.migration.kv.step_context import common_from
 from banaserve.engine.vllm.migration.modules.head_attention import HeadAttention, head_attention
 from banaserve.engine.vllm.migration.modules.layer_proxy import Around
@@ -37,7 +41,7 @@ from banaserve.engine.vllm.migration.rpc.messages import (
 )
 from banaserve.engine.vllm.migration.rpc.tensors import dtype_named, from_wire, restore, to_device
 from banaserve.errors import FingerprintError, MigrationError, ProtocolError, StoreUnavailableError
-from banaserve.kernels.interface import Batch, Part
+from banaserve.kernels.interface import Batch, PartialAttention
 from banaserve.kvstore.client import StoreClient
 from banaserve.transport.interface import OfferedRegion, RegionDescriptor, Tensor, Transport
 from banaserve.transport.memory import PAGE_BYTES, Memory
@@ -87,7 +91,7 @@ class OlderBlocks:
             raise ProtocolError(f"step {step_id} has more tokens than blocks")
         self._step = step_id, batch
 
-    def run(self, name: str, step_id: int, query: torch.Tensor) -> Part:
+    def run(self, name: str, step_id: int, query: torch.Tensor) -> PartialAttention:
         """Attention over the step's blocks, float32.
 
         Raises:
@@ -192,7 +196,7 @@ class _Unit:
 
     def __init__(self) -> None:
         self._region: OfferedRegion | None = None
-        self._landing: Landing | None = None
+        self._landing: StagingBuffer | None = None
         self.places: dict[str, int] = {}
         self.epoch: int | None = None
 
@@ -216,7 +220,7 @@ class _Unit:
         kernels = attends_with(config)
         if kernels is not None:
             caches = make_kv(kv, heads, request.num_backed_blocks, device_of(config))
-            self._landing = Landing(transport, caches, kernels, epoch)
+            self._landing = StagingBuffer(transport, caches, kernels, epoch)
             self._region = self._landing.region
             return caches
         dtype = dtype_named(kv.dtype)
@@ -295,7 +299,9 @@ class LayersUnit(_Unit):
         super().__init__()
         device = self._device = device_of(config)
         kernels = attends_with(config)
-        self._stage = Stage(config, request.path, request.start, request.end, device, kernels)
+        self._stage = PartialModel(
+            config, request.path, request.start, request.end, device, kernels
+        )
         self.weight_bytes = self._stage.weight_bytes
         heads = dict.fromkeys(self._stage.attentions, request.kv.block_shape[0])
         self._stage.bind(self._offer(config, transport, request, heads, epoch))
@@ -401,7 +407,7 @@ class ContextUnit(_Unit):
         step_id: int,
         step: Mapping[str, Any] | None,
         tensors: Sequence[Tensor],
-    ) -> Part:
+    ) -> PartialAttention:
         """Attention of one layer over older blocks; ``step`` as in ``RunContext``."""
         assert self._older is not None
         if step is not None:

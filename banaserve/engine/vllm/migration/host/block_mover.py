@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from banaserve.engine.vllm.migration.kv.host_kv import DeviceKv, HostKv
-from banaserve.engine.vllm.migration.kv.remote_kv import LandedKv, RemoteKv, wait_all
+from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv, StagedRemoteKv, wait_all
 from banaserve.transport.local_region import reserve
 from banaserve.transport.memory import Memory
 
@@ -97,7 +97,7 @@ class BlockMover:
     ) -> int:
         """Blocks are packed into host memory before they leave, or unpacked when they have come."""
         remote, to_guest = self._target or self._source, self._target is not None
-        assert isinstance(remote, LandedKv)
+        assert isinstance(remote, StagedRemoteKv)
         names, page_bytes = self._unit.names, self._host.page_bytes
         per_time = max(1, _BOUNCE_BYTES // (len(names) * page_bytes))
         num_bytes = 0

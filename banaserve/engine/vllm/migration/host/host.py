@@ -16,19 +16,19 @@ from typing import Any
 from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.config import MigrationSettings
 from banaserve.engine.vllm.migration.host.move import Move
-from banaserve.engine.vllm.migration.host.placement import Placement
-from banaserve.engine.vllm.migration.host.recovery import LostSteps
+from banaserve.engine.vllm.migration.host.placement import PlacementManager
+from banaserve.engine.vllm.migration.host.recovery import StepRecovery
 from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
 from banaserve.engine.vllm.migration.host.units import Unit
 from banaserve.engine.vllm.migration.kv.host_kv import HostKv, blocks_gained
-from banaserve.engine.vllm.migration.kv.step_context import StepWatch
+from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.rpc.guest_client import GuestLink
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.engine.vllm.migration.types import (
-    ModelShape,
+    ModelGeometry,
     Modules,
-    Phase,
+    MovePhase,
     check_free,
     check_shape,
 )
@@ -96,7 +96,7 @@ class MigrationHost:
     def __init__(self, runner: Any, settings: MigrationSettings, host_kv: HostKv) -> None:
         self.settings = settings
         self.epoch = 1
-        self.links: dict[str, GuestLink] = {}
+        self.links: dict[str, GuestClient] = {}
         self.attaching: dict[str, dict[str, str]] = {}
         self.moves = MoveBook()
         self.num_guests_lost = 0
@@ -109,12 +109,12 @@ class MigrationHost:
         path, layers = checks.find_layers(runner.get_model(), self._names)
         (group,) = [g for groups in runner.attn_groups for g in groups]
         spec = group.kv_cache_spec
-        self.watch = StepWatch(group.get_metadata_builder(0), spec.block_size, host_kv.max_blocks)
+        self.watch = StepContext(group.get_metadata_builder(0), spec.block_size, host_kv.max_blocks)
         kv_shape = host_kv.shape(runner.cache_config.kv_cache_layout, spec.block_size)
         self.builder = UnitBuilder(path, kv_shape, host_kv, self._attentions, settings.poison)
-        self._shape = ModelShape(len(self._names), host_kv.num_heads)
-        self.lost_steps = LostSteps(runner)
-        self.placement = Placement(
+        self._shape = ModelGeometry(len(self._names), host_kv.num_heads)
+        self.lost_steps = StepRecovery(runner)
+        self.placement = PlacementManager(
             self._config,
             layers,
             self._attentions,
@@ -152,7 +152,7 @@ class MigrationHost:
         if unit is None:
             raise MigrationError(f"{unit_id} is not away: name what is to move instead")
         busy = [m for m in self.moves if m.unit is unit]
-        if any(m.is_open or m.phase is Phase.FREEING for m in busy):
+        if any(m.is_open or m.phase is MovePhase.FREEING for m in busy):
             raise MigrationError(f"{unit_id} is moving: wait for that to end, or abort it")
         target = None if guest_id is None else self._link(guest_id)
         assert unit.residence is not None
@@ -160,7 +160,7 @@ class MigrationHost:
             raise MigrationError(f"{unit_id} is in {guest_id} already")
         return self._begin(move_id, unit, target)
 
-    def _begin(self, move_id: str, unit: Unit, target: GuestLink | None) -> Move:
+    def _begin(self, move_id: str, unit: Unit, target: GuestClient | None) -> Move:
         move = Move(move_id, unit, target)
         self.moves.add(move)
         move.prepare(self.builder, self.watch.written)
@@ -179,7 +179,7 @@ class MigrationHost:
             MigrationError: Not ready, or a guest was lost; then the source serves on.
         """
         move = self.moves.get(move_id)
-        if move.phase not in (Phase.PREPARED, Phase.COPIED) or move.mover is None:
+        if move.phase not in (MovePhase.PREPARED, MovePhase.COPIED) or move.mover is None:
             raise MigrationError(f"move {move_id} is {move.phase.value}: nothing to commit yet")
         began_s = time.perf_counter()
         try:
@@ -192,10 +192,10 @@ class MigrationHost:
             raise MigrationError(f"move {move_id}: {failed}") from failed
         self.epoch += 1
         if move.unit.away is not None and move.source is None:
-            move.unit.away.leave(self.watch.written.full())
+            move.unit.away.set(self.watch.written.full())
         activated_s = time.perf_counter()
         self.placement.put(move.unit, move.new_residence)
-        move.enter(Phase.COMMITTED)
+        move.enter(MovePhase.COMMITTED)
         ended_s = time.perf_counter()
         move.end_copies()
         move.facts |= {
@@ -244,14 +244,14 @@ class MigrationHost:
             MigrationError: It is committed or has ended.
         """
         move = self.moves.get(move_id)
-        move.enter(Phase.ABORTED)
+        move.enter(MovePhase.ABORTED)
         move.give_up()
         move.join(_ABORT_WAIT_S)
         return move
 
     # ---- faults
 
-    def guest_lost(self, link: GuestLink, error: GuestLostError) -> None:
+    def guest_lost(self, link: GuestClient, error: GuestLostError) -> None:
         """Bring home what a guest held, with the weights kept here; its KV is lost.
 
         All KV of the engine starts over: blocks are shared by requests, and recomputing one in
@@ -317,14 +317,14 @@ class MigrationHost:
         link.close()
         del self.links[guest_id]
 
-    def free_link(self, guest_id: str) -> GuestLink:
+    def free_link(self, guest_id: str) -> GuestClient:
         """To a guest that answers at once: one that is not building.
 
         Raises:
             MigrationError: It is, or is not attached, or is lost.
         """
         link = self._link(guest_id)
-        if any(m.phase is Phase.PREPARING and m.target is link for m in self.moves):
+        if any(m.phase is MovePhase.PREPARING and m.target is link for m in self.moves):
             raise MigrationError(f"guest {guest_id} is building: ask later")
         return link
 
@@ -336,7 +336,7 @@ class MigrationHost:
         kept = len(self._names) * kv.page_bytes - away
         return blocks_gained(kv.num_blocks, kv.max_blocks, away, kept)
 
-    def _link(self, guest_id: str) -> GuestLink:
+    def _link(self, guest_id: str) -> GuestClient:
         link = self.links.get(guest_id)
         if link is None:
             raise MigrationError(f"guest {guest_id} is not attached")
@@ -392,18 +392,18 @@ class Attaching:
         logger.error("guest %s: %s", self._address.guest_id, reason)
         self._host.attaching[self._address.guest_id] = {"state": "lost", "reason": reason}
 
-    def _connect(self) -> GuestLink:
+    def _connect(self) -> GuestClient:
         address, host = self._address, self._host
         channel = self._open_channel(time.monotonic() + ATTACH_TIMEOUT_S)
-        link = GuestLink(
+        link = GuestClient(
             address.guest_id,
             channel,
             address.make_transport(),
             lambda: host.epoch,
             host.settings.stall_s,
         )
-        hello = messages.Hello(address.token, f"host of {address.guest_id}")
-        ready = link.ask(hello, messages.Ready, ATTACH_TIMEOUT_S)
+        hello = messages.GuestHello(address.token, f"host of {address.guest_id}")
+        ready = link.ask(hello, messages.GuestReady, ATTACH_TIMEOUT_S)
         link.watch(ready.pid)
         return link
 

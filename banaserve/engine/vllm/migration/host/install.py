@@ -17,7 +17,7 @@ from banaserve.engine.vllm.migration.host.host import MigrationHost
 from banaserve.engine.vllm.migration.host.recovery import AsyncPoolScheduler, PoolScheduler
 from banaserve.engine.vllm.migration.host.worker_rpc import HOST_ATTRIBUTE
 from banaserve.engine.vllm.migration.kv.host_kv import HostKv
-from banaserve.engine.vllm.migration.kv.store_copier import MovedCopier
+from banaserve.engine.vllm.migration.kv.store_copier import StoreCopier
 from banaserve.engine.vllm.migration.modules.attention_backend import kernels_for
 from banaserve.engine.vllm.migration.modules.paged_attention import take_kernels
 from banaserve.engine.vllm.migration.rpc.messages import StorePlace
@@ -122,7 +122,7 @@ def _join_store(runner: Any) -> None:
         return
 
     def wrap(inner: BlockCopier) -> BlockCopier:
-        return MovedCopier(
+        return StoreCopier(
             inner,
             list(host.kv.tensors),
             host.kv,

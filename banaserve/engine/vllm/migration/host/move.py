@@ -11,10 +11,10 @@ from typing import Any
 
 from banaserve.engine.vllm.migration.host.block_mover import BlockMover
 from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
-from banaserve.engine.vllm.migration.host.units import Residence, Unit
-from banaserve.engine.vllm.migration.kv.dirty_blocks import Watch, WrittenBlocks
-from banaserve.engine.vllm.migration.rpc.guest_client import GuestLink
-from banaserve.engine.vllm.migration.types import OPEN, Phase, check_step
+from banaserve.engine.vllm.migration.host.units import Unit, UnitLocation
+from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker, Watch
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
+from banaserve.engine.vllm.migration.types import OPEN, MovePhase, check_step
 from banaserve.errors import BanaServeError
 
 logger = logging.getLogger(__name__)
@@ -36,16 +36,16 @@ class Move:
         error: Why it failed.
     """
 
-    def __init__(self, move_id: str, unit: Unit, target: GuestLink | None) -> None:
+    def __init__(self, move_id: str, unit: Unit, target: GuestClient | None) -> None:
         self.move_id = move_id
         self.unit = unit
         self.source = unit.residence
         self.target = target
-        self.new_residence: Residence | None = None
+        self.new_residence: UnitLocation | None = None
         self.facts: dict[str, Any] = {"rounds": 0, "precopy_bytes": 0, "precopy_s": 0.0}
         self.error = ""
         self.mover: BlockMover | None = None
-        self._phase = Phase.PREPARING
+        self._phase = MovePhase.PREPARING
         self._stop = threading.Event()
         self._ending = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -55,10 +55,10 @@ class Move:
     # ---- phases
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> MovePhase:
         return self._phase
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: MovePhase) -> None:
         """Go on to ``phase``.
 
         Raises:
@@ -74,18 +74,18 @@ class Move:
     @property
     def is_over(self) -> bool:
         """Nothing happens to it any more, and nobody waits for it."""
-        return not self._working and not self.is_open and self._phase is not Phase.FREEING
+        return not self._working and not self.is_open and self._phase is not MovePhase.FREEING
 
     def fail(self, reason: str) -> None:
         """A fault ends it; the unit stays where it is."""
         if self.is_open:
             self.error = reason
-            self._phase = Phase.FAILED
+            self._phase = MovePhase.FAILED
         self._stop.set()
 
     # ---- in the background
 
-    def prepare(self, builder: UnitBuilder, written: WrittenBlocks) -> None:
+    def prepare(self, builder: UnitBuilder, written: DirtyBlockTracker) -> None:
         """Begin to build the unit in the target, or to make room for it at home."""
 
         def work() -> None:
@@ -98,11 +98,11 @@ class Move:
             self.mover = builder.mover(self.unit, self.source, self.new_residence)
             self.facts["prepare_s"] = time.perf_counter() - began_s
 
-        self._begin(work, Phase.PREPARED)
+        self._begin(work, MovePhase.PREPARED)
 
-    def precopy(self, written: WrittenBlocks) -> None:
+    def precopy(self, written: DirtyBlockTracker) -> None:
         """Begin to copy, round by round while what is left shrinks; callable again."""
-        self.enter(Phase.COPYING)
+        self.enter(MovePhase.COPYING)
         if self._watch is None:
             self._watch = written.watch()
 
@@ -117,7 +117,7 @@ class Move:
                 if self._stop.is_set() or len(watch) >= len(blocks):
                     return
 
-        self._begin(work, Phase.COPIED)
+        self._begin(work, MovePhase.COPIED)
 
     def _round(self, blocks: list[int]) -> None:
         assert self.mover is not None
@@ -129,16 +129,16 @@ class Move:
 
     def free(self, work: Callable[[], None]) -> None:
         """Begin to give back what the source holds."""
-        self.enter(Phase.FREEING)
+        self.enter(MovePhase.FREEING)
 
         def timed() -> None:
             began_s = time.perf_counter()
             work()
             self.facts["free_s"] = time.perf_counter() - began_s
 
-        self._begin(timed, Phase.FREED)
+        self._begin(timed, MovePhase.FREED)
 
-    def _begin(self, work: Callable[[], None], then: Phase) -> None:
+    def _begin(self, work: Callable[[], None], then: MovePhase) -> None:
         def run() -> None:
             reason = ""
             try:
@@ -152,9 +152,9 @@ class Move:
                 self._working = False
                 if reason:
                     self.fail(reason)
-                if self._phase is Phase.FREEING:
+                if self._phase is MovePhase.FREEING:
                     self.error = reason
-                    self._phase = Phase.FAILED if reason else then
+                    self._phase = MovePhase.FAILED if reason else then
                 elif self._stop.is_set():
                     self._let_go()
                 elif self.is_open:
@@ -166,7 +166,7 @@ class Move:
 
     # ---- by the engine's thread
 
-    def take_left(self, written: WrittenBlocks) -> list[int]:
+    def take_left(self, written: DirtyBlockTracker) -> list[int]:
         """What is still to copy, between two steps."""
         if self._watch is None:
             self._watch = written.watch()

@@ -9,28 +9,28 @@ from torch import nn
 from vllm.config import VllmConfig
 
 from banaserve.engine.vllm.migration import checks
-from banaserve.engine.vllm.migration.host.units import Residence, Unit
-from banaserve.engine.vllm.migration.kv.dirty_blocks import AwayBlocks
-from banaserve.engine.vllm.migration.kv.host_kv import HostKv, Run
+from banaserve.engine.vllm.migration.host.units import Unit, UnitLocation
+from banaserve.engine.vllm.migration.kv.dirty_blocks import RemoteBlocks
+from banaserve.engine.vllm.migration.kv.host_kv import HostKv, KvRun
 from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv
-from banaserve.engine.vllm.migration.kv.step_context import StepWatch
+from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.microbatch.overlap import Overlap
 from banaserve.engine.vllm.migration.modules.context_split import ContextAttention, RemoteContext
 from banaserve.engine.vllm.migration.modules.head_split import RemoteHeads, SplitAttention
 from banaserve.engine.vllm.migration.modules.layer_proxy import RemoteRange
-from banaserve.engine.vllm.migration.rpc.guest_client import GuestLink
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.types import HeadSet, LayerRange
 from banaserve.errors import GuestLostError
 
 
-class Placement:
+class PlacementManager:
     """Owner of the model's proxies; changed between two steps, or when a guest is lost in one.
 
     Args:
         layers: The model's list.
         attentions: By name, in layer order.
         on_lost: Called with the guest that is lost in the middle of a step.
-        most_parts: That a step is cut into; 1: guests are waited for.
+        max_microbatches: That a step is cut into; 1: guests are waited for.
 
     Attributes:
         overlap: Cuts steps, as things lie.
@@ -42,11 +42,11 @@ class Placement:
         layers: nn.ModuleList,
         attentions: Mapping[str, Any],
         host: HostKv,
-        watch: StepWatch,
-        on_lost: Callable[[GuestLink, GuestLostError], None],
-        most_parts: int,
+        watch: StepContext,
+        on_lost: Callable[[GuestClient, GuestLostError], None],
+        max_microbatches: int,
     ) -> None:
-        self.overlap = Overlap(layers, watch, checks.why_no_parts(config), most_parts)
+        self.overlap = Overlap(layers, watch, checks.overlap_blocker(config), max_microbatches)
         self._config = config
         self._layers = layers
         self._attentions = attentions
@@ -57,16 +57,16 @@ class Placement:
         self._ranges: dict[str, RemoteRange] = {}
         self._splits: dict[str, SplitAttention] = {}
         self._contexts: dict[str, ContextAttention] = {}
-        self._runs: dict[str, list[tuple[Run, RemoteKv | None]]] = {}
+        self._runs: dict[str, list[tuple[KvRun, RemoteKv | None]]] = {}
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(list(self._units.values()))
 
-    def at(self, link: GuestLink) -> list[Unit]:
+    def at(self, link: GuestClient) -> list[Unit]:
         """The units that run in a guest."""
         return [u for u in self if u.residence is not None and u.residence.link is link]
 
-    def put(self, unit: Unit, residence: Residence | None) -> None:
+    def put(self, unit: Unit, residence: UnitLocation | None) -> None:
         """Let a unit run in ``residence``, or at home."""
         self.overlap.step_aside()
         unit.residence = residence
@@ -84,19 +84,19 @@ class Placement:
         self._runs = {name: self._find_runs(name) for name in self._attentions}
         self.overlap.step_in(self._why_wait())
 
-    def set_overlap(self, most_parts: int) -> None:
+    def set_overlap(self, max_microbatches: int) -> None:
         """Cut steps into at most so many parts from here on; between two steps only.
 
         Raises:
             MigrationError: Out of range, or steps of this engine cannot be cut.
         """
-        self.overlap.allow(most_parts)
+        self.overlap.allow(max_microbatches)
         self.overlap.step_aside()
         self.overlap.step_in(self._why_wait())
 
     def _why_wait(self) -> str:
         """Why steps in parts cannot be right as things lie; empty where they can."""
-        guests: dict[GuestLink, bool] = {}
+        guests: dict[GuestClient, bool] = {}
         for unit in self:
             assert unit.residence is not None
             link = unit.residence.link
@@ -108,7 +108,7 @@ class Placement:
                 return f"guest {link.guest_id} has layers and heads, whose answers would mix"
         return ""
 
-    def _put_layers(self, unit: Unit, modules: LayerRange, residence: Residence | None) -> None:
+    def _put_layers(self, unit: Unit, modules: LayerRange, residence: UnitLocation | None) -> None:
         if residence is None:
             self._ranges.pop(unit.unit_id).swap_in()
             return
@@ -124,12 +124,12 @@ class Placement:
         self._ranges[unit.unit_id] = span
         span.swap_out()
 
-    def _put_context(self, unit: Unit, away: AwayBlocks, residence: Residence | None) -> None:
+    def _put_context(self, unit: Unit, away: RemoteBlocks, residence: UnitLocation | None) -> None:
         assert unit.pages is not None
         self._watch.written.unfollow(away)
         remote: RemoteContext | None = None
         if residence is None:
-            away.leave(())
+            away.set(())
         else:
             self._watch.written.follow(away)
             remote = residence.context_of(away, self._watch)
@@ -154,15 +154,15 @@ class Placement:
 
     # ---- where a block lies
 
-    def where_is(self, name: str) -> Sequence[tuple[Run, RemoteKv | None]]:
+    def where_is(self, name: str) -> Sequence[tuple[KvRun, RemoteKv | None]]:
         """The runs of an attention's page, each with the guest's KV; None: here.
 
         What ``older_blocks`` says of single blocks comes before it.
         """
-        return self._runs.get(name) or [(Run(0, self._host.page_bytes), None)]
+        return self._runs.get(name) or [(KvRun(0, self._host.page_bytes), None)]
 
-    def _find_runs(self, name: str) -> list[tuple[Run, RemoteKv | None]]:
-        found: list[tuple[Run, RemoteKv | None]] = []
+    def _find_runs(self, name: str) -> list[tuple[KvRun, RemoteKv | None]]:
+        found: list[tuple[KvRun, RemoteKv | None]] = []
         away: set[int] = set()
         for unit in self:
             if name not in unit.names or unit.residence is None or unit.away is not None:
@@ -173,7 +173,7 @@ class Placement:
         here = [head for head in range(self._host.num_heads) if head not in away]
         return found + [(run, None) for run in self._host.runs(here)]
 
-    def older_blocks(self, name: str) -> tuple[AwayBlocks, RemoteKv] | None:
+    def older_blocks(self, name: str) -> tuple[RemoteBlocks, RemoteKv] | None:
         """Which blocks of an attention are in a guest, and where; None: of all alike."""
         for unit in self:
             if unit.away is not None and unit.residence is not None and name in unit.names:

@@ -26,7 +26,7 @@ LOST_LIFE = "banaserve_lost_life"
 """On a runner's output: the life that is over, so the output must be dropped."""
 
 
-class LostSteps:
+class StepRecovery:
     """Stands around the runner's two halves of a step.
 
     A step planned before the scheduler has heard of the loss reads what is no longer there, so

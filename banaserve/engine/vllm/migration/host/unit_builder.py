@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from banaserve.engine.vllm.migration.host.block_mover import BlockMover
-from banaserve.engine.vllm.migration.host.units import Residence, Unit
-from banaserve.engine.vllm.migration.kv.dirty_blocks import AwayBlocks, WrittenBlocks
-from banaserve.engine.vllm.migration.kv.host_kv import Freed, HostKv, Run
-from banaserve.engine.vllm.migration.kv.remote_kv import LandedKv, RemoteKv
+from banaserve.engine.vllm.migration.host.units import Unit, UnitLocation
+from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
+from banaserve.engine.vllm.migration.kv.host_kv import Freed, HostKv, KvRun
+from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv, StagedRemoteKv
 from banaserve.engine.vllm.migration.modules.paged_attention import kernels_of, pages_of
 from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.rpc.guest_client import GuestLink
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.types import Context, LayerRange, Modules
 from banaserve.errors import MigrationError
 from banaserve.transport.errors import TransportError
@@ -51,7 +51,7 @@ class UnitBuilder:
         self._kv = kv
         self._attentions = attentions
 
-    def build(self, unit: Unit, link: GuestLink, written: WrittenBlocks) -> Residence:
+    def build(self, unit: Unit, link: GuestClient, written: DirtyBlockTracker) -> UnitLocation:
         """Let a guest build a unit, and open its KV.
 
         Args:
@@ -79,14 +79,14 @@ class UnitBuilder:
         return self._open(unit, link, built, written)
 
     def _open(
-        self, unit: Unit, link: GuestLink, built: messages.Built, written: WrittenBlocks
-    ) -> Residence:
+        self, unit: Unit, link: GuestClient, built: messages.Built, written: DirtyBlockTracker
+    ) -> UnitLocation:
         """Leaves nothing open where it fails."""
         runs = {name: self._kv.runs(unit.heads(name)) for name in unit.names}
-        residence: Residence | None = None
+        residence: UnitLocation | None = None
         try:
             kv = self._remote_kv(unit.unit_id, link, built, runs)
-            residence = Residence(unit.unit_id, link, kv, built.weight_bytes)
+            residence = UnitLocation(unit.unit_id, link, kv, built.weight_bytes)
             residence.saves = built.saves
             kv.warm(written.ids())
         except TransportError as error:
@@ -101,10 +101,10 @@ class UnitBuilder:
 
     @staticmethod
     def _remote_kv(
-        unit_id: str, link: GuestLink, built: messages.Built, runs: Mapping[str, Sequence[Run]]
+        unit_id: str, link: GuestClient, built: messages.Built, runs: Mapping[str, Sequence[KvRun]]
     ) -> RemoteKv:
         if built.landing_bytes:
-            return LandedKv(link, unit_id, built.region, runs, built.landing_bytes)
+            return StagedRemoteKv(link, unit_id, built.region, runs, built.landing_bytes)
         return RemoteKv(link.transport, built.region, built.places, runs)
 
     def _slice(self, unit: Unit, name: str) -> messages.AttentionSlice:
@@ -124,7 +124,9 @@ class UnitBuilder:
             logits_soft_cap=impl.logits_soft_cap or None,
         )
 
-    def mover(self, unit: Unit, source: Residence | None, target: Residence | None) -> BlockMover:
+    def mover(
+        self, unit: Unit, source: UnitLocation | None, target: UnitLocation | None
+    ) -> BlockMover:
         """For the copies of a move."""
         return BlockMover(
             unit, self._kv, source.kv if source else None, target.kv if target else None
@@ -176,5 +178,5 @@ class UnitBuilder:
         first = self._attentions[chosen[0]]
         impl = getattr(first.impl, "inner", first.impl)
         pages = pages_of(first, impl, self._kv.tensors[chosen[0]], kernels_of(first.impl))
-        away = AwayBlocks(self._kv.max_blocks, heal if self._poisons else None)
+        away = RemoteBlocks(self._kv.max_blocks, heal if self._poisons else None)
         return Unit(unit_id, modules, names, away, pages)

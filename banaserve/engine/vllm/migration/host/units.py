@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
-from banaserve.engine.vllm.migration.kv.dirty_blocks import AwayBlocks
-from banaserve.engine.vllm.migration.kv.remote_kv import LandedKv, RemoteKv
-from banaserve.engine.vllm.migration.kv.step_context import StepWatch
+from banaserve.engine.vllm.migration.kv.dirty_blocks import RemoteBlocks
+from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv, StagedRemoteKv
+from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.modules.context_split import ContextPlan, split_context
 from banaserve.engine.vllm.migration.modules.paged_attention import Pages
 from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.rpc.guest_client import GuestLink
-from banaserve.engine.vllm.migration.rpc.tensors import Parcel, to_device
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
+from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, to_device
 from banaserve.engine.vllm.migration.types import Context, HeadSet, LayerRange, Modules
 from banaserve.errors import GuestLostError, MigrationError
-from banaserve.kernels.interface import Part
+from banaserve.kernels.interface import PartialAttention
 
 
-class Residence:
+class UnitLocation:
     """One unit in one guest.
 
     Attributes:
@@ -34,7 +34,7 @@ class Residence:
 
     saves = False
 
-    def __init__(self, unit_id: str, link: GuestLink, kv: RemoteKv, weight_bytes: int) -> None:
+    def __init__(self, unit_id: str, link: GuestClient, kv: RemoteKv, weight_bytes: int) -> None:
         self.unit_id = unit_id
         self.link = link
         self.kv = kv
@@ -43,7 +43,7 @@ class Residence:
 
     def activate(self, epoch: int) -> None:
         """Put it to work: from here on it takes messages and copies of ``epoch`` only."""
-        self.link.ask(messages.Activate(self.unit_id, epoch), messages.Done)
+        self.link.ask(messages.Activate(self.unit_id, epoch), messages.StepsDone)
         self.kv.epoch = epoch
         self.epoch = epoch
 
@@ -51,7 +51,7 @@ class Residence:
         """Let the guest forget the unit; a guest that is lost has forgotten already."""
         self.kv.close()
         try:
-            self.link.ask(messages.Release(self.unit_id), messages.Done)
+            self.link.ask(messages.ReleaseUnit(self.unit_id), messages.StepsDone)
         except GuestLostError:
             return
         except MigrationError as refused:
@@ -60,22 +60,22 @@ class Residence:
     @property
     def has_landed(self) -> bool:
         """Whether the guest has to be asked for each copy of its KV."""
-        return isinstance(self.kv, LandedKv)
+        return isinstance(self.kv, StagedRemoteKv)
 
     @property
     def working_epoch(self) -> int:
         assert self.epoch is not None
         return self.epoch
 
-    def layers(self, watch: StepWatch) -> LayersHere:
+    def layers(self, watch: StepContext) -> LayersHere:
         """The unit's layers, as their proxies want them."""
         return LayersHere(self, watch)
 
-    def heads_of(self, name: str, watch: StepWatch) -> HeadsHere:
+    def heads_of(self, name: str, watch: StepContext) -> HeadsHere:
         """The unit's heads of one layer, as split attention wants them."""
         return HeadsHere(self, name, watch)
 
-    def context_of(self, away: AwayBlocks, watch: StepWatch) -> ContextThere:
+    def context_of(self, away: RemoteBlocks, watch: StepContext) -> ContextThere:
         """The unit's older blocks, as attention over a split sequence wants them."""
         return ContextThere(self, away, watch)
 
@@ -83,12 +83,12 @@ class Residence:
 class LayersHere:
     """A range of layers in one guest."""
 
-    def __init__(self, residence: Residence, watch: StepWatch) -> None:
+    def __init__(self, residence: UnitLocation, watch: StepContext) -> None:
         self._residence = residence
         self._watch = watch
 
     @property
-    def link(self) -> GuestLink:
+    def link(self) -> GuestClient:
         return self._residence.link
 
     @property
@@ -138,8 +138,8 @@ class LayersHere:
 
     def _message(
         self, arguments: Mapping[str, Any], num_follow: int, saves: messages.SlotCopies | None
-    ) -> tuple[messages.RunLayers, Parcel]:
-        parcel = Parcel()
+    ) -> tuple[messages.RunLayers, TensorBundle]:
+        parcel = TensorBundle()
         request = messages.RunLayers(
             self._residence.unit_id,
             self._residence.working_epoch,
@@ -163,20 +163,20 @@ class LayersHere:
 class HeadsHere:
     """Some heads of one layer in one guest."""
 
-    def __init__(self, residence: Residence, name: str, watch: StepWatch) -> None:
+    def __init__(self, residence: UnitLocation, name: str, watch: StepContext) -> None:
         self._residence = residence
         self._name = name
         self._watch = watch
         self._query: torch.Tensor | None = None
 
     @property
-    def link(self) -> GuestLink:
+    def link(self) -> GuestClient:
         return self._residence.link
 
     def post(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Send queries and new keys and values, ``[num_tokens, heads, head_size]``."""
         residence, watch = self._residence, self._watch
-        parcel = Parcel()
+        parcel = TensorBundle()
         for tensor in (query, key, value):
             parcel.put(tensor)
         self._query = query
@@ -200,7 +200,7 @@ class HeadsHere:
 class ContextThere:
     """Older blocks of some layers in one guest, step by step."""
 
-    def __init__(self, residence: Residence, away: AwayBlocks, watch: StepWatch) -> None:
+    def __init__(self, residence: UnitLocation, away: RemoteBlocks, watch: StepContext) -> None:
         self._residence = residence
         self._away = away
         self._watch = watch
@@ -208,7 +208,7 @@ class ContextThere:
         self._plan: ContextPlan | None = None
 
     @property
-    def link(self) -> GuestLink:
+    def link(self) -> GuestClient:
         return self._residence.link
 
     def plan(self) -> ContextPlan | None:
@@ -224,7 +224,7 @@ class ContextThere:
         """Send queries ``[num_tokens, num_heads, head_size]`` of one layer."""
         residence, step_id = self._residence, self._watch.step_id
         assert self._plan is not None
-        parcel = Parcel()
+        parcel = TensorBundle()
         parcel.put(query)
         step: dict[str, Any] | None = None
         if self._described_step != step_id:
@@ -241,7 +241,7 @@ class ContextThere:
         )
         self.link.post(request, parcel)
 
-    def collect(self, query: torch.Tensor) -> Part:
+    def collect(self, query: torch.Tensor) -> PartialAttention:
         """Attention over the guest's blocks, float32."""
         outputs = self.link.collect(self._watch.num_tokens)
         if len(outputs) != 2:
@@ -250,7 +250,7 @@ class ContextThere:
         wanted = query.float()
         self.link.check_shape(output, wanted)
         self.link.check_shape(lse, wanted[..., 0])
-        return Part(*(to_device(tensor, query.device) for tensor in (output, lse)))
+        return PartialAttention(*(to_device(tensor, query.device) for tensor in (output, lse)))
 
 
 class Unit:
@@ -270,7 +270,7 @@ class Unit:
         unit_id: str,
         modules: Modules,
         names: Mapping[int, str],
-        away: AwayBlocks | None = None,
+        away: RemoteBlocks | None = None,
         pages: Pages | None = None,
     ) -> None:
         assert (away is not None) is isinstance(modules, Context)
@@ -279,7 +279,7 @@ class Unit:
         self.pages = pages
         self.modules = modules
         self.names = [names[layer] for layer in modules.layers]
-        self.residence: Residence | None = None
+        self.residence: UnitLocation | None = None
 
     def heads(self, name: str) -> tuple[int, ...] | None:
         """Which KV heads of an attention belong to it, ascending; None: all, with the layer."""

@@ -34,19 +34,19 @@ one line that says why nothing was done.
     banaserve_migration_abort(move_id)
         Any time before commit.
     banaserve_migration_status(memory)
-        ``can_migrate`` (empty or the reason why not), ``epoch``, ``guests`` (``steps_saved``:
+        ``migration_blocker`` (empty or the reason why not), ``epoch``, ``guests`` (``steps_saved``:
         steps whose blocks a guest has saved to the store itself), ``moves``, ``units``
         (away: ``unit_id``, ``modules``, ``guest``, ``epoch``, ``num_older_blocks`` of a context),
         ``guests_lost``, ``steps_lost``,
         ``kv``: ``num_blocks`` of the start, ``max_blocks``, ``blocks_gained`` (by how much the
         pool may be larger than at the start), ``page_bytes``, ``num_layers``, ``resident_bytes``,
-        ``written_blocks``. ``overlap``: ``most_parts``, ``why_not`` (steps are not cut; empty
+        ``written_blocks``. ``overlap``: ``max_microbatches``, ``blocker`` (steps are not cut; empty
         where they may be), ``steps_cut``, ``steps_waited``, ``parts``, ``prediction_error``, and
         ``sums_s`` of all steps' layers: ``predicted``, ``waiting`` (predicted for one part),
         ``measured`` and ``wrong`` (what each was off by).
         Notices dead guests. ``resident_bytes`` is counted only with
         ``memory``, for that takes milliseconds; else it is None.
-    banaserve_migration_overlap(most_parts)
+    banaserve_migration_overlap(max_microbatches)
         From the next step on, steps are cut into at most so many parts where ranges of layers are
         away, so that host and guests compute at once; 1: guests are waited for. Refused out of
         range, and with the reason where steps of this engine cannot be cut.
@@ -78,19 +78,19 @@ import msgspec
 
 from banaserve.engine.vllm.migration.host.host import Attaching, MigrationHost
 from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.rpc.guest_client import GuestLink
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.engine.vllm.migration.types import read_modules, write_modules
 from banaserve.errors import BanaServeError, MigrationError
 
 
-def usage_of(host: MigrationHost, guest_id: str) -> messages.Usage:
+def usage_of(host: MigrationHost, guest_id: str) -> messages.GuestUsage:
     """What a guest that is not building takes.
 
     Raises:
         MigrationError: It is, or is not attached, or is lost.
     """
-    return host.free_link(guest_id).ask(messages.GetUsage(), messages.Usage)
+    return host.free_link(guest_id).ask(messages.GetUsage(), messages.GuestUsage)
 
 
 def bound_share(host: MigrationHost, guest_id: str, fraction: float) -> None:
@@ -100,7 +100,7 @@ def bound_share(host: MigrationHost, guest_id: str, fraction: float) -> None:
         MigrationError: It is, or is not attached, or is lost; or the fraction is out of range.
     """
     link = host.free_link(guest_id)
-    link.ask(messages.SetShare(fraction), messages.Done)
+    link.ask(messages.SetShare(fraction), messages.StepsDone)
     link.share = fraction
 
 
@@ -138,7 +138,7 @@ def status_of(host: MigrationHost, memory: bool) -> dict[str, Any]:
     }
 
 
-def _guest(link: GuestLink) -> dict[str, Any]:
+def _guest(link: GuestClient) -> dict[str, Any]:
     state = "ready" if link.lost is None else "lost"
     facts = {
         "round_trips": link.round_trips,
@@ -216,9 +216,9 @@ class MigrationMethods:
         return self._migration().abort(move_id).status()
 
     @_answered
-    def banaserve_migration_overlap(self, most_parts: int) -> Reply:
+    def banaserve_migration_overlap(self, max_microbatches: int) -> Reply:
         placement = self._migration().placement
-        placement.set_overlap(most_parts)
+        placement.set_overlap(max_microbatches)
         return placement.overlap.status()
 
     @_answered
@@ -236,6 +236,6 @@ class MigrationMethods:
         try:
             host = self._migration()
         except MigrationError as reason:
-            return {"can_migrate": str(reason)}
+            return {"migration_blocker": str(reason)}
         host.check_guests()
-        return {"can_migrate": "", **status_of(host, memory)}
+        return {"migration_blocker": "", **status_of(host, memory)}

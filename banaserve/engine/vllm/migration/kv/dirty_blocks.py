@@ -15,7 +15,7 @@ import numpy.typing as npt
 BlockIds = Sequence[int] | npt.NDArray[np.int64]
 
 
-class AwayBlocks:
+class RemoteBlocks:
     """Blocks leave full, so none of them is written again until its id has another content.
 
     So the first write to a block brings it home without a copy: what the guest has of it is of no
@@ -33,14 +33,14 @@ class AwayBlocks:
         self._away = np.zeros(num_blocks, np.bool_)
         self._on_home = on_home
 
-    def leave(self, blocks: BlockIds) -> None:
+    def set(self, blocks: BlockIds) -> None:
         """These, and no others, are away."""
         with self._lock:
             self._away[:] = False
             if len(blocks):
                 self._away[blocks] = True
 
-    def come_home(self, blocks: BlockIds) -> None:
+    def mark_local(self, blocks: BlockIds) -> None:
         """These are about to be written, here. Waits for a copy that has them in its hands."""
         if not len(blocks):
             return
@@ -79,7 +79,7 @@ class AwayBlocks:
 _Marks = npt.NDArray[np.bool_]
 
 
-class WrittenBlocks:
+class DirtyBlockTracker:
     """Marked by the engine's thread, read by the threads that copy.
 
     A step marks its blocks before it writes them. A copy taken in between would hold old bytes
@@ -100,7 +100,7 @@ class WrittenBlocks:
         self._filled_in_step: list[BlockIds] = []
         self._loaded: list[BlockIds] = []
         self._watches: list[Watch] = []
-        self._away: list[AwayBlocks] = []
+        self._away: list[RemoteBlocks] = []
 
     def mark(self, blocks: BlockIds, filled: BlockIds = ()) -> None:
         """Blocks that the step under way writes to; repeated ids do no harm.
@@ -111,17 +111,17 @@ class WrittenBlocks:
         with self._lock:
             self._in_step.append(blocks)
             self._filled_in_step.append(filled)
-            self._come_home(blocks)
+            self._mark_local(blocks)
 
     def mark_loaded(self, blocks: BlockIds) -> None:
         """Blocks that are fetched as a whole; one that is not gets tokens in the same step."""
         with self._lock:
             self._loaded.append(blocks)
-            self._come_home(blocks)
+            self._mark_local(blocks)
 
-    def _come_home(self, blocks: BlockIds) -> None:
+    def _mark_local(self, blocks: BlockIds) -> None:
         for away in self._away:
-            away.come_home(blocks)
+            away.mark_local(blocks)
 
     def step_ended(self) -> None:
         """All writes marked so far are done."""
@@ -197,12 +197,12 @@ class WrittenBlocks:
             full: list[int] = np.flatnonzero(self._full).tolist()
         return full
 
-    def follow(self, away: AwayBlocks) -> None:
+    def follow(self, away: RemoteBlocks) -> None:
         """Bring blocks of ``away`` home as they are written, before they are."""
         with self._lock:
             self._away.append(away)
 
-    def unfollow(self, away: AwayBlocks) -> None:
+    def unfollow(self, away: RemoteBlocks) -> None:
         with self._lock:
             if away in self._away:
                 self._away.remove(away)
@@ -212,9 +212,9 @@ class WrittenBlocks:
 
 
 class Watch:
-    """One copier's view of what it has still to copy; its owner is ``WrittenBlocks``."""
+    """One copier's view of what it has still to copy; its owner is ``DirtyBlockTracker``."""
 
-    def __init__(self, owner: WrittenBlocks, pending: _Marks) -> None:
+    def __init__(self, owner: DirtyBlockTracker, pending: _Marks) -> None:
         self._owner = owner
         self.pending = pending
 

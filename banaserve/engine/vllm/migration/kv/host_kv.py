@@ -124,7 +124,7 @@ class DeviceKv:
             torch.cuda.synchronize(self._device)
 
 
-class Run(NamedTuple):
+class KvRun(NamedTuple):
     """Bytes of a layer's page that lie together: the whole page, or some neighbouring heads.
 
     Attributes:
@@ -204,12 +204,12 @@ class HostKv:
         slab = self._slabs[name]
         return Memory(slab.address, slab.num_bytes, True, slab)
 
-    def runs(self, heads: Sequence[int] | None) -> list[Run]:
+    def runs(self, heads: Sequence[int] | None) -> list[KvRun]:
         """The page of a layer, or the runs of neighbouring heads in it."""
         if heads is None:
-            return [Run(0, self.page_bytes)]
+            return [KvRun(0, self.page_bytes)]
         return [
-            Run(first * self.head_bytes, count * self.head_bytes) for first, count in spans(heads)
+            KvRun(first * self.head_bytes, count * self.head_bytes) for first, count in spans(heads)
         ]
 
     def free(
@@ -250,7 +250,7 @@ class HostKv:
     def copy_run(
         self,
         name: str,
-        run: Run,
+        run: KvRun,
         blocks: Sequence[int],
         other: Memory,
         offsets: npt.NDArray[np.int64],

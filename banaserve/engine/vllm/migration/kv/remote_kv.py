@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from banaserve.engine.vllm.migration.kv.host_kv import Run, spans
+from banaserve.engine.vllm.migration.kv.host_kv import KvRun, spans
 from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.rpc.guest_client import GuestLink
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.errors import GuestLostError, MigrationError
 from banaserve.transport.errors import PeerGoneError, TransportError
 from banaserve.transport.interface import Offsets, RegionDescriptor, Ticket, Transport
@@ -47,7 +47,7 @@ class RemoteKv:
         transport: Transport,
         descriptor: RegionDescriptor,
         places: Mapping[str, int],
-        runs: Mapping[str, Sequence[Run]],
+        runs: Mapping[str, Sequence[KvRun]],
     ) -> None:
         self.epoch = descriptor.epoch
         self.runs = {name: list(found) for name, found in runs.items()}
@@ -233,7 +233,7 @@ def copy_deadline_s(num_bytes: int) -> float:
 _Offsets = npt.NDArray[np.int64]
 
 
-class LandedKv(RemoteKv):
+class StagedRemoteKv(RemoteKv):
     """The KV of one unit on a guest's device, with the host's block ids.
 
     Its region holds pages that are on their way. One half of it is for what a step waits for, the
@@ -248,10 +248,10 @@ class LandedKv(RemoteKv):
 
     def __init__(
         self,
-        link: GuestLink,
+        link: GuestClient,
         unit_id: str,
         descriptor: RegionDescriptor,
-        runs: Mapping[str, Sequence[Run]],
+        runs: Mapping[str, Sequence[KvRun]],
         num_bytes: int,
     ) -> None:
         super().__init__(link.transport, descriptor, dict.fromkeys(runs, 0), runs)
@@ -366,6 +366,6 @@ class LandedKv(RemoteKv):
 
     def _ask(self, request: messages.CopyPages) -> None:
         try:
-            self._link.ask(request, messages.Done)
+            self._link.ask(request, messages.StepsDone)
         except MigrationError as refused:
             raise GuestLostError(str(refused)) from refused

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from banaserve.engine.vllm.migration.kv.dirty_blocks import WrittenBlocks
+from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(CommonAttentionMetadata))
 _NAMES = frozenset(_FIELDS)
@@ -40,7 +40,7 @@ def common_from(fields: Mapping[str, Any]) -> CommonAttentionMetadata:
     )
 
 
-class StepWatch:
+class StepContext:
     """Listens to the builder of one attention group, from the first step on.
 
     Args:
@@ -53,7 +53,7 @@ class StepWatch:
     """
 
     def __init__(self, builder: Any, block_size_tokens: int, num_blocks: int) -> None:
-        self.written = WrittenBlocks(num_blocks)
+        self.written = DirtyBlockTracker(num_blocks)
         self.step_id = 0
         self.common: CommonAttentionMetadata | None = None
         self._block_size = block_size_tokens

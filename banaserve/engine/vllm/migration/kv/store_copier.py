@@ -15,8 +15,8 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from banaserve.engine.vllm.kv_connector.block_copy import BlockCopier, Copy, EndedCopy
-from banaserve.engine.vllm.migration.kv.dirty_blocks import AwayBlocks, WrittenBlocks
-from banaserve.engine.vllm.migration.kv.host_kv import HostKv, Run
+from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
+from banaserve.engine.vllm.migration.kv.host_kv import HostKv, KvRun
 from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv, wait_all
 from banaserve.engine.vllm.migration.rpc.messages import SlotCopies
 from banaserve.errors import GuestLostError
@@ -83,13 +83,13 @@ def abandon_step() -> None:
         get_kv_transfer_group().abandon_step()
 
 
-WhereIs = Callable[[str], Sequence[tuple[Run, RemoteKv | None]]]
+WhereIs = Callable[[str], Sequence[tuple[KvRun, RemoteKv | None]]]
 """The runs of an attention's page, each with the guest that holds it; None: the host."""
-OlderBlocks = Callable[[str], tuple[AwayBlocks, RemoteKv] | None]
+OlderBlocks = Callable[[str], tuple[RemoteBlocks, RemoteKv] | None]
 """Which blocks of an attention are in a guest, where the others are not."""
 
 
-class MovedCopier:
+class StoreCopier:
     """Stands before the connector's copier; what is wholly at home goes on to that.
 
     Args:
@@ -103,7 +103,7 @@ class MovedCopier:
         inner: BlockCopier,
         names: Sequence[str],
         host: HostKv,
-        written: WrittenBlocks,
+        written: DirtyBlockTracker,
         where_is: WhereIs,
         older_blocks: OlderBlocks,
         part: int,
@@ -157,7 +157,7 @@ class MovedCopier:
     ) -> EndedCopy:
         """Blocks of a layer of which some are in a guest; none of them is written meanwhile."""
         seconds = 0.0
-        page = Run(0, self._host.page_bytes)
+        page = KvRun(0, self._host.page_bytes)
         for held_by, chosen in ((guest, away), (None, ~away)):
             mine = np.asarray(blocks, np.int64)[chosen].tolist()
             theirs = np.asarray(slots, np.int64)[chosen].tolist()
@@ -172,7 +172,7 @@ class MovedCopier:
         view: PoolView,
         blocks: Sequence[int],
         slots: Sequence[int],
-        parts: Sequence[tuple[Run, RemoteKv | None]],
+        parts: Sequence[tuple[KvRun, RemoteKv | None]],
         *,
         saves: bool,
     ) -> EndedCopy:

@@ -9,23 +9,23 @@ from typing import Any
 from torch import nn
 from vllm.forward_context import get_forward_context
 
-from banaserve.config import MOST_STEP_PARTS
-from banaserve.engine.vllm.migration.kv.step_context import StepWatch
+from banaserve.config import MAX_MICROBATCHES
+from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.microbatch.pipeline import (
     Pipeline,
     Segment,
     cut,
     join,
+    microbatch_blocker,
     seen_of,
     segments_of,
-    why_uncut,
 )
 from banaserve.engine.vllm.migration.microbatch.planner import (
     HERE,
     LEAST_TOKENS,
-    PartPlan,
+    MicroBatchPlan,
     StageTimes,
-    plan_parts,
+    plan_microbatches,
 )
 from banaserve.engine.vllm.migration.modules.layer_proxy import (
     LayerChain,
@@ -54,18 +54,18 @@ class Overlap:
 
     Args:
         layers: The model's list.
-        why_not: Why steps of this engine cannot be cut; empty where they can.
+        blocker: Why steps of this engine cannot be cut; empty where they can.
 
     Attributes:
-        most_parts: That a step is cut into; 1: guests are waited for.
+        max_microbatches: That a step is cut into; 1: guests are waited for.
     """
 
     def __init__(
-        self, layers: nn.ModuleList, watch: StepWatch, why_not: str, most_parts: int
+        self, layers: nn.ModuleList, watch: StepContext, blocker: str, max_microbatches: int
     ) -> None:
-        self.most_parts = most_parts
-        self._why_never = why_not
-        self._why_here = self._told = ""
+        self.max_microbatches = max_microbatches
+        self._never_blocker = blocker
+        self._placement_blocker = self._told = ""
         self._layers = layers
         # Made here, since an engine stands still while they are put in their places.
         self._before = [_Before(self, index) for index in range(len(layers))]
@@ -80,18 +80,20 @@ class Overlap:
 
     # ---- between two steps, and when a guest is lost in one
 
-    def allow(self, most_parts: int) -> None:
+    def allow(self, max_microbatches: int) -> None:
         """Cut steps into at most so many parts.
 
         Raises:
             MigrationError: Out of range, or steps of this engine cannot be cut.
         """
-        if not 1 <= most_parts <= MOST_STEP_PARTS:
-            raise MigrationError(f"a step has 1 to {MOST_STEP_PARTS} parts, not {most_parts}")
-        why_never = self._why_never or self._order.why_not
-        if most_parts > 1 and why_never:
-            raise MigrationError(f"steps cannot be cut, guests are waited for: {why_never}")
-        self.most_parts = most_parts
+        if not 1 <= max_microbatches <= MAX_MICROBATCHES:
+            raise MigrationError(
+                f"a step has 1 to {MAX_MICROBATCHES} parts, not {max_microbatches}"
+            )
+        never_blocker = self._never_blocker or self._order.blocker
+        if max_microbatches > 1 and never_blocker:
+            raise MigrationError(f"steps cannot be cut, guests are waited for: {never_blocker}")
+        self.max_microbatches = max_microbatches
 
     def step_aside(self) -> None:
         """Leave nothing but the model's layers and their proxies in its list."""
@@ -100,15 +102,15 @@ class Overlap:
                 self._layers[index] = module.leave()
         self._segments = []
 
-    def step_in(self, why_not: str) -> None:
+    def step_in(self, blocker: str) -> None:
         """Run the steps from here on, where a range is away.
 
         Args:
-            why_not: Why guests have to be waited for as things lie; empty where they need not.
+            blocker: Why guests have to be waited for as things lie; empty where they need not.
         """
-        self._why_here = why_not
+        self._placement_blocker = blocker
         self._tell()
-        if self.most_parts == 1 or self.why_not:
+        if self.max_microbatches == 1 or self.blocker:
             return
         segments = segments_of(list(self._layers))
         guests = [s.where.link.guest_id for s in segments if isinstance(s, RemoteRange)]
@@ -120,26 +122,26 @@ class Overlap:
             self._layers[index] = self._before[index].standing_before(module)
 
     def _tell(self) -> None:
-        why_not = self.why_not if self.most_parts > 1 else ""
-        if why_not and why_not != self._told:
-            logger.warning("steps are not cut, guests are waited for: %s", why_not)
-        self._told = why_not
+        blocker = self.blocker if self.max_microbatches > 1 else ""
+        if blocker and blocker != self._told:
+            logger.warning("steps are not cut, guests are waited for: %s", blocker)
+        self._told = blocker
 
     @property
-    def why_not(self) -> str:
+    def blocker(self) -> str:
         """Why steps are not cut; empty where they may be."""
-        return self._why_never or self._order.why_not or self._why_here
+        return self._never_blocker or self._order.blocker or self._placement_blocker
 
     @property
     def parts_allowed(self) -> int:
         """As many parts as a step may be cut into as things lie."""
-        return 1 if self.why_not else self.most_parts
+        return 1 if self.blocker else self.max_microbatches
 
     def status(self) -> dict[str, Any]:
         """Plain values for the coordinator."""
         return {
-            "most_parts": self.most_parts,
-            "why_not": self.why_not,
+            "max_microbatches": self.max_microbatches,
+            "blocker": self.blocker,
             "steps_cut": self._num_cut,
             "steps_waited": self._num_waited,
             "parts": self._num_parts,
@@ -178,10 +180,16 @@ class Overlap:
                 self._num_waited += 1
                 return None
         arguments = by_name(signature_of(first), args, kwargs)
-        if not self._order.is_known or self.why_not or why_uncut(arguments, common, context):
+        if (
+            not self._order.is_known
+            or self.blocker
+            or microbatch_blocker(arguments, common, context)
+        ):
             self._num_waited += 1
             return None
-        plan = plan_parts(self._times, self._stages(), seen_of(common), self.most_parts)
+        plan = plan_microbatches(
+            self._times, self._stages(), seen_of(common), self.max_microbatches
+        )
         parts = cut(arguments, self._watch, context, plan.sizes)
         began_s = time.perf_counter()
         spans = [s for s in self._segments if isinstance(s, RemoteRange)]
@@ -199,7 +207,7 @@ class Overlap:
             layers[name] = layers.get(name, 0) + len(segment)
         return list(layers.items())
 
-    def _count(self, plan: PartPlan, seconds: float) -> None:
+    def _count(self, plan: MicroBatchPlan, seconds: float) -> None:
         self._num_parts += len(plan.sizes)
         if len(plan.sizes) == 1:
             self._num_waited += 1

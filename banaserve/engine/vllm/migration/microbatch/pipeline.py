@@ -21,8 +21,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from banaserve.engine.vllm.compat import model as compat
 from banaserve.engine.vllm.migration.kv import store_copier
-from banaserve.engine.vllm.migration.kv.step_context import StepWatch
-from banaserve.engine.vllm.migration.microbatch.planner import HERE, PartWork, StageTimes
+from banaserve.engine.vllm.migration.kv.step_context import StepContext
+from banaserve.engine.vllm.migration.microbatch.planner import HERE, MicroBatchWork, StageTimes
 from banaserve.engine.vllm.migration.modules.layer_proxy import (
     LayerChain,
     RangeProxy,
@@ -33,7 +33,7 @@ from banaserve.errors import GuestLostError
 
 
 @dataclass
-class Part:
+class MicroBatch:
     """Some consecutive tokens of a step on their way through the layers.
 
     Attributes:
@@ -55,7 +55,7 @@ class Part:
     host_s: float = 0.0
 
     @property
-    def work(self) -> PartWork:
+    def work(self) -> MicroBatchWork:
         return work_of(self.common)
 
     @property
@@ -69,10 +69,10 @@ class Part:
         self.arguments |= as_arguments(returned)
 
 
-def work_of(common: CommonAttentionMetadata) -> PartWork:
+def work_of(common: CommonAttentionMetadata) -> MicroBatchWork:
     """Tokens of a batch, and at how many tokens they look together."""
     seen = seen_of(common)
-    return PartWork(float(len(seen)), float(seen.sum()))
+    return MicroBatchWork(float(len(seen)), float(seen.sum()))
 
 
 def seen_of(common: CommonAttentionMetadata) -> NDArray[np.float64]:
@@ -84,7 +84,7 @@ def seen_of(common: CommonAttentionMetadata) -> NDArray[np.float64]:
     return np.asarray(before + np.arange(1, len(before) + 1), dtype=np.float64)
 
 
-def why_uncut(
+def microbatch_blocker(
     arguments: Mapping[str, Any], common: CommonAttentionMetadata, context: ForwardContext
 ) -> str:
     """Why a step cannot be cut between its tokens; empty where it can."""
@@ -102,8 +102,8 @@ def why_uncut(
 
 
 def cut(
-    arguments: Mapping[str, Any], watch: StepWatch, context: ForwardContext, sizes: Sequence[int]
-) -> list[Part]:
+    arguments: Mapping[str, Any], watch: StepContext, context: ForwardContext, sizes: Sequence[int]
+) -> list[MicroBatch]:
     """The parts of the step under way, in the order of their tokens.
 
     Args:
@@ -111,14 +111,14 @@ def cut(
     """
     assert watch.common is not None
     if len(sizes) == 1:
-        return [Part(dict(arguments), watch.common, context, 0)]
+        return [MicroBatch(dict(arguments), watch.common, context, 0)]
     parts = []
     begin = 0
     for number, common in enumerate(compat.split_batch(watch.common, sizes), start=1):
         end = begin + common.num_actual_tokens
         mine = {k: v[begin:end] if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
         own = _context(context, common, watch.metadata_of(common), slice(begin, end))
-        parts.append(Part(mine, common, own, len(sizes) - number))
+        parts.append(MicroBatch(mine, common, own, len(sizes) - number))
         begin = end
     return parts
 
@@ -136,7 +136,7 @@ def _context(
     )
 
 
-def join(parts: Sequence[Part]) -> Any:
+def join(parts: Sequence[MicroBatch]) -> Any:
     """What the last layer has returned for all parts, as for one step."""
     if len(parts) == 1:
         return parts[0].returned
@@ -178,13 +178,13 @@ class Pipeline:
         times: Learn what each part takes.
     """
 
-    def __init__(self, segments: Sequence[Segment], watch: StepWatch, times: StageTimes) -> None:
+    def __init__(self, segments: Sequence[Segment], watch: StepContext, times: StageTimes) -> None:
         self._segments = segments
         self._watch = watch
         self._times = times
-        self._waiting: deque[tuple[Part, RemoteRange]] = deque()
+        self._waiting: deque[tuple[MicroBatch, RemoteRange]] = deque()
 
-    def run(self, parts: Sequence[Part]) -> bool:
+    def run(self, parts: Sequence[MicroBatch]) -> bool:
         """Take all parts through all layers; False where a guest was lost on the way."""
         try:
             for part in parts:
@@ -208,7 +208,7 @@ class Pipeline:
             self._times.observe(HERE, here, part.work, part.host_s)
         return True
 
-    def _advance(self, part: Part) -> None:
+    def _advance(self, part: MicroBatch) -> None:
         """Compute a part until a guest has it, or until it is through."""
         began_s = time.perf_counter()
         with self._watch.part(part.common):
@@ -221,12 +221,12 @@ class Pipeline:
                 self._compute(part, segment)
         part.host_s += time.perf_counter() - began_s
 
-    def _compute(self, part: Part, layers: LayerChain) -> None:
+    def _compute(self, part: MicroBatch, layers: LayerChain) -> None:
         store_copier.hold_saves(part.num_behind > 0)
         with override_forward_context(part.context):
             part.take(layers.run(part.arguments))
 
-    def _post(self, part: Part, span: RemoteRange) -> None:
+    def _post(self, part: MicroBatch, span: RemoteRange) -> None:
         span.wait_for_loads()
         saves = None if part.num_behind else span.slots_to_fill()
         span.where.post(part.arguments, part.num_behind, saves)
@@ -240,7 +240,7 @@ class Pipeline:
         ahead = self._segments[part.place :]
         return any(isinstance(s, RemoteRange) for s in ahead) and span.where.link.has_answer()
 
-    def _collect(self) -> Part:
+    def _collect(self) -> MicroBatch:
         """Wait for the part that was posted first."""
         part, span = self._waiting.popleft()
         values = span.where.collect(part.hidden_states)

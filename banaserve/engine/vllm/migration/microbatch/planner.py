@@ -29,7 +29,7 @@ _FIRST_S = (3e-4, 3e-5, 1e-8)
 
 
 @dataclass(frozen=True, slots=True)
-class PartWork:
+class MicroBatchWork:
     """What a step, or a part of it, computes.
 
     Attributes:
@@ -57,7 +57,7 @@ class StageTimes:
         fixed_s, token_s, pair_s = self._fit(stage).coefficients
         return num_layers * np.maximum(0.0, fixed_s + token_s * tokens + pair_s * pairs)
 
-    def observe(self, stage: str, num_layers: int, work: PartWork, seconds: float) -> None:
+    def observe(self, stage: str, num_layers: int, work: MicroBatchWork, seconds: float) -> None:
         """A stage of so many layers took ``seconds``."""
         if num_layers and seconds > 0:
             sample = seconds / num_layers
@@ -75,7 +75,7 @@ class StageTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class PartPlan:
+class MicroBatchPlan:
     """How a step is to run.
 
     Attributes:
@@ -89,27 +89,27 @@ class PartPlan:
     waiting_s: float
 
 
-def plan_parts(
-    times: StageTimes, stages: Sequence[tuple[str, int]], seen: Floats, most_parts: int
-) -> PartPlan:
+def plan_microbatches(
+    times: StageTimes, stages: Sequence[tuple[str, int]], seen: Floats, max_microbatches: int
+) -> MicroBatchPlan:
     """The parts with which the pipeline is predicted to be through first.
 
     Args:
         stages: Host and guests as tokens pass them, each with the number of its layers.
         seen: At how many tokens each token of the step looks, itself among them.
-        most_parts: That are allowed.
+        max_microbatches: That are allowed.
     """
-    at_most = max(1, min(most_parts, len(seen) // LEAST_TOKENS))
+    at_most = max(1, min(max_microbatches, len(seen) // LEAST_TOKENS))
     if at_most == 1:  # what most steps that decode are: nothing to weigh
         whole = np.array([len(seen)]), np.array([seen.sum()])
         waiting_s = sum(float(times.predict_s(*stage, *whole)[0]) for stage in stages)
-        return PartPlan((len(seen),), waiting_s, waiting_s)
+        return MicroBatchPlan((len(seen),), waiting_s, waiting_s)
     return _best_of(times, stages, seen, _candidates(at_most))
 
 
 def _best_of(
     times: StageTimes, stages: Sequence[tuple[str, int]], seen: Floats, candidates: Sequence[int]
-) -> PartPlan:
+) -> MicroBatchPlan:
     marks = _marks(len(seen))
     pairs = np.concatenate(([0.0], np.cumsum(seen)))[marks]
     cost_s = np.maximum.reduce([_rising_s(times, stage, marks, pairs) for stage in stages])
@@ -123,7 +123,7 @@ def _best_of(
     best_s, sizes = min(plans)
     if best_s > WORTH * waiting_s:
         best_s, sizes = waiting_s, whole
-    return PartPlan(sizes, best_s, waiting_s)
+    return MicroBatchPlan(sizes, best_s, waiting_s)
 
 
 def flow_makespan_s(each_s: Sequence[Floats]) -> float:

@@ -14,12 +14,12 @@ import numpy.typing as npt
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from banaserve.engine.vllm.migration.kv.dirty_blocks import AwayBlocks
-from banaserve.engine.vllm.migration.kv.step_context import StepWatch
+from banaserve.engine.vllm.migration.kv.dirty_blocks import RemoteBlocks
+from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.modules.paged_attention import Pages
-from banaserve.engine.vllm.migration.rpc.guest_client import GuestLink
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.errors import GuestLostError
-from banaserve.kernels.interface import Batch, Part
+from banaserve.kernels.interface import Batch, PartialAttention
 from banaserve.kernels.registry import pick
 
 _Ints = npt.NDArray[np.int64]
@@ -45,7 +45,7 @@ class ContextPlan(NamedTuple):
 
 
 def split_context(
-    common: CommonAttentionMetadata, block_size: int, away: AwayBlocks
+    common: CommonAttentionMetadata, block_size: int, away: RemoteBlocks
 ) -> ContextPlan | None:
     """Divide a step between the host and a guest; None where the guest has nothing of it.
 
@@ -132,13 +132,13 @@ class RemoteContext(Protocol):
     """Older blocks of some layers in one guest."""
 
     @property
-    def link(self) -> GuestLink: ...
+    def link(self) -> GuestClient: ...
 
     def plan(self) -> ContextPlan | None: ...
 
     def post(self, name: str, query: torch.Tensor) -> None: ...
 
-    def collect(self, query: torch.Tensor) -> Part: ...
+    def collect(self, query: torch.Tensor) -> PartialAttention: ...
 
 
 class ContextAttention:
@@ -159,8 +159,8 @@ class ContextAttention:
         self,
         layer: Any,
         name: str,
-        watch: StepWatch,
-        on_lost: Callable[[GuestLink, GuestLostError], None],
+        watch: StepContext,
+        on_lost: Callable[[GuestClient, GuestLostError], None],
         pages: Pages,
     ) -> None:
         self._pages = pages

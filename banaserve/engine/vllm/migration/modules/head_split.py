@@ -13,9 +13,9 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from banaserve.engine.vllm.migration.kv.host_kv import spans
-from banaserve.engine.vllm.migration.kv.step_context import StepWatch
+from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.modules.paged_attention import KernelsAttention, write_tokens
-from banaserve.engine.vllm.migration.rpc.guest_client import GuestLink
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.errors import GuestLostError
 from banaserve.kernels.interface import Heads
 
@@ -74,7 +74,7 @@ class VllmHeads:
         inner: Any,
         name: str,
         here: Sequence[int],
-        watch: StepWatch,
+        watch: StepContext,
     ) -> None:
         self._groups = [
             _Group(config, layer, inner, name, first, count) for first, count in spans(here)
@@ -158,7 +158,7 @@ class KernelsHeads:
     """Our kernels: they attend with any heads of the layer, and put all outputs side by side."""
 
     def __init__(
-        self, layer: Any, attention: KernelsAttention, here: Sequence[int], watch: StepWatch
+        self, layer: Any, attention: KernelsAttention, here: Sequence[int], watch: StepContext
     ) -> None:
         self._attention = attention
         self._watch = watch
@@ -210,7 +210,7 @@ class RemoteHeads(Protocol):
     """Some heads of one layer in one guest."""
 
     @property
-    def link(self) -> GuestLink: ...
+    def link(self) -> GuestClient: ...
 
     def post(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None: ...
 
@@ -252,8 +252,8 @@ class SplitAttention:
         config: VllmConfig,
         layer: Any,
         name: str,
-        watch: StepWatch,
-        on_lost: Callable[[GuestLink, GuestLostError], None],
+        watch: StepContext,
+        on_lost: Callable[[GuestClient, GuestLostError], None],
     ) -> None:
         self._config = config
         self._layer = layer
@@ -336,7 +336,7 @@ class SplitAttention:
         while its answer to the first is not read.
         """
         posted: list[_Posted] = []
-        asked: set[GuestLink] = set()
+        asked: set[GuestClient] = set()
         for away in self._remote:
             parts = query[:, away.query_heads], key[:, away.kv_heads], value[:, away.kv_heads]
             link = away.where.link

@@ -214,12 +214,12 @@ class LayerOrder:
 
     Attributes:
         is_known: That step is over.
-        why_not: What the model does otherwise; empty where nothing.
+        blocker: What the model does otherwise; empty where nothing.
     """
 
     def __init__(self, num_layers: int) -> None:
         self.is_known = False
-        self.why_not = ""
+        self.blocker = ""
         self._num_layers = num_layers
         self._next = 0
         self._signature: inspect.Signature | None = None
@@ -257,7 +257,7 @@ class LayerOrder:
             self._end()
 
     def _differs(self, why: str) -> None:
-        self.why_not = why
+        self.blocker = why
         self._end()
 
     def _end(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from banaserve.errors import MigrationError
-from banaserve.kernels.interface import HEAD_SIZES, Batch, Heads, Kernels, Part
+from banaserve.kernels.interface import HEAD_SIZES, Batch, Heads, Kernels, PartialAttention
 from banaserve.kernels.layouts import KvLayout, key_value_views
 
 
@@ -255,7 +255,7 @@ class Pages(Protocol):
         scale: float,
         *,
         causal: bool,
-    ) -> Part:
+    ) -> PartialAttention:
         """Attention over the first ``range_end`` tokens of each sequence's blocks.
 
         Args:
@@ -304,14 +304,14 @@ class DevicePages:
         scale: float,
         *,
         causal: bool,
-    ) -> Part:
+    ) -> PartialAttention:
         """See ``Pages``."""
         key, value = key_value_views(kv_cache, KvLayout.CONTENT)
         num_kv_heads = key.shape[2]
         heads = Heads(tuple(range(num_kv_heads)), query.shape[1] // num_kv_heads)
         there = self._on(batch, query.device)
         part = self._kernels.partial_attention(query, key, value, there, heads, scale, causal)
-        return Part(part.output.float(), part.lse)
+        return PartialAttention(part.output.float(), part.lse)
 
     def _on(self, batch: Batch, device: torch.device) -> Batch:
         """The same batch on the device; copied for the first layer of a step, kept for the rest."""
@@ -375,7 +375,7 @@ class KvPages:
         scale: float,
         *,
         causal: bool,
-    ) -> Part:
+    ) -> PartialAttention:
         """See ``Pages``. Pages are multiplied where they lie.
 
         BanaServe Eq. 6 to 9 in corrected form: ``softmax(scale * q k) v``, each head by itself,
@@ -395,7 +395,7 @@ class KvPages:
                 rows = slice(first, min(first + step, starts[seq + 1]))
                 last = position + first - starts[seq] if causal else None
                 output[rows], lse[rows] = _attend(query[rows].float() * scale, read, end, last)
-        return Part(output, lse)
+        return PartialAttention(output, lse)
 
 
 class _Order:

@@ -14,7 +14,7 @@ _PART_TIMEOUT_S = 300.0
 _READ_S = 60.0
 
 
-class GuestPost:
+class GuestChannel:
     """A guest's end of its channel.
 
     A host that sends the next part of a step reads no answer meanwhile, and a socket holds less

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.rpc.tensors import Parcel, from_wire
+from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire
 from banaserve.errors import GuestLostError, MigrationError, ProtocolError
 from banaserve.processes import Leash, Pulse
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
@@ -59,7 +59,7 @@ _LOOKS = 4
 """How often a guest is looked at within the time for which it may be still."""
 
 
-class GuestLink:
+class GuestClient:
     """One guest as its host knows it. Control and steps take turns on one channel.
 
     Args:
@@ -129,12 +129,12 @@ class GuestLink:
         with self._lock:
             self._refuse_lost()
             try:
-                self._send(request, Parcel(), timeout_s)
+                self._send(request, TensorBundle(), timeout_s)
                 still_s = timeout_s if may_wait else 0.0
                 reply, _ = self._read(self._await_answer(timeout_s, still_s, timeout_s))
             except (TransportError, ProtocolError) as error:
                 raise self.give_up(str(error)) from error
-        if isinstance(reply, messages.Refused):
+        if isinstance(reply, messages.RequestRefused):
             raise MigrationError(f"guest {self.guest_id} refuses: {reply.reason}")
         if not isinstance(reply, expected):
             raise self.give_up(f"{type(request).__name__} got a {type(reply).__name__}")
@@ -172,7 +172,7 @@ class GuestLink:
     # ---- steps
 
     def run(
-        self, request: messages.Request, parcel: Parcel, num_tokens: int
+        self, request: messages.Request, parcel: TensorBundle, num_tokens: int
     ) -> list[torch.Tensor | None]:
         """One step there and back.
 
@@ -182,7 +182,7 @@ class GuestLink:
         self.post(request, parcel)
         return self.collect(num_tokens)
 
-    def post(self, request: messages.Request, parcel: Parcel) -> None:
+    def post(self, request: messages.Request, parcel: TensorBundle) -> None:
         """Send a step's work without waiting; ``collect`` must follow on the same thread.
 
         More may be posted before, if the guest has been told how much follows: answers come in
@@ -265,7 +265,7 @@ class GuestLink:
                 self._leash.kill()
             self._leash.close()
 
-    def _send(self, request: messages.Request, parcel: Parcel, timeout_s: float) -> None:
+    def _send(self, request: messages.Request, parcel: TensorBundle, timeout_s: float) -> None:
         message = Message(messages.encode(request), tuple(parcel.tensors), self._epoch())
         self._sent_s = time.perf_counter()
         self._channel.send(message, timeout_s)
@@ -305,9 +305,9 @@ class GuestLink:
     def _outputs(
         self, reply: messages.Reply, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        if isinstance(reply, messages.Refused):
+        if isinstance(reply, messages.RequestRefused):
             raise self.give_up(reply.reason)
-        if not isinstance(reply, messages.Outputs):
+        if not isinstance(reply, messages.StepOutputs):
             raise self.give_up(f"a step was answered with {type(reply).__name__}")
         if any(index is not None and not 0 <= index < len(tensors) for index in reply.values):
             raise self.give_up("a step's answer names a tensor that did not come")

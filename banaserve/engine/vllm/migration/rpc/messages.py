@@ -154,7 +154,7 @@ class SlotCopies(msgspec.Struct, frozen=True):
     slots: tuple[int, ...]
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class GuestHello(msgspec.Struct, frozen=True, tag=True):
     """First of all messages; ``token`` is the secret that the guest was started with."""
 
     token: str
@@ -207,7 +207,7 @@ class Activate(msgspec.Struct, frozen=True, tag=True):
     epoch: int
 
 
-class Release(msgspec.Struct, frozen=True, tag=True):
+class ReleaseUnit(msgspec.Struct, frozen=True, tag=True):
     """Forget a unit, its weights and its KV."""
 
     unit_id: str
@@ -294,10 +294,10 @@ class SetShare(msgspec.Struct, frozen=True, tag=True):
 
 Build = BuildLayers | BuildHeads | BuildContext
 Run = RunLayers | RunHeads | RunContext
-Request = Hello | Build | Activate | Release | CopyPages | Run | GetUsage | SetShare
+Request = GuestHello | Build | Activate | ReleaseUnit | CopyPages | Run | GetUsage | SetShare
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class GuestReady(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
@@ -323,11 +323,11 @@ class Built(msgspec.Struct, frozen=True, tag=True):
     landing_bytes: int = 0
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class StepsDone(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Outputs(msgspec.Struct, frozen=True, tag=True):
+class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     """What was returned: one tensor, or a tuple of them, by index; None stays None.
 
     Attributes:
@@ -341,7 +341,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     save_s: float | None = None
 
 
-class Usage(msgspec.Struct, frozen=True, tag=True):
+class GuestUsage(msgspec.Struct, frozen=True, tag=True):
     """What a guest takes from its machine.
 
     Attributes:
@@ -359,13 +359,13 @@ class Usage(msgspec.Struct, frozen=True, tag=True):
     num_runs: int
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class RequestRefused(msgspec.Struct, frozen=True, tag=True):
     """Not done, and nothing has changed; ``reason`` is for people."""
 
     reason: str
 
 
-Reply = Ready | Built | Done | Outputs | Usage | Refused
+Reply = GuestReady | Built | StepsDone | StepOutputs | GuestUsage | RequestRefused
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

@@ -49,7 +49,7 @@ _ON_DEVICE = "device"
 _HOST = torch.device("cpu")
 
 
-class Parcel:
+class TensorBundle:
     """Collects the tensors of one message in the order in which they are sent."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ def dtype_named(name: str) -> torch.dtype:
 def restore(
     packed: Mapping[str, Any], tensors: Sequence[Tensor], device: torch.device = _HOST
 ) -> dict[str, Any]:
-    """The inverse of ``Parcel.put_all``.
+    """The inverse of ``TensorBundle.put_all``.
 
     Args:
         device: Of what was on one when it was sent.

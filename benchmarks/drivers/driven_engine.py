@@ -19,7 +19,7 @@ from benchmarks.location import environment
 _END_S = 20.0
 
 
-class ToldEngine:
+class DrivenEngine:
     """Answers one order at a time.
 
     Attributes:
@@ -53,7 +53,7 @@ class ToldEngine:
 
 
 @contextlib.contextmanager
-def told_engine(module: str, *arguments: str) -> Iterator[ToldEngine]:
+def driven_engine(module: str, *arguments: str) -> Iterator[DrivenEngine]:
     """Run ``python -m module``, which answers through ``benchmarks.drivers.answers``.
 
     Raises:
@@ -74,7 +74,7 @@ def told_engine(module: str, *arguments: str) -> Iterator[ToldEngine]:
             ) as process,
         ):
             try:
-                yield ToldEngine(process, log_path)
+                yield DrivenEngine(process, log_path)
             finally:
                 _end(process)
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
-    Decision,
     FleetView,
     Flight,
     PeerView,
-    Reason,
     ReplicaId,
     ReplicaView,
     Request,
+    RoutingDecision,
+    RoutingReason,
 )
 from banaserve.orchestrator.replicas.policy import check_range
 from banaserve.orchestrator.replicas.registry import register
@@ -94,7 +94,7 @@ class GorgoV1(TreePolicy):
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
-    ) -> Decision:
+    ) -> RoutingDecision:
         hits = self.hits(request)
         local = [view for view in candidates if not isinstance(view, PeerView)]
         roomy = [view for view in local if self._has_room(view)]
@@ -113,13 +113,13 @@ class GorgoV1(TreePolicy):
 
     def _lowest(
         self, request: Request, views: Sequence[ReplicaView], hits: dict[ReplicaId, int]
-    ) -> Decision:
+    ) -> RoutingDecision:
         if not views:
-            return Decision(None, Reason.ALL_BUSY)
+            return RoutingDecision(None, RoutingReason.ALL_BUSY)
         costs = [self._cost(request, view, hits) for view in views]
         target = views[self.least(costs)].id
         scores = {view.id: cost for view, cost in zip(views, costs, strict=True)}
-        return Decision(target, Reason.LOWEST_COST, hits.get(target, 0), scores)
+        return RoutingDecision(target, RoutingReason.LOWEST_COST, hits.get(target, 0), scores)
 
     def _stay_or_go(
         self,
@@ -128,9 +128,9 @@ class GorgoV1(TreePolicy):
         peers: Sequence[ReplicaView],
         hits: dict[ReplicaId, int],
         fleet: FleetView,
-    ) -> Decision:
+    ) -> RoutingDecision:
         if not peers:
-            return Decision(None, Reason.ALL_BUSY)
+            return RoutingDecision(None, RoutingReason.ALL_BUSY)
         queued_ms = (
             self.options.queue_ms_per_token * self._mean_tokens * fleet.queue_length
         ) / max(1, len(local))
@@ -138,8 +138,10 @@ class GorgoV1(TreePolicy):
         away = self._lowest(request, peers, hits)
         assert away.target is not None
         if stay and min(stay) <= away.scores_ms[away.target]:
-            return Decision(None, Reason.ALL_BUSY)
-        return Decision(away.target, Reason.FORWARDED, away.hit_tokens, away.scores_ms)
+            return RoutingDecision(None, RoutingReason.ALL_BUSY)
+        return RoutingDecision(
+            away.target, RoutingReason.FORWARDED, away.hit_tokens, away.scores_ms
+        )
 
     def _cost(self, request: Request, view: ReplicaView, hits: dict[ReplicaId, int]) -> float:
         options = self.options

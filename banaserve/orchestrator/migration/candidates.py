@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple
 
 from banaserve.orchestrator.migration import effects, refusals, slabs
-from banaserve.orchestrator.migration.interface import Reason, Rejected
+from banaserve.orchestrator.migration.interface import Rejected, RejectReason
 from banaserve.orchestrator.migration.options import RepairedOptions
 from banaserve.orchestrator.migration.projection import Projected, Projection
 from banaserve.types import Attempt, Module
@@ -53,7 +53,7 @@ def compute_pairs(
         return able
     for pair in pairs[:1]:
         words = f"move layers for compute from {pair.host.id} to {pair.guest.id}"
-        refused.append(Rejected(words, Reason.NO_OVERLAP, pair.gap))
+        refused.append(Rejected(words, RejectReason.NO_OVERLAP, pair.gap))
     return []
 
 
@@ -73,7 +73,7 @@ def _pairs(
     refused: list[Rejected],
 ) -> list[Pair]:
     def usable(
-        found: Sequence[Projected], role: str, may: Callable[[Projected], Reason | None]
+        found: Sequence[Projected], role: str, may: Callable[[Projected], RejectReason | None]
     ) -> list[Projected]:
         able = []
         for instance in found:
@@ -115,10 +115,10 @@ def modules(
     facts = pair.host.facts
     kind = f"move {'heads' if heads else 'layers'} from {pair.host.id} to {pair.guest.id}"
     if pair.gap < (options.delta_heads if heads else options.delta_layers):
-        refused.append(Rejected(kind, Reason.GAP_TOO_SMALL, pair.gap))
+        refused.append(Rejected(kind, RejectReason.GAP_TOO_SMALL, pair.gap))
         return
     if Attempt("heads" if heads else "layers", pair.host.id, pair.guest.id) in failed:
-        refused.append(Rejected(kind, Reason.FAILED))
+        refused.append(Rejected(kind, RejectReason.FAILED))
         return
     if reason := refusals.may_pair(pair.host, pair.guest, heads):
         refused.append(Rejected(kind, reason))
@@ -129,6 +129,6 @@ def modules(
     for size in sizes(int(total * options.max_away_fraction)):
         module = free(facts, taken, size)
         if module is None:
-            refused.append(Rejected(f"{kind}, {size} of {total}", Reason.NO_MODULE))
+            refused.append(Rejected(f"{kind}, {size} of {total}", RejectReason.NO_MODULE))
             return
         yield module

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from banaserve.controller.words import Decision, Felt, Numbers, Rejection, Result, Wanted
-from banaserve.engine.interface import Outcome
+from banaserve.controller.schemas import (
+    DecisionRecord,
+    Felt,
+    Numbers,
+    Rejection,
+    StepRecord,
+    WantedStep,
+)
+from banaserve.engine.interface import StepOutcome
 from banaserve.orchestrator.control import Held, Turn, kind_of, words
 from banaserve.orchestrator.measure import load_of
-from banaserve.orchestrator.migration.weighing import module_words
+from banaserve.orchestrator.migration.scoring import module_words
 from banaserve.types import ClusterView, InstanceId, InstanceView, Step
 
 
-def decision_of(turn: Turn, mode: str, policy: str, at_s: float) -> Decision:
+def decision_of(turn: Turn, mode: str, policy: str, at_s: float) -> DecisionRecord:
     """Returns what is kept of ``turn``; the log gives it its number."""
     plan = turn.plan
     steps = [wanted(step, None) for step in turn.begin]
     steps += [wanted(step, held) for step, held in turn.held]
-    return Decision(
+    return DecisionRecord(
         number=0,
         at_s=at_s,
         mode=mode,
@@ -30,13 +37,13 @@ def decision_of(turn: Turn, mode: str, policy: str, at_s: float) -> Decision:
     )
 
 
-def wanted(step: Step, held: Held | None) -> Wanted:
+def wanted(step: Step, held: Held | None) -> WantedStep:
     """Returns a step of a plan with what was predicted of it."""
     predicted: dict[str, Felt] = {
         name: Felt(felt.compute, felt.memory, felt.kv_blocks, felt.step_s)
         for name, felt in step.influence
     }
-    return Wanted(
+    return WantedStep(
         what=words(step.action),
         kind=kind_of(step.action),
         cost_s=step.cost_s,
@@ -47,9 +54,9 @@ def wanted(step: Step, held: Held | None) -> Wanted:
     )
 
 
-def result_of(outcome: Outcome) -> Result:
+def result_of(outcome: StepOutcome) -> StepRecord:
     """Returns how a step has ended; what it has changed is seen later."""
-    return Result(
+    return StepRecord(
         ending=str(outcome.ending),
         reason=outcome.reason,
         seconds=outcome.seconds,

@@ -42,12 +42,12 @@ class Felt(msgspec.Struct, frozen=True):
     step_s: float
 
 
-class Result(msgspec.Struct):
+class StepRecord(msgspec.Struct):
     """How a step has ended, beside what was predicted.
 
     Attributes:
         ending: done, refused, failed, aborted or timed out.
-        seconds: It took; ``Wanted.cost_s`` were predicted.
+        seconds: It took; ``WantedStep.cost_s`` were predicted.
         changed: By instance, some seconds after the end against the decision; empty until then.
     """
 
@@ -61,7 +61,7 @@ class Result(msgspec.Struct):
     changed: dict[str, Felt] = {}
 
 
-class Wanted(msgspec.Struct):
+class WantedStep(msgspec.Struct):
     """A step of a plan.
 
     Attributes:
@@ -79,7 +79,7 @@ class Wanted(msgspec.Struct):
     timeout_s: float
     predicted: dict[str, Felt]
     held: str = ""
-    result: Result | None = None
+    result: StepRecord | None = None
 
 
 class Rejection(msgspec.Struct, frozen=True):
@@ -90,7 +90,7 @@ class Rejection(msgspec.Struct, frozen=True):
     value: float | None = None
 
 
-class Decision(msgspec.Struct):
+class DecisionRecord(msgspec.Struct):
     """One turn of the loop, or several in a row that differ only in their numbers.
 
     Attributes:
@@ -114,7 +114,7 @@ class Decision(msgspec.Struct):
     reason: str
     instances: dict[str, Numbers]
     left_out: dict[str, str]
-    steps: list[Wanted]
+    steps: list[WantedStep]
     rejected: list[Rejection]
     took_s: float = 0.0
     turns: int = 1
@@ -202,7 +202,7 @@ class MoveLine(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Status(msgspec.Struct, frozen=True):
+class ServerStatus(msgspec.Struct, frozen=True):
     """A running server on one screen."""
 
     at_s: float
@@ -211,13 +211,13 @@ class Status(msgspec.Struct, frozen=True):
     controller: ControllerStatus
 
 
-class PauseAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PauseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Pause the controller, or let it go on; what is under way comes to its end."""
 
     paused: bool
 
 
-class RoleAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RoleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Give ``instance`` another role once what it runs has ended."""
 
     instance: str

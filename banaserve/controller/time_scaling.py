@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from banaserve.controller.loop import ControllerOptions
-from banaserve.orchestrator.control import Limits
+from banaserve.orchestrator.control import ControlLimits
 from banaserve.orchestrator.migration import registry
 
 _LEARNT = ("link_", "hop_")
@@ -24,7 +24,7 @@ def dilated(options: ControllerOptions, factor: float) -> ControllerOptions:
         options,
         section=_section(options.policy, dict(options.section), factor),
         interval_s=options.interval_s * factor,
-        limits=Limits(
+        limits=ControlLimits(
             limits.concurrent,
             limits.per_minute,
             limits.retry_after_s * factor,

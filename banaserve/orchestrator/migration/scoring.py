@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from banaserve.orchestrator.migration import effects, slabs, switching
 from banaserve.orchestrator.migration.effects import MemoryEffect
-from banaserve.orchestrator.migration.interface import Reason, Rejected
+from banaserve.orchestrator.migration.interface import Rejected, RejectReason
 from banaserve.orchestrator.migration.options import MoveOptions, RepairedOptions
 from banaserve.orchestrator.migration.projection import Projected, Projection
 from banaserve.orchestrator.migration.switching import Switch
@@ -69,7 +69,9 @@ def module_words(module: Module) -> str:
     return f"heads {','.join(map(str, module.heads))} of {layers}" if module.heads else layers
 
 
-def room_refusal(instance: Projected, added_blocks: int, options: MoveOptions) -> Reason | None:
+def room_refusal(
+    instance: Projected, added_blocks: int, options: MoveOptions
+) -> RejectReason | None:
     """Returns whether ``instance`` would keep room for what it uses, and for what may come.
 
     One that gains blocks is always better off, full or not.
@@ -78,9 +80,9 @@ def room_refusal(instance: Projected, added_blocks: int, options: MoveOptions) -
         return None
     left_blocks = instance.kv_blocks + added_blocks
     if left_blocks < max(1.0, options.min_blocks_fraction * instance.own_blocks):
-        return Reason.NO_ROOM
+        return RejectReason.NO_ROOM
     too_full = instance.wanted_blocks > options.memory_limit_fraction * left_blocks
-    return Reason.NO_ROOM if too_full else None
+    return RejectReason.NO_ROOM if too_full else None
 
 
 def weigh_move(
@@ -92,10 +94,10 @@ def weigh_move(
     share = size / (host.facts.num_layers * host.facts.num_kv_heads)
     heads_share = len(module.heads) / host.facts.num_kv_heads
     if max(host.away_share + share, heads_share) > options.max_away_fraction:
-        return Rejected(words, Reason.TOO_MUCH_AWAY, host.away_share + share)
+        return Rejected(words, RejectReason.TOO_MUCH_AWAY, host.away_share + share)
     effect = effects.leaving(host, guest, module, options)
     if effect.host_blocks <= 0 and effects.overlap_of(host, options) == 0:
-        return Rejected(words, Reason.NO_BLOCK_FREED)
+        return Rejected(words, RejectReason.NO_BLOCK_FREED)
     action = MoveModule(host.id, guest.id, module, effect.moved_bytes)
     return _weigh_module(words, action, host, guest, effect, options)
 
@@ -153,7 +155,7 @@ def weigh_switch(
     """Returns what a role switch is worth, or why it may not be done."""
     words = f"switch {switch.words}"
     if switch.fall <= LEAST_FALL:
-        return Rejected(words, Reason.NO_BENEFIT, switch.fall)
+        return Rejected(words, RejectReason.NO_BENEFIT, switch.fall)
     felt = partial(switching.influence, projection, switch, options.horizon_s)
     action = SwitchRole(switch.instance.id, switch.old, switch.new)
     return _judged(words, action, felt, switch.fall, options.role_switch_s, options)
@@ -168,10 +170,10 @@ def _judged(
     options: RepairedOptions,
 ) -> Weighed | Rejected:
     if fall <= LEAST_FALL:
-        return Rejected(words, Reason.NO_BENEFIT, fall)
+        return Rejected(words, RejectReason.NO_BENEFIT, fall)
     ratio = efficiency(fall, options.horizon_s, cost_s)
     if ratio < options.rho:
-        return Rejected(words, Reason.NOT_WORTH_IT, ratio)
+        return Rejected(words, RejectReason.NOT_WORTH_IT, ratio)
     benefit_s = fall * options.horizon_s
     net_s = benefit_s - options.rho * cost_s
     timeout_s = options.timeout_s(cost_s)
@@ -180,18 +182,18 @@ def _judged(
 
 def _over_budget(
     instance: Projected, influence: Influence, options: RepairedOptions
-) -> Reason | None:
+) -> RejectReason | None:
     """Eq. 29: a step is a decode instance's TPOT; queue and step are a prefill instance's TTFT."""
     after_s = instance.step_s + influence.step_s
     if instance.role is not Role.PREFILL and not within_budget(
         instance.step_s, after_s, options.tpot_budget_s
     ):
-        return Reason.TPOT_BUDGET
+        return RejectReason.TPOT_BUDGET
     waiting_s = instance.waiting * options.horizon_s
     if instance.role is not Role.DECODE and not within_budget(
         waiting_s + instance.step_s, waiting_s + after_s, options.ttft_budget_s
     ):
-        return Reason.TTFT_BUDGET
+        return RejectReason.TTFT_BUDGET
     return None
 
 
