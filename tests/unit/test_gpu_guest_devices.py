@@ -110,7 +110,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     monkeypatch.setattr(units, "device_of", lambda config: META)
     monkeypatch.setattr(units, "attends_with", lambda config: kernels)
     landing = SimpleNamespace(region=None, close=lambda: None)
-    monkeypatch.setattr(units, "Landing", lambda *_: landing)
+    monkeypatch.setattr(units, "StagingBuffer", lambda *_: landing)
     return kernels
 
 

@@ -111,7 +111,7 @@ def test_nobody_waits_for_a_store_that_fills_its_memory(
         assert not path.exists(), "who connects would wait for an answer"
         return SlotPool(num_bytes)
 
-    monkeypatch.setattr("banaserve.kvstore.server.Pool", fill)
+    monkeypatch.setattr("banaserve.kvstore.server.SlotPool", fill)
     server = StoreServer(DaemonConfig(path, 64 * 1024))
     assert path.exists()
     server.close()

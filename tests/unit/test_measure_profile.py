@@ -28,7 +28,7 @@ def steps_of(script: Any) -> dict[str, list[Any]]:
         work_s = tokens * PREFILL.token_s + tokens**2 * PREFILL.pair_s
         work_s += batch * (context * DECODE.context_token_s + DECODE.request_s)
         fixed_s = DECODE.fixed_s if batch else PREFILL.fixed_s
-        return script.Step(tokens, batch, context, (fixed_s + work_s,))
+        return script.MeasuredStep(tokens, batch, context, (fixed_s + work_s,))
 
     return {
         "prefill": [step(tokens, 0, 0) for tokens in script.PROMPTS],

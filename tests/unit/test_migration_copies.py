@@ -247,7 +247,7 @@ def test_a_unit_whose_kv_cannot_be_mapped_leaves_nothing_behind(
     monkeypatch.setattr("banaserve.transport.shared_file.populate", no_memory)
     with pytest.raises(MigrationError, match="Cannot allocate memory"):
         build(host, link)
-    assert link.asked == ["BuildLayers", "Release"]
+    assert link.asked == ["BuildLayers", "ReleaseUnit"]
     assert not link.given_up
     assert not transports[0]._opened  # type: ignore[attr-defined]
 

@@ -127,7 +127,7 @@ def _flipped(outputs: Any, tensor: torch.Tensor) -> Any:
         (lambda _, t: (messages.StepOutputs(False, (None,)), t), "another shape"),
         (lambda o, t: (o, t[:-1]), "another shape"),
         (lambda o, t: (o, t.double()), "another shape"),
-        (lambda _, t: (messages.StepsDone(), t), "answered with Done"),
+        (lambda _, t: (messages.StepsDone(), t), "answered with StepsDone"),
         (lambda _, t: (messages.RequestRefused("no room"), t), "no room"),
     ],
 )

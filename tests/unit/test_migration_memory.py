@@ -285,7 +285,7 @@ def test_threads_that_serve_do_not_give_way(name: str, tmp_path: Path) -> None:
 
 IN_PARALLEL = """
 import os, sys, torch
-from banaserve.engine.vllm.migration.guest.throttle import run_giving_way, start_threads
+from banaserve.engine.vllm.migration.guest.throttle import run_low_priority, start_threads
 from banaserve.transport.options import TransportOptions
 from banaserve.transport.registry import create
 
@@ -302,7 +302,7 @@ def work():
 
 torch.set_num_threads(3)
 start_threads(create("shm", TransportOptions(folder=sys.argv[1], secret=bytes(32))))
-run_giving_way(work)
+run_low_priority(work)
 before = busy_ns()
 for _ in range(200):
     work()

@@ -205,7 +205,7 @@ def guests() -> Iterator[Callable[[int], Guest]]:
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many parts as are allowed, whatever this machine is fast at."""
 
-    monkeypatch.setattr(overlap, "plan_parts", as_many_as_can_be)
+    monkeypatch.setattr(overlap, "plan_microbatches", as_many_as_can_be)
     monkeypatch.setattr(overlap, "SMALL_TOKENS", 0)
 
 

@@ -45,7 +45,9 @@ def test_tokens_that_come_within_the_window(
 
 
 def test_a_run_below_saturation_serves_what_is_offered(paper: Any) -> None:
-    found = {name: paper.measure(paper.Run(9, "reference", name, 2, 1)) for name in paper.SYSTEMS}
+    found = {
+        name: paper.measure(paper.PaperRun(9, "reference", name, 2, 1)) for name in paper.SYSTEMS
+    }
     for values in found.values():
         assert values["tokens_per_s"] == pytest.approx(values["offered_tokens_per_s"], rel=0.1)
     ratio = found["banaserve"]["tokens_per_s"] / found["static"]["tokens_per_s"]
@@ -81,7 +83,7 @@ def test_the_report_tells_what_is_reached_and_what_is_missing(paper: Any, report
 def test_what_was_run_before_is_not_run_again(
     paper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = paper.Run(9, "reference", "static", 1, 1)
+    run = paper.PaperRun(9, "reference", "static", 1, 1)
     monkeypatch.setattr(paper, "all_runs", lambda: iter([run]))
     cache = tmp_path / "cache.jsonl"
     [(_, first)] = paper.measured(cache, 1)
@@ -92,7 +94,7 @@ def test_what_was_run_before_is_not_run_again(
 def test_a_run_that_was_killed_goes_on_from_its_last_whole_line(paper: Any, tmp_path: Path) -> None:
     cache = tmp_path / "cache.jsonl"
     assert paper.kept(cache) == {}
-    run = paper.Run(9, "reference", "static", 6, 1)
+    run = paper.PaperRun(9, "reference", "static", 6, 1)
     line = json.dumps([asdict(run), {"total_s": 1.5}]) + "\n"
     cache.write_text(line + line[:20])
     assert paper.kept(cache) == {run: {"total_s": 1.5}}

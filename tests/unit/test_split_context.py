@@ -93,7 +93,7 @@ def test_nothing_is_asked_where_nothing_is_away() -> None:
 
 def test_only_those_that_have_blocks_away_ask() -> None:
     away = RemoteBlocks(NUM_BLOCKS)
-    away.leave([2, 9])
+    away.set([2, 9])
     common = batch_of([100, 40, 70], [1, 40, 6], [[1, 2, 3, 4], [5, 6], [9, 2, 8]])
     plan = split_context(common, BLOCK_SIZE, away)
     assert isinstance(plan, ContextPlan)

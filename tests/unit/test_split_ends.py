@@ -144,7 +144,7 @@ def test_both_ends_give_what_vllm_gives(seed: int) -> None:
 
 def test_a_guest_that_is_lost_is_told_once_and_ends_no_step() -> None:
     away = RemoteBlocks(NUM_BLOCKS)
-    away.leave([1])
+    away.set([1])
     common = batch_of([40], [1], [[1, 2]])
     common.slot_mapping[:] = -1
     cache = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
@@ -185,7 +185,7 @@ def test_only_what_is_away_is_poisoned_healed_and_given_back() -> None:
     unit = builder.unit("u", Context(0, 2), dict(enumerate(host.tensors)))
     assert unit.away is not None
     assert unit.pages is not None
-    unit.away.leave([1, 2])
+    unit.away.set([1, 2])
     builder.poison(unit)
     unit.away.mark_local([2, 3])
     freed = builder.free(unit)

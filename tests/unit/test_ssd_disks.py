@@ -11,7 +11,7 @@ import pytest
 FULL_DISK = """
 import os, select, sys
 from pathlib import Path
-from banaserve.kvstore.tiers.interface import BlockName, Outcome
+from banaserve.kvstore.tiers.interface import BlockName, TierOutcome
 from banaserve.kvstore.tiers.ssd.device import aligned_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 disk = Path(sys.argv[1])
@@ -31,7 +31,7 @@ def store(number):
         if tier.is_idle:
             return None
         tier.poll()
-assert store(0) is Outcome.DONE
+assert store(0) is TierOutcome.DONE
 fd = os.open(ballast, os.O_WRONLY | os.O_CREAT)
 try:
     while os.write(fd, bytes(4096)):
@@ -39,15 +39,15 @@ try:
 except OSError:
     os.close(fd)
 number = 1
-while store(number) is Outcome.DONE:
+while store(number) is TierOutcome.DONE:
     number += 1
 stats = tier.stats()
 assert stats.available and "No space left on device; make room" in stats.problem, stats
-assert end_of(tier.submit_load(b"%32d" % 0, block)) is Outcome.DONE
+assert end_of(tier.submit_load(b"%32d" % 0, block)) is TierOutcome.DONE
 ballast.unlink()
 assert store(number) is None, "it tries again only later"
 now += 10
-assert store(number) is Outcome.DONE
+assert store(number) is TierOutcome.DONE
 assert tier.stats().problem == ""
 tier.check()
 tier.close()
@@ -69,7 +69,7 @@ for _ in range(2):
     for number in range(100):
         if not tests.hits(tier, number):
             tests.store(tier, number)
-    assert tests.load(tier, 99) is tests.Outcome.DONE
+    assert tests.load(tier, 99) is tests.TierOutcome.DONE
     print(tier.direct)
     tier.close()
 """

@@ -16,7 +16,6 @@ BUILT_IN = (
     "cache_aware",
     "consistent_hash",
     "gorgo",
-    "gorgo_v1",
     "least_load",
     "least_requests",
     "load_aware",
@@ -27,8 +26,9 @@ BUILT_IN = (
     "round_robin",
     "session_affinity",
     "skywalker",
+    "papers.gorgo_v1",
 )
-"""Each is a file in this folder; one file may hold several policies."""
+"""Modules below this folder; one may hold several policies."""
 
 UNIT_BYTES = (1, 4, 8)
 """Of text, tokens and digests of blocks."""

@@ -94,7 +94,7 @@ def as_many_parts_as_can_be() -> Iterator[None]:
     from banaserve.engine.vllm.migration.microbatch import overlap
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "plan_parts", as_many_as_can_be)
+        patch.setattr(overlap, "plan_microbatches", as_many_as_can_be)
         patch.setattr(overlap, "SMALL_TOKENS", 0)
         yield
 

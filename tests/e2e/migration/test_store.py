@@ -151,7 +151,7 @@ def test_where_a_guest_knows_another_life_of_the_store_its_host_saves(
     rig.finish(rig.away(LAYERS, rig.guest()))
     saved, committed = steps_saved(rig), stats(store).commits
     hooks = types.SimpleNamespace(**{**vars(store_copier), "slots_to_fill": of_another_life})
-    monkeypatch.setattr(layer_proxy, "store_hooks", hooks)
+    monkeypatch.setattr(layer_proxy, "store_copier", hooks)
     while_away = rig.run(prompts, NUM_TOKENS)
     assert steps_saved(rig) == saved
     assert stats(store).commits > committed
