@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from banaserve.errors import StoreUnavailableError
-from banaserve.kvstore.metrics import prometheus_text
+from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats
 from banaserve.types import InstanceId
 

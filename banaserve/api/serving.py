@@ -39,10 +39,10 @@ from banaserve.engine.vllm.reports import SharedPrometheus
 from banaserve.engine.vllm.role_switch import Budgets, Roles
 from banaserve.errors import BanaServeError, UserError
 from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.daemon.options import StoreOptions
+from banaserve.kvstore.daemon.supervised import SupervisedStore
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size
-from banaserve.kvstore.supervised import SupervisedStore
 from banaserve.orchestrator.control import ControlLimits, Mode
 from banaserve.orchestrator.routing import registry
 from banaserve.orchestrator.routing.legs import LegOptions

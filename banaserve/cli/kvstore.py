@@ -16,8 +16,8 @@ import typer
 from banaserve.cli.kvstore_table import store_rows
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import clear_store, fetch_stats
-from banaserve.kvstore.daemon import announce_ready, serve
-from banaserve.kvstore.options import DEFAULT_SSD_SIZE, StoreOptions
+from banaserve.kvstore.daemon.options import DEFAULT_SSD_SIZE, StoreOptions
+from banaserve.kvstore.daemon.process import announce_ready, serve
 from banaserve.kvstore.sizes import format_size
 
 

@@ -21,7 +21,7 @@ from banaserve.cli.signals import Leaving
 from banaserve.cli.sockets import listening
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
-from banaserve.kvstore.options import StoreOptions
+from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import format_size, parse_size
 from banaserve.linux import available_memory_bytes
 from banaserve.orchestrator.routing import registry

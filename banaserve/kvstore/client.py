@@ -9,11 +9,10 @@ from pathlib import Path
 
 from banaserve.errors import StoreUnavailableError
 from banaserve.kvstore import wire
-from banaserve.kvstore.board import BoardView
+from banaserve.kvstore.channel import FIRST_RETRY_S, StoreLink
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot
-from banaserve.kvstore.link import FIRST_RETRY_S, StoreLink
-from banaserve.kvstore.pool import PoolView
+from banaserve.kvstore.pool import BoardView, PoolView
 from banaserve.kvstore.stats import StoreStats
 
 _LOOKUPS = tuple(sorted(Lookup))

@@ -1,12 +1,70 @@
-"""Which block goes first: least recently used, children before parents."""
+"""Order of eviction: least recently used first, children before parents, a quota for each tenant.
+
+Blocks form chains: each may name another as its parent. No I/O.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush
+from typing import Generic, Protocol, TypeVar
 
-from banaserve.kvstore.parents import Parents
 from banaserve.kvstore.records import IndexEntry
+
+
+class Child(Protocol):
+    """What is filed under a key and may name another key as its parent."""
+
+    @property
+    def parent(self) -> bytes | None: ...
+
+
+ChildT = TypeVar("ChildT", bound=Child)
+
+
+class Parents(Generic[ChildT]):
+    """Counts children by the parent's key, whether or not the parent is here.
+
+    So a parent that comes back after its children is protected from its first moment on.
+
+    Args:
+        entries: Everything that is here, by key; read, never changed.
+    """
+
+    def __init__(self, entries: Mapping[bytes, ChildT]) -> None:
+        self.num_children: dict[bytes, int] = {}
+        self._entries = entries
+
+    def link(self, parent: bytes | None) -> None:
+        """One more child of ``parent``."""
+        if parent is not None:
+            self.num_children[parent] = self.num_children.get(parent, 0) + 1
+
+    def unlink(self, parent: bytes | None) -> ChildT | None:
+        """One child less; the parent's entry where that was its last."""
+        if parent is None:
+            return None
+        self.num_children[parent] -= 1
+        if self.num_children[parent]:
+            return None
+        del self.num_children[parent]
+        return self._entries.get(parent)
+
+    def closes_a_cycle(self, key: bytes, parent: bytes) -> bool:
+        """Whether ``key`` is an ancestor of ``parent``: such blocks could never be evicted.
+
+        Hash chains have no cycles, but a faulty client or a damaged disk can bring one. The walk is
+        rare: only a key that comes back while children wait for it is followed.
+        """
+        if key == parent:
+            return True
+        ancestor: bytes | None = parent if key in self.num_children else None
+        while ancestor is not None and ancestor != key:
+            entry = self._entries.get(ancestor)
+            ancestor = entry.parent if entry is not None else None
+        return ancestor is not None
+
 
 _FEW = 64
 
@@ -71,3 +129,62 @@ class EvictionQueue:
         for entry in entries.values():
             if self._chains.is_evictable(entry) and tenant in (None, entry.tenant):
                 assert entry.serial in self._queued, "an evictable entry is not queued"
+
+
+class Tenants:
+    """Slots in use by tenant. Only tenants that use a slot are remembered.
+
+    Args:
+        chains: Of the index.
+        num_slots: Slots in the pool.
+        quota_fraction: Largest share of the slots that one tenant may use; 1 sets no limit.
+    """
+
+    def __init__(self, chains: Chains, num_slots: int, quota_fraction: float = 1.0) -> None:
+        self.has_quota = quota_fraction < 1.0
+        self.quota_slots = max(1, int(num_slots * quota_fraction)) if self.has_quota else num_slots
+        self._chains = chains
+        self._num_slots: dict[bytes, int] = {}
+        self._queues: dict[bytes, EvictionQueue] = {}
+
+    def __len__(self) -> int:
+        return len(self._num_slots)
+
+    def is_full(self, tenant: bytes) -> bool:
+        """Whether ``tenant`` may use no further slot."""
+        return self.has_quota and self._num_slots.get(tenant, 0) >= self.quota_slots
+
+    def add(self, tenant: bytes) -> None:
+        """``tenant`` uses one slot more."""
+        self._num_slots[tenant] = self._num_slots.get(tenant, 0) + 1
+        if self.has_quota and tenant not in self._queues:
+            self._queues[tenant] = EvictionQueue(self._chains)
+
+    def remove(self, tenant: bytes) -> None:
+        """``tenant`` uses one slot less."""
+        self._num_slots[tenant] -= 1
+        if not self._num_slots[tenant]:
+            del self._num_slots[tenant]
+            self._queues.pop(tenant, None)
+
+    def offer(self, entry: IndexEntry) -> None:
+        """``entry`` may have become evictable."""
+        if self.has_quota:
+            self._queues[entry.tenant].offer(entry)
+
+    def forget(self, entry: IndexEntry) -> None:
+        """``entry`` has left the index."""
+        if self.has_quota:
+            self._queues[entry.tenant].forget(entry)
+
+    def pop(self, tenant: bytes) -> IndexEntry | None:
+        """The evictable block of ``tenant`` that was used longest ago."""
+        return self._queues[tenant].pop()
+
+    def check(self, entries: Mapping[bytes, IndexEntry], in_use: Iterable[IndexEntry]) -> None:
+        """Assert that the counts are right and that nobody is over its quota."""
+        assert self._num_slots == Counter(entry.tenant for entry in in_use)
+        assert all(number <= self.quota_slots for number in self._num_slots.values())
+        assert set(self._queues) == (set(self._num_slots) if self.has_quota else set())
+        for tenant, queue in self._queues.items():
+            queue.check(entries, tenant)

@@ -18,8 +18,8 @@ import pytest
 
 from banaserve.errors import FingerprintError, StoreUnavailableError
 from banaserve.kvstore.admin import clear_store
+from banaserve.kvstore.daemon.metrics import MetricsServer, prometheus_text
 from banaserve.kvstore.interface import Lookup, Slot
-from banaserve.kvstore.metrics import MetricsServer, prometheus_text
 from store_rig import DEADLINE_S, FINGERPRINT, KEYS, NUM_SLOTS, Store, opened, read, reserve, write
 from waiting import eventually
 

@@ -18,8 +18,8 @@ from banaserve.cli.kvstore import app
 from banaserve.errors import UserError
 from banaserve.kvstore.admin import clear_store, fetch_stats
 from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.interface import Exchanged, Lookup, Slot
-from banaserve.kvstore.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.ssd.check import check_folder
 from fingerprints import FINGERPRINT as SMALL

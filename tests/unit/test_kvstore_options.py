@@ -10,11 +10,11 @@ import pytest
 
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.errors import UserError
-from banaserve.kvstore.attached_tier import attach
-from banaserve.kvstore.board import Board, BoardView
-from banaserve.kvstore.daemon import main
+from banaserve.kvstore.daemon.attached_tier import attach
+from banaserve.kvstore.daemon.options import StoreOptions
+from banaserve.kvstore.daemon.process import main
 from banaserve.kvstore.interface import Lookup, Slot
-from banaserve.kvstore.options import StoreOptions
+from banaserve.kvstore.pool import Board, BoardView
 from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec, open_tier, register
 
 SOCKET = Path("store.sock")
@@ -78,7 +78,9 @@ def test_the_daemon_gets_what_serve_was_given(monkeypatch: pytest.MonkeyPatch) -
     argv += ["--kv-store-distributed", "mooncake://h:1", "--kv-store-tenant-quota", "0.25"]
     options = StoreOptions.of(parse_serve_argv([*argv, "--kv-store-verify"]))
     seen = []
-    monkeypatch.setattr("banaserve.kvstore.daemon.serve", lambda config, _: seen.append(config))
+    monkeypatch.setattr(
+        "banaserve.kvstore.daemon.process.serve", lambda config, _: seen.append(config)
+    )
     assert main(["--socket", str(SOCKET), *options.arguments()]) == 0
     assert seen == [options.config(SOCKET)]
     (config,) = seen

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from banaserve.kvstore.daemon.promoter import PROBE_AFTER_S
 from banaserve.kvstore.fingerprint import PAGE_BYTES
-from banaserve.kvstore.promoter import PROBE_AFTER_S
 from banaserve.kvstore.tiers.interface import TierOutcome
 from tiering_doubles import (
     HIT,

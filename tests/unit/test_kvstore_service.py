@@ -12,13 +12,12 @@ import pytest
 
 from banaserve.errors import ProtocolError, UserError
 from banaserve.kvstore import wire
-from banaserve.kvstore.board import Board
+from banaserve.kvstore.daemon.service import StoreService
+from banaserve.kvstore.daemon.tiering import Tiering
+from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.fingerprint import PAGE_BYTES, Fingerprint
-from banaserve.kvstore.pool import POISON, SlotPool
-from banaserve.kvstore.service import StoreService
+from banaserve.kvstore.pool import POISON, Board, SlotPool
 from banaserve.kvstore.sizes import format_size, parse_size
-from banaserve.kvstore.tiering import Tiering
-from banaserve.kvstore.watcher import PoolWatcher
 from fingerprints import FINGERPRINT
 
 POOL_BYTES = 8 * PAGE_BYTES

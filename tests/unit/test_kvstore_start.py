@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from banaserve.cli.kvstore import app
 from banaserve.errors import UserError
-from banaserve.kvstore import daemon
 from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.daemon import process as daemon_process
+from banaserve.kvstore.daemon.server import DaemonConfig, StoreServer
 from banaserve.kvstore.pool import SlotPool
-from banaserve.kvstore.server import DaemonConfig, StoreServer
 from store_process import start_store
 from waiting import eventually
 
@@ -41,7 +41,7 @@ def running(path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line that the daemon's command line says before it gives up."""
-    assert daemon.main(arguments) == 2
+    assert daemon_process.main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
@@ -91,7 +91,7 @@ def test_a_second_store_on_the_same_socket(
 def test_a_folder_that_somebody_keeps_locked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("banaserve.kvstore.listener.LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr("banaserve.kvstore.daemon.listener.LOCK_WAIT_S", 0.05)
     folder = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_SH)
     line = complaint(capsys, "--socket", str(tmp_path / "store.sock"), "--size", SIZE)
@@ -111,7 +111,7 @@ def test_nobody_waits_for_a_store_that_fills_its_memory(
         assert not path.exists(), "who connects would wait for an answer"
         return SlotPool(num_bytes)
 
-    monkeypatch.setattr("banaserve.kvstore.server.SlotPool", fill)
+    monkeypatch.setattr("banaserve.kvstore.daemon.server.SlotPool", fill)
     server = StoreServer(DaemonConfig(path, 64 * 1024))
     assert path.exists()
     server.close()

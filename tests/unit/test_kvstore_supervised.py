@@ -12,9 +12,9 @@ import pytest
 from banaserve.errors import StoreUnavailableError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.daemon.options import StoreOptions
+from banaserve.kvstore.daemon.supervised import SupervisedStore
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.options import StoreOptions
-from banaserve.kvstore.supervised import SupervisedStore
 from banaserve.kvstore.tiers.ssd.check import check_folder
 from fingerprints import FINGERPRINT
 from waiting import eventually, until

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from banaserve.kvstore import wire
+from banaserve.kvstore.daemon.tiering import HUNG_AFTER_S, NOTE_EVERY_S
 from banaserve.kvstore.fingerprint import PAGE_BYTES
-from banaserve.kvstore.tiering import HUNG_AFTER_S, NOTE_EVERY_S
 from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, TierOutcome
 from tiering_doubles import (
     FINGERPRINT,
@@ -213,7 +213,7 @@ def test_draining_writes_what_is_left(stack: ExitStack) -> None:
 def test_another_slot_size_waits_for_copies_under_way(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("banaserve.kvstore.service.SETTLE_S", 0.0)
+    monkeypatch.setattr("banaserve.kvstore.daemon.service.SETTLE_S", 0.0)
     store, tier = filled(stack, KEYS[0])
     store.release(store.exchange([KEYS[0]]))
     store.service.leave(1)

@@ -10,14 +10,14 @@ from contextlib import ExitStack
 import numpy as np
 
 from banaserve.kvstore import wire
-from banaserve.kvstore.attached_tier import AttachedTier
-from banaserve.kvstore.board import Board, BoardView
+from banaserve.kvstore.daemon.attached_tier import AttachedTier
+from banaserve.kvstore.daemon.service import StoreService
+from banaserve.kvstore.daemon.tiering import Tiering
+from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.fingerprint import PAGE_BYTES
 from banaserve.kvstore.interface import Lookup, Slot
-from banaserve.kvstore.pool import SlotPool
-from banaserve.kvstore.service import StoreService
+from banaserve.kvstore.pool import Board, BoardView, SlotPool
 from banaserve.kvstore.stats import TierReport
-from banaserve.kvstore.tiering import Tiering
 from banaserve.kvstore.tiers.interface import (
     BlockBytes,
     BlockName,
@@ -25,7 +25,6 @@ from banaserve.kvstore.tiers.interface import (
     TierOutcome,
     TierStats,
 )
-from banaserve.kvstore.watcher import PoolWatcher
 from fingerprints import FINGERPRINT
 
 NUM_SLOTS = 8

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from banaserve.kvstore.attached_tier import AttachedTier, TierLoad
-from banaserve.kvstore.carved_pool import CarvedPool
+from banaserve.kvstore.daemon.attached_tier import AttachedTier, TierLoad
+from banaserve.kvstore.daemon.carved_pool import CarvedPool
+from banaserve.kvstore.daemon.promotion import TierOffer, choose
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.promotion import TierOffer, choose
 from banaserve.kvstore.records import Grant, IndexEntry
 from banaserve.kvstore.tiers.interface import TierOutcome
 

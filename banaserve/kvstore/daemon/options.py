@@ -7,7 +7,7 @@ from pathlib import Path
 
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
-from banaserve.kvstore.server import DaemonConfig
+from banaserve.kvstore.daemon.server import DaemonConfig
 from banaserve.kvstore.sizes import parse_size
 from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec
 

@@ -6,10 +6,10 @@ import logging
 
 import xxhash
 
-from banaserve.kvstore.board import Board
-from banaserve.kvstore.carved_pool import CarvedPool
+from banaserve.kvstore.daemon.carved_pool import CarvedPool
+from banaserve.kvstore.daemon.tiering import Tiering
+from banaserve.kvstore.pool import Board
 from banaserve.kvstore.records import IndexEntry
-from banaserve.kvstore.tiering import Tiering
 
 log = logging.getLogger(__name__)
 

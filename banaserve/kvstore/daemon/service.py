@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from banaserve.errors import ProtocolError
 from banaserve.kvstore import wire
-from banaserve.kvstore.carved_pool import CarvedPool
+from banaserve.kvstore.daemon.carved_pool import CarvedPool
+from banaserve.kvstore.daemon.promoter import Climb, Wish
+from banaserve.kvstore.daemon.tiering import Tiering
+from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.index import BlockIndex
 from banaserve.kvstore.pool import SlotPool
-from banaserve.kvstore.promoter import Climb, Wish
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.stats import StoreStats
-from banaserve.kvstore.tiering import Tiering
-from banaserve.kvstore.watcher import PoolWatcher
 
 log = logging.getLogger(__name__)
 

@@ -12,17 +12,15 @@ from pathlib import Path
 
 from banaserve.errors import ProtocolError
 from banaserve.kvstore import wire
-from banaserve.kvstore.attached_tier import attach
-from banaserve.kvstore.board import Board
-from banaserve.kvstore.connection import Connection
-from banaserve.kvstore.listener import StoreListener, make_way
-from banaserve.kvstore.pool import SlotPool
-from banaserve.kvstore.quarantine import Quarantine
-from banaserve.kvstore.service import StoreService
+from banaserve.kvstore.daemon.attached_tier import attach
+from banaserve.kvstore.daemon.listener import Connection, StoreListener, make_way
+from banaserve.kvstore.daemon.quarantine import Quarantine
+from banaserve.kvstore.daemon.service import StoreService
+from banaserve.kvstore.daemon.tiering import NOTE_EVERY_S, Tiering
+from banaserve.kvstore.daemon.watcher import PoolWatcher
+from banaserve.kvstore.pool import Board, SlotPool
 from banaserve.kvstore.sizes import format_size
-from banaserve.kvstore.tiering import NOTE_EVERY_S, Tiering
 from banaserve.kvstore.tiers.registry import TierSpec
-from banaserve.kvstore.watcher import PoolWatcher
 from banaserve.linux import is_own, open_peer_pidfd, peer_of
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from banaserve.errors import UserError
+from banaserve.kvstore.daemon.promotion import TierSpeed
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.promotion import TierSpeed
 from banaserve.kvstore.records import IndexEntry
 from banaserve.kvstore.stats import TierReport
 from banaserve.kvstore.tiers.interface import (

@@ -1,4 +1,4 @@
-"""The store as a process: ``python -m banaserve.kvstore.daemon --socket PATH --size 2GiB``."""
+"""Process of the store: ``python -m banaserve.kvstore.daemon --socket PATH --size 2GiB``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from banaserve.errors import UserError
-from banaserve.kvstore.options import DEFAULT_SSD_SIZE, StoreOptions
-from banaserve.kvstore.server import DaemonConfig, StoreServer
+from banaserve.kvstore.daemon.options import DEFAULT_SSD_SIZE, StoreOptions
+from banaserve.kvstore.daemon.server import DaemonConfig, StoreServer
 
 if TYPE_CHECKING:
-    from banaserve.kvstore.metrics import MetricsServer
+    from banaserve.kvstore.daemon.metrics import MetricsServer
 
 USER_ERROR_EXIT_CODE = 2
 
@@ -51,7 +51,7 @@ def serve(config: DaemonConfig, on_ready: Callable[[], None] | None = None) -> N
 
 def _serve_metrics(config: DaemonConfig) -> MetricsServer:
     # The HTTP server's import would make every other start slower.
-    from banaserve.kvstore.metrics import MetricsServer
+    from banaserve.kvstore.daemon.metrics import MetricsServer
 
     return MetricsServer(config.socket_path, config.metrics_port)
 
@@ -106,7 +106,3 @@ def announce_ready(ready_fd: int | None) -> None:
         os.close(ready_fd)
     except OSError as error:
         raise UserError(f"cannot write to --ready-fd {ready_fd}: {error.strerror}") from error
-
-
-if __name__ == "__main__":
-    sys.exit(main())

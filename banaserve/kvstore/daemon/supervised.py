@@ -13,7 +13,7 @@ from pathlib import Path
 
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import fetch_stats
-from banaserve.kvstore.options import StoreOptions
+from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.processes import wait_ended
 
 log = logging.getLogger(__name__)
