@@ -47,9 +47,8 @@ from banaserve.engine.vllm.migration.api import (
 )
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
-from banaserve.transport.interface import Offsets, RemoteRegion
+from banaserve.transport.interface import Offsets, RemoteRegion, TransportOptions
 from banaserve.transport.memory import Memory
-from banaserve.transport.options import TransportOptions
 from banaserve.transport.registry import create
 
 _TIMEOUT_S = 60.0

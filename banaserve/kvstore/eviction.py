@@ -12,6 +12,8 @@ from typing import Generic, Protocol, TypeVar
 
 from banaserve.kvstore.records import IndexEntry
 
+_FEW = 64
+
 
 class Child(Protocol):
     """What is filed under a key and may name another key as its parent."""
@@ -64,9 +66,6 @@ class Parents(Generic[ChildT]):
             entry = self._entries.get(ancestor)
             ancestor = entry.parent if entry is not None else None
         return ancestor is not None
-
-
-_FEW = 64
 
 
 class Chains(Parents[IndexEntry]):

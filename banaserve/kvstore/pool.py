@@ -23,6 +23,11 @@ from banaserve.kvstore.records import MAX_SERIAL
 from banaserve.kvstore.sizes import format_size
 
 POISON = 0xFF
+_WORD_BYTES = 8
+_FAILED = 1 << 63
+_PENDING = 1 << 62
+# fcntl does not name it before Python 3.13: no mapping made later can be written through.
+_F_SEAL_FUTURE_WRITE = 0x10
 
 
 class SlotPool:
@@ -122,12 +127,6 @@ def _populate_quietly(memory: npt.NDArray[np.uint8]) -> None:
     except OSError:
         return
 
-
-_WORD_BYTES = 8
-_FAILED = 1 << 63
-_PENDING = 1 << 62
-# fcntl does not name it before Python 3.13: no mapping made later can be written through.
-_F_SEAL_FUTURE_WRITE = 0x10
 
 assert MAX_SERIAL < _PENDING
 

@@ -12,7 +12,7 @@ from banaserve.linux import is_own, peer_of
 from banaserve.transport import seal
 from banaserve.transport.channel import StreamChannel
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
-from banaserve.transport.options import TransportOptions
+from banaserve.transport.interface import TransportOptions
 from banaserve.transport.service import listen_tcp, listen_unix
 from banaserve.transport.stream import SocketStream
 

@@ -25,14 +25,12 @@ from banaserve.transport.errors import (
 )
 from banaserve.transport.interface import Bytes, Message, RegionDescriptor, Tensor
 from banaserve.transport.local_region import LocalRegion, reserve
-from banaserve.transport.memory import SLICE_BYTES, Memory, Plan
+from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, Runs, gather, scatter
 from banaserve.transport.plans import check_offsets
-from banaserve.transport.remote import PlannedRegion
-from banaserve.transport.runs import Runs, gather, scatter
+from banaserve.transport.remote import PlannedRegion, PlanTicket
 from banaserve.transport.seal import Seal
 from banaserve.transport.served import ServedTransport
 from banaserve.transport.stream import SocketStream
-from banaserve.transport.tickets import PlanTicket
 
 # Deadlines are the business of whoever waits for a ticket; the connection itself has none.
 FOREVER_S = 1e6

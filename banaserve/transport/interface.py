@@ -1,4 +1,4 @@
-"""What live migration may ask of a transport: one-sided copies, and messages of one pair.
+"""Transport interface: one-sided copies between two processes, and messages of one pair.
 
 The side that has memory to give offers a region; its peer opens the region's descriptor and copies
 between its own memory and the region without the offering side's code taking part. Messages and
@@ -16,12 +16,33 @@ import numpy.typing as npt
 
 from banaserve.transport.memory import Memory
 
+MIN_SECRET_BYTES = 16
 Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64] | Sequence[int]
-
 MAX_REGION_BYTES = 2**48
 MAX_EPOCH = 2**62
 MAX_DIMENSIONS = 16
+
+
+class TransportOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process needs to build any transport.
+
+    Attributes:
+        folder: Private folder of the run, for Unix sockets.
+        host: Address to listen on, where a transport uses TCP.
+        secret: Of the run, at least 16 bytes, the same on both sides.
+    """
+
+    folder: str
+    secret: bytes
+    host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        if len(self.secret) < MIN_SECRET_BYTES:
+            raise ValueError(f"a secret has at least {MIN_SECRET_BYTES} bytes")
+
+    def __repr__(self) -> str:
+        return f"TransportOptions(folder={self.folder!r}, host={self.host!r})"
 
 
 class RegionDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""Bytes in this process, and which of them a transfer touches."""
+"""Ranges of this process's memory, the runs of them that a transfer copies, and their copying."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from banaserve import _native
+
 PAGE_BYTES = mmap.PAGESIZE
 SLICE_BYTES = 4 * 2**20
 _NONE = np.empty(0, np.int64)
+Runs = npt.NDArray[np.int64]
 
 
 class Memory(NamedTuple):
@@ -111,3 +114,52 @@ def whole_pages(first_byte: int, num_bytes: int) -> tuple[int, int]:
     first = -(-first_byte // PAGE_BYTES) * PAGE_BYTES
     end = (first_byte + num_bytes) // PAGE_BYTES * PAGE_BYTES
     return first, max(0, end - first)
+
+
+def copy_runs(
+    target: Memory, source: Memory, target_offsets: Runs, source_offsets: Runs, run_bytes: int
+) -> None:
+    """Copy runs of equal length, without the GIL.
+
+    Raises:
+        ValueError: A run leaves its memory.
+    """
+    _native.copy_regions(
+        target.address,
+        source.address,
+        target_offsets,
+        source_offsets,
+        run_bytes,
+        target.num_bytes,
+        source.num_bytes,
+    )
+
+
+def gather(target: Memory, source: Memory, offsets: Runs, run_bytes: int) -> None:
+    """Copy runs at ``offsets`` of ``source`` one after the other into ``target``."""
+    packed = np.arange(offsets.size, dtype=np.int64) * run_bytes
+    copy_runs(target, source, packed, offsets, run_bytes)
+
+
+def gather_checksummed(target: Memory, source: Memory, offsets: Runs, run_bytes: int) -> int:
+    """``gather``; the XXH3-64 of what ``target`` then holds, even if ``source`` changes meanwhile.
+
+    Raises:
+        ValueError: A run leaves its memory.
+    """
+    packed = np.arange(offsets.size, dtype=np.int64) * run_bytes
+    return _native.copy_regions_checksummed(
+        target.address,
+        source.address,
+        packed,
+        offsets,
+        run_bytes,
+        target.num_bytes,
+        source.num_bytes,
+    )
+
+
+def scatter(target: Memory, offsets: Runs, source: Memory, run_bytes: int) -> None:
+    """Copy runs that lie one after the other in ``source`` to ``offsets`` of ``target``."""
+    packed = np.arange(offsets.size, dtype=np.int64) * run_bytes
+    copy_runs(target, source, offsets, packed, run_bytes)

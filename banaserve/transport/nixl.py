@@ -19,11 +19,9 @@ from nixl._api import nixl_agent, nixl_agent_config
 
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.granted import GrantedTransport, Mover
-from banaserve.transport.interface import Bytes
+from banaserve.transport.interface import Bytes, TransportOptions
 from banaserve.transport.local_region import LocalRegion
-from banaserve.transport.memory import Memory, Plan
-from banaserve.transport.options import TransportOptions
-from banaserve.transport.runs import Runs
+from banaserve.transport.memory import Memory, Plan, Runs
 
 NAME = "nixl"
 _SPINS = 200

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from banaserve.errors import UserError
 from banaserve.names import check_known
-from banaserve.transport.interface import Transport
-from banaserve.transport.options import TransportOptions
+from banaserve.transport.interface import Transport, TransportOptions
 
 Factory = Callable[[TransportOptions], Transport]
 _factories: dict[str, Factory] = {}

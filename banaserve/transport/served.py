@@ -11,10 +11,9 @@ from abc import ABC, abstractmethod
 from banaserve.transport import seal
 from banaserve.transport.connect import connect_tcp, tcp_address
 from banaserve.transport.errors import RefusedError
-from banaserve.transport.interface import RegionDescriptor
+from banaserve.transport.interface import RegionDescriptor, TransportOptions
 from banaserve.transport.local_region import LocalRegion, reserve
 from banaserve.transport.memory import Memory
-from banaserve.transport.options import TransportOptions
 from banaserve.transport.plans import check_offer
 from banaserve.transport.remote import PlannedRegion
 from banaserve.transport.seal import Seal

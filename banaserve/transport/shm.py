@@ -11,16 +11,13 @@ from pathlib import Path
 
 from banaserve.linux import is_own, peer_of
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
-from banaserve.transport.interface import RegionDescriptor
-from banaserve.transport.memory import SLICE_BYTES, Memory
-from banaserve.transport.options import TransportOptions
-from banaserve.transport.peer import PeerWatch
+from banaserve.transport.interface import RegionDescriptor, TransportOptions
+from banaserve.transport.memory import SLICE_BYTES, Memory, copy_runs
 from banaserve.transport.plans import check_offer, check_range
-from banaserve.transport.remote import PlannedRegion
-from banaserve.transport.runs import copy_runs
+from banaserve.transport.remote import PlannedRegion, PlanTicket
 from banaserve.transport.service import GREETING_S, Service, listen_unix
 from banaserve.transport.shared_file import SharedFile
-from banaserve.transport.tickets import PlanTicket
+from banaserve.transport.stream import PeerWatch
 
 NAME = "shm"
 _ID_BYTES = 16

@@ -1,4 +1,4 @@
-"""Bytes over a connected socket, with a deadline on every wait and notice of the peer's death."""
+"""Byte stream over a connected socket: a deadline on every wait, and notice of a dead peer."""
 
 from __future__ import annotations
 
@@ -185,3 +185,37 @@ class SocketStream:
             raise PeerGoneError("the peer's process has died")
         if any(event & select.POLLNVAL for _, event in events):
             raise PeerGoneError("the connection is closed")
+
+
+class PeerWatch:
+    """Watches a connection on which the peer says nothing more, and the peer's process.
+
+    Args:
+        sock: Connected; closed by ``close``.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN | select.POLLRDHUP)
+        self._pidfd = -1
+        if sock.family == socket.AF_UNIX:
+            with suppress(OSError):
+                self._pidfd = open_peer_pidfd(sock)
+                self._poll.register(self._pidfd, select.POLLIN)
+
+    def check(self) -> None:
+        """Raise where the peer has gone.
+
+        Raises:
+            PeerGoneError: It has died or closed the connection.
+        """
+        if self._poll.poll(0):
+            raise PeerGoneError("the peer has died or closed its transport")
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._sock.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1

@@ -1,33 +1,42 @@
-"""TCP: slices are received by a thread of the offering side, checked, and copied to the region."""
+"""TCP transport: slices are received by a thread of the offering side, checked, and copied.
+
+Each request and each answer is a fixed head with a code over it; the head of one that is followed
+by bytes holds their checksum. So a third party cannot forge where bytes go, and damaged bytes are
+noticed before they reach a region.
+"""
 
 from __future__ import annotations
 
+import struct
 import time
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from banaserve.errors import ProtocolError
-from banaserve.transport import bulk_frames as bulk
-from banaserve.transport.bulk_frames import BulkAnswer, BulkRequest
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
     StaleEpochError,
     TransportError,
 )
-from banaserve.transport.interface import RegionDescriptor
+from banaserve.transport.interface import MAX_EPOCH, RegionDescriptor
 from banaserve.transport.local_region import LocalRegion, reserve
-from banaserve.transport.memory import SLICE_BYTES, Memory, Plan
+from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, Runs, gather_checksummed, scatter
 from banaserve.transport.plans import check_offsets
-from banaserve.transport.remote import PlannedRegion
-from banaserve.transport.runs import Runs, gather_checksummed, scatter
-from banaserve.transport.seal import Seal
+from banaserve.transport.remote import PlannedRegion, PlanTicket
+from banaserve.transport.seal import CODE_BYTES, Seal
 from banaserve.transport.served import ServedTransport
-from banaserve.transport.stream import SocketStream
-from banaserve.transport.tickets import PlanTicket
+from banaserve.transport.stream import ByteStream, SocketStream
 
+OPEN, WRITE, READ = range(3)
+DONE, OUTSIDE, STALE, CLOSED, DAMAGED = range(5)
+MAX_RUNS = SLICE_BYTES
+_REQUEST = struct.Struct("<BQQQIQ16s")
+_ANSWER = struct.Struct("<BQQQ")
 NAME = "tcp"
 # Slices under way at once: the peer checks one while the next is sent.
 _WINDOW = 3
@@ -48,24 +57,22 @@ class TcpTransport(ServedTransport):
     def _open(
         self, descriptor: RegionDescriptor, stream: SocketStream, seal: Seal, deadline: float
     ) -> PlannedRegion:
-        hello = BulkRequest(bulk.OPEN, 1, 0, 0, 0, 0, descriptor.region_id)
-        stream.write(bulk.sign_request(hello, _NO_OFFSETS, seal), deadline)
+        hello = BulkRequest(OPEN, 1, 0, 0, 0, 0, descriptor.region_id)
+        stream.write(sign_request(hello, _NO_OFFSETS, seal), deadline)
         stream.wait_readable(deadline)
         try:
-            answer = bulk.read_answer(stream, seal, 1, deadline)
+            answer = read_answer(stream, seal, 1, deadline)
         except ProtocolError as error:
             raise PeerGoneError(str(error)) from None
-        if answer.status != bulk.DONE:
+        if answer.status != DONE:
             raise RefusedError("the peer does not offer this region any more")
         return TcpRemote(self, descriptor, stream, seal)
 
     def _serve(self, stream: SocketStream, seal: Seal) -> None:
-        request, _ = bulk.read_request(stream, seal, 1, time.monotonic() + _FOREVER_S)
-        region = self._find(request.region_id) if request.kind == bulk.OPEN else None
-        status = bulk.DONE if region is not None else bulk.CLOSED
-        stream.write(
-            bulk.sign_answer(BulkAnswer(status, 1, 0, 0), seal), time.monotonic() + _FOREVER_S
-        )
+        request, _ = read_request(stream, seal, 1, time.monotonic() + _FOREVER_S)
+        region = self._find(request.region_id) if request.kind == OPEN else None
+        status = DONE if region is not None else CLOSED
+        stream.write(sign_answer(BulkAnswer(status, 1, 0, 0), seal), time.monotonic() + _FOREVER_S)
         if region is not None:
             _Responder(stream, seal, region).run()
 
@@ -84,14 +91,14 @@ class _Responder:
         while True:
             seq += 1
             deadline = time.monotonic() + _FOREVER_S
-            request, offsets = bulk.read_request(self._stream, self._seal, seq, deadline)
+            request, offsets = read_request(self._stream, self._seal, seq, deadline)
             data = self._bytes[: request.run_bytes * request.num_runs]
-            if request.kind == bulk.WRITE:
+            if request.kind == WRITE:
                 self._stream.read_into(memoryview(data.data), deadline)
             status, total = self._do(request, offsets, data)
-            follows = request.kind == bulk.READ and status == bulk.DONE
+            follows = request.kind == READ and status == DONE
             answer = BulkAnswer(status, seq, self._region.epoch, total)
-            parts = bulk.sign_answer(answer, self._seal)
+            parts = sign_answer(answer, self._seal)
             self._stream.write([*parts, data.data] if follows else parts, deadline)
 
     def _do(
@@ -99,23 +106,23 @@ class _Responder:
     ) -> tuple[int, int]:
         """The answer's status, and the checksum of what was put into ``data``."""
         region, total = self._region, 0
-        if request.kind == bulk.OPEN:
+        if request.kind == OPEN:
             raise ProtocolError("a region is opened once on a connection")
         try:
             check_offsets(offsets, request.run_bytes, region.descriptor.num_bytes, "the region")
-            if request.kind == bulk.WRITE and bulk.checksum(data) != request.checksum:
-                return bulk.DAMAGED, 0
+            if request.kind == WRITE and checksum(data) != request.checksum:
+                return DAMAGED, 0
             with region.use(request.epoch):
                 memory, staged = region.memory, Memory.of(data)
-                if request.kind == bulk.WRITE:
+                if request.kind == WRITE:
                     scatter(memory, offsets, staged, request.run_bytes)
                 else:
                     total = gather_checksummed(staged, memory, offsets, request.run_bytes)
         except StaleEpochError:
-            return bulk.STALE, 0
+            return STALE, 0
         except RefusedError:
-            return bulk.CLOSED if region.is_closed else bulk.OUTSIDE, 0
-        return bulk.DONE, total
+            return CLOSED if region.is_closed else OUTSIDE, 0
+        return DONE, total
 
 
 class TcpRemote(PlannedRegion):
@@ -184,35 +191,128 @@ class TcpRemote(PlannedRegion):
 
     def _send(self, part: Plan) -> int:
         self._seq += 1
-        kind, total, data = bulk.READ, 0, self._staging[:0]
+        kind, total, data = READ, 0, self._staging[:0]
         if part.writes:
             data = self._staging[: part.local_offsets.size * part.num_bytes]
-            kind, staged = bulk.WRITE, Memory.of(data)
+            kind, staged = WRITE, Memory.of(data)
             total = gather_checksummed(staged, part.local, part.local_offsets, part.num_bytes)
         offsets = part.remote_offsets
         request = BulkRequest(
             kind, self._seq, part.epoch, part.num_bytes, offsets.size, total, _NO_ID
         )
-        parts = bulk.sign_request(request, offsets, self._seal)
+        parts = sign_request(request, offsets, self._seal)
         self._stream.write([*parts, data.data], time.monotonic() + _FOREVER_S)
         return self._seq
 
     def _take_answer(self, seq: int, part: Plan) -> None:
         deadline = time.monotonic() + _FOREVER_S
-        answer = bulk.read_answer(self._stream, self._seal, seq, deadline)
-        if answer.status == bulk.STALE:
+        answer = read_answer(self._stream, self._seal, seq, deadline)
+        if answer.status == STALE:
             raise StaleEpochError(f"the region is at epoch {answer.detail}, not {part.epoch}")
-        if answer.status == bulk.DAMAGED:
+        if answer.status == DAMAGED:
             raise PeerGoneError("bytes were damaged on their way to the peer")
-        if answer.status != bulk.DONE:
+        if answer.status != DONE:
             raise RefusedError("the region is closed or smaller than its descriptor says")
         if not part.writes:
             data = self._staging[: part.local_offsets.size * part.num_bytes]
             self._stream.read_into(memoryview(data.data), deadline)
-            if bulk.checksum(data) != answer.checksum:
+            if checksum(data) != answer.checksum:
                 raise PeerGoneError("bytes were damaged on their way from the peer")
             scatter(part.local, part.local_offsets, Memory.of(data), part.num_bytes)
 
 
 def _window(part: Plan) -> int:
     return _WINDOW if part.writes or part.remote_offsets.size <= _MAX_RUNS_AHEAD else 1
+
+
+class BulkRequest(NamedTuple):
+    """One slice.
+
+    Attributes:
+        kind: OPEN, WRITE or READ.
+        seq: One more than of the request before.
+        epoch: Of the transfer.
+        run_bytes: Of each run.
+        num_runs: How many offsets follow.
+        checksum: Of the bytes that follow a WRITE.
+        region_id: For OPEN.
+    """
+
+    kind: int
+    seq: int
+    epoch: int
+    run_bytes: int
+    num_runs: int
+    checksum: int
+    region_id: bytes
+
+
+class BulkAnswer(NamedTuple):
+    """``detail`` is the region's epoch; ``checksum`` covers the bytes that follow a READ."""
+
+    status: int
+    seq: int
+    detail: int
+    checksum: int
+
+
+def checksum(data: npt.NDArray[np.uint8]) -> int:
+    """XXH3-64."""
+    value: int = xxhash.xxh3_64_intdigest(data.data)
+    return value
+
+
+def sign_request(
+    request: BulkRequest, offsets: npt.NDArray[np.int64], seal: Seal
+) -> list[memoryview | bytes]:
+    """The parts of a request without its bytes."""
+    parts: list[memoryview | bytes] = [_REQUEST.pack(*request), offsets.astype("<i8").tobytes()]
+    return [*parts, seal.sign(parts)]
+
+
+def read_request(
+    stream: ByteStream, seal: Seal, seq: int, deadline: float
+) -> tuple[BulkRequest, npt.NDArray[np.int64]]:
+    """The next request, whose offsets are not checked yet.
+
+    Raises:
+        ProtocolError: It is none, or not the peer's next one.
+    """
+    head = _read(stream, _REQUEST.size, deadline)
+    request = BulkRequest(*_REQUEST.unpack(head))
+    # Before the code is checked, only bounds on what is read.
+    if request.num_runs > MAX_RUNS or request.run_bytes * request.num_runs > SLICE_BYTES:
+        raise ProtocolError("a slice is too large")
+    encoded = _read(stream, 8 * request.num_runs, deadline)
+    if not seal.verify([head, encoded], bytes(_read(stream, CODE_BYTES, deadline))):
+        raise ProtocolError("a request has a wrong code")
+    if request.seq != seq or request.kind > READ or request.epoch > MAX_EPOCH:
+        raise ProtocolError("a request is out of order")
+    return request, np.frombuffer(encoded, "<i8").astype(np.int64)
+
+
+def sign_answer(answer: BulkAnswer, seal: Seal) -> list[memoryview | bytes]:
+    """The parts of an answer without its bytes."""
+    head = _ANSWER.pack(*answer)
+    return [head, seal.sign([head])]
+
+
+def read_answer(stream: ByteStream, seal: Seal, seq: int, deadline: float) -> BulkAnswer:
+    """The answer to request ``seq``.
+
+    Raises:
+        ProtocolError: What came is none.
+    """
+    head = _read(stream, _ANSWER.size, deadline)
+    answer = BulkAnswer(*_ANSWER.unpack(head))
+    if not seal.verify([head], bytes(_read(stream, CODE_BYTES, deadline))):
+        raise ProtocolError("an answer has a wrong code")
+    if answer.seq != seq:
+        raise ProtocolError("an answer is out of order")
+    return answer
+
+
+def _read(stream: ByteStream, num_bytes: int, deadline: float) -> bytearray:
+    target = bytearray(num_bytes)
+    stream.read_into(memoryview(target), deadline)
+    return target

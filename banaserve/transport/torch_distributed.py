@@ -17,11 +17,9 @@ import torch.distributed as dist
 
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.granted import GrantedTransport, Mover
-from banaserve.transport.interface import Bytes
+from banaserve.transport.interface import Bytes, TransportOptions
 from banaserve.transport.local_region import LocalRegion, reserve
-from banaserve.transport.memory import SLICE_BYTES, Memory, Plan
-from banaserve.transport.options import TransportOptions
-from banaserve.transport.runs import gather, scatter
+from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, gather, scatter
 
 NAME = "torch_distributed"
 _TIMEOUT = timedelta(seconds=10)

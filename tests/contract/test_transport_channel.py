@@ -27,8 +27,7 @@ from banaserve.transport.errors import (
     TransferTimeoutError,
     TransportError,
 )
-from banaserve.transport.interface import Message, Tensor
-from banaserve.transport.options import TransportOptions
+from banaserve.transport.interface import Message, Tensor, TransportOptions
 
 WAIT_S = 20.0
 FOLDER = Path(__file__).parent

@@ -23,9 +23,8 @@ from banaserve.transport.errors import (
     TransferCancelledError,
     TransferTimeoutError,
 )
-from banaserve.transport.interface import RegionDescriptor
+from banaserve.transport.interface import RegionDescriptor, TransportOptions
 from banaserve.transport.memory import SLICE_BYTES, Memory
-from banaserve.transport.options import TransportOptions
 from banaserve.transport.registry import create
 from banaserve.transport.torch_distributed import _TorchMover
 

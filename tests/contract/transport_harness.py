@@ -17,8 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from banaserve.transport.interface import RegionDescriptor
-from banaserve.transport.options import TransportOptions
+from banaserve.transport.interface import RegionDescriptor, TransportOptions
 from banaserve.transport.registry import create
 
 WAIT_S = 20.0

@@ -18,7 +18,7 @@ import msgspec
 
 from banaserve.transport.connect import TcpListener, UnixListener
 from banaserve.transport.errors import PeerGoneError, TransportError
-from banaserve.transport.options import TransportOptions
+from banaserve.transport.interface import TransportOptions
 from banaserve.transport.registry import create
 
 # Libraries print to standard output too.

@@ -27,7 +27,7 @@ from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, Modules
 from banaserve.kernels.interface import Heads
 from banaserve.kernels.reference import ReferenceKernels
 from banaserve.kernels.registry import pick
-from banaserve.transport.options import TransportOptions
+from banaserve.transport.interface import TransportOptions
 from banaserve.transport.registry import create
 
 CUDA = torch.device("cuda", 0)

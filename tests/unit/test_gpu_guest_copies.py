@@ -24,9 +24,8 @@ from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, Modules
 from banaserve.errors import GuestLostError, MigrationError, ProtocolError
 from banaserve.kernels.reference import ReferenceKernels
-from banaserve.transport.interface import Transport
+from banaserve.transport.interface import Transport, TransportOptions
 from banaserve.transport.memory import Memory
-from banaserve.transport.options import TransportOptions
 from banaserve.transport.registry import create
 
 LAYERS, BLOCKS, HEADS, TOKENS, HEAD_SIZE = 3, 7, 3, 4, 64

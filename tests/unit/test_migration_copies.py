@@ -26,8 +26,7 @@ from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.types import Context, HeadSet, LayerRange, Modules
 from banaserve.errors import GuestLostError, MigrationError
 from banaserve.transport.errors import PeerGoneError
-from banaserve.transport.interface import OfferedRegion, Transport
-from banaserve.transport.options import TransportOptions
+from banaserve.transport.interface import OfferedRegion, Transport, TransportOptions
 from banaserve.transport.registry import create
 
 PAGE = mmap.PAGESIZE

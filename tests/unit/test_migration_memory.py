@@ -28,7 +28,7 @@ from banaserve.engine.vllm.migration.kv.slabs import GpuSlab, Slab, merged
 from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, restore, to_wire
 from banaserve.errors import ProtocolError, UserError
 from banaserve.processes import Pulse
-from banaserve.transport.options import TransportOptions
+from banaserve.transport.interface import TransportOptions
 from banaserve.transport.registry import create
 
 PAGE = mmap.PAGESIZE
@@ -286,7 +286,7 @@ def test_threads_that_serve_do_not_give_way(name: str, tmp_path: Path) -> None:
 IN_PARALLEL = """
 import os, sys, torch
 from banaserve.engine.vllm.migration.guest.throttle import run_low_priority, start_threads
-from banaserve.transport.options import TransportOptions
+from banaserve.transport.interface import TransportOptions
 from banaserve.transport.registry import create
 
 def busy_ns():

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 
 from banaserve.errors import ProtocolError, UserError
-from banaserve.transport import bulk_frames as bulk
 from banaserve.transport import registry, seal, service
+from banaserve.transport import tcp as bulk
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
     StaleEpochError,
     TransferTimeoutError,
 )
+from banaserve.transport.interface import TransportOptions
 from banaserve.transport.memory import PAGE_BYTES, SLICE_BYTES, Memory, Plan, whole_pages
-from banaserve.transport.options import TransportOptions
 from banaserve.transport.seal import Seal
 from banaserve.transport.shared_file import SharedFile
 from banaserve.transport.stream import SocketStream

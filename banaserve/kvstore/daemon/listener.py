@@ -23,6 +23,8 @@ LOCK_WAIT_S = 5.0
 """A store that starts holds the lock for a second at most."""
 _LOCK_POLL_S = 0.01
 _BACKLOG = 128
+_RECEIVE_BYTES = 64 * 1024
+_MAX_UNSENT_BYTES = 2 * wire.MAX_MESSAGE_BYTES
 
 
 class StoreListener:
@@ -135,10 +137,6 @@ def _remove_if_stale(path: Path) -> None:
         except TimeoutError:
             pass
     raise UserError(f"another process listens on {path}: stop it or choose another socket")
-
-
-_RECEIVE_BYTES = 64 * 1024
-_MAX_UNSENT_BYTES = 2 * wire.MAX_MESSAGE_BYTES
 
 
 class Connection:

@@ -16,8 +16,7 @@ from banaserve.errors import ProtocolError
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.transport.connect import connect, over_unix
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
-from banaserve.transport.interface import Channel, RegionDescriptor, Transport
-from banaserve.transport.options import TransportOptions
+from banaserve.transport.interface import Channel, RegionDescriptor, Transport, TransportOptions
 from banaserve.transport.registry import create
 
 
