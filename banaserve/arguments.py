@@ -1,8 +1,9 @@
-"""Command lines of banaserve's commands: what is wrong with one is told in one line."""
+"""Parsing of command lines."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from typing import NoReturn
 
 from banaserve.errors import UserError
@@ -33,3 +34,21 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number above 0")
     return number
+
+
+def read_pair(option: str, text: str) -> tuple[str, str | int | float]:
+    """Returns key and value of ``text``; a value that is a number is one.
+
+    Args:
+        option: As typed, for the message.
+
+    Raises:
+        UserError: ``text`` is no pair.
+    """
+    key, equals, word = text.partition("=")
+    if not equals:
+        raise UserError(f"{option} {text}: write KEY=VALUE")
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return key.replace("-", "_"), kind(word)
+    return key.replace("-", "_"), word

@@ -13,12 +13,18 @@ from typing import Annotated
 import msgspec
 import typer
 
-from banaserve.cli.kvstore_table import store_rows
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import clear_store, fetch_stats
 from banaserve.kvstore.daemon.options import DEFAULT_SSD_SIZE, StoreOptions
 from banaserve.kvstore.daemon.process import announce_ready, serve
 from banaserve.kvstore.sizes import format_size
+from banaserve.kvstore.stats import StoreStats, TierReport
+
+app = typer.Typer(
+    name="kvstore", help="Run the KV cache store, or look at one that runs.", add_completion=False
+)
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Row = tuple[str, str]
 
 
 def default_socket_path() -> Path:
@@ -27,14 +33,10 @@ def default_socket_path() -> Path:
     return Path(folder) / f"banaserve-kvstore-{os.geteuid()}.sock"
 
 
-app = typer.Typer(
-    name="kvstore", help="Run the KV cache store, or look at one that runs.", add_completion=False
-)
 SocketOption = Annotated[
     Path,
     typer.Option("--socket", help="Unix socket of the store.", default_factory=default_socket_path),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -147,3 +149,79 @@ def _print_rows(rows: list[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         typer.echo(f"{name:<{width}}  {value}")
+
+
+def store_rows(stats: StoreStats) -> list[Row]:
+    """One row a fact: memory and tiers first."""
+    num_asked = stats.hits + stats.misses
+    slot_size = format_size(stats.slot_bytes)
+    rows = [
+        (
+            "memory",
+            f"{_of(stats.used_bytes, stats.capacity_bytes)}, {_rate(stats.hits, num_asked)}",
+        ),
+        ("slots", f"{stats.used_slots} of {stats.num_slots} used, {slot_size} each"),
+    ]
+    for tier in stats.tiers:
+        rows += _tier_rows(tier, stats.misses)
+    return [
+        *rows,
+        ("being written", f"{stats.writing_slots} ({stats.quarantined_slots} quarantined)"),
+        ("coming up", f"{stats.promoting_slots} ({stats.joined} reads joined others)"),
+        ("leases", f"{stats.num_leases} on {stats.leased_slots} slots"),
+        ("evictions", str(stats.evictions)),
+        (
+            "tenants",
+            f"{stats.num_tenants} ({stats.quota_evictions} evictions and "
+            f"{stats.quota_refusals} refusals by quota)",
+        ),
+        ("corrupt in memory", str(stats.corrupt_blocks)),
+        ("clients", f"{stats.clients} ({stats.refused_clients} refused)"),
+        ("layout mismatches", str(stats.layout_mismatches)),
+        ("protocol errors", str(stats.protocol_errors)),
+    ]
+
+
+def _tier_rows(tier: TierReport, num_misses: int) -> list[Row]:
+    name, stats = tier.stats.name, tier.stats
+    if not stats.available:
+        return [(name, f"out of service: {stats.problem}")]
+    state = f"; {stats.problem}" if stats.problem else ""
+    return [
+        (
+            name,
+            f"{_of(stats.used_bytes, stats.capacity_bytes)}, {stats.num_blocks} blocks, "
+            f"{_rate(tier.promoted, num_misses)}{state}",
+        ),
+        (
+            f"{name} up",
+            f"{tier.promoted} promoted, {tier.promoting_slots} coming, {tier.declined} declined, "
+            f"{tier.promotion_failures} failed, {_per_s(stats.load_bytes_per_s)}, "
+            f"{tier.measured_fetch_s:.3g} s where {tier.predicted_fetch_s:.3g} s were predicted",
+        ),
+        (
+            f"{name} down",
+            f"{tier.demoted} written, {tier.backlog_blocks} waiting, "
+            f"{tier.dropped_before_demotion} evicted before, {tier.demotion_failures} failed, "
+            f"{_per_s(stats.store_bytes_per_s)}",
+        ),
+        (
+            f"{name} faults",
+            f"{stats.corrupt} corrupt, {stats.missing} missing, {stats.failures} failed, "
+            f"{stats.evictions} evicted",
+        ),
+    ]
+
+
+def _of(used_bytes: int, capacity_bytes: int) -> str:
+    if not capacity_bytes:
+        return f"{format_size(used_bytes)} used"
+    return f"{format_size(used_bytes)} of {format_size(capacity_bytes)} used"
+
+
+def _rate(num_hits: int, num_asked: int) -> str:
+    return f"{num_hits / num_asked:.1%} of {num_asked} blocks hit" if num_asked else "none asked"
+
+
+def _per_s(bytes_per_s: float) -> str:
+    return f"{format_size(int(bytes_per_s))}/s" if bytes_per_s else "speed unknown"

@@ -43,7 +43,6 @@ def prepared(
     # torch's own choice is a folder of a known name in the temporary folder, which all may write.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.cache_root() / "torchinductor"))
     from banaserve.api.serving import Parts
-    from banaserve.cli.vllm_arg_checks import refuse_taken
     from banaserve.engine.vllm import engine_args
     from banaserve.engine.vllm.environment import set_environment
     from banaserve.engine.vllm.launch.forkserver import fork_engine_parent, pre_import
@@ -54,7 +53,7 @@ def prepared(
     store_socket = str(run.sockets / "kv")
     argv = _vllm_argv(config, model, store_socket, run.logs)
     args = engine_args.parse_vllm_argv(argv)
-    refuse_taken(args, config, model.path_or_id)
+    engine_args.refuse_taken(args, config, model.path_or_id)
     check_tls(args.ssl_certfile, args.ssl_keyfile)
     engine_config = engine_args.engine_config(argv)
     if config.scheduler == "preble":

@@ -14,6 +14,10 @@ from banaserve.errors import BanaServeError, UserError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+_WITH_VLLM = ("safetensors", "starlette", "torch", "transformers", "uvicorn", "vllm", "zmq")
+"""What a plain ``pip install`` of banaserve leaves out; the other commands do without."""
+_ALIASES = {"--version": "version", "-V": "version"}
+P = ParamSpec("P")
 
 
 class Command(NamedTuple):
@@ -31,7 +35,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("banaserve.cli.serve", "serve_command", "Serve a model over the OpenAI API."),
-    "doctor": Command("banaserve.cli.doctor", "app", "Say what this machine can run."),
+    "doctor": Command("banaserve.cli.doctor.command", "app", "Say what this machine can run."),
     "kvstore": Command("banaserve.cli.kvstore", "app", "Run the KV cache store, or look at one."),
     "migrate": Command(
         "banaserve.cli.migrate", "app", "Move layers and heads between running instances."
@@ -54,13 +58,6 @@ COMMANDS = {
     "bench": Command("banaserve.cli.bench", "bench_command", "Measure one question."),
     "version": Command("banaserve.cli.version", "version_command", "Show versions."),
 }
-_WITH_VLLM = ("safetensors", "starlette", "torch", "transformers", "uvicorn", "vllm", "zmq")
-"""What a plain ``pip install`` of banaserve leaves out; the other commands do without."""
-
-_ALIASES = {"--version": "version", "-V": "version"}
-
-
-P = ParamSpec("P")
 
 
 def one_line_errors(command: Callable[P, int]) -> Callable[P, int]:

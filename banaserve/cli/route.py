@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from banaserve.arguments import Parser
+from banaserve.arguments import Parser, read_pair
 from banaserve.balancer.balancer import Balancer
 from banaserve.balancer.config import (
     BalancerSettings,
@@ -19,7 +19,6 @@ from banaserve.balancer.config import (
 )
 from banaserve.balancer.config_file import read_settings
 from banaserve.cli.console import print_error, timed
-from banaserve.cli.key_values import read_pair
 from banaserve.cli.sockets import listening
 from banaserve.errors import UserError
 from banaserve.orchestrator.replicas import registry

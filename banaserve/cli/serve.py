@@ -6,18 +6,18 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TextIO
 
 from banaserve import models
 from banaserve.cli import emulation
 from banaserve.cli.console import Say, timed
-from banaserve.cli.orchestrator_options import check_orchestrator
-from banaserve.cli.serve_options import parse_serve_argv
-from banaserve.cli.signals import Leaving
+from banaserve.cli.serve_options import check_orchestrator, parse_serve_argv
 from banaserve.cli.sockets import listening
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
@@ -26,6 +26,9 @@ from banaserve.kvstore.sizes import format_size, parse_size
 from banaserve.linux import available_memory_bytes
 from banaserve.orchestrator.routing import registry
 from banaserve.run_dir import RunDir, open_run_dir
+
+_AGAIN_S = 0.5
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 
 def serve_command(argv: list[str]) -> int:
@@ -145,3 +148,50 @@ def _banner(
         "",
     ]
     print("\n".join(lines), file=terminal, flush=True)
+
+
+class Leaving:
+    """Within it SIGINT and SIGTERM raise SystemExit with 128 + the signal's number, once.
+
+    Later ones are ignored: what is under way then is the clean-up. Main thread only.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._insists = False
+
+    def __enter__(self) -> Leaving:
+        self._previous = {number: signal.signal(number, self._leave) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _value: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def insisting(self) -> Iterator[None]:
+        """Raise again every half second until the block is left.
+
+        One exception is not enough where others' code runs: an import may catch everything, and
+        Python drops what is raised in a destructor or a callback from C.
+        """
+        self._insists = True
+        try:
+            yield
+        finally:
+            self._insists = False
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+    def _leave(self, number: int, _: object) -> None:
+        if self._number and not self._insists:
+            return
+        if number != signal.SIGALRM:
+            self._number = self._number or number
+        if self._insists:
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+        raise SystemExit(128 + self._number)

@@ -1,4 +1,4 @@
-"""``banaserve serve``'s command line as a ``ServeConfig``."""
+"""Command line of ``banaserve serve`` as a ``ServeConfig``."""
 
 from __future__ import annotations
 
@@ -7,24 +7,29 @@ import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from banaserve.arguments import Parser
-from banaserve.cli.budget_options import add_budgets, budget_of
-from banaserve.cli.key_values import read_pair
-from banaserve.cli.orchestrator_options import add_orchestrator, orchestrator_of
+from banaserve.arguments import Parser, read_pair
 from banaserve.config import (
     MIGRATION_ATTENTION,
     MINIATURE,
     SCHEDULERS,
+    Budget,
+    OrchestratorConfig,
     ServeConfig,
     options_from_file,
     parse_pd,
     split_argv,
 )
+from banaserve.controller.decisions import DecisionLog
 from banaserve.errors import UserError
+from banaserve.orchestrator.control import ControlLimits
+from banaserve.orchestrator.migration import registry
 from banaserve.types import Role
 
 _DEFAULTS = ServeConfig()
+_ROLES = (Role.PREFILL, Role.DECODE)
+_ORCHESTRATOR = OrchestratorConfig()
 
 
 def parse_serve_argv(argv: Sequence[str]) -> ServeConfig:
@@ -318,3 +323,90 @@ def _add_pacing(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with --pace: wall seconds of one modelled second",
     )
+
+
+def add_budgets(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "budgets", "as vLLM's options of the same names, which they may not exceed; by role"
+    )
+    for role in _ROLES:
+        for name in ("max-num-batched-tokens", "max-num-seqs"):
+            option = f"--{role.value}-{name}"
+            group.add_argument(option, type=int, default=0, metavar="N", help=f"{role.value} only")
+
+
+def budget_of(known: argparse.Namespace, role: Role) -> Budget:
+    """What the options say of ``role``."""
+    return Budget(
+        getattr(known, f"{role.value}_max_num_batched_tokens"),
+        getattr(known, f"{role.value}_max_num_seqs"),
+    )
+
+
+def add_orchestrator(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--orchestrator",
+        choices=("off", "dry-run", "on"),
+        help="who moves layers, heads and roles: off, on, or dry-run, which decides and moves "
+        "nothing (dry-run; off without a store)",
+    )
+    add(
+        "--orchestrator-policy",
+        default=_ORCHESTRATOR.policy,
+        metavar="NAME",
+        help=f"one of {', '.join(registry.names())}",
+    )
+    add(
+        "--orchestrator-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the policy, such as delta_up=0.3",
+    )
+    add(
+        "--orchestrator-interval",
+        type=float,
+        default=_ORCHESTRATOR.interval_s,
+        metavar="S",
+    )
+    add(
+        "--orchestrator-concurrent",
+        type=int,
+        default=_ORCHESTRATOR.concurrent,
+        metavar="N",
+        help="steps that may be under way at once",
+    )
+    add(
+        "--orchestrator-per-minute",
+        type=int,
+        default=_ORCHESTRATOR.per_minute,
+        metavar="N",
+        help="steps that may begin within a minute",
+    )
+    add("--decision-log", type=Path, metavar="FILE", help="append every decision, as JSON lines")
+
+
+def orchestrator_of(known: argparse.Namespace) -> OrchestratorConfig:
+    """Returns what the options say; without a store nothing is measured, so the default is off."""
+    return OrchestratorConfig(
+        mode=known.orchestrator or ("off" if known.no_kv_store else _ORCHESTRATOR.mode),
+        policy=known.orchestrator_policy,
+        options=tuple(read_pair("--orchestrator-option", o) for o in known.orchestrator_option),
+        interval_s=known.orchestrator_interval,
+        concurrent=known.orchestrator_concurrent,
+        per_minute=known.orchestrator_per_minute,
+        decision_log=known.decision_log,
+    )
+
+
+def check_orchestrator(config: OrchestratorConfig) -> None:
+    """Return if policy and limits make sense and the log can be written.
+
+    Raises:
+        UserError: One does not or cannot; names it.
+    """
+    section: dict[str, Any] = dict(config.options)
+    registry.make(config.policy, **section)
+    ControlLimits(concurrent=config.concurrent, per_minute=config.per_minute)
+    DecisionLog(config.decision_log)

@@ -126,7 +126,7 @@ def test_help_and_doctor_import_nothing_heavy():
         "import sys\n"
         "from banaserve.cli.main import main\n"
         "main(['--help'])\n"
-        "import banaserve.cli.doctor\n"
+        "import banaserve.cli.doctor.command\n"
         "print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-P", "-c", body], capture_output=True, text=True)

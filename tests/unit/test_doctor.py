@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.cli import doctor, doctor_facts
-from banaserve.cli import doctor_checks as checks
-from banaserve.cli.doctor_checks import CheckStatus, Finding
+from banaserve.cli.doctor import checks, command, facts
+from banaserve.cli.doctor.checks import CheckStatus, Finding
 from banaserve.cli.main import main
 
 OK, WARNING, MISSING = CheckStatus.OK, CheckStatus.WARNING, CheckStatus.MISSING
@@ -89,12 +88,12 @@ def test_a_taken_port_is_seen():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
-        assert doctor_facts.try_port(sock.getsockname()[1]) == errno.EADDRINUSE
+        assert facts.try_port(sock.getsockname()[1]) == errno.EADDRINUSE
 
 
 def test_this_machine_can_be_examined(tmp_path, monkeypatch):
     monkeypatch.setenv("BANASERVE_CACHE", str(tmp_path))
-    names = [finding.name for finding in doctor_facts.examine("smollm2-135m", 8000)]
+    names = [finding.name for finding in facts.examine("smollm2-135m", 8000)]
     assert len(names) == len(set(names))
     assert {"Python", "vLLM", "torch", "memory", "model"} <= set(names)
 
@@ -108,14 +107,14 @@ def test_this_machine_can_be_examined(tmp_path, monkeypatch):
     ],
 )
 def test_a_model_is_looked_for_without_the_hub(name, status, words, monkeypatch):
-    finding = doctor_facts.look_for_model(name)
+    finding = facts.look_for_model(name)
     assert finding.status is status
     assert words in f"{finding.detail}: {finding.advice}"
 
 
 def test_a_local_model_is_found(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    assert doctor_facts.look_for_model(str(tmp_path)).status is OK
+    assert facts.look_for_model(str(tmp_path)).status is OK
 
 
 @pytest.mark.parametrize(
@@ -128,7 +127,7 @@ def test_a_local_model_is_found(tmp_path):
 )
 def test_the_report_ends_in_a_verdict(status, code, verdict, monkeypatch, capsys):
     findings = [Finding("CPU", OK, "fine"), Finding("GPU", status, "seen", "do this")]
-    monkeypatch.setattr(doctor.doctor_facts, "examine", lambda model, port: findings)
+    monkeypatch.setattr(command.facts, "examine", lambda model, port: findings)
     assert main(["doctor"]) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split(maxsplit=2) == ["GPU", status.value, "seen: do this"]
@@ -137,7 +136,7 @@ def test_the_report_ends_in_a_verdict(status, code, verdict, monkeypatch, capsys
 
 def test_the_report_can_be_json(monkeypatch, capsys):
     findings = [Finding("GPU", MISSING, "seen", "do this")]
-    monkeypatch.setattr(doctor.doctor_facts, "examine", lambda model, port: findings)
+    monkeypatch.setattr(command.facts, "examine", lambda model, port: findings)
     assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report == {

@@ -27,10 +27,10 @@ from banaserve.api.limits import BodyLimit, ConcurrencyLimit
 from banaserve.cli import launch
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.cli.sockets import check_tls
-from banaserve.cli.vllm_arg_checks import refuse_taken
 from banaserve.config import ServeConfig
 from banaserve.engine.vllm import engine_args
 from banaserve.engine.vllm.client import tenant
+from banaserve.engine.vllm.engine_args import refuse_taken
 from banaserve.errors import UserError
 from banaserve.models import ResolvedModel
 from banaserve.run_dir import open_run_dir

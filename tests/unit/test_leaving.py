@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from banaserve.cli.signals import Leaving
+from banaserve.cli.serve import Leaving
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 

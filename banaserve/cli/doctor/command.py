@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from banaserve.cli import doctor_facts
 from banaserve.cli.console import print_rows
-from banaserve.cli.doctor_checks import CheckStatus, Finding
+from banaserve.cli.doctor import facts
+from banaserve.cli.doctor.checks import CheckStatus, Finding
 from banaserve.models import PACKAGED
 
 _STYLES = {"OK": "green", "warning": "yellow", "missing": "bold red"}
@@ -24,7 +24,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what this machine can run. Exits with 1 if `banaserve serve` cannot."""
-    findings = list(doctor_facts.examine(model, port))
+    findings = list(facts.examine(model, port))
     can_serve = not any(finding.status is CheckStatus.MISSING for finding in findings)
     if as_json:
         typer.echo(json.dumps(_as_json(findings, can_serve), indent=2))

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from banaserve import models
-from banaserve.cli import doctor_checks as checks
-from banaserve.cli.doctor_checks import CheckStatus, Finding
+from banaserve.cli.doctor import checks as checks
+from banaserve.cli.doctor.checks import CheckStatus, Finding
 from banaserve.cli.version import installed_version
 from banaserve.errors import UserError
 from banaserve.linux import MADV_POPULATE_WRITE, available_memory_bytes, madvise
