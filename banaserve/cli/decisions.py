@@ -11,13 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from banaserve.cli.admin_options import (
-    JsonOption,
-    KeyOption,
-    RunDirOption,
-    UrlOption,
-    admin_client,
-)
+from banaserve.cli.admin_options import JsonOption, ServerOptions, with_server_options
 from banaserve.controller.schemas import DecisionRecord, Felt, StepRecord, WantedStep
 from banaserve.kvstore.sizes import format_size
 
@@ -26,10 +20,9 @@ _SHOWN = 10
 
 
 @app.command()
+@with_server_options
 def decisions(
-    run_dir: RunDirOption = None,
-    url: UrlOption = None,
-    admin_key: KeyOption = None,
+    server: ServerOptions,
     as_json: JsonOption = False,
     last: Annotated[int, typer.Option("--last", min=1, help="So many of the last ones.")] = _SHOWN,
     candidates: Annotated[
@@ -37,7 +30,7 @@ def decisions(
     ] = False,
 ) -> None:
     """Say what the orchestrator of a running server decided, and why."""
-    found = admin_client(run_dir, url, admin_key).decisions(last)
+    found = server.client().decisions(last)
     if as_json:
         typer.echo(json.dumps(msgspec.to_builtins(found), indent=2))
         return

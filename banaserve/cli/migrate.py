@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from banaserve.api.admin_client import AdminClient
-from banaserve.cli.admin_options import KeyOption, RunDirOption, UrlOption, admin_client
+from banaserve.cli.admin_options import ServerOptions, with_server_options
 from banaserve.cli.console import print_error
 from banaserve.cli.placement import overlap_words, sharing_line
 from banaserve.engine.vllm.migration.api import (
@@ -40,62 +40,58 @@ _LOOK_S = 0.5
 
 
 @app.command()
+@with_server_options
 def layers(
+    server: ServerOptions,
     source: FromOption,
     target: ToOption,
     span: Annotated[str, typer.Option("--layers", help="START:END, END not included.")],
-    run_dir: RunDirOption = None,
-    url: UrlOption = None,
-    admin_key: KeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Move a range of layers: weights and KV cache."""
     ask = MoveLayers(source, target, _span(span))
-    _migrate(admin_client(run_dir, url, admin_key), ask, as_json)
+    _migrate(server.client(), ask, as_json)
 
 
 @app.command()
+@with_server_options
 def heads(
+    server: ServerOptions,
     source: FromOption,
     target: ToOption,
     layer: Annotated[str, typer.Option("--layer", help="A layer, or several: 5,6 or 5:8.")],
     chosen: Annotated[str, typer.Option("--heads", help="KV heads of each, such as 1,2.")],
-    run_dir: RunDirOption = None,
-    url: UrlOption = None,
-    admin_key: KeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Move KV heads of some layers, with their query heads: KV cache only."""
     ask = MoveHeads(source, target, _heads(layer, chosen))
-    _migrate(admin_client(run_dir, url, admin_key), ask, as_json)
+    _migrate(server.client(), ask, as_json)
 
 
 @app.command()
+@with_server_options
 def context(
+    server: ServerOptions,
     source: FromOption,
     target: ToOption,
     span: Annotated[str, typer.Option("--layers", help="START:END, END not included.")],
-    run_dir: RunDirOption = None,
-    url: UrlOption = None,
-    admin_key: KeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Move the KV blocks of some layers that are full by now; newer ones stay."""
     ask = MoveContext(source, target, _span(span))
-    _migrate(admin_client(run_dir, url, admin_key), ask, as_json)
+    _migrate(server.client(), ask, as_json)
 
 
 @app.command(name="return")
+@with_server_options
 def take_home(
+    server: ServerOptions,
     source: FromOption,
     span: Annotated[
         str | None, typer.Option("--layers", help="START:END; everything without it.")
     ] = None,
     layer: Annotated[str | None, typer.Option("--layer", help="Of --heads.")] = None,
     chosen: Annotated[str | None, typer.Option("--heads", help="KV heads, such as 1,2.")] = None,
-    run_dir: RunDirOption = None,
-    url: UrlOption = None,
-    admin_key: KeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Take home what an instance has away."""
@@ -106,20 +102,19 @@ def take_home(
         _span(span) if span is not None else None,
         _heads(layer, chosen) if layer is not None and chosen is not None else None,
     )
-    _migrate(admin_client(run_dir, url, admin_key), ask, as_json)
+    _migrate(server.client(), ask, as_json)
 
 
 @app.command()
+@with_server_options
 def overlap(
+    server: ServerOptions,
     instance: Annotated[str, typer.Option("--of", help="The instance whose layers are away.")],
     parts: Annotated[int, typer.Option("--parts", help="Of a step, at most; 1: it waits.")],
-    run_dir: RunDirOption = None,
-    url: UrlOption = None,
-    admin_key: KeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Let an instance and the guests of its layers compute at once, until it starts again."""
-    found = admin_client(run_dir, url, admin_key).overlap(OverlapRequest(instance, parts))
+    found = server.client().overlap(OverlapRequest(instance, parts))
     if as_json:
         print(json.dumps(msgspec.to_builtins(found)))
         return
@@ -127,16 +122,15 @@ def overlap(
 
 
 @app.command()
+@with_server_options
 def share(
+    server: ServerOptions,
     instance: Annotated[str, typer.Option("--beside", help="The instance whose device it is.")],
     fraction: Annotated[float, typer.Option("--fraction", help="That guests beside it may take.")],
-    run_dir: RunDirOption = None,
-    url: UrlOption = None,
-    admin_key: KeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Bound what guests beside an instance take of its device, until the server ends."""
-    found = admin_client(run_dir, url, admin_key).share(ShareRequest(instance, fraction))
+    found = server.client().share(ShareRequest(instance, fraction))
     if as_json:
         print(json.dumps(msgspec.to_builtins(found)))
         return

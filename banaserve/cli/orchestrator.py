@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from banaserve.cli.admin_options import KeyOption, RunDirOption, UrlOption, admin_client
+from banaserve.cli.admin_options import ServerOptions, with_server_options
 from banaserve.cli.status import controller_line
 
 app = typer.Typer(
@@ -16,14 +16,14 @@ app = typer.Typer(
 
 
 @app.command()
-def pause(run_dir: RunDirOption = None, url: UrlOption = None, admin_key: KeyOption = None) -> None:
+@with_server_options
+def pause(server: ServerOptions) -> None:
     """Begin nothing more; what is under way comes to its end."""
-    typer.echo(controller_line(admin_client(run_dir, url, admin_key).set_paused(True)))
+    typer.echo(controller_line(server.client().set_paused(True)))
 
 
 @app.command()
-def resume(
-    run_dir: RunDirOption = None, url: UrlOption = None, admin_key: KeyOption = None
-) -> None:
+@with_server_options
+def resume(server: ServerOptions) -> None:
     """Begin steps again."""
-    typer.echo(controller_line(admin_client(run_dir, url, admin_key).set_paused(False)))
+    typer.echo(controller_line(server.client().set_paused(False)))

@@ -9,13 +9,7 @@ from typing import Any
 import msgspec
 import typer
 
-from banaserve.cli.admin_options import (
-    JsonOption,
-    KeyOption,
-    RunDirOption,
-    UrlOption,
-    admin_client,
-)
+from banaserve.cli.admin_options import JsonOption, ServerOptions, with_server_options
 from banaserve.cli.console import print_rows
 from banaserve.engine.vllm.migration.api import (
     ClusterPlacement,
@@ -30,14 +24,13 @@ _HEADING = ("INSTANCE", "ROLE", "RUNS", "BESIDE", "BYTES", "EPOCH", "BLOCKS")
 
 
 @app.command()
+@with_server_options
 def placement(
-    run_dir: RunDirOption = None,
-    url: UrlOption = None,
-    admin_key: KeyOption = None,
+    server: ServerOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Show which instance runs which layers and heads of a running server."""
-    found = admin_client(run_dir, url, admin_key).placement()
+    found = server.client().placement()
     if as_json:
         typer.echo(json.dumps(msgspec.to_builtins(found), indent=2))
         return

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from banaserve.api.admin_client import AdminClient
-from banaserve.cli.admin_options import KeyOption, RunDirOption, UrlOption, admin_client
+from banaserve.cli.admin_options import ServerOptions, with_server_options
 from banaserve.cli.console import print_error
 from banaserve.cli.migrate import JsonOption
 from banaserve.controller.schemas import RoleRequest
@@ -24,19 +24,18 @@ _LOOK_S = 0.5
 
 
 @app.command()
+@with_server_options
 def role(
+    server: ServerOptions,
     instance: Annotated[str, typer.Argument(help="Such as p1; it keeps its name.")],
     new_role: Annotated[str, typer.Argument(metavar="ROLE", help="prefill or decode.")],
     timeout_s: Annotated[
         float, typer.Option("--timeout", help="It keeps its role if it is not drained by then.")
     ] = 300.0,
-    run_dir: RunDirOption = None,
-    url: UrlOption = None,
-    admin_key: KeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Give a running instance another role once the requests that it has have ended."""
-    client = admin_client(run_dir, url, admin_key)
+    client = server.client()
     change = client.begin_role(RoleRequest(instance, new_role, timeout_s))
     try:
         while change.is_open:

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from banaserve.cli.admin_options import (
-    JsonOption,
-    KeyOption,
-    RunDirOption,
-    UrlOption,
-    admin_client,
-)
+from banaserve.cli.admin_options import JsonOption, ServerOptions, with_server_options
 from banaserve.cli.console import make_table, print_rows
 from banaserve.controller.schemas import ControllerStatus, InstanceStatus, MoveLine, ServerStatus
 from banaserve.kvstore.sizes import format_size
@@ -53,10 +47,9 @@ STYLES = {
 
 
 @app.command()
+@with_server_options
 def status(
-    run_dir: RunDirOption = None,
-    url: UrlOption = None,
-    admin_key: KeyOption = None,
+    server: ServerOptions,
     as_json: JsonOption = False,
     watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C.")] = False,
     every_s: Annotated[
@@ -64,7 +57,7 @@ def status(
     ] = 1.0,
 ) -> None:
     """Show a running server on one screen."""
-    client = admin_client(run_dir, url, admin_key)
+    client = server.client()
     if not watch:
         _print(client.status(), as_json)
     elif as_json or not sys.stdout.isatty():

@@ -1,11 +1,4 @@
-"""What vLLM's engine client can do and several engines behind one store cannot, in plain words.
-
-What vLLM's engine client does for its one engine, done for every instance.
-
-Requests of pooling models: no decode, so one instance computes all of them.
-
-vLLM's EngineClient over many instances: what vLLM's own API server talks to.
-"""
+"""Engine client over many instances: the object that vLLM's own API server talks to."""
 
 from __future__ import annotations
 
@@ -42,35 +35,16 @@ from banaserve.engine.vllm.disagg_request import (
 from banaserve.engine.vllm.legs import end_with_context, first_token_blocker
 from banaserve.engine.vllm.lora import Adapters
 
+tenant: ContextVar[str | None] = ContextVar("tenant", default=None)
+"""Name of the API key that the current task serves; set where there are several keys."""
+
 _WEIGHTS = (
     "weights stay as they are while banaserve serves, since its store holds KV of these: restart it"
 )
 _FAULTS = "banaserve starts failed engines again by itself: see /ready and `banaserve status`"
 _SCALE = "the number of instances is set at start, with --pd"
-
-
 _CHANGE_WEIGHTS = frozenset({"discard", "load_model", "sleep"})
 _LIGHT_SLEEP = 1
-
-
-def check_weights_stay(method: str) -> None:
-    """Return if this method of vLLM's workers leaves the weights that the store's KV is of.
-
-    Raises:
-        NotImplementedError: It does not, as ``reload_weights``.
-    """
-    if "weight" in method or method in _CHANGE_WEIGHTS:
-        raise NotImplementedError(f"{method}: {_WEIGHTS}")
-
-
-def check_sleep(level: int) -> None:
-    """Return if a sleep of this level keeps the weights.
-
-    Raises:
-        NotImplementedError: What wakes up would compute with none, into the store.
-    """
-    if level > _LIGHT_SLEEP:
-        raise NotImplementedError(f"sleep level {level} throws weights away: use level 1")
 
 
 def _refusing(words: str) -> Callable[..., Coroutine[Any, Any, NoReturn]]:
@@ -80,147 +54,12 @@ def _refusing(words: str) -> Callable[..., Coroutine[Any, Any, NoReturn]]:
     return refuse
 
 
-class Refusals(EngineClient):
-    """Each of these is answered 501."""
+class DisaggregatedClient(EngineClient):
+    """vLLM's ``EngineClient`` over all instances: vLLM's own API server calls it.
 
-    init_weight_transfer_engine = _refusing(_WEIGHTS)
-    shutdown_weight_transfer_engine = _refusing(_WEIGHTS)
-    start_weight_update = _refusing(_WEIGHTS)
-    start_draft_weight_update = _refusing(_WEIGHTS)
-    update_weights = _refusing(_WEIGHTS)
-    finish_weight_update = _refusing(_WEIGHTS)
-    update_weight_version = _refusing(_WEIGHTS)
-    get_weight_version = _refusing(_WEIGHTS)
-    compute_weight_checksums = _refusing(_WEIGHTS)
-    handle_fault = _refusing(_FAULTS)
-    get_status = _refusing(_FAULTS)
-    scale_elastic_ep = _refusing(_SCALE)
-
-
-class AllInstances(Refusals):
-    """Asks all instances that serve; requests themselves go other ways."""
-
-    _cluster: Cluster
-    _adapters: Adapters
-    _jobs: dict[int, RequestContext]
-
-    async def _broadcast(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        llms = [i.llm for i in self._cluster.serving() if i.llm is not None]
-        return await asyncio.gather(*(getattr(llm, method)(*args, **kwargs) for llm in llms))
-
-    def _end_all(self, mode: Any) -> None:
-        """A prefill leg that ends by this is no death, after which it would be tried again."""
-        if mode == "abort":
-            for job in self._jobs.values():
-                job.aborted = True
-
-    async def start_profile(self, profile_prefix: str | None = None, **options: Any) -> None:
-        await self._broadcast("start_profile", profile_prefix, **options)
-
-    async def stop_profile(self) -> None:
-        await self._broadcast("stop_profile")
-
-    async def reset_mm_cache(self) -> None:
-        await self._broadcast("reset_mm_cache")
-
-    async def reset_encoder_cache(self) -> None:
-        await self._broadcast("reset_encoder_cache")
-
-    async def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        return all(
-            await self._broadcast("reset_prefix_cache", reset_running_requests, reset_connector)
-        )
-
-    async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
-        check_sleep(level)
-        self._end_all(mode)
-        await self._broadcast("sleep", level, mode)
-
-    async def release_kv_cache_memory(self) -> None:
-        await self._broadcast("release_kv_cache_memory")
-
-    async def wake_up(self, tags: list[str] | None = None) -> bool:
-        return all(await self._broadcast("wake_up", tags))
-
-    async def is_sleeping(self) -> bool:
-        return any(await self._broadcast("is_sleeping"))
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        self._adapters.begin(lora_request)
-        added = all(await self._broadcast("add_lora", lora_request))
-        await self._adapters.loaded(lora_request)
-        return added
-
-    async def pause_generation(self, *, mode: Any = "abort", clear_cache: bool = True) -> None:
-        self._end_all(mode)
-        await self._broadcast("pause_generation", mode=mode, clear_cache=clear_cache)
-
-    async def resume_generation(self) -> None:
-        await self._broadcast("resume_generation")
-
-    async def is_paused(self) -> bool:
-        return any(await self._broadcast("is_paused"))
-
-    async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        check_weights_stay(method)
-        answers = await self._broadcast("collective_rpc", method, timeout, args, kwargs)
-        return [one for answer in answers for one in answer]
-
-    async def notify_kv_transfer_request_rejected(
-        self,
-        request_id: str,
-        kv_transfer_params: Mapping[str, Any],
-        *,
-        data_parallel_rank: int | None = None,
-    ) -> None:
-        """Nothing to clean up: leases end with their request."""
-
-
-async def pool(
-    cluster: Cluster, deadline: float, *request: Any, **options: Any
-) -> AsyncGenerator[PoolingRequestOutput, None]:
-    """Let the least busy instance compute, another one where that dies.
-
-    Args:
-        request: As vLLM's ``encode`` takes it.
-
-    Raises:
-        GracefulHTTPError: Nobody serves, or not in time, or instances die of it.
-    """
-    for _ in range(MAX_DEATHS):
-        serving = [instance for instance in cluster.serving() if instance.llm is not None]
-        if not serving:
-            raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
-        instance = min(serving, key=lambda i: i.view().inflight_requests)
-        assert instance.llm is not None
-        try:
-            with instance.holding(0):
-                stream = instance.llm.encode(*request, **options)
-                async with contextlib.aclosing(stream):
-                    while (output := await next_output(stream, deadline)) is not None:
-                        yield output
-            return
-        except DEAD:
-            metrics.RETRIES.labels("pooling").inc()
-        except TimeoutError:
-            raise out_of_time() from None
-    raise given_up(str(request[-1]))
-
-
-tenant: ContextVar[str | None] = ContextVar("tenant", default=None)
-"""Whose request the current task serves; set by the front door where there are several keys."""
-
-
-class DisaggregatedClient(AllInstances):
-    """``generate`` is two legs; everything else goes to one instance or to all.
+    ``generate`` is two legs, ``encode`` goes to one instance; control methods go to every instance
+    that serves. Methods that would invalidate the store's KV, or that banaserve does itself, raise
+    NotImplementedError, which the API server answers with 501.
 
     Args:
         config: As the engines got it; a copy is kept, with the context length they settled on.
@@ -244,7 +83,7 @@ class DisaggregatedClient(AllInstances):
         self._request_timeout_s = request_timeout_s
         self._lookup_above_tokens = lookup_above_tokens
         self._supported_tasks: tuple[Any, ...] = ()
-        self._jobs: dict[int, RequestContext] = {}
+        self._contexts: dict[int, RequestContext] = {}
 
     async def adopt_engine_facts(self) -> None:
         """Take over what the engines decided at start: context length, cache size, tasks."""
@@ -264,20 +103,20 @@ class DisaggregatedClient(AllInstances):
         request_id: str,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Prefill leg, then decode leg; see ``journey``."""
+        """Run the prefill leg, then the decode leg; see ``disagg_request``."""
         options = self._adapters.resolve_lora(options)
         if inspect.isasyncgen(prompt):
             stream = self._streaming_input(prompt, sampling_params, request_id, options)
         else:
-            job = await self._prepare(prompt, sampling_params, request_id, options)
-            stream = run_request(job, self._cluster)
-            self._jobs[id(stream)] = job
+            context = await self._prepare(prompt, sampling_params, request_id, options)
+            stream = run_request(context, self._cluster)
+            self._contexts[id(stream)] = context
         try:
             async with contextlib.aclosing(stream) as outputs:
                 async for output in outputs:
                     yield output
         finally:
-            self._jobs.pop(id(stream), None)
+            self._contexts.pop(id(stream), None)
 
     async def _prepare(
         self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
@@ -304,14 +143,14 @@ class DisaggregatedClient(AllInstances):
             request=request,
             prompt=prompt,
             prompt_text=prompt_text,
-            obstacle=self._obstacle(request),
+            obstacle=self._first_token_blocker(request),
             deadline=self._deadline(),
             generate_options=options,
             uncached_tokens=await self._uncached_tokens(request),
             one_leg_because=_one_leg_because(request),
         )
 
-    def _obstacle(self, request: compat.EngineCoreRequest) -> str | None:
+    def _first_token_blocker(self, request: compat.EngineCoreRequest) -> str | None:
         assert request.sampling_params is not None
         if self.model_config.logits_processors:
             return "logits_processors"  # they may count what they take for the output
@@ -332,7 +171,7 @@ class DisaggregatedClient(AllInstances):
     async def _streaming_input(
         self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """A session whose prompt arrives in pieces stays on one instance."""
+        """Run a session whose prompt arrives in pieces, all of it on one instance."""
         serving = [i for i in self._cluster.serving() if i.llm is not None]
         if not serving:
             raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
@@ -347,7 +186,7 @@ class DisaggregatedClient(AllInstances):
     async def encode(
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """See ``pooling``."""
+        """Compute a request of a pooling model; see ``pool``."""
         if isinstance(prompt, dict) and (salt := _own(prompt.get("cache_salt"))) is not None:
             prompt["cache_salt"] = salt
         request = (prompt, pooling_params, request_id)
@@ -366,12 +205,108 @@ class DisaggregatedClient(AllInstances):
                 "all instances have failed; see the server's log", HTTPStatus.SERVICE_UNAVAILABLE
             )
 
+    # ---- methods that go to every instance
+
     async def abort(self, request_id: str | Iterable[str]) -> None:
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        for job in self._jobs.values():
-            job.aborted = job.aborted or job.request.external_req_id in ids
+        for context in self._contexts.values():
+            context.aborted = context.aborted or context.request.external_req_id in ids
         ids += [f"{one}-p" for one in ids]
         await self._broadcast("abort", ids)
+
+    async def start_profile(self, profile_prefix: str | None = None, **options: Any) -> None:
+        await self._broadcast("start_profile", profile_prefix, **options)
+
+    async def stop_profile(self) -> None:
+        await self._broadcast("stop_profile")
+
+    async def reset_mm_cache(self) -> None:
+        await self._broadcast("reset_mm_cache")
+
+    async def reset_encoder_cache(self) -> None:
+        await self._broadcast("reset_encoder_cache")
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        return all(
+            await self._broadcast("reset_prefix_cache", reset_running_requests, reset_connector)
+        )
+
+    async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
+        check_sleep(level)
+        self._mark_all_aborted(mode)
+        await self._broadcast("sleep", level, mode)
+
+    async def release_kv_cache_memory(self) -> None:
+        await self._broadcast("release_kv_cache_memory")
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        return all(await self._broadcast("wake_up", tags))
+
+    async def is_sleeping(self) -> bool:
+        return any(await self._broadcast("is_sleeping"))
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        self._adapters.begin(lora_request)
+        added = all(await self._broadcast("add_lora", lora_request))
+        await self._adapters.loaded(lora_request)
+        return added
+
+    async def pause_generation(self, *, mode: Any = "abort", clear_cache: bool = True) -> None:
+        self._mark_all_aborted(mode)
+        await self._broadcast("pause_generation", mode=mode, clear_cache=clear_cache)
+
+    async def resume_generation(self) -> None:
+        await self._broadcast("resume_generation")
+
+    async def is_paused(self) -> bool:
+        return any(await self._broadcast("is_paused"))
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        check_weights_stay(method)
+        answers = await self._broadcast("collective_rpc", method, timeout, args, kwargs)
+        return [one for answer in answers for one in answer]
+
+    async def notify_kv_transfer_request_rejected(
+        self,
+        request_id: str,
+        kv_transfer_params: Mapping[str, Any],
+        *,
+        data_parallel_rank: int | None = None,
+    ) -> None:
+        """Do nothing: leases end with their request."""
+
+    async def _broadcast(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        llms = [i.llm for i in self._cluster.serving() if i.llm is not None]
+        return await asyncio.gather(*(getattr(llm, method)(*args, **kwargs) for llm in llms))
+
+    def _mark_all_aborted(self, mode: Any) -> None:
+        """Mark every request aborted: its prefill leg must not be retried as if an engine died."""
+        if mode == "abort":
+            for context in self._contexts.values():
+                context.aborted = True
+
+    # ---- methods that are refused
+
+    init_weight_transfer_engine = _refusing(_WEIGHTS)
+    shutdown_weight_transfer_engine = _refusing(_WEIGHTS)
+    start_weight_update = _refusing(_WEIGHTS)
+    start_draft_weight_update = _refusing(_WEIGHTS)
+    update_weights = _refusing(_WEIGHTS)
+    finish_weight_update = _refusing(_WEIGHTS)
+    update_weight_version = _refusing(_WEIGHTS)
+    get_weight_version = _refusing(_WEIGHTS)
+    compute_weight_checksums = _refusing(_WEIGHTS)
+    handle_fault = _refusing(_FAULTS)
+    get_status = _refusing(_FAULTS)
+    scale_elastic_ep = _refusing(_SCALE)
 
     # ---- state
 
@@ -392,7 +327,7 @@ class DisaggregatedClient(AllInstances):
         return compat.EngineDeadError()
 
     async def check_health(self) -> None:
-        """``/health`` is about this process; ``/ready`` tells of the instances."""
+        """Do nothing: ``/health`` is about this process, ``/ready`` about the instances."""
 
     async def is_tracing_enabled(self) -> bool:
         return self.vllm_config.observability_config.otlp_traces_endpoint is not None
@@ -401,10 +336,61 @@ class DisaggregatedClient(AllInstances):
         return self._supported_tasks
 
     async def do_log_stats(self) -> None:
-        """Statistics are in ``/metrics``."""
+        """Do nothing: statistics are in ``/metrics``."""
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.renderer.shutdown()
+
+
+async def pool(
+    cluster: Cluster, deadline: float, *request: Any, **options: Any
+) -> AsyncGenerator[PoolingRequestOutput, None]:
+    """Compute a pooling request on the least busy instance, on another one where that dies.
+
+    Args:
+        request: As vLLM's ``encode`` takes it.
+
+    Raises:
+        GracefulHTTPError: No instance serves, the time is up, or instances die of it.
+    """
+    for _ in range(MAX_DEATHS):
+        serving = [instance for instance in cluster.serving() if instance.llm is not None]
+        if not serving:
+            raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
+        instance = min(serving, key=lambda i: i.view().inflight_requests)
+        assert instance.llm is not None
+        try:
+            with instance.holding(0):
+                stream = instance.llm.encode(*request, **options)
+                async with contextlib.aclosing(stream):
+                    while (output := await next_output(stream, deadline)) is not None:
+                        yield output
+            return
+        except DEAD:
+            metrics.RETRIES.labels("pooling").inc()
+        except TimeoutError:
+            raise out_of_time() from None
+    raise given_up(str(request[-1]))
+
+
+def check_weights_stay(method: str) -> None:
+    """Check that a method of vLLM's workers leaves the weights which the store's KV belongs to.
+
+    Raises:
+        NotImplementedError: It changes them, as ``reload_weights`` does.
+    """
+    if "weight" in method or method in _CHANGE_WEIGHTS:
+        raise NotImplementedError(f"{method}: {_WEIGHTS}")
+
+
+def check_sleep(level: int) -> None:
+    """Check that a sleep of this level keeps the weights.
+
+    Raises:
+        NotImplementedError: After waking up it would compute without weights, into the store.
+    """
+    if level > _LIGHT_SLEEP:
+        raise NotImplementedError(f"sleep level {level} throws weights away: use level 1")
 
 
 def _own(cache_salt: str | None) -> str | None:
@@ -416,7 +402,7 @@ def _own(cache_salt: str | None) -> str | None:
 
 
 def _one_leg_because(request: compat.EngineCoreRequest) -> str | None:
-    """Why one instance must compute prompt and output: the store cannot stand in between."""
+    """Reason for which one instance must compute prompt and output; None where two may."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return "prompt_embeds"
     if request.sampling_params is not None and request.sampling_params.skip_reading_prefix_cache:
