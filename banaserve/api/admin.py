@@ -17,6 +17,7 @@ from banaserve.api.admin_answers import PREFIX, Endpoint, answer, not_found, ref
 from banaserve.api.admin_control import Control, control_routes
 from banaserve.api.errors import error_response
 from banaserve.api.limits import BodyLimit
+from banaserve.api.old_names import renamed, with_old_names
 from banaserve.engine.vllm.migration.api import (
     Migration,
     MigrationRequest,
@@ -82,7 +83,7 @@ def admin_app(coordinator: Coordinator, control: Control | None = None) -> ASGIA
 def _placement(coordinator: Coordinator) -> Endpoint:
     @refusing
     async def placement(_: Request) -> Response:
-        return answer(await placement_of(coordinator))
+        return answer(with_old_names(await placement_of(coordinator)))
 
     return placement
 
@@ -134,8 +135,8 @@ def _abort(coordinator: Coordinator) -> Endpoint:
 def _overlap(coordinator: Coordinator) -> Endpoint:
     @refusing
     async def overlap(request: Request) -> Response:
-        ask = msgspec.json.decode(await request.body(), type=OverlapRequest)
-        return answer(await coordinator.overlap(ask))
+        ask = msgspec.json.decode(renamed(await request.body()), type=OverlapRequest)
+        return answer(with_old_names(await coordinator.overlap(ask)))
 
     return overlap
 

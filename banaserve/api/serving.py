@@ -30,6 +30,7 @@ from banaserve.controller.time_scaling import dilated
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster, ClusterTimeouts, PrefixLookup
+from banaserve.engine.vllm.engine_api import WorkerApi
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.launch.launcher import Launcher
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
@@ -37,11 +38,11 @@ from banaserve.engine.vllm.migration.controller.guest_monitor import live_migrat
 from banaserve.engine.vllm.migration_executor import MoveExecutor
 from banaserve.engine.vllm.reports import SharedPrometheus
 from banaserve.engine.vllm.role_switch import Budgets, Roles
+from banaserve.engine.vllm.typed_rpc import call
 from banaserve.errors import BanaServeError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.daemon.supervised import SupervisedStore
-from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.sizes import parse_size
 from banaserve.orchestrator.control import ControlLimits, Mode
 from banaserve.orchestrator.routing import registry
@@ -202,10 +203,10 @@ async def _connect(parts: Parts, cluster: Cluster) -> DisaggregatedClient:
     )
     await client.adopt_engine_facts()
     if parts.config.kv_store and not parts.config.colocated:
-        described = (await client.collective_rpc("banaserve_fingerprint"))[0]
-        cluster.lookup = PrefixLookup(
-            parts.engine_config, Fingerprint(**described), parts.store_socket
-        )
+        asked = call(WorkerApi.banaserve_fingerprint)
+        fingerprint = asked.read((await client.collective_rpc(asked.name))[0])
+        assert fingerprint is not None, "with a store every worker has a connector"
+        cluster.lookup = PrefixLookup(parts.engine_config, fingerprint, parts.store_socket)
     return client
 
 

@@ -192,15 +192,15 @@ def _summary(migration: Migration) -> list[str]:
     lines = []
     for move in migration.moves:
         facts = move.facts
-        copied = facts.get("precopy_bytes", 0) + facts.get("commit_bytes", 0)
+        copied_bytes = int(facts.get("precopy_bytes", 0) + facts.get("commit_bytes", 0))
         total_s = sum(move.seconds.values())
         line = f"{move.modules} run {'beside ' + move.to if move.to else 'at home'} after "
-        line += f"{total_s:.1f} s: {format_size(copied)} of KV copied"
+        line += f"{total_s:.1f} s: {format_size(copied_bytes)} of KV copied"
         if facts.get("weight_bytes"):
-            line += f", {format_size(facts['weight_bytes'])} of weights loaded"
+            line += f", {format_size(int(facts['weight_bytes']))} of weights loaded"
         line += f", stall {1e3 * facts.get('stall_s', 0.0):.1f} ms"
         if "freed_bytes" in facts:
-            line += f", {format_size(facts['freed_bytes'])} freed"
+            line += f", {format_size(int(facts['freed_bytes']))} freed"
         lines.append(line)
     change = migration.blocks_gained
     if change:

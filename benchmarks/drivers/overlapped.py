@@ -24,11 +24,18 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
+
+import msgspec
 
 from banaserve.engine.vllm.environment import set_environment
+from banaserve.engine.vllm.migration.rpc.worker_api import HostStatus, LinkState, MigrationApi
+from banaserve.engine.vllm.migration.types import LayerRange, MovePhase
+from banaserve.engine.vllm.typed_rpc import Call, call
 from banaserve.engine.vllm.worker import WorkerExtension
 from benchmarks.drivers.answers import say, take_stdout
+
+T = TypeVar("T")
 
 _CORES = sorted(os.sched_getaffinity(0))
 _HOST_CORE, _GUEST_CORE = _CORES[0], _CORES[-1]
@@ -110,51 +117,64 @@ class Live(_Engine):
         _pin(os.getpid(), _HOST_CORE)
 
     def sums(self) -> dict[str, Any]:
-        found: dict[str, float] = self._ask("status")["overlap"]["sums_s"]
-        return found
+        times = self._status().overlap.times
+        return {
+            "predicted": times.predicted_s,
+            "waiting": times.waiting_s,
+            "measured": times.measured_s,
+            "wrong": times.wrong_s,
+        }
 
     def away(self, layers: Sequence[int] | None) -> dict[str, Any]:
         """Take home what is away, then move ``layers``."""
-        for unit in self._ask("status")["units"]:
-            self._carry_out("move_on", unit["unit_id"], None)
-            self._ask("detach", unit["guest"])
+        for unit in self._status().units:
+            move_id = self._new_move()
+            self._ask(call(MigrationApi.banaserve_migration_move_on, move_id, unit.unit_id))
+            self._carry_out(move_id)
+            self._ask(call(MigrationApi.banaserve_migration_detach, unit.guest_id))
         if layers:
-            modules = {"type": "layers", "start": layers[0], "end": layers[1]}
-            self._carry_out("prepare", modules, self._guest())
+            move_id, modules = self._new_move(), LayerRange(layers[0], layers[1])
+            guest_id = self._guest()
+            self._ask(call(MigrationApi.banaserve_migration_prepare, move_id, modules, guest_id))
+            self._carry_out(move_id)
         return {}
 
     def overlap(self, parts: int) -> dict[str, Any]:
-        return self._ask("overlap", parts)
+        overlap = self._ask(call(MigrationApi.banaserve_migration_overlap, parts))
+        return cast(dict[str, Any], msgspec.to_builtins(overlap))
 
     def share(self, fraction: float) -> dict[str, Any]:
-        return self._ask("share", self._only_guest(), fraction)
+        self._ask(call(MigrationApi.banaserve_migration_share, self._only_guest(), fraction))
+        return {"share": fraction}
 
     def usage(self) -> dict[str, Any]:
-        return self._ask("usage", self._only_guest())
+        usage = self._ask(call(MigrationApi.banaserve_migration_usage, self._only_guest()))
+        return cast(dict[str, Any], msgspec.to_builtins(usage))
 
     def status(self) -> dict[str, Any]:
-        return {"overlap": self._ask("status")["overlap"]}
+        return {"overlap": msgspec.to_builtins(self._status().overlap)}
 
     def _only_guest(self) -> str:
         guest_id: str
-        (guest_id,) = self._ask("status")["guests"]
+        (guest_id,) = self._status().guests
         return guest_id
 
-    def _carry_out(self, begin: str, *what: Any) -> None:
+    def _new_move(self) -> str:
         self._num += 1
-        move_id = f"m{self._num}"
-        self._ask(begin, move_id, *what)
-        self._wait(move_id, "prepared")
-        self._ask("precopy", move_id)
-        self._wait(move_id, "copied")
-        self._ask("commit", move_id)
-        self._ask("free", move_id)
-        self._wait(move_id, "freed")
+        return f"m{self._num}"
 
-    def _wait(self, move_id: str, phase: str) -> None:
-        while (move := self._ask("status")["moves"][move_id])["phase"] != phase:
-            if move["phase"] == "failed":
-                raise RuntimeError(move["reason"])
+    def _carry_out(self, move_id: str) -> None:
+        self._wait(move_id, MovePhase.PREPARED)
+        self._ask(call(MigrationApi.banaserve_migration_precopy, move_id))
+        self._wait(move_id, MovePhase.COPIED)
+        self._ask(call(MigrationApi.banaserve_migration_commit, move_id))
+        self._ask(call(MigrationApi.banaserve_migration_free, move_id))
+        self._wait(move_id, MovePhase.FREED)
+
+    def _wait(self, move_id: str, phase: MovePhase) -> None:
+        while (move := self._status().moves[move_id]).phase is not phase:
+            if move.phase is MovePhase.FAILED:
+                raise RuntimeError(move.reason)
             time.sleep(_LOOK_S)
 
     def _guest(self) -> str:
@@ -174,19 +194,19 @@ class Live(_Engine):
         if not isinstance(started, messages.GuestStarted):
             raise RuntimeError(f"the guest did not start: {started}")
         _pin(started.pid, _GUEST_CORE)
-        self._ask("attach", {name: getattr(address, name) for name in address.__struct_fields__})
-        while (guest := self._ask("status")["guests"][guest_id])["state"] == "connecting":
+        self._ask(call(MigrationApi.banaserve_migration_attach, address))
+        while (guest := self._status().guests[guest_id]).state is LinkState.CONNECTING:
             time.sleep(_LOOK_S)
-        if guest["state"] != "ready":
-            raise RuntimeError(guest["reason"])
+        if guest.state is not LinkState.READY:
+            raise RuntimeError(guest.reason)
         return guest_id
 
-    def _ask(self, method: str, *args: Any) -> dict[str, Any]:
-        reply: dict[str, Any]
-        (reply,) = self.llm.collective_rpc(f"banaserve_migration_{method}", args=args)
-        if reply["error"]:
-            raise RuntimeError(f"{method}: {reply['error']}")
-        return reply
+    def _status(self) -> HostStatus:
+        return self._ask(call(MigrationApi.banaserve_migration_status))
+
+    def _ask(self, asked: Call[T]) -> T:
+        (reply,) = self.llm.collective_rpc(asked.name, args=asked.args)
+        return asked.read(reply)
 
 
 class Stages(_Engine):

@@ -11,12 +11,15 @@ pytest.importorskip("vllm")
 
 from banaserve.config import Budget, ServeConfig
 from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.engine_api import CoreApi
 from banaserve.engine.vllm.role_switch import Budgets
+from banaserve.engine.vllm.typed_rpc import call
 from banaserve.errors import UserError
 from banaserve.types import Role
 from engine_steps import Load, _scheduler
 
 STEP_TOKENS, REQUESTS = 64, 4
+SET_BUDGET = "banaserve_set_budget"
 
 
 def config(**changes: Any) -> Any:
@@ -56,16 +59,17 @@ def test_budgets_that_no_engine_can_keep(given: Budget, said: str) -> None:
 async def test_an_engine_is_asked_only_where_a_budget_was_given() -> None:
     asked: list[tuple[object, ...]] = []
 
-    async def call(*words: object) -> None:
-        asked.append(words)
+    async def utility(name: str, tokens: int, requests: int) -> object:
+        asked.append((name, tokens, requests))
+        return {"type": "Answered", "value": {"num_tokens": tokens, "num_requests": requests}}
 
-    llm = SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=call))
+    llm = SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=utility))
     await Budgets({}, config()).give(llm, Role.PREFILL)
     assert asked == []
     budgets = Budgets({Role.PREFILL: Budget(1024, 16)}, config())
     for role in (Role.PREFILL, Role.DECODE):
         await budgets.give(llm, role)
-    assert asked == [(compat.UTILITY, 1024, 16), (compat.UTILITY, 2048, 128)]
+    assert asked == [(SET_BUDGET, 1024, 16), (SET_BUDGET, 2048, 128)]
 
 
 class Serving:
@@ -84,12 +88,12 @@ class Serving:
             self.requests[str(number)] = request
             self.scheduler.add_request(request)
 
-    def set_budget(self, tokens: int, requests: int) -> dict[str, int]:
+    def set_budget(self, tokens: int, requests: int) -> Budget:
         from vllm.v1.engine.core import EngineCore
 
         core = SimpleNamespace(scheduler=self.scheduler)
-        told: dict[str, int] = getattr(EngineCore, compat.UTILITY)(core, tokens, requests)
-        return told
+        asked = call(CoreApi.banaserve_set_budget, tokens, requests)
+        return asked.read(getattr(EngineCore, asked.name)(core, *asked.args))
 
     def step(self) -> dict[str, int]:
         """Tokens by request."""
@@ -110,7 +114,7 @@ def test_a_budget_holds_from_the_next_step_on_and_stops_nothing_that_runs() -> N
     assert sum(serving.step().values()) == STEP_TOKENS
     running = {request.request_id for request in serving.scheduler.running}
     assert len(running) == 3
-    assert serving.set_budget(16, 1) == {"num_tokens": 16, "num_requests": 1}
+    assert serving.set_budget(16, 1) == Budget(16, 1)
     seen: set[str] = set()
     while not all(serving.requests[name].is_finished() for name in running):
         planned = serving.step()
@@ -126,10 +130,7 @@ def test_a_budget_holds_from_the_next_step_on_and_stops_nothing_that_runs() -> N
 def test_more_than_the_runner_has_buffers_for_is_cut() -> None:
     serving = Serving([(90, 2)] * 6)
     serving.set_budget(16, 1)
-    assert serving.set_budget(10_000, 10_000) == {
-        "num_tokens": STEP_TOKENS,
-        "num_requests": REQUESTS,
-    }
+    assert serving.set_budget(10_000, 10_000) == Budget(STEP_TOKENS, REQUESTS)
     while serving.scheduler.has_requests():
         serving.step()
         assert len(serving.scheduler.running) <= REQUESTS

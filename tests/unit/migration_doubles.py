@@ -1,13 +1,16 @@
-"""An instance that answers the coordinator as ``worker_methods`` says, without an engine."""
+"""An instance that answers the coordinator as ``MigrationApi`` says, without an engine."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from banaserve.engine.vllm.migration.api import Migration, MoveLayers
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
@@ -15,7 +18,7 @@ from banaserve.engine.vllm.migration.controller.guest_pool import GuestHandle, G
 from banaserve.engine.vllm.migration.controller.planner import ModelFacts, num_pages
 from banaserve.engine.vllm.migration.kv.host_kv import blocks_gained
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
-from banaserve.engine.vllm.migration.types import read_modules
+from banaserve.engine.vllm.migration.types import Modules
 from banaserve.types import InstanceId, ModulePlacement, Role
 
 FACTS = ModelFacts(num_layers=30, num_kv_heads=3, layer_weight_bytes=1000)
@@ -24,7 +27,23 @@ LAYERS = MoveLayers("d0", "p0", (10, 20))
 THEN = {"preparing": "prepared", "copying": "copied", "freeing": "freed"}
 
 
-_NO_STEPS = {"steps_cut": 0, "steps_waited": 0, "parts": 0}
+_NO_TIMES = {"predicted_s": 0.0, "waiting_s": 0.0, "measured_s": 0.0, "wrong_s": 0.0}
+_NO_STEPS = {"steps_cut": 0, "steps_waited": 0, "parts": 0, "times": _NO_TIMES}
+_POOL_COUNTS = {"free_blocks": 0, "running": 0, "waiting": 0, "preemptions": 0}
+Plain = dict[str, Any]
+
+
+def answered(value: object) -> Plain:
+    return {"type": "Answered", "value": value}
+
+
+def refused(reason: str) -> Plain:
+    return {"type": "Refused", "reason": reason}
+
+
+def modules_of(plain: Plain) -> Modules:
+    """Modules as they travel in a call."""
+    return msgspec.convert(plain, Modules)
 
 
 class Engine:
@@ -52,8 +71,8 @@ class Engine:
         self.busy: list[int] = []
         self.dirty: list[int] = []
         self.guests: dict[str, dict[str, str]] = {}
-        self.moves: dict[str, dict[str, Any]] = {}
-        self.units: dict[str, dict[str, Any]] = {}
+        self.moves: dict[str, Plain] = {}
+        self.units: dict[str, Plain] = {}
         self.sources: dict[str, str | None] = {}
         self.epoch = 1
         self.shares: dict[str, float] = {}
@@ -66,24 +85,24 @@ class Engine:
 
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
-    ) -> list[dict[str, Any]]:
+    ) -> list[Plain]:
         await asyncio.sleep(0)
         name = method.removeprefix("banaserve_migration_")
         if name == "status":
             return [self._status()]
         self.calls.append(name)
         if reason := self.faults.get(name):
-            return [{"error": reason}]
+            return [refused(reason)]
         if name in self.still:
             await asyncio.Event().wait()
         reply = getattr(self, f"_{name}")(*args)
         if name in self.late:
             await asyncio.Event().wait()
         if name in self.lost_answers:
-            return [{"error": "the answer was lost"}]
-        return [{"error": "", **reply}]
+            return [refused("the answer was lost")]
+        return [reply]
 
-    async def call_utility_async(self, method: str, *args: int) -> dict[str, int]:
+    async def call_utility_async(self, method: str, *args: int) -> Plain:
         await asyncio.sleep(0)
         busy = 0
         if method == "banaserve_resize_pool":
@@ -94,88 +113,89 @@ class Engine:
                 self.pool_blocks = wanted
                 self.pool_sizes.append(wanted)
                 self.calls.append("resize_pool")
-        return {"num_blocks": self.pool_blocks, "busy": busy}
+        pool = {"num_blocks": self.pool_blocks, **_POOL_COUNTS}
+        resized = {"pool": pool, "busy": busy}
+        return answered(resized if method == "banaserve_resize_pool" else pool)
 
     # ---- what the worker does
 
-    def _attach(self, address: dict[str, str]) -> dict[str, Any]:
+    def _attach(self, address: dict[str, str]) -> Plain:
         self.guests[address["guest_id"]] = {"state": "ready", "reason": ""}
-        return {}
+        return answered(None)
 
-    def _detach(self, guest_id: str) -> dict[str, Any]:
-        return {} if self.guests.pop(guest_id, None) else {"error": "not attached"}
+    def _detach(self, guest_id: str) -> Plain:
+        return answered(None) if self.guests.pop(guest_id, None) else refused("not attached")
 
-    def _prepare(self, move_id: str, modules: dict[str, Any], guest_id: str) -> dict[str, Any]:
+    def _prepare(self, move_id: str, modules: Plain, guest_id: str) -> Plain:
         return self._begin(move_id, move_id, modules, guest_id)
 
-    def _move_on(self, move_id: str, unit_id: str, guest_id: str | None) -> dict[str, Any]:
+    def _move_on(self, move_id: str, unit_id: str, guest_id: str | None) -> Plain:
         if guest_id is None:
             unit = self.units[unit_id]
             rest = [u for name, u in self.units.items() if name != unit_id]
             assert self.pool_blocks <= NUM_BLOCKS + self._gained(rest), unit
         return self._begin(move_id, unit_id, self.units[unit_id]["modules"], guest_id)
 
-    def _begin(
-        self, move_id: str, unit_id: str, modules: dict[str, Any], guest: str | None
-    ) -> dict[str, Any]:
+    def _begin(self, move_id: str, unit_id: str, modules: Plain, guest: str | None) -> Plain:
         move = {"move_id": move_id, "unit_id": unit_id, "phase": "preparing", "reason": ""}
-        self.moves[move_id] = {**move, "modules": modules, "target": guest, "dirty_blocks": None}
-        return {"phase": "preparing"}
+        where = {"modules": modules, "target": guest, "dirty_blocks": None, "facts": {}}
+        self.moves[move_id] = {**move, **where}
+        return answered(self.moves[move_id])
 
-    def _overlap(self, max_microbatches: int) -> dict[str, Any]:
+    def _overlap(self, max_microbatches: int) -> Plain:
         self.overlap["max_microbatches"] = max_microbatches
-        return dict(self.overlap)
+        return answered(dict(self.overlap))
 
-    def _share(self, guest_id: str, fraction: float) -> dict[str, Any]:
+    def _share(self, guest_id: str, fraction: float) -> Plain:
         self.shares[guest_id] = fraction
-        return {"share": fraction}
+        return answered(None)
 
-    def _precopy(self, move_id: str) -> dict[str, Any]:
+    def _precopy(self, move_id: str) -> Plain:
         move = self.moves[move_id]
         assert move["phase"] in ("prepared", "copied")
         move["phase"] = "copying"
         move["dirty_blocks"] = self.dirty.pop(0) if self.dirty else 0
-        return {}
+        return answered(move)
 
-    def _commit(self, move_id: str) -> dict[str, Any]:
+    def _commit(self, move_id: str) -> Plain:
         move = self.moves[move_id]
         assert move["phase"] in ("prepared", "copied")
         self.epoch += 1
-        move["phase"], move["stall_s"] = "committed", 0.004
+        move["phase"], move["facts"]["stall_s"] = "committed", 0.004
         if move["target"] is None:
             del self.units[move["unit_id"]]
         else:
             unit = {"unit_id": move["unit_id"], "modules": move["modules"], "epoch": self.epoch}
-            self.units[move["unit_id"]] = {**unit, "guest": move["target"]}
-        return {"stall_s": 0.004}
+            where = {"guest_id": move["target"], "num_older_blocks": None}
+            self.units[move["unit_id"]] = {**unit, **where}
+        return answered({"move": move, "epoch": self.epoch})
 
-    def _free(self, move_id: str) -> dict[str, Any]:
+    def _free(self, move_id: str) -> Plain:
         assert self.moves[move_id]["phase"] == "committed"
-        self.moves[move_id] |= {"phase": "freeing", "freed_bytes": 1, "predicted_bytes": 1}
-        return {}
+        self.moves[move_id]["phase"] = "freeing"
+        self.moves[move_id]["facts"] |= {"freed_bytes": 1, "predicted_bytes": 1}
+        return answered(self.moves[move_id])
 
-    def _abort(self, move_id: str) -> dict[str, Any]:
+    def _abort(self, move_id: str) -> Plain:
         if move_id not in self.moves:
-            return {"error": f"there is no move {move_id}"}
+            return refused(f"there is no move {move_id}")
         assert self.moves[move_id]["phase"] not in ("committed", "freed")
         self.moves[move_id]["phase"] = "aborted"
-        return {}
+        return answered(self.moves[move_id])
 
     def lose(self, guest_id: str) -> None:
         """A guest dies: what it held comes home."""
         self.guests[guest_id] = {"state": "lost", "reason": "killed"}
-        self.units = {n: u for n, u in self.units.items() if u["guest"] != guest_id}
+        self.units = {n: u for n, u in self.units.items() if u["guest_id"] != guest_id}
         self.guests_lost += 1
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self) -> Plain:
         if self._cannot:
-            return {"error": "", "migration_blocker": self._cannot}
-        reply = {
-            "error": "",
-            "migration_blocker": "",
+            return refused(self._cannot)
+        status = {
             "epoch": self.epoch,
             "guests": dict(self.guests),
-            "moves": {name: dict(move) for name, move in self.moves.items()},
+            "moves": {name: copy.deepcopy(move) for name, move in self.moves.items()},
             "units": list(self.units.values()),
             "guests_lost": self.guests_lost,
             "steps_lost": 0,
@@ -187,10 +207,11 @@ class Engine:
                 "page_bytes": PAGE_BYTES,
                 "num_layers": FACTS.num_layers,
                 "resident_bytes": 0,
+                "written_blocks": 0,
             },
         }
         self._go_on()
-        return reply
+        return answered(status)
 
     def _go_on(self) -> None:
         """Phases end between two looks."""
@@ -201,8 +222,8 @@ class Engine:
                 move["phase"] = "failed" if reason else THEN[phase]
                 move["reason"] = reason or ""
 
-    def _gained(self, units: list[dict[str, Any]]) -> int:
-        pages = sum(num_pages(read_modules(u["modules"]), FACTS.num_kv_heads) for u in units)
+    def _gained(self, units: list[Plain]) -> int:
+        pages = sum(num_pages(modules_of(u["modules"]), FACTS.num_kv_heads) for u in units)
         away = round(pages * PAGE_BYTES)
         kept = FACTS.num_layers * PAGE_BYTES - away
         return blocks_gained(NUM_BLOCKS, 2 * NUM_BLOCKS, away, kept)

@@ -84,7 +84,7 @@ async def test_a_unit_moves_on_to_a_third_instance(cluster):
     await done(cluster.coordinator, MoveLayers("d0", "p1", (10, 20)))
     (unit,) = cluster.engine.units.values()
     assert unit["unit_id"] == "m1.0"
-    assert unit["guest"] == "g1-d0-p1"
+    assert unit["guest_id"] == "g1-d0-p1"
     assert cluster.engine.pool_blocks == 450
 
 
@@ -96,7 +96,7 @@ async def test_a_range_that_is_partly_away_is_completed(cluster):
         "layers 10:12",
         "layers 15:20",
     ]
-    assert {unit["guest"].split("-")[2] for unit in cluster.engine.units.values()} == {"p0"}
+    assert {unit["guest_id"].split("-")[2] for unit in cluster.engine.units.values()} == {"p0"}
 
 
 async def test_heads_share_a_guest_and_layers_get_one_that_does_not_serve(cluster):

@@ -13,9 +13,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.engine.vllm.migration.api import Return
-from banaserve.engine.vllm.migration.controller import timeouts
+from banaserve.engine.vllm.migration.controller import host_client, timeouts
 from banaserve.engine.vllm.migration.controller.guest_monitor import GuestMonitor
-from banaserve.engine.vllm.migration.controller.host_client import HostClient
 from banaserve.engine.vllm.migration.controller.status import placement_of
 from migration_doubles import LAYERS, Cluster, done, run
 from waiting import until
@@ -93,7 +92,7 @@ async def test_a_host_that_dies_takes_its_moves_and_guests_with_it(cluster, held
 @pytest.mark.parametrize("where", ["prepare", "precopy", "commit"])
 async def test_a_host_that_stands_still_is_not_waited_for(cluster, monkeypatch, where):
     """It may go on later: what it has not begun by then is given up, and it is told."""
-    monkeypatch.setattr(HostClient.call, "__kwdefaults__", {"timeout_s": 0.05})
+    monkeypatch.setattr(host_client, "CALL_TIMEOUT_S", 0.05)
     monkeypatch.setitem(timeouts._ALLOWED, timeouts.MoveStage.COMMIT, (0.05, 1e12))
     cluster.engine.still = {where}
     migration = await run(cluster.coordinator, LAYERS)

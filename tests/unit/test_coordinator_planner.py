@@ -13,7 +13,6 @@ pytest.importorskip("vllm")
 from banaserve.engine.vllm.migration.controller.planner import (
     GUEST_BYTES,
     BringBack,
-    KvFacts,
     ModelFacts,
     MoveOut,
     Relocate,
@@ -30,6 +29,7 @@ from banaserve.engine.vllm.migration.controller.timeouts import (
     copies_again,
     timeout_s,
 )
+from banaserve.engine.vllm.migration.rpc.worker_api import KvStatus
 from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, ModelGeometry
 from banaserve.errors import MigrationError
 
@@ -154,7 +154,15 @@ def test_copies_are_repeated_while_less_than_half_is_left(before, now, times, ag
 
 def test_room_on_the_target():
     facts = ModelFacts(30, 3, layer_weight_bytes=1000)
-    kv = KvFacts(num_blocks=100, max_blocks=200, blocks_gained=0, page_bytes=3000)
+    kv = KvStatus(
+        num_blocks=100,
+        max_blocks=200,
+        blocks_gained=0,
+        page_bytes=3000,
+        num_layers=30,
+        resident_bytes=None,
+        written_blocks=0,
+    )
     layers, heads = 10 * 1000 + 10 * 100 * 3000, 2 * 100 * 1000
     assert check_room(LAYERS(0, 10), "p0", facts, kv, lambda _: 1 << 40) == layers
     assert check_room(HeadSet({5: (1, 2)}), "p0", facts, kv, lambda _: 1 << 40) == heads

@@ -256,7 +256,7 @@ def test_what_cannot_be_cut_stays_as_it_is() -> None:
     with pytest.raises(MigrationError, match="it is odd"):
         overlap.allow(4)
     overlap.allow(1)
-    assert overlap.status()["blocker"] == "it is odd"
+    assert overlap.status().blocker == "it is odd"
 
 
 def large(number: int) -> Message:

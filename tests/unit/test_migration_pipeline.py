@@ -234,9 +234,9 @@ def test_parts_give_what_the_whole_gives(
     assert equal([host.step(*batch) for batch in batches()], expected)
     status = host.overlap.status()
     assert host.lost == []
-    assert status["blocker"] == ""
+    assert status.blocker == ""
     # The first step shows that this model only passes on; one part asks nothing of anybody.
-    assert status["steps_cut"] == (2 if max_microbatches > 1 else 0)
+    assert status.steps_cut == (2 if max_microbatches > 1 else 0)
     for _, _, guest in away:
         assert max(guest.follow) == min(max_microbatches - 1, 28)
 
@@ -251,9 +251,9 @@ def test_of_steps_too_small_to_cut_only_a_few_are_learnt_from(
     assert equal([host.step(*step) for step in steps], [home.step(*step) for step in steps])
     status = host.overlap.status()
     # Every eighth, each in five parts here: one for each of its tokens.
-    assert (status["steps_waited"], status["steps_cut"], status["parts"]) == (29, 4, 20)
+    assert (status.steps_waited, status.steps_cut, status.parts) == (29, 4, 20)
     assert equal([host.step(*step) for step in larger], [home.step(*step) for step in larger])
-    assert host.overlap.status()["steps_cut"] == 4 + len(larger)
+    assert host.overlap.status().steps_cut == 4 + len(larger)
 
 
 def test_one_guest_with_two_ranges(
@@ -325,6 +325,6 @@ def test_a_model_with_something_between_its_layers_waits(guests: Callable[[int],
     host, plain = Host([(2, 4, guest)], 4), Host([], 1)
     found = [host.step(*batch, behind_first=1) for batch in batches()]
     assert equal(found, [plain.step(*batch, behind_first=1) for batch in batches()])
-    assert "hidden_states" in host.overlap.status()["blocker"]
-    assert host.overlap.status()["steps_cut"] == 0
+    assert "hidden_states" in host.overlap.status().blocker
+    assert host.overlap.status().steps_cut == 0
     assert set(guest.follow) == {0}

@@ -338,7 +338,7 @@ async def test_a_host_that_did_not_answer_in_time_is_asked_again(tmp_path, monke
     answers = [NoAnswerError("instance d0 has not answered status in 30 s")]
     ask = host.refresh
 
-    async def refresh(memory: bool = False) -> dict[str, Any]:
+    async def refresh(memory: bool = False) -> Any:
         if answers:
             raise answers.pop()
         return await ask(memory)

@@ -12,6 +12,7 @@ from banaserve.engine.vllm.emulation.pacer import Pacer
 from banaserve.engine.vllm.migration.host.block_mover import BlockMover
 from banaserve.engine.vllm.migration.host.host import MigrationHost
 from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
+from banaserve.engine.vllm.migration.rpc.worker_api import MoveFacts
 from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, ModelGeometry
 
 TOKEN_BYTES = 8192
@@ -40,7 +41,7 @@ def pacer(time, tmp_path, monkeypatch):
     """Real moves are instantaneous here; what is left is what pacing adds."""
     monkeypatch.setattr(BlockMover, "copy", lambda mover, blocks: COPIED_BYTES)
     monkeypatch.setattr(UnitBuilder, "build", lambda builder, unit, guest: f"{unit.modules}")
-    facts = {"swap_s": 0.5, "stall_s": 1.5}
+    facts = MoveFacts(swap_s=0.5, stall_s=1.5)
     monkeypatch.setattr(MigrationHost, "commit", lambda host, name: SimpleNamespace(facts=facts))
     profile = load("opt-13b-a100")
     made = Pacer(profile, "d0", tmp_path, DILATION, lambda: time.now_s, time.sleep)
@@ -70,5 +71,5 @@ def test_a_commit_stops_the_engine_for_one_synchronisation(pacer, time):
     move = object.__new__(MigrationHost).commit("m1")
     sync_s = DILATION * 5e-3
     assert time.now_s - 100 == pytest.approx(sync_s)
-    assert move.facts["swap_s"] == pytest.approx(0.5 + sync_s)
-    assert move.facts["stall_s"] == pytest.approx(1.5 + sync_s)
+    assert move.facts.swap_s == pytest.approx(0.5 + sync_s)
+    assert move.facts.stall_s == pytest.approx(1.5 + sync_s)

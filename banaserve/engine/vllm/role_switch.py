@@ -18,6 +18,8 @@ from banaserve.clock import Clock
 from banaserve.config import Budget, ServeConfig
 from banaserve.engine.interface import RoleChange
 from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.engine_api import CoreApi
+from banaserve.engine.vllm.typed_rpc import call
 from banaserve.errors import MigrationError, NoAnswerError, UserError
 from banaserve.names import check_known
 from banaserve.types import InstanceId, Role
@@ -52,16 +54,18 @@ class Budgets:
 
         Raises:
             NoAnswerError: It does not say in time that it does.
+            ProtocolError: It says something else.
         """
         budget = self.of_role(role)
         if self._given:
-            asked = (compat.UTILITY, budget.num_tokens, budget.num_requests)
+            asked = call(CoreApi.banaserve_set_budget, budget.num_tokens, budget.num_requests)
             try:
                 async with asyncio.timeout(_ANSWER_S):
-                    await llm.engine_core.call_utility_async(*asked)
+                    reply = await llm.engine_core.call_utility_async(asked.name, *asked.args)
             except TimeoutError:
                 said = f"the engine has not taken its budget in {_ANSWER_S:.0f} s"
                 raise NoAnswerError(said) from None
+            asked.read(reply)
         return budget
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
+from banaserve.engine.vllm.engine_api import WorkerApi
 from banaserve.engine.vllm.migration.host.worker_rpc import MigrationMethods
+from banaserve.engine.vllm.typed_rpc import implements
+from banaserve.kvstore.fingerprint import Fingerprint
 
 
 class WorkerExtension(MigrationMethods):
     """Mixed into the worker by ``worker_extension_cls``."""
 
-    def banaserve_fingerprint(self) -> dict[str, Any] | None:
-        """What this worker's KV blocks are, as plain values; None without a store."""
+    @implements(WorkerApi.banaserve_fingerprint)
+    def banaserve_fingerprint(self) -> Fingerprint | None:
         if not has_kv_transfer_group():
             return None
-        return msgspec.structs.asdict(get_kv_transfer_group().fingerprint)
+        found: Fingerprint = get_kv_transfer_group().fingerprint
+        return found

@@ -18,7 +18,14 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+
+from banaserve.engine.vllm.engine_api import CoreApi, PoolResize, PoolStatus
+from banaserve.engine.vllm.migration.rpc.worker_api import MigrationApi
+from banaserve.engine.vllm.migration.types import read_modules
+from banaserve.engine.vllm.typed_rpc import call
+from banaserve.errors import MigrationError
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -62,13 +69,28 @@ class Rig:
     # ---- the coordinator's calls
 
     def ask(self, method: str, *args: Any) -> dict[str, Any]:
-        """A worker's reply, whatever it says."""
-        return self.llm.collective_rpc(f"banaserve_migration_{method}", args=args)[0]
+        """A worker's reply as plain values, with ``error``: why it refuses, or empty."""
+        typed = [read_modules(one) if isinstance(one, dict) else one for one in args]
+        asked = call(getattr(MigrationApi, f"banaserve_migration_{method}"), *typed)
+        try:
+            value = asked.read(self.llm.collective_rpc(asked.name, args=asked.args)[0])
+        except MigrationError as refused:
+            return {"error": str(refused)}
+        return {"error": "", **(msgspec.to_builtins(value) or {})}
 
     def do(self, method: str, *args: Any) -> dict[str, Any]:
         reply = self.ask(method, *args)
         assert reply["error"] == "", (method, args, reply)
         return reply
+
+    def pool(self) -> PoolStatus:
+        """Counts of the scheduler's pool."""
+        asked = call(CoreApi.banaserve_pool_info)
+        return asked.read(getattr(self.core, asked.name)(*asked.args))
+
+    def resize_pool(self, num_blocks: int) -> PoolResize:
+        asked = call(CoreApi.banaserve_resize_pool, num_blocks)
+        return asked.read(getattr(self.core, asked.name)(*asked.args))
 
     def guest(self) -> str:
         """Start a guest and attach it; returns its id."""
@@ -94,8 +116,7 @@ class Rig:
             if isinstance(answer, messages.GuestStarted):
                 break
         self.pids[guest_id] = answer.pid
-        fields = {name: getattr(address, name) for name in address.__struct_fields__}
-        self.do("attach", fields)
+        self.do("attach", address)
         self.until(lambda: self.do("status")["guests"][guest_id]["state"] != "connecting")
         assert self.do("status")["guests"][guest_id]["state"] == "ready", self.do("status")
         return guest_id
@@ -209,9 +230,7 @@ class Rig:
             for output in self.engine.step():
                 if output.finished:
                     answers[output.request_id.split("-")[1]] = _answer(output.outputs[0])
-            self.requests_at_once = max(
-                self.requests_at_once, self.core.banaserve_pool_info()["running"]
-            )
+            self.requests_at_once = max(self.requests_at_once, self.pool().running)
             if during is not None and next(during, "ended") == "ended":
                 during = None
         if during is not None:

@@ -104,7 +104,7 @@ def test_tokens_do_not_change(
     assert (after["blocker"], after["steps_cut"] > before["steps_cut"]) == ("", True)
 
     def home() -> Generator[None, None, None]:
-        layers, some_heads = sorted(rig.do("status")["units"], key=lambda u: u["guest"])
+        layers, some_heads = sorted(rig.do("status")["units"], key=lambda u: u["guest_id"])
         yield from rig.on(layers["unit_id"], third, gap=1)
         yield from rig.on(some_heads["unit_id"], gap=1)
         yield from rig.on(layers["unit_id"], gap=1)

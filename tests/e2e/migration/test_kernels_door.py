@@ -84,7 +84,7 @@ def test_layers_and_heads_leave_and_come_home_in_mid_stream(
         yield from let_pass(2)
         yield from rig.away(layers, one, gap=1)
         yield from rig.away(heads, other, gap=1)
-        (unit,) = (u for u in rig.do("status")["units"] if u["guest"] == one)
+        (unit,) = (u for u in rig.do("status")["units"] if u["guest_id"] == one)
         yield from rig.on(unit["unit_id"], third, gap=1)
 
     def home() -> Generator[None, None, None]:
@@ -92,7 +92,7 @@ def test_layers_and_heads_leave_and_come_home_in_mid_stream(
             yield from rig.on(unit["unit_id"], gap=1)
 
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, there_and_on()), expected)
-    assert {unit["guest"] for unit in rig.do("status")["units"]} == {other, third}
+    assert {unit["guest_id"] for unit in rig.do("status")["units"]} == {other, third}
     rig.do("overlap", PARTS)
     assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected), "in parts"
     overlap = rig.do("status")["overlap"]

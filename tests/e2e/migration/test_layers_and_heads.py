@@ -66,7 +66,7 @@ def test_layers_leave_go_on_and_come_home_in_mid_stream(
 
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, travel()), expected)
     status = rig.do("status")
-    assert [unit["guest"] for unit in status["units"]] == [other]
+    assert [unit["guest_id"] for unit in status["units"]] == [other]
     assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected), "wholly remote"
     (unit,) = status["units"]
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, rig.on(unit["unit_id"], gap=3)), expected)

@@ -174,7 +174,7 @@ def test_the_source_dies_on_the_way_to_a_third(
     replies: list[str] = []
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, lose()), expected)
     units = rig.do("status")["units"]
-    assert [unit["guest"] for unit in units] == ([] if replies[0] else [other])
+    assert [unit["guest_id"] for unit in units] == ([] if replies[0] else [other])
     rig.all_home()
 
 

@@ -178,7 +178,7 @@ def test_preemption_and_aborts(rig: Any, prompts: list[list[int]]) -> None:
                 rig.engine.add_request(f"a{number}-x", prompt, params)
             if number in (2, 9):
                 rig.engine.abort_request([f"a{1 if number == 2 else 4}-x"])
-            preempted.append(rig.core.banaserve_pool_info()["preemptions"])
+            preempted.append(rig.pool().preemptions)
             yield
 
     assert rig.agrees(fresh(rig, many, disturb()), expected)
@@ -215,7 +215,7 @@ def test_a_guest_dies_with_several_parts_on_the_way(
     assert max(posted) >= 3
     assert after["guests_lost"] == before["guests_lost"] + 1
     assert after["steps_lost"] > before["steps_lost"]
-    assert [unit["guest"] for unit in after["units"]] == [survivor]
+    assert [unit["guest_id"] for unit in after["units"]] == [survivor]
     assert rig.agrees(fresh(rig, prompts), expected), "afterwards"
 
 

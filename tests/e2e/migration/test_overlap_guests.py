@@ -53,7 +53,7 @@ def test_two_ranges_go_to_two_guests_at_the_same_time(rig: Any, expected: Any) -
     ways = rig.away(FRONT, one, gap=1), rig.away(BACK, other, gap=1)
     assert rig.agrees(rig.run(PROMPTS, NUM_TOKENS, at_once(*ways)), expected)
     before = rig.do("status")
-    assert {unit["guest"] for unit in before["units"]} == {one, other}
+    assert {unit["guest_id"] for unit in before["units"]} == {one, other}
     assert rig.agrees(rig.run(PROMPTS, NUM_TOKENS), expected)
     after = rig.do("status")
     assert after["overlap"]["steps_cut"] > before["overlap"]["steps_cut"]
@@ -75,7 +75,7 @@ def test_a_guest_of_a_chain_dies_and_the_other_serves_on(rig: Any, expected: Any
         yield
 
     assert rig.agrees(rig.run(PROMPTS, NUM_TOKENS, kill()), expected)
-    assert [unit["guest"] for unit in rig.do("status")["units"]] == [other]
+    assert [unit["guest_id"] for unit in rig.do("status")["units"]] == [other]
 
 
 def test_a_guest_that_may_take_a_part_of_its_device(rig: Any, expected: Any, let_pass: Any) -> None:

@@ -43,15 +43,12 @@ def resident_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def resize(rig: Any, num_blocks: int) -> dict[str, Any]:
-    return rig.core.banaserve_resize_pool(num_blocks)
-
-
 def test_freed_layers_become_blocks(rig: Any, prompts: list[list[int]], expected: Any) -> None:
     at_once = rig.requests_at_once
     before_bytes = resident_bytes()
     rig.finish(rig.away(LAYERS, rig.guest()))
-    (moved,) = rig.do("status")["moves"].values()
+    (move,) = rig.do("status")["moves"].values()
+    moved = move["facts"]
     assert moved["predicted_bytes"] == 10 * NUM_BLOCKS * rig.do("status")["kv"]["page_bytes"]
     assert moved["freed_bytes"] >= 0.95 * moved["predicted_bytes"]
     # The kernel agrees: the process is smaller, though it has mapped the guest's memory since.
@@ -59,7 +56,7 @@ def test_freed_layers_become_blocks(rig: Any, prompts: list[list[int]], expected
     assert before_bytes - (resident_bytes() - pages_of_guest) >= 0.9 * moved["predicted_bytes"]
     gained = rig.do("status")["kv"]["blocks_gained"]
     assert gained == NUM_BLOCKS * 10 // 20
-    assert resize(rig, NUM_BLOCKS + gained)["num_blocks"] == NUM_BLOCKS + gained
+    assert rig.resize_pool(NUM_BLOCKS + gained).pool.num_blocks == NUM_BLOCKS + gained
     assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected)
     assert rig.requests_at_once > at_once
 
@@ -76,14 +73,14 @@ def test_a_block_in_use_is_never_taken_away(
 
     def shrink() -> Generator[None, None, None]:
         yield from let_pass(20)
-        seen.append(resize(rig, 2))
+        seen.append(rig.resize_pool(2))
         yield
 
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, shrink()), expected)
-    assert seen[0]["busy"] > 0
-    assert seen[0]["num_blocks"] > NUM_BLOCKS, "nothing was taken"
-    assert resize(rig, NUM_BLOCKS) | {"busy": 0} == rig.core.banaserve_pool_info() | {"busy": 0}
-    assert rig.core.banaserve_pool_info()["num_blocks"] == NUM_BLOCKS
+    assert seen[0].busy > 0
+    assert seen[0].pool.num_blocks > NUM_BLOCKS, "nothing was taken"
+    assert rig.resize_pool(NUM_BLOCKS).pool == rig.pool()
+    assert rig.pool().num_blocks == NUM_BLOCKS
     assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected)
 
 
@@ -99,7 +96,7 @@ def test_the_way_back_takes_the_memory_again(
 
 def test_a_head_of_one_layer_frees_bytes_but_no_block(rig: Any) -> None:
     rig.finish(rig.away({"type": "heads", "heads": [[5, [1]]]}, rig.guest()))
-    moved = list(rig.do("status")["moves"].values())[-1]
+    moved = list(rig.do("status")["moves"].values())[-1]["facts"]
     kv = rig.do("status")["kv"]
     assert moved["predicted_bytes"] == NUM_BLOCKS * kv["page_bytes"] // 3
     assert moved["freed_bytes"] >= 0.95 * moved["predicted_bytes"]
@@ -111,7 +108,6 @@ def test_preempted_requests_give_the_same_tokens_while_layers_are_away(
     rig: Any, prompts: list[list[int]], expected: Any
 ) -> None:
     rig.finish(rig.away(LAYERS, rig.guest()))
-    before = rig.core.banaserve_pool_info()
-    assert before["num_blocks"] == NUM_BLOCKS
+    assert rig.pool().num_blocks == NUM_BLOCKS
     assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected)
     rig.all_home()

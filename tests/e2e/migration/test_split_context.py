@@ -120,8 +120,9 @@ def test_what_leaves_is_freed_and_a_block_that_is_written_again_is_at_home(
     rig.finish(rig.away(CONTEXT, rig.guest()))
     left, page_bytes = num_older(rig), rig.do("status")["kv"]["page_bytes"]
     (move,) = [m for m in rig.do("status")["moves"].values() if m["phase"] == "freed"][-1:]
-    assert move["predicted_bytes"] == 7 * left * page_bytes
-    assert move["freed_bytes"] >= 0.95 * move["predicted_bytes"]
+    facts = move["facts"]
+    assert facts["predicted_bytes"] == 7 * left * page_bytes
+    assert facts["freed_bytes"] >= 0.95 * facts["predicted_bytes"]
     assert rig.do("status")["kv"]["blocks_gained"] == 0
     assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected), "older blocks in the guest"
     assert rig.agrees(rig.run(others, NUM_TOKENS), expected_others), "their ids used again"

@@ -43,6 +43,10 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, PrefillStats, PromptTokenStats
 from vllm.v1.request import Request
 
+from banaserve.config import Budget
+from banaserve.engine.vllm.engine_api import CoreApi
+from banaserve.engine.vllm.typed_rpc import implements
+
 __all__ = [
     "AsyncLLM",
     "EngineCoreOutput",
@@ -223,12 +227,9 @@ def _take(core: Any, request: EngineCoreRequest) -> bool:
     return False
 
 
-UTILITY = "banaserve_set_budget"
-
-
 def install_budget_utility() -> None:
     """Let engine cores of this process take another budget between two steps."""
-    setattr(EngineCore, UTILITY, _set_budget)
+    setattr(EngineCore, CoreApi.banaserve_set_budget.__name__, _set_budget)
 
 
 def own_budget(config: VllmConfig) -> tuple[int, int]:
@@ -241,13 +242,11 @@ def own_budget(config: VllmConfig) -> tuple[int, int]:
     return tokens, scheduler.max_num_active_seqs or scheduler.max_num_seqs
 
 
-def _set_budget(core: Any, num_tokens: int, num_requests: int) -> dict[str, int]:
+@implements(CoreApi.banaserve_set_budget)
+def _set_budget(core: Any, num_tokens: int, num_requests: int) -> Budget:
     # Requests that run already go on: the limit is asked for where one is admitted.
     scheduler = core.scheduler
     most_tokens, most_requests = own_budget(scheduler.vllm_config)
     scheduler.max_num_scheduled_tokens = min(num_tokens, most_tokens)
     scheduler.max_num_active_reqs = min(num_requests, most_requests)
-    return {
-        "num_tokens": scheduler.max_num_scheduled_tokens,
-        "num_requests": scheduler.max_num_active_reqs,
-    }
+    return Budget(scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs)

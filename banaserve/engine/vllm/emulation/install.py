@@ -83,8 +83,8 @@ def _pace_commits(pacer: Pacer) -> None:
         swapped_s = pacer.now_s()
         pacer.hold(swapped_s, pacer.profile.between.sync_s)
         held_s = pacer.now_s() - swapped_s
-        move.facts["swap_s"] += held_s
-        move.facts["stall_s"] += held_s
+        move.facts.swap_s = (move.facts.swap_s or 0.0) + held_s
+        move.facts.stall_s = (move.facts.stall_s or 0.0) + held_s
         pacer.woke()  # the engine has stood still until now
         return move
 

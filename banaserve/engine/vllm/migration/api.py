@@ -92,7 +92,7 @@ class MoveStatus(msgspec.Struct):
         phase: waiting, shrinking, starting, preparing, copying, committing, freeing, growing or
             done.
         seconds: Spent in each phase so far.
-        facts: What the host has measured: bytes, rounds, stall.
+        facts: What the host has measured, by the names of ``MoveFacts``: bytes, rounds, stall.
     """
 
     move_id: str
@@ -101,7 +101,7 @@ class MoveStatus(msgspec.Struct):
     to: str | None
     phase: str = "waiting"
     seconds: dict[str, float] = {}
-    facts: dict[str, Any] = {}
+    facts: dict[str, int | float] = {}
 
 
 class Migration(msgspec.Struct):
@@ -142,7 +142,8 @@ class Overlapping(msgspec.Struct, frozen=True):
     """Whether an instance and the guests of its layers compute at once.
 
     Attributes:
-        blocker: Steps are not cut; empty where they may be.
+        max_microbatches: That a step may be cut into; 1: the instance waits for its guests.
+        blocker: Why steps are not cut; empty where they may be.
         steps_cut: So far; ``parts`` of all steps while layers were away.
         steps_waited: Run in one part, because no other was predicted to be faster.
         prediction_error: Of the time of a step's layers, smoothed over the last steps.

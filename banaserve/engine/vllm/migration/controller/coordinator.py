@@ -145,9 +145,9 @@ class Coordinator:
             MigrationError: It does not serve, cannot migrate, or its steps cannot be cut so.
         """
         hosted = self._hosted(ask.instance)
-        reply = await hosted.link().call("overlap", ask.max_microbatches)
+        overlap = await hosted.link().set_overlap(ask.max_microbatches)
         await hosted.refresh()
-        return msgspec.convert(reply, Overlapping)
+        return msgspec.convert(overlap, Overlapping, from_attributes=True)
 
     # ---- events
 

@@ -10,7 +10,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 from vllm.config import VllmConfig
 
@@ -27,6 +26,7 @@ from banaserve.engine.vllm.migration.controller.planner import (
     model_facts,
     weight_bytes,
 )
+from banaserve.engine.vllm.migration.rpc.worker_api import HostStatus, LinkState
 from banaserve.engine.vllm.migration_executor import modules_of
 from banaserve.errors import BanaServeError, MigrationError
 from banaserve.types import InstanceId, ModulePlacement
@@ -102,7 +102,7 @@ class GuestMonitor:
 
     def _concerns(self, hosted: HostState) -> bool:
         """Whether it has a guest, or had something away or too large a pool when last seen."""
-        away = hosted.status is not None and hosted.status["units"]
+        away = hosted.status is not None and hosted.status.units
         has_guest = any(guest.host == hosted.id for guest in self._guests)
         return bool(away) or has_guest or hosted.grown_blocks > 0
 
@@ -110,17 +110,17 @@ class GuestMonitor:
         """What the host says of its units is what holds."""
         status = hosted.status
         assert status is not None
-        at = {unit["unit_id"]: unit["guest"] for unit in status["units"]}
+        at = {unit.unit_id: unit.guest_id for unit in status.units}
         for guest in self._guests:
             if guest.host == hosted.id:
                 guest.units = {unit for unit, where in at.items() if where == guest.id}
-        hosted.instance.set_placements(self._placements(hosted), status["epoch"])
+        hosted.instance.set_placements(self._placements(hosted), status.epoch)
         self._count(hosted.id, status, hosted.link().incarnation)
 
     def _placements(self, hosted: HostState) -> tuple[ModulePlacement, ...]:
         status = hosted.status
         assert status is not None
-        epochs = {unit["unit_id"]: unit["epoch"] for unit in status["units"]}
+        epochs = {unit.unit_id: unit.epoch for unit in status.units}
         facts, kv = self._coordinator.facts, hosted.kv
         found = []
         for unit in hosted.units(self._guests):
@@ -139,27 +139,27 @@ class GuestMonitor:
                 )
         return tuple(found)
 
-    def _count(self, name: str, status: dict[str, Any], incarnation: int) -> None:
-        metrics.UNITS_AWAY.labels(name).set(len(status["units"]))
-        metrics.EPOCH.labels(name).set(status["epoch"])
+    def _count(self, name: str, status: HostStatus, incarnation: int) -> None:
+        metrics.UNITS_AWAY.labels(name).set(len(status.units))
+        metrics.EPOCH.labels(name).set(status.epoch)
         known, lost, steps = self._counted.get(name, (incarnation, 0, 0))
         if known != incarnation:
             lost = steps = 0
-        metrics.GUESTS_LOST.labels(name).inc(max(0, status["guests_lost"] - lost))
-        metrics.STEPS_LOST.labels(name).inc(max(0, status["steps_lost"] - steps))
-        self._counted[name] = incarnation, status["guests_lost"], status["steps_lost"]
+        metrics.GUESTS_LOST.labels(name).inc(max(0, status.guests_lost - lost))
+        metrics.STEPS_LOST.labels(name).inc(max(0, status.steps_lost - steps))
+        self._counted[name] = incarnation, status.guests_lost, status.steps_lost
 
     async def _end_lost_guests(self, hosted: HostState) -> None:
         """A guest that its host has given up may still run: stalled, or out of step."""
         assert hosted.status is not None
-        for guest_id, known in hosted.status["guests"].items():
-            if known["state"] != "lost":
+        for guest_id, known in hosted.status.guests.items():
+            if known.state is not LinkState.LOST:
                 continue
             if (guest := self._guests.get(guest_id)) is not None:
                 guest.detached_s = asyncio.get_running_loop().time()
                 guest.kill()
             with contextlib.suppress(BanaServeError):
-                await hosted.link().call("detach", guest_id)
+                await hosted.link().detach(guest_id)
 
     async def _fit_pool(self, hosted: HostState) -> None:
         """After a loss the pool is larger than its memory: shrink it as soon as that can be."""
@@ -187,7 +187,7 @@ class GuestMonitor:
     async def _detach(self, hosted: HostState, guest: GuestHandle, now_s: float) -> None:
         guest.detached_s = now_s
         try:
-            await hosted.link().call("detach", guest.id)
+            await hosted.link().detach(guest.id)
         except MigrationError:
             guest.detached_s = None
             raise

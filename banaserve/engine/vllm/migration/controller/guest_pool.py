@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from banaserve import processes
 from banaserve.engine.vllm.launch.launcher import Launcher
 from banaserve.engine.vllm.migration.controller.host_client import HostClient
@@ -22,6 +20,7 @@ from banaserve.engine.vllm.migration.controller.process_stats import ProcessUsag
 from banaserve.engine.vllm.migration.controller.shares import Shares
 from banaserve.engine.vllm.migration.controller.timeouts import MoveStage, timeout_s
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+from banaserve.engine.vllm.migration.rpc.worker_api import LinkState
 from banaserve.errors import MigrationError
 from banaserve.types import InstanceId
 
@@ -149,10 +148,10 @@ class GuestPool:
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
         try:
-            await link.call("attach", msgspec.to_builtins(address))
+            await link.attach(address)
             await self._until_ready(guest, link)
             if (fraction := self.share_of(guest)) < 1.0:
-                await link.call("share", guest.id, fraction)
+                await link.set_share(guest.id, fraction)
                 guest.share = fraction
         except BaseException:
             guest.kill()
@@ -175,11 +174,12 @@ class GuestPool:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s(MoveStage.START, 0)
         while loop.time() < until_s:
-            known = (await link.status())["guests"].get(guest.id, {})
-            if known.get("state") == "ready":
+            known = (await link.status()).guests.get(guest.id)
+            if known is not None and known.state is LinkState.READY:
                 return
-            if known.get("state") == "lost" or guest.id not in self._guests:
-                reason = known.get("reason") or "it ended while it started"
+            is_lost = known is not None and known.state is LinkState.LOST
+            if is_lost or guest.id not in self._guests:
+                reason = (known.reason if known is not None else "") or "it ended while it started"
                 raise MigrationError(f"guest beside {guest.target}: {reason}; see {self._logs}")
             await asyncio.sleep(_POLL_S)
         raise MigrationError(f"the guest beside {guest.target} did not start; see {self._logs}")

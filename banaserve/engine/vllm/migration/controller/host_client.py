@@ -1,4 +1,4 @@
-"""The coordinator's end of one engine: worker methods and the scheduler's pool."""
+"""Client of one engine for the coordinator: methods of its worker and of its scheduler's pool."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ from collections.abc import Awaitable
 from typing import Any, Protocol, TypeVar
 
 from banaserve.engine.vllm.compat import engine as compat
-from banaserve.errors import InstanceDeadError, MigrationError, NoAnswerError
+from banaserve.engine.vllm.engine_api import CoreApi, PoolResize, PoolStatus
+from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+from banaserve.engine.vllm.migration.rpc.worker_api import (
+    CommitReport,
+    HostStatus,
+    MigrationApi,
+    MoveReport,
+    OverlapStatus,
+)
+from banaserve.engine.vllm.migration.types import Modules
+from banaserve.engine.vllm.typed_rpc import Call, call
+from banaserve.errors import InstanceDeadError, MigrationError, NoAnswerError, ProtocolError
 from banaserve.types import InstanceId, ModulePlacement, Role
 
 CALL_TIMEOUT_S = 30.0
 """For calls that return at once: they wait for the step under way, which a long prompt fills."""
 
-Reply = dict[str, Any]
 T = TypeVar("T")
 
 
@@ -39,7 +49,13 @@ class HostInstance(Protocol):
 
 
 class HostClient:
-    """Calls to one incarnation of an instance; each ends when that incarnation does."""
+    """Calls to one incarnation of an instance; each ends when that incarnation does.
+
+    Every call raises:
+        MigrationError: The engine refuses, or its reply breaks the contract.
+        NoAnswerError: It does not answer in time.
+        InstanceDeadError: It has ended.
+    """
 
     def __init__(self, instance: HostInstance) -> None:
         self._instance = instance
@@ -69,53 +85,73 @@ class HostClient:
         if not self.is_alive:
             raise self._dead()
 
-    async def call(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Reply:
-        """One worker method, named without its prefix.
+    # ---- what the worker does: see ``MigrationApi``
 
-        Raises:
-            MigrationError: The worker refuses.
-            NoAnswerError: It does not answer in time.
-            InstanceDeadError: The engine has ended.
-        """
-        name = f"banaserve_migration_{method}"
-        made = self._llm().collective_rpc(name, timeout=None, args=args)
-        replies: list[Reply] = await self._within(made, timeout_s, method)
-        reply = replies[0]
-        if reply["error"]:
-            raise MigrationError(reply["error"])
-        return reply
+    async def attach(self, address: GuestAddress) -> None:
+        await self._worker(call(MigrationApi.banaserve_migration_attach, address))
 
-    async def status(self, memory: bool = False) -> Reply:
-        """See ``worker_methods``.
+    async def detach(self, guest_id: str) -> None:
+        await self._worker(call(MigrationApi.banaserve_migration_detach, guest_id))
 
-        Args:
-            memory: Count what backs the KV cache too, which takes milliseconds between two steps.
+    async def prepare(self, move_id: str, modules: Modules, guest_id: str) -> MoveReport:
+        return await self._worker(
+            call(MigrationApi.banaserve_migration_prepare, move_id, modules, guest_id)
+        )
 
-        Raises:
-            MigrationError: The instance cannot migrate.
-            NoAnswerError: It does not answer in time.
-            InstanceDeadError: The engine has ended.
-        """
-        reply = await self.call("status", memory)
-        if reply["migration_blocker"]:
-            raise MigrationError(reply["migration_blocker"])
-        return reply
+    async def move_on(self, move_id: str, unit_id: str, guest_id: str | None) -> MoveReport:
+        return await self._worker(
+            call(MigrationApi.banaserve_migration_move_on, move_id, unit_id, guest_id)
+        )
 
-    async def pool_info(self) -> Reply:
-        """Counts of the scheduler's pool."""
-        return await self._utility("banaserve_pool_info")
+    async def precopy(self, move_id: str) -> MoveReport:
+        return await self._worker(call(MigrationApi.banaserve_migration_precopy, move_id))
 
-    async def resize_pool(self, num_blocks: int) -> Reply:
-        """``busy`` above 0: blocks in use are in the way; they are taken out of circulation.
+    async def commit(self, move_id: str, timeout_s: float) -> CommitReport:
+        return await self._worker(call(MigrationApi.banaserve_migration_commit, move_id), timeout_s)
 
-        They come back with the next call.
-        """
-        return await self._utility("banaserve_resize_pool", num_blocks, True)
+    async def free(self, move_id: str) -> MoveReport:
+        return await self._worker(call(MigrationApi.banaserve_migration_free, move_id))
 
-    async def _utility(self, name: str, *args: Any) -> Reply:
-        made = self._llm().engine_core.call_utility_async(name, *args)
-        reply: Reply = await self._within(made, CALL_TIMEOUT_S, name)
-        return reply
+    async def abort(self, move_id: str) -> MoveReport:
+        return await self._worker(call(MigrationApi.banaserve_migration_abort, move_id))
+
+    async def set_overlap(self, max_microbatches: int) -> OverlapStatus:
+        return await self._worker(call(MigrationApi.banaserve_migration_overlap, max_microbatches))
+
+    async def set_share(self, guest_id: str, fraction: float) -> None:
+        await self._worker(call(MigrationApi.banaserve_migration_share, guest_id, fraction))
+
+    async def status(self, memory: bool = False) -> HostStatus:
+        return await self._worker(call(MigrationApi.banaserve_migration_status, memory))
+
+    # ---- what the scheduler does: see ``CoreApi``
+
+    async def pool_info(self) -> PoolStatus:
+        return await self._core(call(CoreApi.banaserve_pool_info))
+
+    async def resize_pool(self, num_blocks: int) -> PoolResize:
+        """Where blocks in use are in the way, they are held back until the next call."""
+        return await self._core(call(CoreApi.banaserve_resize_pool, num_blocks, True))
+
+    # ---- inside
+
+    async def _worker(self, asked: Call[T], timeout_s: float | None = None) -> T:
+        made = self._llm().collective_rpc(asked.name, timeout=None, args=asked.args)
+        within_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s
+        what = asked.name.removeprefix("banaserve_migration_")
+        replies: list[object] = await self._within(made, within_s, what)
+        return self._read(asked, replies[0])
+
+    async def _core(self, asked: Call[T]) -> T:
+        made = self._llm().engine_core.call_utility_async(asked.name, *asked.args)
+        reply: object = await self._within(made, CALL_TIMEOUT_S, asked.name)
+        return self._read(asked, reply)
+
+    def _read(self, asked: Call[T], reply: object) -> T:
+        try:
+            return asked.read(reply)
+        except ProtocolError as wrong:
+            raise MigrationError(f"instance {self._instance.id}: {wrong}") from wrong
 
     def _llm(self) -> Any:
         self.check()

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
-
-import msgspec
 
 from banaserve.engine.vllm.migration.controller.guest_pool import GuestPool
 from banaserve.engine.vllm.migration.controller.host_client import HostClient, HostInstance
 from banaserve.engine.vllm.migration.controller.planner import (
-    KvFacts,
     ModelFacts,
     RemoteUnit,
     num_pages,
 )
 from banaserve.engine.vllm.migration.controller.process_stats import CoreWaits
 from banaserve.engine.vllm.migration.kv.host_kv import blocks_gained
-from banaserve.engine.vllm.migration.types import Modules, read_modules
-
-Reply = dict[str, Any]
+from banaserve.engine.vllm.migration.rpc.worker_api import HostStatus, KvStatus
+from banaserve.engine.vllm.migration.types import Modules
 
 
 class HostState:
@@ -43,7 +38,7 @@ class HostState:
         self.turn = asyncio.Lock()
         self.planning = asyncio.Lock()
         self.moving: dict[str, list[Modules]] = {}
-        self.status: Reply | None = None
+        self.status: HostStatus | None = None
         self.since_s: dict[str, float] = {}
         self.changed_s: float | None = None
         self.core_waits = CoreWaits()
@@ -74,11 +69,11 @@ class HostState:
     @property
     def max_microbatches(self) -> int:
         """That its steps are cut into, as it last said; 1: it waits for its guests."""
-        if self.status is None or self.status["overlap"]["blocker"]:
+        if self.status is None or self.status.overlap.blocker:
             return 1
-        return int(self.status["overlap"]["max_microbatches"])
+        return self.status.overlap.max_microbatches
 
-    async def refresh(self, memory: bool = False) -> Reply:
+    async def refresh(self, memory: bool = False) -> HostStatus:
         """Ask the host what is where.
 
         Raises:
@@ -89,30 +84,29 @@ class HostState:
         return self.status
 
     @property
-    def kv(self) -> KvFacts:
+    def kv(self) -> KvStatus:
         assert self.status is not None
-        return msgspec.convert(self.status["kv"], KvFacts)
+        return self.status.kv
 
     def units(self, guests: GuestPool) -> list[RemoteUnit]:
         """What is away; a guest that is not known any more is beside nobody."""
         if self.status is None:
             return []
         found = []
-        for unit in self.status["units"]:
-            guest = guests.get(unit["guest"])
+        for unit in self.status.units:
+            guest = guests.get(unit.guest_id)
             at = guest.target if guest is not None else "?"
-            found.append(RemoteUnit(unit["unit_id"], read_modules(unit["modules"]), at))
+            found.append(RemoteUnit(unit.unit_id, unit.modules, at))
         return found
 
     # ---- the scheduler's pool
 
     def pool_with(self, away: Sequence[Modules]) -> int:
         """Blocks that the pool may have while these modules are away."""
-        kv, status = self.kv, self.status
-        assert status is not None
+        kv = self.kv
         pages = sum(num_pages(modules, self._facts.num_kv_heads) for modules in away)
         away_bytes = round(pages * kv.page_bytes)
-        kept_bytes = int(status["kv"]["num_layers"]) * kv.page_bytes - away_bytes
+        kept_bytes = kv.num_layers * kv.page_bytes - away_bytes
         return kv.num_blocks + blocks_gained(kv.num_blocks, kv.max_blocks, away_bytes, kept_bytes)
 
     async def grow_pool(self) -> int:
@@ -120,17 +114,17 @@ class HostState:
         link = self.link()
         await self.refresh()
         allowed = self.kv.num_blocks + self.kv.blocks_gained
-        now = (await link.pool_info())["num_blocks"]
+        now = (await link.pool_info()).num_blocks
         await link.resize_pool(max(now, allowed))  # also lets go of blocks that were held
         self.grown_blocks = self.kv.blocks_gained
-        return max(0, allowed - int(now))
+        return max(0, allowed - now)
 
     async def shrink_pool(self, num_blocks: int) -> int:
         """Try to shrink the pool; returns how many blocks in use are in the way."""
         link = self.link()
         busy = 0
-        if (await link.pool_info())["num_blocks"] > num_blocks:
-            busy = int((await link.resize_pool(num_blocks))["busy"])
+        if (await link.pool_info()).num_blocks > num_blocks:
+            busy = (await link.resize_pool(num_blocks)).busy
         if not busy:
             self.grown_blocks = num_blocks - self.kv.num_blocks
         return busy

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import psutil
 from vllm.config import VllmConfig
 
+from banaserve.engine.vllm.migration.rpc.worker_api import KvStatus
 from banaserve.engine.vllm.migration.types import (
     Context,
     HeadSet,
@@ -207,16 +207,6 @@ class ModelFacts(NamedTuple):
         return ModelGeometry(self.num_layers, self.num_kv_heads)
 
 
-class KvFacts(msgspec.Struct, frozen=True):
-    """``status()["kv"]`` of a host: see ``worker_methods``; other fields are ignored."""
-
-    num_blocks: int
-    max_blocks: int
-    blocks_gained: int
-    page_bytes: int
-    resident_bytes: int | None = None
-
-
 def model_facts(config: VllmConfig) -> ModelFacts:
     """Of the model that ``config`` serves."""
     model = config.model_config
@@ -234,7 +224,7 @@ def weight_bytes(modules: Modules, facts: ModelFacts) -> int:
     return len(modules.layers) * facts.layer_weight_bytes if isinstance(modules, LayerRange) else 0
 
 
-def kv_bytes(modules: Modules, facts: ModelFacts, kv: KvFacts) -> int:
+def kv_bytes(modules: Modules, facts: ModelFacts, kv: KvStatus) -> int:
     """KV of the pool that the host started with; of older blocks the most that they can be."""
     if isinstance(modules, Context):
         return len(modules.layers) * kv.page_bytes * kv.num_blocks
@@ -242,7 +232,7 @@ def kv_bytes(modules: Modules, facts: ModelFacts, kv: KvFacts) -> int:
 
 
 def check_room(
-    modules: Modules, target: str, facts: ModelFacts, kv: KvFacts, available: AvailableBytes
+    modules: Modules, target: str, facts: ModelFacts, kv: KvStatus, available: AvailableBytes
 ) -> int:
     """Bytes that the modules take beside ``target``.
 

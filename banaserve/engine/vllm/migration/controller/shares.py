@@ -102,7 +102,7 @@ async def tell(guest: GuestHandle, hosted: HostState, fraction: float) -> None:
         MigrationError: It cannot be told at present.
         InstanceDeadError: Its host has ended.
     """
-    await hosted.link().call("share", guest.id, fraction)
+    await hosted.link().set_share(guest.id, fraction)
     guest.share = fraction
 
 

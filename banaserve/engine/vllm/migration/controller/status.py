@@ -45,7 +45,7 @@ async def _of(coordinator: Coordinator, hosted: HostState) -> InstancePlacement:
     try:
         status = await hosted.refresh(memory=True)
         kv_bytes_here = hosted.kv.resident_bytes or 0
-        num_blocks = (await hosted.link().pool_info())["num_blocks"]
+        num_blocks = (await hosted.link().pool_info()).num_blocks
     except BanaServeError as reason:
         return InstancePlacement(hosted.id, instance.role.value, state, str(reason))
     facts = coordinator.facts
@@ -54,17 +54,17 @@ async def _of(coordinator: Coordinator, hosted: HostState) -> InstancePlacement:
         role=instance.role.value,
         state=state,
         migration_blocker="",
-        epoch=status["epoch"],
+        epoch=status.epoch,
         num_layers=facts.num_layers,
         num_kv_heads=facts.num_kv_heads,
         num_blocks=num_blocks,
         blocks_gained=num_blocks - hosted.kv.num_blocks,
         kv_bytes=kv_bytes_here,
         units=_units(coordinator, hosted),
-        guests_lost=status["guests_lost"],
-        steps_lost=status["steps_lost"],
+        guests_lost=status.guests_lost,
+        steps_lost=status.steps_lost,
         sharing=sharing_of(coordinator, hosted),
-        overlap=msgspec.convert(status["overlap"], Overlapping),
+        overlap=msgspec.convert(status.overlap, Overlapping, from_attributes=True),
     )
 
 
@@ -77,15 +77,15 @@ def _units(coordinator: Coordinator, hosted: HostState) -> list[UnitPlace]:
             return num_older_blocks * len(modules.layers) * kv.page_bytes
         return weight_bytes(modules, facts) + kv_bytes(modules, facts, kv)
 
-    by_id = {unit["unit_id"]: unit for unit in hosted.status["units"]}
+    by_id = {unit.unit_id: unit for unit in hosted.status.units}
     return [
         UnitPlace(
             unit.unit_id,
             write_modules(unit.modules),
             unit.at,
-            by_id[unit.unit_id]["guest"],
-            by_id[unit.unit_id]["epoch"],
-            bytes_of(unit.modules, by_id[unit.unit_id].get("num_older_blocks")),
+            by_id[unit.unit_id].guest_id,
+            by_id[unit.unit_id].epoch,
+            bytes_of(unit.modules, by_id[unit.unit_id].num_older_blocks),
         )
         for unit in hosted.units(coordinator.guests)
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.migration.api import MoveStatus
@@ -13,28 +12,14 @@ from banaserve.engine.vllm.migration.controller.guest_pool import GuestHandle, G
 from banaserve.engine.vllm.migration.controller.host_state import HostState
 from banaserve.engine.vllm.migration.controller.planner import BringBack, MoveOut, Op
 from banaserve.engine.vllm.migration.controller.timeouts import MoveStage, copies_again, timeout_s
-from banaserve.engine.vllm.migration.types import LayerRange, write_modules
+from banaserve.engine.vllm.migration.rpc.worker_api import MoveReport
+from banaserve.engine.vllm.migration.types import LayerRange, MovePhase
 from banaserve.errors import BanaServeError, MigrationError
 from banaserve.types import InstanceId
 
 _POLL_S = 0.01
 _LOOK_S = {MoveStage.PREPARE: 0.05, MoveStage.COPY: 0.005, MoveStage.FREE: 0.02}
 """Each look at the host is a call between two of its steps."""
-_FACTS = (
-    "rounds",
-    "weight_bytes",
-    "precopy_bytes",
-    "precopy_s",
-    "prepare_s",
-    "commit_blocks",
-    "commit_bytes",
-    "copy_s",
-    "activate_s",
-    "swap_s",
-    "stall_s",
-    "predicted_bytes",
-    "freed_bytes",
-)
 
 
 class AbortedError(BanaServeError):
@@ -123,7 +108,7 @@ class MigrationTask:
         await hosted.refresh()
         rest = [u.modules for u in hosted.units(self._guests) if u.unit_id != unit_id]
         target = hosted.pool_with(rest)
-        before = (await self._link.pool_info())["num_blocks"]
+        before = (await self._link.pool_info()).num_blocks
         limit_s = timeout_s(MoveStage.SHRINK, self._num_bytes)
         until_s = loop.time() + limit_s
         while busy := await hosted.shrink_pool(target):
@@ -143,20 +128,20 @@ class MigrationTask:
             self._begun = True
             if isinstance(op, MoveOut):
                 assert self._guest is not None
-                modules = write_modules(op.modules)
-                await self._link.call("prepare", move.move_id, modules, self._guest.id)
+                await self._link.prepare(move.move_id, op.modules, self._guest.id)
             else:
                 guest_id = self._guest.id if self._guest is not None else None
-                await self._link.call("move_on", move.move_id, op.unit_id, guest_id)
-            await self._until("prepared", MoveStage.PREPARE)
+                await self._link.move_on(move.move_id, op.unit_id, guest_id)
+            await self._until(MovePhase.PREPARED, MoveStage.PREPARE)
 
     async def _copy(self) -> None:
         dirty: int | None = None
         num_times = 0
         async with self._phase("copying"):
             while True:
-                await self._link.call("precopy", self._move.move_id)
-                now = int((await self._until("copied", MoveStage.COPY))["dirty_blocks"] or 0)
+                await self._link.precopy(self._move.move_id)
+                copied = await self._until(MovePhase.COPIED, MoveStage.COPY)
+                now = copied.dirty_blocks or 0
                 num_times += 1
                 if not copies_again(dirty, now, num_times):
                     return
@@ -167,30 +152,34 @@ class MigrationTask:
         async with self._phase("committing"):
             limit_s = timeout_s(MoveStage.COMMIT, self._num_bytes)
             try:
-                self._note(await self._link.call("commit", self._move.move_id, timeout_s=limit_s))
+                self._note((await self._link.commit(self._move.move_id, limit_s)).move)
             except MigrationError:
                 if not await self._is_committed():
                     raise
 
     async def _is_committed(self) -> bool:
         """After a commit whose answer is an error, or late."""
-        move = (await self._hosted.refresh())["moves"].get(self._move.move_id, {})
+        move = (await self._hosted.refresh()).moves.get(self._move.move_id)
+        if move is None:
+            return False
         self._note(move)
-        return move.get("phase") == "committed"
+        return move.phase is MovePhase.COMMITTED
 
-    async def _until(self, phase: str, stage: MoveStage, may_abort: bool = True) -> dict[str, Any]:
+    async def _until(
+        self, phase: MovePhase, stage: MoveStage, may_abort: bool = True
+    ) -> MoveReport:
         loop = asyncio.get_running_loop()
         limit_s = timeout_s(stage, self._num_bytes)
         until_s = loop.time() + limit_s
         while True:
             if may_abort:
                 self._check_abort()
-            move = (await self._hosted.refresh())["moves"][self._move.move_id]
+            move = (await self._hosted.refresh()).moves[self._move.move_id]
             self._note(move)
-            if move["phase"] == phase:
-                return dict(move)
-            if move["phase"] in ("failed", "aborted"):
-                raise MigrationError(move["reason"] or f"the host has {move['phase']} it")
+            if move.phase is phase:
+                return move
+            if move.phase in (MovePhase.FAILED, MovePhase.ABORTED):
+                raise MigrationError(move.reason or f"the host has {move.phase.value} it")
             if loop.time() >= until_s:
                 raise MigrationError(f"{self._move.phase} took more than {limit_s:.0f} s")
             await asyncio.sleep(_LOOK_S[stage])
@@ -206,7 +195,7 @@ class MigrationTask:
         """Leave the host as it was; where it has ended there is nothing to do."""
         with contextlib.suppress(BanaServeError):
             if self._begun:
-                await self._link.call("abort", self._move.move_id)
+                await self._link.abort(self._move.move_id)
         if isinstance(self._op, BringBack):
             with contextlib.suppress(BanaServeError):
                 self.blocks_gained += await self._hosted.grow_pool()
@@ -217,8 +206,8 @@ class MigrationTask:
         """Give memory back and let the pool grow: the unit runs where it should in any case."""
         self._register()
         async with self._phase("freeing"):
-            await self._link.call("free", self._move.move_id)
-            await self._until("freed", MoveStage.FREE, may_abort=False)
+            await self._link.free(self._move.move_id)
+            await self._until(MovePhase.FREED, MoveStage.FREE, may_abort=False)
         async with self._phase("growing"):
             self.blocks_gained += await self._hosted.grow_pool()
         self._move.phase = "done"
@@ -248,6 +237,5 @@ class MigrationTask:
             self._move.seconds[name] = self._move.seconds.get(name, 0.0) + seconds
             metrics.PHASE_S.labels(name).observe(seconds)
 
-    def _note(self, told: dict[str, Any]) -> None:
-        facts = {name: told[name] for name in _FACTS if told.get(name) is not None}
-        self._move.facts = {**self._move.facts, **facts}
+    def _note(self, told: MoveReport) -> None:
+        self._move.facts = self._move.facts | told.facts.measured()

@@ -25,6 +25,7 @@ from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+from banaserve.engine.vllm.migration.rpc.worker_api import GuestLinkStatus, LinkState
 from banaserve.engine.vllm.migration.types import (
     ModelGeometry,
     Modules,
@@ -89,7 +90,7 @@ class MigrationHost:
         builder: Makes units in guests.
         epoch: Of the placement; grows with each change of it.
         links: Guests by id.
-        attaching: Guests that are not linked yet: ``state`` and ``reason``.
+        attaching: Guests that are not linked yet, or could not be.
         moves: Under way, and the last of those that are over.
     """
 
@@ -97,7 +98,7 @@ class MigrationHost:
         self.settings = settings
         self.epoch = 1
         self.links: dict[str, GuestClient] = {}
-        self.attaching: dict[str, dict[str, str]] = {}
+        self.attaching: dict[str, GuestLinkStatus] = {}
         self.moves = MoveBook()
         self.num_guests_lost = 0
         self._runner = runner
@@ -198,13 +199,12 @@ class MigrationHost:
         move.enter(MovePhase.COMMITTED)
         ended_s = time.perf_counter()
         move.end_copies()
-        move.facts |= {
-            "commit_blocks": len(blocks),
-            "copy_s": copied_s - began_s,
-            "activate_s": activated_s - copied_s,
-            "swap_s": ended_s - activated_s,
-            "stall_s": ended_s - began_s,
-        }
+        facts = move.facts
+        facts.commit_blocks = len(blocks)
+        facts.copy_s = copied_s - began_s
+        facts.activate_s = activated_s - copied_s
+        facts.swap_s = ended_s - activated_s
+        facts.stall_s = ended_s - began_s
         if move.source is None:
             self.builder.poison(move.unit)
         return move
@@ -213,7 +213,7 @@ class MigrationHost:
         assert move.mover is not None
         self.watch.written.step_ended()
         blocks = move.take_left(self.watch.written)
-        move.facts["commit_bytes"] = move.mover.copy(blocks)
+        move.facts.commit_bytes = move.mover.copy(blocks)
         return blocks
 
     def free(self, move_id: str) -> Move:
@@ -231,8 +231,8 @@ class MigrationHost:
                 move.source.leave()
                 return
             freed = self.builder.free(move.unit)
-            move.facts["predicted_bytes"] = sum(f.predicted_bytes for f in freed)
-            move.facts["freed_bytes"] = sum(f.freed_bytes for f in freed)
+            move.facts.predicted_bytes = sum(f.predicted_bytes for f in freed)
+            move.facts.freed_bytes = sum(f.freed_bytes for f in freed)
 
         move.free(work)
         return move
@@ -306,7 +306,8 @@ class MigrationHost:
         """
         link = self.links.get(guest_id)
         if link is None:
-            if self.attaching.get(guest_id, {}).get("state") == "lost":
+            attempt = self.attaching.get(guest_id)
+            if attempt is not None and attempt.state is LinkState.LOST:
                 del self.attaching[guest_id]
                 return
             raise MigrationError(f"guest {guest_id} is not attached")
@@ -364,11 +365,12 @@ class Attaching:
             MigrationError: A guest of this name is there already.
         """
         known = host.links.get(address.guest_id)
+        attempt = host.attaching.get(address.guest_id)
         if (known is not None and known.lost is None) or (
-            host.attaching.get(address.guest_id, {}).get("state") == "connecting"
+            attempt is not None and attempt.state is LinkState.CONNECTING
         ):
             raise MigrationError(f"guest {address.guest_id} is attached already")
-        host.attaching[address.guest_id] = {"state": "connecting", "reason": ""}
+        host.attaching[address.guest_id] = GuestLinkStatus(LinkState.CONNECTING)
         thread = threading.Thread(
             target=cls(host, address)._run, name=f"attach-{address.guest_id}", daemon=True
         )
@@ -390,7 +392,7 @@ class Attaching:
 
     def _failed(self, reason: str) -> None:
         logger.error("guest %s: %s", self._address.guest_id, reason)
-        self._host.attaching[self._address.guest_id] = {"state": "lost", "reason": reason}
+        self._host.attaching[self._address.guest_id] = GuestLinkStatus(LinkState.LOST, reason)
 
     def _connect(self) -> GuestClient:
         address, host = self._address, self._host

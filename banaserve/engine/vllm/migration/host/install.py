@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from banaserve.engine.vllm.compat import model as compat
+from banaserve.engine.vllm.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.engine.vllm.kv_connector.block_copy import BlockCopier
 from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.config import MigrationSettings, settings_of
@@ -21,6 +22,7 @@ from banaserve.engine.vllm.migration.kv.store_copier import StoreCopier
 from banaserve.engine.vllm.migration.modules.attention_backend import kernels_for
 from banaserve.engine.vllm.migration.modules.paged_attention import take_kernels
 from banaserve.engine.vllm.migration.rpc.messages import StorePlace
+from banaserve.engine.vllm.typed_rpc import implements
 from banaserve.errors import MigrationError
 
 logger = logging.getLogger(__name__)
@@ -55,11 +57,20 @@ def install(config: VllmConfig, runner_class: type[Any]) -> bool:
 
 def install_utilities() -> None:
     """Let engine cores of this process tell and change the size of their pools."""
-    compat.add_utility("banaserve_pool_info", lambda core: core.scheduler.pool_info())
-    compat.add_utility(
-        "banaserve_resize_pool",
-        lambda core, num_blocks, hold=False: core.scheduler.resize_pool(num_blocks, hold),
-    )
+    compat.add_utility(CoreApi.banaserve_pool_info.__name__, _pool_info)
+    compat.add_utility(CoreApi.banaserve_resize_pool.__name__, _resize_pool)
+
+
+@implements(CoreApi.banaserve_pool_info)
+def _pool_info(core: Any) -> PoolStatus:
+    found: PoolStatus = core.scheduler.pool_info()
+    return found
+
+
+@implements(CoreApi.banaserve_resize_pool)
+def _resize_pool(core: Any, num_blocks: int, hold: bool = False) -> PoolResize:
+    outcome: PoolResize = core.scheduler.resize_pool(num_blocks, hold)
+    return outcome
 
 
 def install_runner(runner_class: type[Any]) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from banaserve.engine.vllm.migration.host.block_mover import BlockMover
 from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
 from banaserve.engine.vllm.migration.host.units import Unit, UnitLocation
 from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker, Watch
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
+from banaserve.engine.vllm.migration.rpc.worker_api import MoveFacts, MoveReport
 from banaserve.engine.vllm.migration.types import OPEN, MovePhase, check_step
 from banaserve.errors import BanaServeError
 
@@ -32,7 +33,7 @@ class Move:
         unit: What moves.
         target: The guest that it goes to; None: home.
         new_residence: In the target, once it is prepared.
-        facts: What was measured, by name, for replies.
+        facts: What was measured.
         error: Why it failed.
     """
 
@@ -42,7 +43,7 @@ class Move:
         self.source = unit.residence
         self.target = target
         self.new_residence: UnitLocation | None = None
-        self.facts: dict[str, Any] = {"rounds": 0, "precopy_bytes": 0, "precopy_s": 0.0}
+        self.facts = MoveFacts()
         self.error = ""
         self.mover: BlockMover | None = None
         self._phase = MovePhase.PREPARING
@@ -92,11 +93,11 @@ class Move:
             began_s = time.perf_counter()
             if self.target is not None:
                 self.new_residence = builder.build(self.unit, self.target, written)
-                self.facts["weight_bytes"] = self.new_residence.weight_bytes
+                self.facts.weight_bytes = self.new_residence.weight_bytes
             else:
                 builder.make_room(self.unit)
             self.mover = builder.mover(self.unit, self.source, self.new_residence)
-            self.facts["prepare_s"] = time.perf_counter() - began_s
+            self.facts.prepare_s = time.perf_counter() - began_s
 
         self._begin(work, MovePhase.PREPARED)
 
@@ -123,9 +124,9 @@ class Move:
         assert self.mover is not None
         began_s = time.perf_counter()
         num_bytes = self.mover.copy(blocks, self._stop.is_set)
-        self.facts["rounds"] += 1
-        self.facts["precopy_bytes"] += num_bytes
-        self.facts["precopy_s"] += time.perf_counter() - began_s
+        self.facts.rounds += 1
+        self.facts.precopy_bytes += num_bytes
+        self.facts.precopy_s += time.perf_counter() - began_s
 
     def free(self, work: Callable[[], None]) -> None:
         """Begin to give back what the source holds."""
@@ -134,7 +135,7 @@ class Move:
         def timed() -> None:
             began_s = time.perf_counter()
             work()
-            self.facts["free_s"] = time.perf_counter() - began_s
+            self.facts.free_s = time.perf_counter() - began_s
 
         self._begin(timed, MovePhase.FREED)
 
@@ -202,14 +203,14 @@ class Move:
             self._watch.end()
             self._watch = None
 
-    def status(self) -> dict[str, Any]:
-        """Plain values for the coordinator."""
-        return {
-            "move_id": self.move_id,
-            "unit_id": self.unit.unit_id,
-            "phase": self._phase.value,
-            "target": self.target.guest_id if self.target else None,
-            "reason": self.error,
-            "dirty_blocks": len(self._watch) if self._watch is not None else None,
-            **self.facts,
-        }
+    def report(self) -> MoveReport:
+        """How far it is, for the coordinator."""
+        return MoveReport(
+            move_id=self.move_id,
+            unit_id=self.unit.unit_id,
+            phase=self._phase,
+            target=self.target.guest_id if self.target else None,
+            reason=self.error,
+            dirty_blocks=len(self._watch) if self._watch is not None else None,
+            facts=copy.copy(self.facts),
+        )

@@ -12,6 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from banaserve.engine.vllm.compat import model as compat
+from banaserve.engine.vllm.engine_api import PoolResize, PoolStatus
 from banaserve.engine.vllm.migration.kv import store_copier
 from banaserve.errors import MigrationError
 
@@ -119,32 +120,23 @@ class _PoolControl:
             scheduler_output, model_runner_output
         )
 
-    # ---- called by the engine core's utility, between two steps
+    # ---- called by the engine core's utilities, between two steps
 
-    def pool_info(self) -> dict[str, int]:
-        """``num_blocks``, ``free_blocks``, ``running``, ``waiting``, ``preemptions``: counts."""
+    def pool_info(self) -> PoolStatus:
         num_blocks, free_blocks = compat.pool_usage(self)
-        return {
-            "num_blocks": num_blocks,
-            "free_blocks": free_blocks,
-            "running": len(self.running),  # type: ignore[attr-defined]
-            "waiting": len(self.waiting),  # type: ignore[attr-defined]
-            "preemptions": sum(
+        return PoolStatus(
+            num_blocks=num_blocks,
+            free_blocks=free_blocks,
+            running=len(self.running),  # type: ignore[attr-defined]
+            waiting=len(self.waiting),  # type: ignore[attr-defined]
+            preemptions=sum(
                 request.num_preemptions
                 for request in self.requests.values()  # type: ignore[attr-defined]
             ),
-        }
+        )
 
-    def resize_pool(self, num_blocks: int, hold: bool = False) -> dict[str, Any]:
-        """Grow or shrink the pool to ``num_blocks``; a block in use is never taken away.
-
-        Args:
-            hold: Where blocks in use are in the way, give none of those that are to go to anybody
-                until the next call: under load they would never be free all at once.
-
-        Returns:
-            ``pool_info``, with ``busy``: how many blocks in use stand in the way of shrinking.
-            Where there are any, nothing has changed: ask again later.
+    def resize_pool(self, num_blocks: int, hold: bool = False) -> PoolResize:
+        """Grow or shrink the pool to ``num_blocks``; see ``CoreApi.banaserve_resize_pool``.
 
         Raises:
             MigrationError: Less than two blocks.
@@ -159,7 +151,7 @@ class _PoolControl:
             busy = compat.shrink_pool(self, num_blocks)
             if busy and hold:
                 compat.hold_blocks(self, num_blocks)
-        return {**self.pool_info(), "busy": len(busy)}
+        return PoolResize(self.pool_info(), len(busy))
 
 
 class PoolScheduler(_PoolControl, Scheduler):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from typing import Any
@@ -34,6 +35,7 @@ from banaserve.engine.vllm.migration.modules.layer_proxy import (
     by_name,
     signature_of,
 )
+from banaserve.engine.vllm.migration.rpc.worker_api import OverlapStatus, OverlapTimes
 from banaserve.errors import MigrationError
 
 logger = logging.getLogger(__name__)
@@ -76,7 +78,7 @@ class Overlap:
         self._result: Any = None
         self._num_cut = self._num_waited = self._num_parts = self._num_small = 0
         self._error_fraction = 0.0
-        self._sums_s = dict.fromkeys(("predicted", "waiting", "measured", "wrong"), 0.0)
+        self._sums = OverlapTimes()
 
     # ---- between two steps, and when a guest is lost in one
 
@@ -137,17 +139,17 @@ class Overlap:
         """As many parts as a step may be cut into as things lie."""
         return 1 if self.blocker else self.max_microbatches
 
-    def status(self) -> dict[str, Any]:
-        """Plain values for the coordinator."""
-        return {
-            "max_microbatches": self.max_microbatches,
-            "blocker": self.blocker,
-            "steps_cut": self._num_cut,
-            "steps_waited": self._num_waited,
-            "parts": self._num_parts,
-            "prediction_error": self._error_fraction,
-            "sums_s": dict(self._sums_s),
-        }
+    def status(self) -> OverlapStatus:
+        """Counts so far, for the coordinator."""
+        return OverlapStatus(
+            max_microbatches=self.max_microbatches,
+            blocker=self.blocker,
+            steps_cut=self._num_cut,
+            steps_waited=self._num_waited,
+            parts=self._num_parts,
+            prediction_error=self._error_fraction,
+            times=copy.copy(self._sums),
+        )
 
     # ---- in a step
 
@@ -215,10 +217,10 @@ class Overlap:
             self._num_cut += 1
         wrong_s = abs(plan.predicted_s - seconds)
         self._error_fraction += _SMOOTHING * (wrong_s / seconds - self._error_fraction)
-        self._sums_s["predicted"] += plan.predicted_s
-        self._sums_s["waiting"] += plan.waiting_s
-        self._sums_s["measured"] += seconds
-        self._sums_s["wrong"] += wrong_s
+        self._sums.predicted_s += plan.predicted_s
+        self._sums.waiting_s += plan.waiting_s
+        self._sums.measured_s += seconds
+        self._sums.wrong_s += wrong_s
 
 
 class _Before(nn.Module):
