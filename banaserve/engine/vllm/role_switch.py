@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from math import inf
 from typing import Any, Protocol
 
-from vllm.config import VllmConfig
-
 from banaserve.clock import Clock
 from banaserve.config import Budget, ServeConfig
 from banaserve.engine.interface import RoleChange
 from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat.config import VllmConfig, own_budget
 from banaserve.errors import MigrationError, NoAnswerError, UserError
 from banaserve.names import check_known
 from banaserve.types import InstanceId, Role
@@ -34,7 +33,7 @@ class Budgets:
     """
 
     def __init__(self, given: Mapping[Role, Budget], config: VllmConfig) -> None:
-        own_tokens, own_requests = compat.own_budget(config)
+        own_tokens, own_requests = own_budget(config)
         self._own = Budget(own_tokens, own_requests)
         self._given = {role: _filled(role, one, self._own) for role, one in given.items() if one}
 
@@ -58,7 +57,7 @@ class Budgets:
             asked = (compat.UTILITY, budget.num_tokens, budget.num_requests)
             try:
                 async with asyncio.timeout(_ANSWER_S):
-                    await llm.engine_core.call_utility_async(*asked)
+                    await compat.call_utility(llm, *asked)
             except TimeoutError:
                 said = f"the engine has not taken its budget in {_ANSWER_S:.0f} s"
                 raise NoAnswerError(said) from None

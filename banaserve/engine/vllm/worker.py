@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
+from banaserve.engine.vllm.compat.kv_connector import get_kv_transfer_group, has_kv_transfer_group
 from banaserve.engine.vllm.migration.host.worker_rpc import MigrationMethods
 
 

@@ -113,7 +113,7 @@ class HostClient:
         return await self._utility("banaserve_resize_pool", num_blocks, True)
 
     async def _utility(self, name: str, *args: Any) -> Reply:
-        made = self._llm().engine_core.call_utility_async(name, *args)
+        made = compat.call_utility(self._llm(), name, *args)
         reply: Reply = await self._within(made, CALL_TIMEOUT_S, name)
         return reply
 

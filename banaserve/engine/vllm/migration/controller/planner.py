@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 import psutil
-from vllm.config import VllmConfig
 
+from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.migration.types import (
     Context,
     HeadSet,

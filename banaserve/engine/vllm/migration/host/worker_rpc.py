@@ -76,6 +76,7 @@ from typing import Any, cast
 
 import msgspec
 
+from banaserve.engine.vllm.compat import runner_hooks
 from banaserve.engine.vllm.migration.host.host import Attaching, MigrationHost
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
@@ -148,9 +149,6 @@ def _guest(link: GuestClient) -> dict[str, Any]:
     return {"state": state, "reason": link.lost or "", **facts}
 
 
-HOST_ATTRIBUTE = "banaserve_migration"
-"""Of the model runner: its ``MigrationHost``, or the reason why there is none."""
-
 Reply = dict[str, Any]
 Method = Callable[..., Reply]
 
@@ -172,7 +170,7 @@ class MigrationMethods:
     """Mixed into vLLM's worker; see the module's text for arguments and replies."""
 
     def _migration(self) -> MigrationHost:
-        found = getattr(self.model_runner, HOST_ATTRIBUTE, None)  # type: ignore[attr-defined]
+        found = runner_hooks.host_of(self.model_runner)  # type: ignore[attr-defined]
         if isinstance(found, MigrationHost):
             return found
         raise MigrationError(found or "this engine was started without live migration")
