@@ -69,7 +69,7 @@ class Stepped:
     """An engine whose steps are taken one by one."""
 
     def __init__(self, model: str, seed: int) -> None:
-        from vllm import LLM
+        from banaserve.engine.vllm.compat.offline import LLM
 
         self._engine: Any = LLM(
             model=model,
@@ -115,7 +115,7 @@ class Stepped:
         return took_s
 
     def _ask(self, tokens: int, output: int) -> None:
-        from vllm import SamplingParams
+        from banaserve.engine.vllm.compat.offline import SamplingParams
 
         prompt = self._draws.choices(range(100, 40_000), k=tokens)
         params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
@@ -123,8 +123,10 @@ class Stepped:
         self._engine.add_request(str(self._count), {"prompt_token_ids": prompt}, params)
 
     def _is_prefilling(self, batch: int) -> bool:
-        scheduler = self._engine.engine_core.engine_core.scheduler
-        decoding = [r for r in scheduler.running if r.num_computed_tokens >= r.num_prompt_tokens]
+        from banaserve.engine.vllm.compat.offline import running_requests
+
+        running = running_requests(self._engine)
+        decoding = [r for r in running if r.num_computed_tokens >= r.num_prompt_tokens]
         return len(decoding) < batch
 
     def _step(self) -> float:

@@ -17,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
-from vllm.config import ModelConfig
 
 from banaserve import __version__
 from banaserve.api.auth import KeyMiddleware
@@ -26,7 +25,8 @@ from banaserve.api.limits import BodyLimit, ConcurrencyLimit
 from banaserve.api.metrics import MetricsPage
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster
-from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat import server
+from banaserve.engine.vllm.compat.config import ModelConfig
 from banaserve.engine.vllm.disagg_request import EnginesDiedError
 from banaserve.errors import UserError
 
@@ -44,12 +44,6 @@ class DoorOptions:
     vllm_version: str
 
 
-class StaysUp:
-    """What vLLM's handler of engine errors may tell to end: here engines are started again."""
-
-    should_exit = False
-
-
 async def make_app(
     args: Namespace,
     client: DisaggregatedClient,
@@ -61,8 +55,7 @@ async def make_app(
     args.api_key = None  # ours guards more paths and knows tenants
     tasks = await client.get_supported_tasks()
     app = vllm_app(args, tasks, client.model_config)
-    await compat.init_app_state(client, app.state, args, tasks)
-    app.state.server = StaysUp()
+    await server.bind_engines(app, args, client, tasks)
     app.router.routes[:0] = [
         Route("/ready", _ready(cluster)),
         Route("/version", _version(options.vllm_version)),
@@ -78,9 +71,8 @@ async def make_app(
 
 def vllm_app(args: Namespace, tasks: tuple[Any, ...], model_config: ModelConfig | None) -> FastAPI:
     """vLLM's application, not yet bound to engines; it knows one more kind of error."""
-    app = compat.build_app(args, tasks, model_config)
-    app.add_exception_handler(EnginesDiedError, answer_engines_died)
-    app.middleware_stack = app.build_middleware_stack()  # vLLM's is built, with its own handlers
+    app: FastAPI = server.build_app(args, tasks, model_config)
+    server.keep_serving(app, EnginesDiedError, answer_engines_died)
     return app
 
 
@@ -134,7 +126,7 @@ class Door:
             log_config=None,
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
-            timeout_keep_alive=compat.vllm_envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            timeout_keep_alive=server.keep_alive_s(),
             timeout_graceful_shutdown=2,
             ssl_keyfile=args.ssl_keyfile,
             ssl_certfile=args.ssl_certfile,

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp
-from vllm.config import VllmConfig
 
 from banaserve.api.admin import AdminDoor
 from banaserve.api.admin_control import Control
@@ -30,6 +29,7 @@ from banaserve.controller.time_scaling import dilated
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster, ClusterTimeouts, PrefixLookup
+from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.engine_api import WorkerApi
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.launch.launcher import Launcher

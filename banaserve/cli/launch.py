@@ -44,6 +44,7 @@ def prepared(
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.cache_root() / "torchinductor"))
     from banaserve.api.serving import Parts
     from banaserve.engine.vllm import engine_args
+    from banaserve.engine.vllm.compat.config import is_on_cpu
     from banaserve.engine.vllm.environment import set_environment
     from banaserve.engine.vllm.launch.forkserver import fork_engine_parent, pre_import
     from banaserve.engine.vllm.launch.launcher import ForkLauncher, Launcher, SpawnLauncher
@@ -60,7 +61,7 @@ def prepared(
         from banaserve.engine.vllm.compat.scheduler import check_first_come
 
         check_first_come(engine_config)
-    on_cpu = engine_args.is_on_cpu()
+    on_cpu = is_on_cpu()
     Budgets.of(config, engine_config)  # what cannot be stops here
     if config.kv_store:
         from banaserve.engine.vllm.kv_connector.block_hash import check_parallel
@@ -98,11 +99,12 @@ def _vllm_argv(
 ) -> list[str]:
     """vLLM's options: ours first, so that what the user gave wins."""
     from banaserve.engine.vllm import engine_args
+    from banaserve.engine.vllm.compat.config import is_on_cpu
 
     argv = ["--model", model.path_or_id, "--host", config.host, "--port", str(config.port)]
     if not _gives(config.vllm_argv, "--served-model-name"):
         argv += ["--served-model-name", model.served_name]
-    if engine_args.is_on_cpu():
+    if is_on_cpu():
         if not _gives(config.vllm_argv, "--enforce-eager", "--no-enforce-eager"):
             argv.append("--enforce-eager")
         if not _gives(config.vllm_argv, "--dtype") and not engine_args.computes_bfloat16():

@@ -78,7 +78,7 @@ class _Engine:
 
     def run(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Serve these prompts at once."""
-        from vllm import SamplingParams
+        from banaserve.engine.vllm.compat.offline import SamplingParams
 
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -92,10 +92,8 @@ class Live(_Engine):
     """An engine on one core, and the parent of its guests, which run on another."""
 
     def __init__(self, arguments: dict[str, Any], folder: Path) -> None:
-        from vllm import LLM
-        from vllm.engine.arg_utils import EngineArgs
-
-        from banaserve.engine.vllm.compat import engine as compat
+        from banaserve.engine.vllm.compat import runner_hooks
+        from banaserve.engine.vllm.compat.offline import LLM, EngineArgs
         from banaserve.engine.vllm.launch import forkserver
         from banaserve.engine.vllm.migration.host import install
 
@@ -111,7 +109,7 @@ class Live(_Engine):
         self._folder = folder
         self._secret = secrets.token_hex(16)
         self._num = 0
-        install.install_runner(compat.cpu_model_runner())
+        install.install_runner(runner_hooks.cpu_model_runner())
         install.install_utilities()
         self.llm = LLM(**whole)
         _pin(os.getpid(), _HOST_CORE)
@@ -214,7 +212,7 @@ class Stages(_Engine):
 
     def __init__(self, arguments: dict[str, Any], folder: Path) -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"{_HOST_CORE}|{_GUEST_CORE}"
-        from vllm import LLM
+        from banaserve.engine.vllm.compat.offline import LLM
 
         self.llm = LLM(
             **arguments,
@@ -229,7 +227,7 @@ class Neighbour(_Engine):
     """An engine that knows nothing of guests on its core."""
 
     def __init__(self, arguments: dict[str, Any], folder: Path) -> None:
-        from vllm import LLM
+        from banaserve.engine.vllm.compat.offline import LLM
 
         self.llm = LLM(**arguments)
         _pin(os.getpid(), _GUEST_CORE)
@@ -240,13 +238,9 @@ class StageWorker(WorkerExtension):
 
     def banaserve_make_buffers(self) -> None:
         """What vLLM 0.32 forgets on CPU: memory for what the stage before sends."""
-        from vllm.distributed.parallel_state import get_pp_group
+        from banaserve.engine.vllm.compat import runner_hooks
 
-        runner = self.model_runner  # type: ignore[attr-defined]
-        if not get_pp_group().is_first_rank:
-            runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
-                batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
-            )
+        runner_hooks.make_stage_buffers(self.model_runner)  # type: ignore[attr-defined]
 
 
 _KINDS = {"live": Live, "stages": Stages, "neighbour": Neighbour}

@@ -23,8 +23,8 @@ def main() -> int:
     model, socket = sys.argv[1:]
     replies = take_stdout()
     set_environment()
-    from vllm import LLM, SamplingParams
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from banaserve.engine.vllm.compat.kv_connector import get_kv_transfer_group
+    from banaserve.engine.vllm.compat.offline import LLM, SamplingParams
 
     engine = LLM(model, **_engine_options(socket))
     connector: Any = get_kv_transfer_group()

@@ -125,7 +125,7 @@ class Engine:
 def engine_of(kind: str = "preble", num_blocks: int = NUM_BLOCKS, **more: Any) -> Engine:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from banaserve.engine.vllm.compat import engine as compat
+    from banaserve.engine.vllm.compat import kv_cache as compat
     from banaserve.engine.vllm.preble_scheduler import PrebleScheduler
 
     config = config_of(**more)

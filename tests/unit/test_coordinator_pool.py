@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.core.block_pool import BlockPool
 
-from banaserve.engine.vllm.compat import model as compat
+from banaserve.engine.vllm.compat import scheduler as compat
 from banaserve.engine.vllm.migration.controller import process_stats
 from banaserve.engine.vllm.migration.controller.process_stats import ProcessUsage
 

@@ -18,6 +18,7 @@ from vllm.sampling_params import SamplingParams
 
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat import kv_cache
 from banaserve.engine.vllm.lora import Adapters
 
 BLOCK_SIZE = 4
@@ -46,8 +47,8 @@ async def loaded(by: Adapters, folder: Path, number: int = 1, **more: Any) -> Lo
 
 
 def keys(by: Adapters, adapter: LoRARequest) -> list[bytes]:
-    hash_function = compat.get_hash_fn_by_name("sha256_cbor")
-    compat.init_none_hash(hash_function)
+    hash_function = kv_cache.get_hash_fn_by_name("sha256_cbor")
+    kv_cache.init_none_hash(hash_function)
     request = compat.EngineCoreRequest(
         request_id="r",
         prompt_token_ids=list(range(2 * BLOCK_SIZE)),
@@ -59,8 +60,8 @@ def keys(by: Adapters, adapter: LoRARequest) -> list[bytes]:
         cache_salt=None,
         data_parallel_rank=None,
     )
-    hasher = compat.get_request_block_hasher(BLOCK_SIZE, hash_function)
-    return list(compat.Request.from_engine_core_request(request, hasher).block_hashes)
+    hasher = kv_cache.get_request_block_hasher(BLOCK_SIZE, hash_function)
+    return list(kv_cache.Request.from_engine_core_request(request, hasher).block_hashes)
 
 
 @pytest.mark.parametrize("change", [train, scale])

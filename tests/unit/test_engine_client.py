@@ -20,9 +20,10 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
-from banaserve.api.app import StaysUp, vllm_app
+from banaserve.api.app import vllm_app
 from banaserve.engine.vllm.client import DisaggregatedClient, tenant
 from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat.server import StaysUp
 from banaserve.engine.vllm.engine_args import parse_vllm_argv
 from banaserve.engine.vllm.lora import Adapters
 

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from vllm.sampling_params import SamplingParams
 
-from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat import kv_cache as compat
 from banaserve.engine.vllm.kv_connector.metadata import StepResult
 from banaserve.engine.vllm.kv_connector.prefix_matcher import UNDECIDED_FOR_S
 from banaserve.engine.vllm.kv_connector.request_state import tenant_of

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from banaserve.engine.vllm.compat import model as compat
+from banaserve.engine.vllm.compat import attention as compat
 from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.microbatch import planner
 from banaserve.engine.vllm.migration.microbatch.pipeline import microbatch_blocker, seen_of, work_of

@@ -11,18 +11,24 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any, NoReturn
 
-from vllm.config import VllmConfig
-from vllm.engine.protocol import EngineClient
-from vllm.exceptions import GracefulHTTPError
-from vllm.lora.request import LoRARequest
-from vllm.outputs import PoolingRequestOutput, RequestOutput
-from vllm.pooling_params import PoolingParams
-from vllm.renderers.inputs.preprocess import extract_prompt_components
-from vllm.sampling_params import SamplingParams
-
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.compat.requests import (
+    GracefulHTTPError,
+    LoRARequest,
+    PoolingParams,
+    PoolingRequestOutput,
+    RequestOutput,
+    SamplingParams,
+)
+from banaserve.engine.vllm.compat.server import (
+    EngineClient,
+    InputProcessor,
+    extract_prompt_components,
+    renderer_from_config,
+)
 from banaserve.engine.vllm.disagg_request import (
     DEAD,
     MAX_DEATHS,
@@ -76,8 +82,8 @@ class DisaggregatedClient(EngineClient):
     ) -> None:
         self.vllm_config = copy.deepcopy(config)
         self.model_config = self.vllm_config.model_config
-        self.renderer = compat.renderer_from_config(self.vllm_config)
-        self.input_processor = compat.InputProcessor(self.vllm_config, self.renderer)
+        self.renderer = renderer_from_config(self.vllm_config)
+        self.input_processor = InputProcessor(self.vllm_config, self.renderer)
         self._cluster = cluster
         self._adapters = Adapters()
         self._request_timeout_s = request_timeout_s

@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from vllm.config import VllmConfig
-from vllm.exceptions import GracefulHTTPError
-
 from banaserve.clock import Clock
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.engine_args import is_on_cpu
+from banaserve.engine.vllm.compat import kv_cache
+from banaserve.engine.vllm.compat.config import VllmConfig, is_on_cpu
+from banaserve.engine.vllm.compat.requests import GracefulHTTPError
 from banaserve.engine.vllm.instance import Instance, State
 from banaserve.errors import InstanceDeadError, NoInstanceError
 from banaserve.kvstore.client import StoreClient
@@ -36,7 +35,7 @@ class PrefixLookup:
 
     def __init__(self, config: VllmConfig, fingerprint: Fingerprint, socket_path: str) -> None:
         self._block_size = fingerprint.block_size_tokens
-        self._hasher = compat.block_hasher(config, self._block_size)
+        self._hasher = kv_cache.block_hasher(config, self._block_size)
         self._client = StoreClient(
             socket_path, fingerprint, client_name="front-door", maps_pool=False
         )
@@ -46,7 +45,7 @@ class PrefixLookup:
         return await asyncio.to_thread(self._cached_tokens, request)
 
     def _cached_tokens(self, request: compat.EngineCoreRequest) -> int:
-        keys = compat.Request.from_engine_core_request(request, self._hasher).block_hashes
+        keys = kv_cache.Request.from_engine_core_request(request, self._hasher).block_hashes
         if not keys:
             return 0
         states = self._client.lookup(keys[:MAX_KEYS])

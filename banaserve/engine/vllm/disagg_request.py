@@ -16,13 +16,15 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from vllm.exceptions import GracefulHTTPError
-from vllm.outputs import PoolingRequestOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind
-
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat.requests import (
+    GracefulHTTPError,
+    PoolingRequestOutput,
+    RequestOutput,
+    RequestOutputKind,
+)
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.legs import decode_leg, prefill_leg
 from banaserve.errors import DeadlineExceededError, InstanceDeadError
@@ -156,7 +158,7 @@ class RequestContext:
 
     @property
     def tokens_so_far(self) -> list[int]:
-        return list(self.state.detokenizer.output_token_ids) if self.state is not None else []
+        return compat.output_tokens(self.state) if self.state is not None else []
 
     @property
     def can_resume(self) -> bool:
@@ -204,7 +206,7 @@ async def decode(job: RequestContext, instance: Instance) -> AsyncGenerator[Requ
             if _begin(job, llm, queue):
                 leg = decode_leg(job.request, job.tokens_so_far, job.prefilled)
                 try:
-                    await llm.engine_core.add_request_async(leg)
+                    await compat.send(llm, leg)
                 except compat.EngineDeadError as death:
                     queue.put(death)  # Behind prefill's token, which the client is still to get.
             finished = False
@@ -225,13 +227,12 @@ async def decode(job: RequestContext, instance: Instance) -> AsyncGenerator[Requ
 def _begin(job: RequestContext, llm: compat.AsyncLLM, queue: LegOutputCollector) -> bool:
     """Set up the front-end state on this engine's client; False if the request is over."""
     if job.tokens_so_far:
-        job.state.queue = queue
-        compat.adopt(llm, job.state)
+        compat.adopt(llm, job.state, queue)
         metrics.RESUMED.inc()
         return True
     job.state = compat.register(llm, job.request, job.prompt_text, queue)
     if job.prefilled:  # what the client is told: to the decode leg all of the prompt is cached
-        job.state.remote_prefill_cached_tokens = job.num_cached_tokens
+        compat.set_cached_tokens(job.state, job.num_cached_tokens)
     if job.first is None:
         metrics.FIRST_TOKENS.labels("decode").inc()
         return True
@@ -283,8 +284,7 @@ async def _ended(job: RequestContext, instance: Instance) -> RequestOutput:
     llm = _client(instance)
     queue = LegOutputCollector(job.request.sampling_params.output_kind, job.request.request_id)
     if job.tokens_so_far:
-        job.state.queue = queue
-        compat.adopt(llm, job.state)
+        compat.adopt(llm, job.state, queue)
     else:
         compat.register(llm, job.request, job.prompt_text, queue)
     await _abort(llm, job.request.request_id)

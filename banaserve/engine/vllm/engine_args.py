@@ -8,19 +8,15 @@ import io
 import json
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
-from vllm.config import VllmConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.usage.usage_lib import UsageContext
 
 from banaserve.config import ServeConfig
-from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat import server as compat
+from banaserve.engine.vllm.compat.config import UsageContext, VllmConfig
+from banaserve.engine.vllm.compat.server import AsyncEngineArgs
 from banaserve.errors import UserError
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 T = TypeVar("T")
 STORE_CONNECTOR = "StoreConnector"
@@ -126,13 +122,6 @@ def common_options() -> list[str]:
 def preble_options() -> list[str]:
     """Options of engines that take waiting requests in Preble's order."""
     return ["--scheduler-cls", "banaserve.engine.vllm.preble_scheduler.PrebleScheduler"]
-
-
-def is_on_cpu() -> bool:
-    """Whether this vLLM computes on CPU."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
 
 
 def computes_bfloat16() -> bool:

@@ -22,13 +22,12 @@ from typing import Protocol
 import msgspec
 import zmq
 import zmq.asyncio
-from vllm.config import VllmConfig
-from vllm.usage.usage_lib import UsageContext
 
 from banaserve import processes
 from banaserve.clock import Clock
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat.config import UsageContext, VllmConfig
 from banaserve.engine.vllm.gpu_monitor import GpuMeter
 from banaserve.engine.vllm.launch.launcher import Launcher
 from banaserve.engine.vllm.reports import ReportBoard, SharedPrometheus

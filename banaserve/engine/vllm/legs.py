@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.sampling_params import RequestOutputKind, SamplingParams
-
 from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat.requests import END_TOKENS, RequestOutputKind, SamplingParams
 
 _KEY = "banaserve_handover"
 
@@ -140,9 +139,8 @@ _INDIFFERENT = frozenset(
         "output_text_buffer_length",
         "logit_bias",
         "allowed_token_ids",
-        "_eos_token_id",
-        "_all_stop_token_ids",
     }
+    | END_TOKENS
 )
 _GREEDY = SamplingParams(temperature=0.0)
 _CHECKED = tuple(name for name in SamplingParams.__struct_fields__ if name not in _INDIFFERENT)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from vllm.lora.request import LoRARequest
 
+from banaserve.engine.vllm.compat.requests import LoRARequest
 from banaserve.engine.vllm.kv_connector.block_hash import describe_adapter
 
 

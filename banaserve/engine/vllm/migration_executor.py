@@ -13,12 +13,11 @@ import logging
 from dataclasses import replace
 from statistics import median
 
-from vllm.config import VllmConfig
-
 from banaserve.clock import Clock
 from banaserve.engine.interface import Ending, StepOutcome
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.migration.api import (
     Heads,

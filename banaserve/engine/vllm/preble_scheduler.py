@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from banaserve.engine.vllm.compat.engine import Request
 from banaserve.engine.vllm.compat.scheduler import (
     AsyncScheduler,
+    Request,
     RequestQueue,
     Scheduler,
     cached_tokens,

@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from vllm.config import VllmConfig
-from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
-
 from banaserve.clock import Clock
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.compat.engine import IterationStats, MultiModalCacheStats, SchedulerStats
 from banaserve.engine.vllm.gpu_monitor import GpuMeter
 from banaserve.orchestrator.model.calibration import StepTime, StepWork
 from banaserve.orchestrator.model.overlapping import overlap_fraction

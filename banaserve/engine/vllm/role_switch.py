@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from math import inf
 from typing import Any, Protocol
 
-from vllm.config import VllmConfig
-
 from banaserve.clock import Clock
 from banaserve.config import Budget, ServeConfig
 from banaserve.engine.interface import RoleChange
 from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat.config import VllmConfig, own_budget
 from banaserve.engine.vllm.engine_api import CoreApi
 from banaserve.engine.vllm.typed_rpc import call
 from banaserve.errors import MigrationError, NoAnswerError, UserError
@@ -36,7 +35,7 @@ class Budgets:
     """
 
     def __init__(self, given: Mapping[Role, Budget], config: VllmConfig) -> None:
-        own_tokens, own_requests = compat.own_budget(config)
+        own_tokens, own_requests = own_budget(config)
         self._own = Budget(own_tokens, own_requests)
         self._given = {role: _filled(role, one, self._own) for role, one in given.items() if one}
 
@@ -61,7 +60,7 @@ class Budgets:
             asked = call(CoreApi.banaserve_set_budget, budget.num_tokens, budget.num_requests)
             try:
                 async with asyncio.timeout(_ANSWER_S):
-                    reply = await llm.engine_core.call_utility_async(asked.name, *asked.args)
+                    reply = await compat.call_utility(llm, asked.name, *asked.args)
             except TimeoutError:
                 said = f"the engine has not taken its budget in {_ANSWER_S:.0f} s"
                 raise NoAnswerError(said) from None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
+from banaserve.engine.vllm.compat.kv_connector import get_kv_transfer_group, has_kv_transfer_group
 from banaserve.engine.vllm.engine_api import WorkerApi
 from banaserve.engine.vllm.migration.host.worker_rpc import MigrationMethods
 from banaserve.engine.vllm.typed_rpc import implements

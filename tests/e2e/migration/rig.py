@@ -41,15 +41,14 @@ class Rig:
     def __init__(self, arguments: dict[str, Any], control: socket.socket, folder: Path) -> None:
         from vllm import LLM
 
-        from banaserve.engine.vllm.compat import engine as compat
-        from banaserve.engine.vllm.compat import runner_hooks as runner_hooks
+        from banaserve.engine.vllm.compat import runner_hooks
         from banaserve.engine.vllm.migration.host import install
 
-        runner_class = compat.cpu_model_runner()
+        runner_class = runner_hooks.cpu_model_runner()
         install.install_runner(runner_class)
         install.install_utilities()
         if not getattr(runner_class, "_seeds_installed", False):
-            runner_hooks.install(runner_class)
+            runner_hooks.rewind_discarded_draws(runner_class)
             runner_class._seeds_installed = True
         self._control = control
         self._folder = folder

@@ -1,32 +1,12 @@
-"""Every private vLLM name that banaserve relies on, in one file.
-
-Tried with vLLM 0.32. When a release moves one of these, this file is where it breaks.
-
-Every private vLLM name that the end of an engine relies on, in one file; see ``compat``.
-
-Every private vLLM name that budgets of steps rely on, in one file; see ``compat``.
-"""
+"""vLLM's engine: its front-end client, the engine core and the hooks in both."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
-import vllm.envs as vllm_envs
-from vllm.config import VllmConfig
-from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.renderers import renderer_from_config
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import (
-    generate_block_hash_extra_keys,
-    get_request_block_hasher,
-    hash_block_tokens,
-    init_none_hash,
-)
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -35,19 +15,25 @@ from vllm.v1.engine import (
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.engine.utils import EngineHandshakeMetadata, EngineZmqAddresses
 from vllm.v1.executor import Executor
-from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
-from vllm.v1.metrics.stats import IterationStats, PrefillStats, PromptTokenStats
-from vllm.v1.request import Request
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.stats import (
+    IterationStats,
+    MultiModalCacheStats,
+    PrefillStats,
+    PromptTokenStats,
+    SchedulerStats,
+)
 
 from banaserve.config import Budget
+from banaserve.engine.vllm.compat.config import VllmConfig, own_budget
 from banaserve.engine.vllm.engine_api import CoreApi
 from banaserve.engine.vllm.typed_rpc import implements
 
 __all__ = [
+    "PRE_IMPORTED",
     "AsyncLLM",
     "EngineCoreOutput",
     "EngineCoreProc",
@@ -56,46 +42,39 @@ __all__ = [
     "EngineGenerateError",
     "EngineHandshakeMetadata",
     "EngineZmqAddresses",
-    "Executor",
     "FinishReason",
-    "FlexibleArgumentParser",
-    "InputProcessor",
     "IterationStats",
+    "MultiModalCacheStats",
     "PrefillStats",
     "PrometheusStatLogger",
-    "Request",
     "RequestOutputCollector",
-    "StatLoggerBase",
+    "SchedulerStats",
+    "add_utility",
     "adopt",
-    "batch_copier",
-    "block_hasher",
-    "build_app",
-    "cpu_model_runner",
+    "call_utility",
     "forget",
-    "generate_block_hash_extra_keys",
-    "get_hash_fn_by_name",
-    "get_request_block_hasher",
-    "hash_block_tokens",
-    "init_app_state",
-    "init_none_hash",
-    "make_arg_parser",
     "mark_dead",
+    "on_wake",
+    "output_tokens",
     "put_first_token",
     "register",
-    "renderer_from_config",
     "request_state",
+    "run_engine_core",
+    "send",
+    "set_cached_tokens",
     "start_output_handler",
     "submit",
-    "validate_parsed_serve_args",
-    "vllm_envs",
 ]
 
-
-def cpu_model_runner() -> type[Any]:
-    """The class whose ``_sample`` runs before draws for unfinished prompts are discarded."""
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-
-    return CPUModelRunner
+PRE_IMPORTED = (
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.models.llama",
+)
+"""Modules that an engine core on CPU needs, in the order in which they are imported."""
 
 
 def mark_dead(llm: AsyncLLM) -> None:
@@ -137,11 +116,37 @@ def register(
     return llm.output_processor.request_states[request.request_id]
 
 
-def adopt(llm: AsyncLLM, state: Any) -> None:
-    """Let another engine's outputs flow into the state of a request that began elsewhere."""
+def adopt(llm: AsyncLLM, state: Any, queue: RequestOutputCollector) -> None:
+    """Let an engine's outputs flow into the state of a request that began elsewhere.
+
+    Args:
+        state: As ``register`` returned it.
+        queue: Takes the place of the one that it has.
+    """
+    state.queue = queue
     processor = llm.output_processor
     processor.request_states[state.request_id] = state
     processor.external_req_ids[state.external_req_id].append(state.request_id)
+
+
+def output_tokens(state: Any) -> list[int]:
+    """Tokens that have been put out for the request of a front-end state."""
+    return list(state.detokenizer.output_token_ids)
+
+
+def set_cached_tokens(state: Any, num_tokens: int) -> None:
+    """Let the client be told that so many tokens of the prompt were cached."""
+    state.remote_prefill_cached_tokens = num_tokens
+
+
+async def send(llm: AsyncLLM, request: EngineCoreRequest) -> None:
+    """Send a request to the engine core; its front-end state is there already."""
+    await llm.engine_core.add_request_async(request)
+
+
+async def call_utility(llm: AsyncLLM, name: str, *args: Any) -> Any:
+    """Ask the engine core what ``add_utility`` let it answer; between two of its steps."""
+    return await llm.engine_core.call_utility_async(name, *args)
 
 
 def forget(llm: AsyncLLM, request_id: str) -> None:
@@ -187,24 +192,6 @@ def put_first_token(
     return request_state(llm, request_id) is not None
 
 
-def block_hasher(config: VllmConfig, block_size: int) -> Callable[[Request], list[bytes]]:
-    """vLLM's own chained block hasher, initialised for this process."""
-    hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
-    init_none_hash(hash_function)
-    return get_request_block_hasher(block_size, hash_function)
-
-
-def batch_copier() -> Callable[[Any, Any, Any], None]:
-    """``copy(source_addresses, target_addresses, sizes_bytes)``, in one call on a GPU's stream.
-
-    Each argument is a CPU tensor ``[num_copies]`` int64.
-    """
-    from vllm import _custom_ops
-
-    copy: Callable[[Any, Any, Any], None] = _custom_ops.swap_blocks_batch
-    return copy
-
-
 def install_prompt_ending() -> None:
     """Let SIGTERM end engine cores of this process as a death does, after the step under way.
 
@@ -227,19 +214,39 @@ def _take(core: Any, request: EngineCoreRequest) -> bool:
     return False
 
 
+def add_utility(name: str, utility: Callable[..., Any]) -> None:
+    """Let engine cores of this process answer ``call_utility(name)``; it gets the core first."""
+    setattr(EngineCore, name, utility)
+
+
 def install_budget_utility() -> None:
     """Let engine cores of this process take another budget between two steps."""
-    setattr(EngineCore, CoreApi.banaserve_set_budget.__name__, _set_budget)
+    add_utility(CoreApi.banaserve_set_budget.__name__, _set_budget)
 
 
-def own_budget(config: VllmConfig) -> tuple[int, int]:
-    """Tokens of a step and requests that run at once, as vLLM's options say.
+def on_wake(woke: Callable[[], None]) -> None:
+    """Call ``woke`` whenever an engine core of this process had no work and has got some."""
+    wait_for_work = EngineCoreProc._process_input_queue
 
-    What a runner has buffers for: no more can be had at run time.
-    """
-    scheduler = config.scheduler_config
-    tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-    return tokens, scheduler.max_num_active_seqs or scheduler.max_num_seqs
+    @functools.wraps(wait_for_work)
+    def wait_and_tell(core: Any) -> None:
+        had_work = core.has_work()
+        wait_for_work(core)
+        if not had_work:
+            woke()
+
+    EngineCoreProc._process_input_queue = wait_and_tell
+
+
+def run_engine_core(config: VllmConfig, handshake_address: str) -> None:
+    """Be an engine core until told to end; returns or raises when it has."""
+    EngineCoreProc.run_engine_core(
+        vllm_config=config,
+        local_client=True,
+        handshake_address=handshake_address,
+        executor_class=Executor.get_class(config),
+        log_stats=True,
+    )
 
 
 @implements(CoreApi.banaserve_set_budget)

@@ -1,36 +1,168 @@
-"""Every private vLLM name that pacing relies on, in one file; see ``compat``.
+"""Hooks in vLLM's model runners, attention modules and metadata builders.
 
-Seeded sampling with chunked prefill on CPU, which ends a plain vLLM 0.32 engine.
-
-vLLM samples at every chunk of a prompt and takes the draw back by moving the generator's offset.
-CPU generators have no offset: the engine dies, and with it every request it holds. Here the state
-before such a draw is kept and restored instead, so a seed gives the same tokens however a prompt
-was cut.
+A hook takes a callable ``around(call, *args, **kwargs)``, which gets vLLM's own method as ``call``
+and what vLLM passes. On a class the first of the arguments is the runner. Nothing of vLLM is
+imported with this module, so that modules that run without vLLM can name its hooks.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.engine.core import EngineCoreProc
+
+Call = Callable[..., Any]
+
+_HOST = "banaserve_migration"
+"""On a model runner or its class: see ``host_of``."""
+_KV_LIFE = "banaserve_kv_life"
+_LOST_LIFE = "banaserve_lost_life"
 
 
-def on_wake(woke: Callable[[], None]) -> None:
-    """Call ``woke`` whenever an engine core of this process had no work and has got some."""
-    wait_for_work = EngineCoreProc._process_input_queue
+def cpu_model_runner() -> type[Any]:
+    """The class whose ``_sample`` runs before draws for unfinished prompts are discarded."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    @functools.wraps(wait_for_work)
-    def wait_and_tell(core: Any) -> None:
-        had_work = core.has_work()
-        wait_for_work(core)
-        if not had_work:
-            woke()
+    return CPUModelRunner
 
-    EngineCoreProc._process_input_queue = wait_and_tell
+
+def gpu_model_runner(config: Any) -> type[Any]:
+    """The class of an engine's model runner on a GPU."""
+    if config.use_v2_model_runner:
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondModelRunner
+
+        return SecondModelRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    return GPUModelRunner
+
+
+# ---- methods of a model runner, or of its class
+
+
+def _wrap(owner: Any, name: str, around: Call) -> None:
+    call = getattr(owner, name)
+
+    @functools.wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(call, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def wrap_execute_model(runner: Any, around: Call) -> None:
+    """Run ``around`` in place of a step's forward pass; it gets the scheduler's output."""
+    _wrap(runner, "execute_model", around)
+
+
+def wrap_sample_tokens(runner: Any, around: Call) -> None:
+    """Run ``around`` in place of a step's sampling."""
+    _wrap(runner, "sample_tokens", around)
+
+
+def wrap_kv_cache_tensors(runner_class: type[Any], around: Call) -> None:
+    """Run ``around`` where runners make the tensors of their KV cache; it returns them by name."""
+    _wrap(runner_class, "initialize_kv_cache_tensors", around)
+
+
+def wrap_kv_cache(runner_class: type[Any], around: Call) -> None:
+    """Run ``around`` where runners make their KV cache and tell the connector of it."""
+    _wrap(runner_class, "initialize_kv_cache", around)
+
+
+def wrap_output(output: Any, change: Callable[[Any], None]) -> None:
+    """Call ``change`` with a step's output, once it is there if it is still being computed."""
+    if not hasattr(output, "get_output"):
+        change(output)
+        return
+
+    def get_output(call: Call) -> Any:
+        inner = call()
+        change(inner)
+        return inner
+
+    _wrap(output, "get_output", get_output)
+
+
+# ---- what is attached to objects of vLLM
+
+
+def set_host(runner: Any, host: Any) -> None:
+    """Attach a ``MigrationHost`` to a runner, or why it has none to a runner or its class."""
+    setattr(runner, _HOST, host)
+
+
+def host_of(runner: Any) -> Any:
+    """What ``set_host`` attached; None where that was nothing."""
+    return getattr(runner, _HOST, None)
+
+
+def set_kv_life(scheduler_output: Any, life: int) -> None:
+    """Say in which life of the KV cache a step was planned."""
+    setattr(scheduler_output, _KV_LIFE, life)
+
+
+def kv_life_of(scheduler_output: Any) -> int | None:
+    """In which life of the KV cache a step was planned; None where nothing was said."""
+    return getattr(scheduler_output, _KV_LIFE, None)
+
+
+def set_lost_life(runner_output: Any, life: int) -> None:
+    """Say that this life of the KV cache is over, so that the output must be dropped."""
+    setattr(runner_output, _LOST_LIFE, life)
+
+
+def lost_life_of(runner_output: Any) -> int | None:
+    """The life that is over; None where the output counts."""
+    return getattr(runner_output, _LOST_LIFE, None)
+
+
+# ---- memory and layers of a runner
+
+
+def replace_kv_caches(runner: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Let a runner's attentions keep their KV in other tensors, by name in layer order."""
+    context = runner.vllm_config.compilation_config.static_forward_context
+    for name, tensor in tensors.items():
+        context[name].bind_kv_cache(tensor)
+    runner.kv_caches[:] = list(tensors.values())
+
+
+def make_stage_buffers(runner: Any) -> None:
+    """Make what vLLM 0.32 forgets on CPU: memory for what the pipeline stage before sends."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    if not get_pp_group().is_first_rank:
+        runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+        )
+
+
+def set_implementation(layer: Any, implementation: Any) -> None:
+    """Let an attention module attend with another implementation; between two steps."""
+    layer.impl = implementation
+
+
+def wrap_build(builder: Any, begin: Callable[[Any], None]) -> Call:
+    """Call ``begin`` with a batch's common metadata before a builder makes its own of that.
+
+    Returns:
+        The builder's own ``build``, which calls nothing before.
+    """
+    own: Call = builder.build
+
+    def build(call: Call, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any) -> Any:
+        begin(common)
+        return call(common_prefix_len, common, *args, **kwargs)
+
+    _wrap(builder, "build", build)
+    return own
+
+
+# ---- seeded sampling with chunked prefill on CPU
 
 
 _OFFSET_OF_ONE_DRAW = 4
@@ -65,15 +197,20 @@ class RewindableGenerator(torch.Generator):
         self.set_state(self._remembered)
 
 
-def install(runner_class: type[Any]) -> None:
-    """Make a CPU model runner remember the generators whose draw it is about to discard."""
-    sample = runner_class._sample
+def rewind_discarded_draws(runner_class: type[Any]) -> None:
+    """Make a CPU model runner remember the generators whose draw it is about to discard.
 
-    def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _remember(self)
-        return sample(self, *args, **kwargs)
+    vLLM samples at every chunk of a prompt and takes the draw back by moving the generator's
+    offset. CPU generators have no offset: a plain vLLM 0.32 engine dies, and with it every request
+    it holds. Here the state before such a draw is kept and restored instead, so a seed gives the
+    same tokens however a prompt was cut.
+    """
 
-    runner_class._sample = _sample
+    def sample(call: Call, runner: Any, *args: Any, **kwargs: Any) -> Any:
+        _remember(runner)
+        return call(runner, *args, **kwargs)
+
+    _wrap(runner_class, "_sample", sample)
 
 
 def _remember(runner: Any) -> None:

@@ -1,24 +1,35 @@
-"""Every private vLLM name behind schedulers and their queues. Tried with vLLM 0.32."""
+"""vLLM's schedulers: their queues, their pool of KV blocks and the outputs of their steps."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import time
+from typing import Any
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 
 from banaserve.errors import UserError
 
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
 __all__ = [
     "AsyncScheduler",
+    "ModelRunnerOutput",
+    "Request",
     "RequestQueue",
     "Scheduler",
+    "SchedulerOutput",
     "cached_tokens",
     "check_first_come",
+    "grow_pool",
+    "hold_blocks",
+    "pool_usage",
+    "release_blocks",
+    "restart_requests",
+    "shrink_pool",
     "use_waiting_queue",
 ]
 
@@ -53,3 +64,94 @@ def cached_tokens(scheduler: Scheduler, request: Request) -> int:
     # ``get_computed_blocks`` would tell listeners of events each time it is asked.
     found = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
     return int(found[1])
+
+
+# ---- the pool of KV blocks
+
+
+def grow_pool(scheduler: Any, num_blocks: int) -> None:
+    """Add free blocks at the end of the pool until it has ``num_blocks``."""
+    pool = scheduler.kv_cache_manager.block_pool
+    new = [KVCacheBlock(i, pool=pool) for i in range(pool.num_gpu_blocks, num_blocks)]
+    pool.blocks.extend(new)
+    pool.free_block_queue.append_n(new)
+    _record_pool_size(scheduler, num_blocks)
+
+
+_HELD = "banaserve_held_from"
+"""On a block pool: blocks from this one on are held."""
+
+
+def hold_blocks(scheduler: Any, first: int) -> None:
+    """Give no block from ``first`` on to anybody any more; those in use go on until they are free.
+
+    Each gets one reference more, and no prompt finds it in the prefix cache.
+    """
+    pool = scheduler.kv_cache_manager.block_pool
+    release_blocks(scheduler)
+    for block in pool.blocks[first:]:
+        pool._maybe_evict_cached_block(block)
+    pool.touch(pool.blocks[first:])
+    setattr(pool, _HELD, first)
+
+
+def release_blocks(scheduler: Any) -> None:
+    """Undo ``hold_blocks``."""
+    pool = scheduler.kv_cache_manager.block_pool
+    first = getattr(pool, _HELD, None)
+    if first is not None:
+        pool.free_blocks(pool.blocks[first:])
+        setattr(pool, _HELD, None)
+
+
+def shrink_pool(scheduler: Any, num_blocks: int) -> list[int]:
+    """Take blocks off the end of the pool until it has ``num_blocks``.
+
+    Returns:
+        Ids of blocks that are in use and in the way; where there are any, nothing was taken.
+    """
+    pool = scheduler.kv_cache_manager.block_pool
+    leaving = pool.blocks[num_blocks:]
+    busy = [block.block_id for block in leaving if block.ref_cnt > 0]
+    if busy:
+        return busy
+    for block in leaving:
+        pool._maybe_evict_cached_block(block)
+        pool.free_block_queue.remove(block)
+    del pool.blocks[num_blocks:]
+    _record_pool_size(scheduler, num_blocks)
+    return []
+
+
+def _record_pool_size(scheduler: Any, num_blocks: int) -> None:
+    scheduler.kv_cache_manager.block_pool.num_gpu_blocks = num_blocks
+    scheduler.cache_config.num_gpu_blocks = num_blocks
+    scheduler.kv_cache_config.num_blocks = num_blocks
+
+
+def pool_usage(scheduler: Any) -> tuple[int, int]:
+    """Blocks in the pool, and how many of them are free."""
+    pool = scheduler.kv_cache_manager.block_pool
+    return pool.num_gpu_blocks, pool.get_num_free_blocks()
+
+
+def restart_requests(scheduler: Any) -> int:
+    """Preempt every running request, drop what is in flight of it, and forget all cached KV.
+
+    As ``Scheduler.reset_prefix_cache(reset_running_requests=True)``, which refuses where blocks
+    wait for a step in flight. Nothing writes to KV behind the engine's back, so they need not.
+
+    Returns:
+        How many were running.
+    """
+    num_running = len(scheduler.running)
+    now_s = time.monotonic()
+    while scheduler.running:
+        scheduler._preempt_request(scheduler.running.pop(), now_s, drop_stale_output=True)
+    scheduler.prev_step_scheduled_req_ids.clear()
+    pool = scheduler.kv_cache_manager.block_pool
+    while scheduler.deferred_frees:
+        _, blocks = scheduler.deferred_frees.popleft()
+        pool.free_blocks(blocks)
+    pool.evict_blocks({block.block_id for block in pool.blocks})
+    return num_running

@@ -12,7 +12,7 @@ from banaserve.engine.vllm.engine_args import section
 from banaserve.errors import UserError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from banaserve.engine.vllm.compat.config import VllmConfig
 
 KEY = "banaserve_pacing"
 MAX_DILATION = 1000.0

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer import get_kv_transfer_group
-
 from banaserve.costs import profile as profiles
 from banaserve.costs.transfers import Copied
-from banaserve.engine.vllm.compat import runner_hooks as runner_hooks
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat import runner_hooks
+from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.compat.kv_connector import get_kv_transfer_group
 from banaserve.engine.vllm.emulation.config import settings_of
 from banaserve.engine.vllm.emulation.pacer import Pacer
 from banaserve.engine.vllm.emulation.placement_cost import RemoteShare, modelled
@@ -26,7 +26,6 @@ from banaserve.engine.vllm.migration.host.host import MigrationHost
 from banaserve.engine.vllm.migration.host.move import Move
 from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
 from banaserve.engine.vllm.migration.host.units import Unit, UnitLocation
-from banaserve.engine.vllm.migration.host.worker_rpc import HOST_ATTRIBUTE
 from banaserve.engine.vllm.migration.types import LayerRange, ModelGeometry, Modules
 
 
@@ -113,7 +112,7 @@ def install(config: VllmConfig, runner_class: type[Any], instance: str) -> Pacer
     profile = profiles.load(settings.profile)
     pacer = Pacer(profile, instance, Path(settings.folder), settings.dilation)
     shape = _shape_of(config)
-    runner_hooks.on_wake(pacer.woke)
+    compat.on_wake(pacer.woke)
     _install_runner(runner_class, PacedSteps(pacer, shape))
     pace_moves(pacer, shape, _token_bytes(config, shape))
     return pacer
@@ -147,7 +146,7 @@ class PacedSteps:
             self._pacer.woke()
             times = None
         else:
-            self._look_away(getattr(runner, HOST_ATTRIBUTE, None))
+            self._look_away(runner_hooks.host_of(runner))
             times = self._pacer.begin(work, self._copied(runner, plan))
         if worker is not None:
             worker.modelled = times
@@ -185,21 +184,19 @@ def _placed(host: MigrationHost) -> Iterator[tuple[Modules, str]]:
 
 
 def _install_runner(runner_class: type[Any], steps: PacedSteps) -> None:
-    run, sample = runner_class.execute_model, runner_class.sample_tokens
-
-    @functools.wraps(run)
-    def execute_model(runner: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(
+        run: runner_hooks.Call, runner: Any, output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         steps.begin(runner, output)
         result = run(runner, output, *args, **kwargs)
         if result is not None:
             steps.end()
         return result
 
-    @functools.wraps(sample)
-    def sample_tokens(runner: Any, *args: Any, **kwargs: Any) -> Any:
+    def sample_tokens(sample: runner_hooks.Call, runner: Any, *args: Any, **kwargs: Any) -> Any:
         result = sample(runner, *args, **kwargs)
         steps.end()
         return result
 
-    runner_class.execute_model = execute_model
-    runner_class.sample_tokens = sample_tokens
+    runner_hooks.wrap_execute_model(runner_class, execute_model)
+    runner_hooks.wrap_sample_tokens(runner_class, sample_tokens)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import banaserve._native as _native
-from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat import kv_cache as compat
 from banaserve.engine.vllm.kv_connector.gpu_block_copy import Addresses, QueueCopies
 from banaserve.kvstore.pool import PoolView
 

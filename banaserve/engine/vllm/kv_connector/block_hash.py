@@ -16,10 +16,10 @@ import torch
 import xxhash
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from vllm.config import ParallelConfig, VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
-from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat import kv_cache as compat
+from banaserve.engine.vllm.compat.config import ParallelConfig, VllmConfig
+from banaserve.engine.vllm.compat.kv_cache import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 from banaserve.engine.vllm.migration.config import packs_nothing, settings_of
 from banaserve.errors import UserError
 from banaserve.kvstore.fingerprint import Fingerprint
@@ -188,9 +188,7 @@ def _instruction_set(config: VllmConfig, spec: FullAttentionSpec) -> str:
         return "cuda"
     if packs_nothing(settings_of(config)):
         return "plain"
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    return str(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size))
+    return compat.cpu_instruction_set(spec)
 
 
 def _probe(config: VllmConfig, block_size: int) -> str:

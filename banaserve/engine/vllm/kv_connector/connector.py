@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-)
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.v1.outputs import KVConnectorOutput
 
 from banaserve.clock import WallClock
+from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.compat.kv_connector import (
+    ConnectorBase,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    get_tensor_model_parallel_rank,
+)
 from banaserve.engine.vllm.kv_connector.block_hash import TailHasher, describe_blocks
 from banaserve.engine.vllm.kv_connector.metadata import (
     ConnectorOptions,
@@ -34,18 +34,15 @@ from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.cost_gate import CostGate
 
 if TYPE_CHECKING:
-    from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
-
+    from banaserve.engine.vllm.compat.attention import ForwardContext
+    from banaserve.engine.vllm.compat.kv_cache import KVCacheBlocks, KVCacheConfig
+    from banaserve.engine.vllm.compat.scheduler import Request, SchedulerOutput
     from banaserve.engine.vllm.kv_connector.block_copy import BlockCopier
 
 _CONNECT_WITHIN_S = 30.0
 
 
-class StoreConnector(KVConnectorBase_V1):
+class StoreConnector(ConnectorBase):
     """Thin: each hook goes to the scheduler's or the worker's side.
 
     Its options are those of ``ConnectorOptions``, in ``kv_connector_extra_config``.
@@ -138,9 +135,8 @@ class StoreConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._worker is not None
-        names = self._kv_cache_config.kv_cache_groups[0].layer_names
         self._worker.register(
-            {name: kv_caches[name] for name in names}, self.fingerprint.page_bytes
+            {name: kv_caches[name] for name in self.layer_names}, self.fingerprint.page_bytes
         )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -210,6 +206,6 @@ class StoreConnector(KVConnectorBase_V1):
         self._worker.abandon_step()
 
     def _plan(self) -> StepPlan:
-        plan = self._get_connector_metadata()
+        plan = self.step_metadata
         assert isinstance(plan, StepPlan)
         return plan

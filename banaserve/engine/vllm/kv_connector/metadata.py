@@ -13,12 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+from banaserve.engine.vllm.compat.kv_connector import (
     KVConnectorMetadata,
+    KVConnectorStats,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.interface import Slot

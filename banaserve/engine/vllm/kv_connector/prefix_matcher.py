@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from banaserve.clock import Clock
-from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat import kv_cache as compat
 from banaserve.engine.vllm.kv_connector.block_hash import TailHasher
 from banaserve.engine.vllm.kv_connector.metadata import ConnectorCounters, StepResult
 from banaserve.engine.vllm.kv_connector.request_state import (

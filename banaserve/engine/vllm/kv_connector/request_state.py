@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat import kv_cache as compat
 from banaserve.engine.vllm.kv_connector.block_hash import chain
 from banaserve.kvstore.cost_gate import Verdict
 from banaserve.kvstore.interface import Lease, Lookup, Slot

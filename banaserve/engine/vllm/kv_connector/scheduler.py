@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.sched.output import SchedulerOutput
-
 from banaserve.clock import Clock
-from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat.kv_cache import KVCacheBlocks
+from banaserve.engine.vllm.compat.scheduler import Request, SchedulerOutput
 from banaserve.engine.vllm.kv_connector.block_hash import TailHasher
 from banaserve.engine.vllm.kv_connector.metadata import (
     BlockCopy,
@@ -53,16 +51,14 @@ class StoreConnectorScheduler:
 
     # ---- before a request is scheduled
 
-    def match(self, request: compat.Request, num_computed_tokens: int) -> int | None:
+    def match(self, request: Request, num_computed_tokens: int) -> int | None:
         """Tokens beyond ``num_computed_tokens`` to fetch; None where that is to be asked later."""
         tracked = self._tracked.setdefault(request.request_id, RequestState.of(request))
         return self._matcher.match(tracked, num_computed_tokens)
 
     # ---- when it is scheduled
 
-    def allocated(
-        self, request: compat.Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The scheduler has given the request its blocks: plan the fetch."""
         tracked = self._tracked.setdefault(request.request_id, RequestState.of(request))
         self._matcher.scheduled(tracked)

@@ -16,12 +16,10 @@ from pathlib import Path
 
 import msgspec
 import torch
-from vllm.config import VllmConfig
 
-from banaserve.engine.vllm import engine_args
 from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.compat import model as compat_model
-from banaserve.engine.vllm.compat import runner_hooks as runner_hooks
+from banaserve.engine.vllm.compat import runner_hooks
+from banaserve.engine.vllm.compat.config import VllmConfig, is_on_cpu
 from banaserve.engine.vllm.emulation import install as pacing
 from banaserve.engine.vllm.engine_args import engine_config
 from banaserve.engine.vllm.launch import guest_main
@@ -52,23 +50,17 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
     _keep_files_in(Path(handshake_address.removeprefix("ipc://")).parent)
     compat.install_budget_utility()
     compat.install_prompt_ending()
-    if engine_args.is_on_cpu():
-        runner_hooks.install(compat.cpu_model_runner())
-        migration.install(config, compat.cpu_model_runner())
-        pacing.install(config, compat.cpu_model_runner(), instance_id)
+    if is_on_cpu():
+        runner_hooks.rewind_discarded_draws(runner_hooks.cpu_model_runner())
+        migration.install(config, runner_hooks.cpu_model_runner())
+        pacing.install(config, runner_hooks.cpu_model_runner(), instance_id)
     else:
-        migration.install(config, compat_model.gpu_model_runner(config))
-    if config.model_config.enforce_eager and engine_args.is_on_cpu():
+        migration.install(config, runner_hooks.gpu_model_runner(config))
+    if config.model_config.enforce_eager and is_on_cpu():
         # vLLM still compiles parts of its sampler at their first use: all streams would wait 10 s
         # for the first request with logprobs, and the engine would die where no compiler is.
         torch.compiler.set_stance("force_eager")
-    compat.EngineCoreProc.run_engine_core(
-        vllm_config=config,
-        local_client=True,
-        handshake_address=handshake_address,
-        executor_class=compat.Executor.get_class(config),
-        log_stats=True,
-    )
+    compat.run_engine_core(config, handshake_address)
 
 
 def run_guest(config: VllmConfig, address: GuestAddress) -> None:

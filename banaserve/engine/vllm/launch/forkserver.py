@@ -12,8 +12,8 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from vllm.config import VllmConfig
-
+from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.compat.engine import PRE_IMPORTED
 from banaserve.engine.vllm.launch import messages
 from banaserve.engine.vllm.launch.engine_main import (
     die_with_parent,
@@ -23,12 +23,7 @@ from banaserve.engine.vllm.launch.engine_main import (
 )
 
 _PRE_IMPORTED = (
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.uniproc_executor",
-    "vllm.v1.worker.cpu_model_runner",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.v1.attention.backends.cpu_attn",
-    "vllm.model_executor.models.llama",
+    *PRE_IMPORTED,
     "banaserve.engine.vllm.kv_connector.connector",
     "banaserve.engine.vllm.migration.guest.server",
     "banaserve.engine.vllm.migration.host.install",

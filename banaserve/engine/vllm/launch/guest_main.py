@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-from vllm.config import VllmConfig
 
+from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.migration.guest.partial_model import guest_environment
 from banaserve.engine.vllm.migration.guest.server import GuestServer
 from banaserve.engine.vllm.migration.guest.throttle import start_threads

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
-from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
+from banaserve.engine.vllm.compat.config import CompilationMode, CUDAGraphMode, VllmConfig
+from banaserve.engine.vllm.compat.kv_cache import FullAttentionSpec, MLAAttentionSpec
 from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, Modules
 from banaserve.errors import MigrationError
 from banaserve.kernels.interface import HEAD_SIZES

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from vllm.config import VllmConfig
 
 from banaserve.config import DEFAULT_MICROBATCHES, MAX_MICROBATCHES
+from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.engine_args import section
 from banaserve.engine.vllm.migration.modules.attention_backend import KERNELS, check_choice
 from banaserve.errors import UserError

@@ -11,10 +11,9 @@ import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from vllm.config import VllmConfig
-
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.launch.launcher import Launcher
 from banaserve.engine.vllm.migration.controller import process_stats, shares
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator

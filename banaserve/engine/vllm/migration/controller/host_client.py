@@ -143,7 +143,7 @@ class HostClient:
         return self._read(asked, replies[0])
 
     async def _core(self, asked: Call[T]) -> T:
-        made = self._llm().engine_core.call_utility_async(asked.name, *asked.args)
+        made = compat.call_utility(self._llm(), asked.name, *asked.args)
         reply: object = await self._within(made, CALL_TIMEOUT_S, asked.name)
         return self._read(asked, reply)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from vllm.config import VllmConfig
 
+from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.migration.rpc.worker_api import KvStatus
 from banaserve.engine.vllm.migration.types import (
     Context,

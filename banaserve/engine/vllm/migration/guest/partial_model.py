@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.forward_context import set_forward_context
-from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.models.utils import PPMissingLayer
-from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from banaserve.engine.vllm.compat import model as compat
+from banaserve.engine.vllm.compat.attention import (
+    CommonAttentionMetadata,
+    metadata_builder,
+    set_default_torch_dtype,
+    set_forward_context,
+)
+from banaserve.engine.vllm.compat.config import VllmConfig, set_current_vllm_config
+from banaserve.engine.vllm.compat.model import PPMissingLayer, get_model_loader
 from banaserve.engine.vllm.migration.config import MigrationSettings, settings_of
 from banaserve.engine.vllm.migration.guest.throttle import run_low_priority
 from banaserve.engine.vllm.migration.modules.attention_backend import kernels_for
@@ -105,11 +107,7 @@ class PartialModel:
                 KernelsAttention(attention, name, self._kernels, batches)
             return
         first = next(iter(self.attentions.values()))
-        spec = first.get_kv_cache_spec(self._config)
-        with set_current_vllm_config(self._config):
-            self._builder = first.get_attn_backend().get_builder_cls()(
-                spec, list(self.attentions), self._config, self._device
-            )
+        self._builder = metadata_builder(self._config, first, list(self.attentions), self._device)
 
     def run(
         self, common: CommonAttentionMetadata, arguments: Mapping[str, Any], around: Around

@@ -13,9 +13,8 @@ from typing import Any
 
 import psutil
 import torch
-from vllm.config import VllmConfig
 
-from banaserve.engine.vllm.compat import model as compat
+from banaserve.engine.vllm.compat.config import VllmConfig, adopt_kv_layout
 from banaserve.engine.vllm.migration.guest.throttle import ComputeThrottle, run_low_priority
 from banaserve.engine.vllm.migration.guest.units import ContextUnit, HeadsUnit, LayersUnit
 from banaserve.engine.vllm.migration.rpc import messages
@@ -125,7 +124,7 @@ class GuestServer:
                 "this guest serves and would stand still while it loads layers: start another"
             )
         began_s = time.perf_counter()
-        compat.adopt_kv_layout(self._config, request.kv.layout, request.kv.block_size_tokens)
+        adopt_kv_layout(self._config, request.kv.layout, request.kv.block_size_tokens)
         kind = _KINDS[type(request)]
 
         def make() -> Unit:

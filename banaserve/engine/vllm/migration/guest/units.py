@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 import banaserve._native as _native
 from banaserve import linux
+from banaserve.engine.vllm.compat.attention import CommonAttentionMetadata
+from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.migration.guest.kv_staging import StagingBuffer, make_kv
 from banaserve.engine.vllm.migration.guest.partial_model import (
     PartialModel,

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-from banaserve.engine.vllm.compat import model as compat
+from banaserve.engine.vllm.compat import runner_hooks
+from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.compat.engine import add_utility
+from banaserve.engine.vllm.compat.kv_connector import get_kv_transfer_group, has_kv_transfer_group
 from banaserve.engine.vllm.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.engine.vllm.kv_connector.block_copy import BlockCopier
 from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.config import MigrationSettings, settings_of
 from banaserve.engine.vllm.migration.host.host import MigrationHost
 from banaserve.engine.vllm.migration.host.recovery import AsyncPoolScheduler, PoolScheduler
-from banaserve.engine.vllm.migration.host.worker_rpc import HOST_ATTRIBUTE
 from banaserve.engine.vllm.migration.kv.host_kv import HostKv
 from banaserve.engine.vllm.migration.kv.store_copier import StoreCopier
 from banaserve.engine.vllm.migration.modules.attention_backend import kernels_for
@@ -46,7 +44,7 @@ def install(config: VllmConfig, runner_class: type[Any]) -> bool:
         except MigrationError as reason:
             # vLLM's own classes stay, and calls are told why.
             logger.warning("%s", reason)
-            setattr(runner_class, HOST_ATTRIBUTE, str(reason))
+            runner_hooks.set_host(runner_class, str(reason))
             return False
     scheduler = config.scheduler_config
     scheduler.scheduler_cls = AsyncPoolScheduler if scheduler.async_scheduling else PoolScheduler
@@ -57,8 +55,8 @@ def install(config: VllmConfig, runner_class: type[Any]) -> bool:
 
 def install_utilities() -> None:
     """Let engine cores of this process tell and change the size of their pools."""
-    compat.add_utility(CoreApi.banaserve_pool_info.__name__, _pool_info)
-    compat.add_utility(CoreApi.banaserve_resize_pool.__name__, _resize_pool)
+    add_utility(CoreApi.banaserve_pool_info.__name__, _pool_info)
+    add_utility(CoreApi.banaserve_resize_pool.__name__, _resize_pool)
 
 
 @implements(CoreApi.banaserve_pool_info)
@@ -75,28 +73,22 @@ def _resize_pool(core: Any, num_blocks: int, hold: bool = False) -> PoolResize:
 
 def install_runner(runner_class: type[Any]) -> None:
     """Wrap where runners of this class make their KV cache; engines that do not migrate pass."""
-    if getattr(runner_class, HOST_ATTRIBUTE, None) is not None:
+    if runner_hooks.host_of(runner_class) is not None:
         return
-    setattr(runner_class, HOST_ATTRIBUTE, "")
-    make_tensors, make_cache = (
-        runner_class.initialize_kv_cache_tensors,
-        runner_class.initialize_kv_cache,
-    )
+    runner_hooks.set_host(runner_class, "")
 
-    @functools.wraps(make_tensors)
-    def initialize_kv_cache_tensors(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        kv_caches = make_tensors(runner, *args, **kwargs)
+    def make_tensors(make: runner_hooks.Call, runner: Any, *args: Any, **kwargs: Any) -> Any:
+        kv_caches = make(runner, *args, **kwargs)
         settings = settings_of(runner.vllm_config)
         return kv_caches if settings is None else _become_host(runner, settings, kv_caches)
 
-    @functools.wraps(make_cache)
-    def initialize_kv_cache(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        made = make_cache(runner, *args, **kwargs)
+    def make_cache(make: runner_hooks.Call, runner: Any, *args: Any, **kwargs: Any) -> Any:
+        made = make(runner, *args, **kwargs)
         _join_store(runner)
         return made
 
-    runner_class.initialize_kv_cache_tensors = initialize_kv_cache_tensors
-    runner_class.initialize_kv_cache = initialize_kv_cache
+    runner_hooks.wrap_kv_cache_tensors(runner_class, make_tensors)
+    runner_hooks.wrap_kv_cache(runner_class, make_cache)
 
 
 def _become_host(
@@ -113,19 +105,17 @@ def _become_host(
         take_kernels(kernels, context, kv_caches)
     except MigrationError as reason:
         logger.warning("%s", reason)
-        setattr(runner, HOST_ATTRIBUTE, str(reason))
+        runner_hooks.set_host(runner, str(reason))
         return kv_caches
     host_kv = HostKv(kv_caches, settings.kv_growth, kernels)
-    for name, tensor in host_kv.tensors.items():
-        context[name].bind_kv_cache(tensor)
-    runner.kv_caches[:] = list(host_kv.tensors.values())
-    setattr(runner, HOST_ATTRIBUTE, MigrationHost(runner, settings, host_kv))
+    runner_hooks.replace_kv_caches(runner, host_kv.tensors)
+    runner_hooks.set_host(runner, MigrationHost(runner, settings, host_kv))
     return host_kv.tensors
 
 
 def _join_store(runner: Any) -> None:
     """Let the store's copies go where layers have moved to."""
-    host = getattr(runner, HOST_ATTRIBUTE, None)
+    host = runner_hooks.host_of(runner)
     if not isinstance(host, MigrationHost) or not has_kv_transfer_group():
         return
     connector = get_kv_transfer_group()

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from vllm.config import VllmConfig
 
+from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.host.units import Unit, UnitLocation
 from banaserve.engine.vllm.migration.kv.dirty_blocks import RemoteBlocks

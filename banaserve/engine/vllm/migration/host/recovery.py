@@ -8,23 +8,15 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
-
-from banaserve.engine.vllm.compat import model as compat
+from banaserve.engine.vllm.compat import runner_hooks
+from banaserve.engine.vllm.compat import scheduler as compat
+from banaserve.engine.vllm.compat.scheduler import AsyncScheduler, Scheduler
 from banaserve.engine.vllm.engine_api import PoolResize, PoolStatus
 from banaserve.engine.vllm.migration.kv import store_copier
 from banaserve.errors import MigrationError
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import ModelRunnerOutput
-
-LIFE = "banaserve_kv_life"
-"""On a scheduler's output: in which life of the KV cache the step was planned."""
-
-LOST_LIFE = "banaserve_lost_life"
-"""On a runner's output: the life that is over, so the output must be dropped."""
+    from banaserve.engine.vllm.compat.scheduler import ModelRunnerOutput, SchedulerOutput
 
 
 class StepRecovery:
@@ -42,8 +34,8 @@ class StepRecovery:
         self._life = 0
         self._valid_from = 0
         self.num_lost = 0
-        self._execute, self._sample = runner.execute_model, runner.sample_tokens
-        runner.execute_model, runner.sample_tokens = self._execute_model, self._sample_tokens
+        runner_hooks.wrap_execute_model(runner, self._execute_model)
+        runner_hooks.wrap_sample_tokens(runner, self._sample_tokens)
 
     def kv_lost(self) -> None:
         """KV of the present life is gone: the step under way, or the next one, says so."""
@@ -54,19 +46,22 @@ class StepRecovery:
     def _is_lost(self) -> bool:
         return self._life < self._valid_from
 
-    def _execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self._life = getattr(scheduler_output, LIFE, self._life)
+    def _execute_model(
+        self, execute: runner_hooks.Call, scheduler_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        life = runner_hooks.kv_life_of(scheduler_output)
+        self._life = self._life if life is None else life
         if self._is_lost:
             store_copier.abandon_step()
-        return self._mark(self._execute(scheduler_output, *args, **kwargs))
+        return self._mark(execute(scheduler_output, *args, **kwargs))
 
-    def _sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+    def _sample_tokens(self, sample: runner_hooks.Call, *args: Any, **kwargs: Any) -> Any:
         if not self._is_lost:
-            return self._sample(*args, **kwargs)
+            return sample(*args, **kwargs)
         # What is drawn for a dropped step would be missing in the step that is run instead.
         generators = self._runner.input_batch.generators
         states = {row: generator.get_state() for row, generator in generators.items()}
-        output = self._sample(*args, **kwargs)
+        output = sample(*args, **kwargs)
         for row, state in states.items():
             if row in generators:
                 generators[row].set_state(state)
@@ -77,17 +72,7 @@ class StepRecovery:
             return output
         self.num_lost += 1
         life = self._life
-        if hasattr(output, "get_output"):
-            get_output = output.get_output
-
-            def marked() -> Any:
-                inner = get_output()
-                setattr(inner, LOST_LIFE, life)
-                return inner
-
-            output.get_output = marked
-        else:
-            setattr(output, LOST_LIFE, life)
+        runner_hooks.wrap_output(output, lambda one: runner_hooks.set_lost_life(one, life))
         return output
 
 
@@ -105,13 +90,13 @@ class _PoolControl:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        setattr(output, LIFE, self._kv_life)
+        runner_hooks.set_kv_life(output, self._kv_life)
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        lost = getattr(model_runner_output, LOST_LIFE, None)
+        lost = runner_hooks.lost_life_of(model_runner_output)
         if lost is not None and lost >= self._kv_life:
             num_restarted = compat.restart_requests(self)
             self._kv_life = lost + 1

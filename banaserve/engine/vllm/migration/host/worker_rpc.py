@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from banaserve.engine.vllm.compat import runner_hooks
 from banaserve.engine.vllm.migration.host.host import Attaching, MigrationHost
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
@@ -88,15 +89,11 @@ def _guest(link: GuestClient) -> GuestLinkStatus:
     return GuestLinkStatus(state, link.lost or "", link.round_trips, link.share, link.num_saved)
 
 
-HOST_ATTRIBUTE = "banaserve_migration"
-"""Of the model runner: its ``MigrationHost``, or the reason why there is none."""
-
-
 class MigrationMethods:
     """Mixed into vLLM's worker; ``MigrationApi`` has what each method does."""
 
     def _migration(self) -> MigrationHost:
-        found = getattr(self.model_runner, HOST_ATTRIBUTE, None)  # type: ignore[attr-defined]
+        found = runner_hooks.host_of(self.model_runner)  # type: ignore[attr-defined]
         if isinstance(found, MigrationHost):
             return found
         raise MigrationError(found or "this engine was started without live migration")

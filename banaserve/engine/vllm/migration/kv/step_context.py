@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from banaserve.engine.vllm.compat import runner_hooks
+from banaserve.engine.vllm.compat.attention import CommonAttentionMetadata
 from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(CommonAttentionMetadata))
@@ -59,18 +60,7 @@ class StepContext:
         self._block_size = block_size_tokens
         self._fields: dict[str, Any] | None = None
         self._local: dict[int, Any] = {}
-        self._listen(builder)
-
-    def _listen(self, builder: Any) -> None:
-        build = self._build = builder.build
-
-        def build_and_watch(
-            common_prefix_len: int, common: CommonAttentionMetadata, *args: Any, **kwargs: Any
-        ) -> Any:
-            self._begin(common)
-            return build(common_prefix_len, common, *args, **kwargs)
-
-        builder.build = build_and_watch
+        self._build = runner_hooks.wrap_build(builder, self._begin)
 
     def _begin(self, common: CommonAttentionMetadata) -> None:
         self.written.step_ended()

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
+from banaserve.engine.vllm.compat.kv_connector import get_kv_transfer_group, has_kv_transfer_group
 from banaserve.engine.vllm.kv_connector.block_copy import BlockCopier, Copy, EndedCopy
 from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
 from banaserve.engine.vllm.migration.kv.host_kv import HostKv, KvRun

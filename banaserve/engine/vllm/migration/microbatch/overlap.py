@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 from torch import nn
-from vllm.forward_context import get_forward_context
 
 from banaserve.config import MAX_MICROBATCHES
+from banaserve.engine.vllm.compat.attention import get_forward_context
 from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.microbatch.pipeline import (
     Pipeline,

@@ -16,10 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from vllm.forward_context import ForwardContext, override_forward_context
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from banaserve.engine.vllm.compat import model as compat
+from banaserve.engine.vllm.compat.attention import (
+    CommonAttentionMetadata,
+    ForwardContext,
+    override_forward_context,
+    split_batch,
+)
 from banaserve.engine.vllm.migration.kv import store_copier
 from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.microbatch.planner import HERE, MicroBatchWork, StageTimes
@@ -114,7 +117,7 @@ def cut(
         return [MicroBatch(dict(arguments), watch.common, context, 0)]
     parts = []
     begin = 0
-    for number, common in enumerate(compat.split_batch(watch.common, sizes), start=1):
+    for number, common in enumerate(split_batch(watch.common, sizes), start=1):
         end = begin + common.num_actual_tokens
         mine = {k: v[begin:end] if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
         own = _context(context, common, watch.metadata_of(common), slice(begin, end))

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from banaserve.engine.vllm.compat.attention import CommonAttentionMetadata
+from banaserve.engine.vllm.compat.runner_hooks import set_implementation
 from banaserve.engine.vllm.migration.kv.dirty_blocks import RemoteBlocks
 from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.modules.paged_attention import Pages
@@ -177,7 +178,7 @@ class ContextAttention:
     def arrange(self, remote: RemoteContext | None) -> None:
         """Say which guest has older blocks; between two steps. None: all are here."""
         self._remote = remote
-        self._layer.impl = self.inner if remote is None else self
+        set_implementation(self._layer, self.inner if remote is None else self)
 
     def forward(
         self,

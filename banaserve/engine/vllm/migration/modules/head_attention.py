@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from banaserve.engine.vllm.compat.attention import (
+    CommonAttentionMetadata,
+    metadata_builder,
+    new_attention,
+)
+from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.migration.modules.paged_attention import (
     DevicePages,
     Pages,
@@ -117,29 +120,22 @@ class VllmHeadAttention:
     def __init__(
         self, config: VllmConfig, part: AttentionSlice, unit_id: str, kv_cache: torch.Tensor
     ) -> None:
-        from vllm.model_executor.layers.attention import Attention
-
         self._config = config
         self._name = f"{part.name}.{unit_id}"
         self._kv_cache: torch.Tensor | None = kv_cache
-        dtype = config.model_config.dtype
-        with set_current_vllm_config(config), set_default_torch_dtype(dtype):
-            self._attention: Any = Attention(
-                part.num_heads,
-                part.head_size,
-                part.scale,
-                num_kv_heads=part.num_kv_heads,
-                cache_config=config.cache_config,
-                logits_soft_cap=part.logits_soft_cap,
-                per_layer_sliding_window=part.sliding_window,
-                prefix=self._name,
-            )
-            self._attention.process_weights_after_loading(dtype)
-        spec = self._attention.get_kv_cache_spec(config)
-        with set_current_vllm_config(config):
-            self._builder: Any = self._attention.get_attn_backend().get_builder_cls()(
-                spec, [self._name], config, kv_cache.device
-            )
+        self._attention: Any = new_attention(
+            config,
+            self._name,
+            part.num_heads,
+            part.num_kv_heads,
+            part.head_size,
+            part.scale,
+            part.sliding_window,
+            part.logits_soft_cap,
+        )
+        self._builder: Any = metadata_builder(
+            config, self._attention, [self._name], kv_cache.device
+        )
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
         """See ``HeadAttention``."""

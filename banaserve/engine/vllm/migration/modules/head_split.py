@@ -6,12 +6,13 @@ Takes the place of an attention's implementation: some KV heads here, others in 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
 
+from banaserve.engine.vllm.compat.attention import some_heads
+from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.compat.runner_hooks import set_implementation
 from banaserve.engine.vllm.migration.kv.host_kv import spans
 from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.modules.paged_attention import KernelsAttention, write_tokens
@@ -132,26 +133,7 @@ class _Group:
         group = layer.num_heads // layer.num_kv_heads
         self.kv_heads = slice(first, first + count)
         self.query_heads = slice(first * group, (first + count) * group)
-        window = inner.sliding_window
-        with set_current_vllm_config(config):
-            self.impl = type(inner)(
-                count * group,
-                layer.head_size,
-                inner.scale,
-                count,
-                None,
-                None if window is None or window < 0 else window,
-                inner.kv_cache_dtype,
-                inner.logits_soft_cap or None,
-            )
-            spec = replace(layer.get_kv_cache_spec(config), num_kv_heads=count)
-            isa = layer.isa
-            self.builder = layer.get_attn_backend().get_builder_cls()(
-                spec, [name], config, layer.kv_cache.device
-            )
-            layer.isa = isa
-        # The builder counts the query heads of the whole layer.
-        self.builder.num_heads = count * group
+        self.impl, self.builder = some_heads(config, layer, inner, name, count)
 
 
 class KernelsHeads:
@@ -274,7 +256,7 @@ class SplitAttention:
         away = {head for heads in remote for head in heads}
         here = [head for head in range(self._layer.num_kv_heads) if head not in away]
         if not away:
-            self._layer.impl = self.inner
+            set_implementation(self._layer, self.inner)
             self._local, self._remote = None, []
             return
         self._local = self._stay(here)
@@ -282,7 +264,7 @@ class SplitAttention:
             _Away(tuple(heads), torch.tensor(heads), self._query_heads(heads), where)
             for heads, where in ((sorted(heads), where) for heads, where in remote.items())
         ]
-        self._layer.impl = self
+        set_implementation(self._layer, self)
 
     def _stay(self, here: Sequence[int]) -> LocalHeads:
         if isinstance(self.inner, KernelsAttention):

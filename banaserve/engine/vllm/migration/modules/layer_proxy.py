@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.forward_context import get_forward_context
 
+from banaserve.engine.vllm.compat.attention import get_forward_context
 from banaserve.engine.vllm.migration.host.units import LayersHere
 from banaserve.engine.vllm.migration.kv import store_copier
 from banaserve.engine.vllm.migration.rpc.messages import SlotCopies

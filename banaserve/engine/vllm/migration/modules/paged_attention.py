@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from banaserve.engine.vllm.compat.runner_hooks import set_implementation
 from banaserve.errors import MigrationError
 from banaserve.kernels.interface import HEAD_SIZES, Batch, Heads, Kernels, PartialAttention
 from banaserve.kernels.layouts import KvLayout, key_value_views
@@ -108,7 +109,7 @@ class KernelsAttention:
         self._batches = batches
         self._splits_only = splits_only
         self._heads = all_heads(layer.num_heads, layer.num_kv_heads)
-        layer.impl = self
+        set_implementation(layer, self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inner"], name)

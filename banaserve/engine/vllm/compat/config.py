@@ -1,0 +1,55 @@
+"""vLLM's configuration, and the platform that it was made for."""
+
+from __future__ import annotations
+
+from vllm.config import (
+    CompilationMode,
+    CUDAGraphMode,
+    ModelConfig,
+    ParallelConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
+from vllm.usage.usage_lib import UsageContext
+
+__all__ = [
+    "CUDAGraphMode",
+    "CompilationMode",
+    "ModelConfig",
+    "ParallelConfig",
+    "UsageContext",
+    "VllmConfig",
+    "adopt_kv_layout",
+    "is_on_cpu",
+    "own_budget",
+    "set_current_vllm_config",
+]
+
+
+def is_on_cpu() -> bool:
+    """Whether this vLLM computes on CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def own_budget(config: VllmConfig) -> tuple[int, int]:
+    """Tokens of a step and requests that run at once, as vLLM's options say.
+
+    A runner has buffers for so much: no more can be had at run time.
+    """
+    scheduler = config.scheduler_config
+    tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    return tokens, scheduler.max_num_active_seqs or scheduler.max_num_seqs
+
+
+def adopt_kv_layout(config: VllmConfig, layout: str, block_size: int) -> None:
+    """Record the layout and block size that an engine core chose after it got its configuration.
+
+    Raises:
+        ValueError: Another layout was adopted before.
+    """
+    from vllm.v1.attention.backends.utils import record_kv_cache_layout
+
+    config.cache_config.block_size = block_size
+    record_kv_cache_layout(config.cache_config, layout)

@@ -1,0 +1,60 @@
+"""vLLM's KV cache: its specification, the hashes of its blocks and copies between its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    get_request_block_hasher,
+    hash_block_tokens,
+    init_none_hash,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.request import Request
+
+from banaserve.engine.vllm.compat.config import VllmConfig
+
+__all__ = [
+    "FullAttentionSpec",
+    "KVCacheBlocks",
+    "KVCacheConfig",
+    "MLAAttentionSpec",
+    "Request",
+    "batch_copier",
+    "block_hasher",
+    "cpu_instruction_set",
+    "generate_block_hash_extra_keys",
+    "get_hash_fn_by_name",
+    "get_request_block_hasher",
+    "hash_block_tokens",
+    "init_none_hash",
+]
+
+
+def block_hasher(config: VllmConfig, block_size: int) -> Callable[[Request], list[bytes]]:
+    """vLLM's own chained block hasher, initialised for this process."""
+    hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(hash_function)
+    return get_request_block_hasher(block_size, hash_function)
+
+
+def batch_copier() -> Callable[[Any, Any, Any], None]:
+    """``copy(source_addresses, target_addresses, sizes_bytes)``, in one call on a GPU's stream.
+
+    Each argument is a CPU tensor ``[num_copies]`` int64.
+    """
+    from vllm import _custom_ops
+
+    copy: Callable[[Any, Any, Any], None] = _custom_ops.swap_blocks_batch
+    return copy
+
+
+def cpu_instruction_set(spec: FullAttentionSpec) -> str:
+    """The instruction set for which vLLM's attention on CPU packs K inside a block."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return str(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size))

@@ -1,0 +1,16 @@
+"""vLLM's engine inside this process, for measurements; it is slow to import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+
+__all__ = ["LLM", "EngineArgs", "SamplingParams", "running_requests"]
+
+
+def running_requests(engine: Any) -> list[Any]:
+    """The requests that the scheduler of an ``LLM``'s engine has taken up."""
+    running: list[Any] = engine.engine_core.engine_core.scheduler.running
+    return running

@@ -1,0 +1,23 @@
+"""vLLM's requests and answers: parameters, outputs, adapters and the error that HTTP shows."""
+
+from __future__ import annotations
+
+from vllm.exceptions import GracefulHTTPError
+from vllm.lora.request import LoRARequest
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+__all__ = [
+    "END_TOKENS",
+    "GracefulHTTPError",
+    "LoRARequest",
+    "PoolingParams",
+    "PoolingRequestOutput",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+]
+
+END_TOKENS = frozenset({"_eos_token_id", "_all_stop_token_ids"})
+"""Fields of ``SamplingParams`` that vLLM fills in itself, from the model's own end tokens."""

@@ -1,0 +1,72 @@
+"""vLLM's API server: its options, its application and the engine client that it talks to.
+
+Modules that moved between versions are imported from the place where the installed vLLM has them.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import vllm.envs as envs
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.renderers import renderer_from_config
+from vllm.renderers.inputs.preprocess import extract_prompt_components
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.input_processor import InputProcessor
+
+try:  # vLLM 0.33 and later
+    from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+except ModuleNotFoundError:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+
+__all__ = [
+    "AsyncEngineArgs",
+    "EngineClient",
+    "FlexibleArgumentParser",
+    "InputProcessor",
+    "StaysUp",
+    "bind_engines",
+    "build_app",
+    "extract_prompt_components",
+    "init_app_state",
+    "keep_alive_s",
+    "keep_serving",
+    "make_arg_parser",
+    "renderer_from_config",
+    "validate_parsed_serve_args",
+]
+
+
+class StaysUp:
+    """What vLLM's handler of engine errors may tell to end: here engines are started again."""
+
+    should_exit = False
+
+
+def keep_serving(
+    app: Any, error: type[Exception], answer: Callable[[Any, Any], Awaitable[Any]]
+) -> None:
+    """Let vLLM's application answer one more kind of error.
+
+    Args:
+        app: As ``build_app`` returns it; its stack of middleware is made anew.
+    """
+    app.add_exception_handler(error, answer)
+    app.middleware_stack = app.build_middleware_stack()  # vLLM's is built, with its own handlers
+
+
+async def bind_engines(app: Any, args: Namespace, client: EngineClient, tasks: Any) -> None:
+    """Let vLLM's application serve ``client``, and go on where an engine has failed."""
+    await init_app_state(client, app.state, args, tasks)
+    app.state.server = StaysUp()
+
+
+def keep_alive_s() -> int:
+    """Seconds for which vLLM's server keeps an idle connection."""
+    seconds: int = envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+    return seconds
