@@ -14,11 +14,13 @@ import msgspec
 import typer
 
 from banaserve.cli.kvstore_table import store_rows
+from banaserve.cli.plugins import use_plugins
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import clear_store, fetch_stats
 from banaserve.kvstore.daemon import announce_ready, serve
 from banaserve.kvstore.options import DEFAULT_SSD_SIZE, StoreOptions
 from banaserve.kvstore.sizes import format_size
+from banaserve.plugins import PluginGroup
 
 
 def default_socket_path() -> Path:
@@ -75,6 +77,7 @@ def start(
     """Start the store in the foreground, unless a command follows."""
     if context.invoked_subcommand is not None:
         return
+    use_plugins(PluginGroup.STORE_TIERS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s kvstore %(levelname)s %(message)s")
     options = StoreOptions(
         size=size,

@@ -16,6 +16,7 @@ from banaserve import models
 from banaserve.cli import emulation
 from banaserve.cli.console import Say, timed
 from banaserve.cli.orchestrator_options import check_orchestrator
+from banaserve.cli.plugins import use_plugins
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.cli.signals import Leaving
 from banaserve.cli.sockets import listening
@@ -25,6 +26,7 @@ from banaserve.kvstore.options import StoreOptions
 from banaserve.kvstore.sizes import format_size, parse_size
 from banaserve.linux import available_memory_bytes
 from banaserve.orchestrator.routing import registry
+from banaserve.plugins import PluginGroup
 from banaserve.run_dir import RunDir, open_run_dir
 
 
@@ -34,6 +36,9 @@ def serve_command(argv: list[str]) -> int:
     Raises:
         UserError: Something the user can mend; nothing is left running.
     """
+    use_plugins(
+        PluginGroup.ROUTING_POLICIES, PluginGroup.MIGRATION_POLICIES, PluginGroup.STORE_TIERS
+    )
     config = parse_serve_argv(argv)
     _check(config)
     with (

@@ -22,6 +22,7 @@ from banaserve.config import (
     split_argv,
 )
 from banaserve.errors import UserError
+from banaserve.orchestrator.routing import registry
 from banaserve.types import Role
 
 _DEFAULTS = ServeConfig()
@@ -231,7 +232,12 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
 
 def _add_routing(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--routing-policy", default=_DEFAULTS.routing_policy)
+    add(
+        "--routing-policy",
+        default=_DEFAULTS.routing_policy,
+        metavar="NAME",
+        help=f"one of {', '.join(registry.names())}",
+    )
     add(
         "--routing-option",
         action="append",

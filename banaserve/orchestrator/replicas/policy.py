@@ -12,6 +12,7 @@ from banaserve.orchestrator.replicas.interface import (
     FleetView,
     Flight,
     Generator,
+    Need,
     ReplicaId,
     ReplicaView,
     Request,
@@ -56,11 +57,12 @@ class Policy(Deaf, ABC):
 
     Attributes:
         PRESETS: Named options, the first one the default.
-        uses_peers: ``pick`` also gets peers. The others serve a request in their own region.
+        needs: What the policy reads; see ``Need``. Without ``PEERS`` a request is served in its
+            own region.
     """
 
     PRESETS: ClassVar[Mapping[str, Any]]
-    uses_peers: ClassVar[bool] = False
+    needs: frozenset[Need] = frozenset({Need.REQUEST})
 
     def __init__(self, options: Any, generator: Generator, unit_bytes: int) -> None:
         self.options = options
@@ -93,7 +95,7 @@ class Policy(Deaf, ABC):
         """Returns the decision; ``candidates`` are allowed, available and at least one."""
 
     def _known(self, request: Request, fleet: FleetView) -> Sequence[ReplicaView]:
-        if not self.uses_peers or request.was_forwarded or not fleet.peers:
+        if not fleet.peers or request.was_forwarded or Need.PEERS not in self.needs:
             return fleet.replicas
         return [*fleet.replicas, *fleet.peers]
 
