@@ -1,4 +1,4 @@
-"""A place for KV blocks below the pool: larger, slower, outliving the daemon or shared."""
+"""Interface of store tiers: places for KV blocks below the pool, larger, slower or shared."""
 
 from __future__ import annotations
 

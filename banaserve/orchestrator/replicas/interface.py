@@ -1,4 +1,8 @@
-"""What a balancer knows, what it is asked and what a policy answers.
+"""Interface of replica policies, which choose a replica or a region for a request.
+
+A balancer fills in the views and the requests, asks, and tells the policy what became of each
+request. Instances of one server are routed over by another interface, ``orchestrator/routing``;
+docs/adr/0014-two-kinds-of-routing.md says why.
 
 A replica is one OpenAI-compatible server behind a balancer, a peer the balancer of another region.
 Nothing here reads a clock: every time is an argument, in seconds of one monotonic clock.

@@ -1,4 +1,4 @@
-"""The frame of the policies: who may be chosen at all, and callbacks that do nothing."""
+"""Base class of replica policies: filters candidates, and has callbacks that do nothing."""
 
 from __future__ import annotations
 
@@ -54,6 +54,12 @@ class Deaf:
 
 class Policy(Deaf, ABC):
     """A policy that a subclass completes with one choice among the replicas that are left.
+
+    The subclass is registered, by ``registry.register`` or as an entry point of the group
+    ``banaserve.replica_policies``. It is built with the chosen preset, changed by the user's
+    options: each preset is an instance of a frozen dataclass of the policy's own options, which
+    raises ``UserError`` for a value out of range. The policy sees no other option. It reads no
+    clock, and ``generator`` is its only source of random numbers.
 
     Attributes:
         PRESETS: Named options, the first one the default.
