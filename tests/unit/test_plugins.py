@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -23,7 +25,7 @@ from banaserve.controller.time_scaling import dilated
 from banaserve.errors import UserError
 from banaserve.kvstore import daemon
 from banaserve.kvstore.admin import fetch_stats
-from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec
+from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec, open_tier
 from banaserve.orchestrator.migration import registry as migration
 from banaserve.orchestrator.replicas import registry as replicas
 from banaserve.orchestrator.replicas.fleet import Fleet
@@ -346,3 +348,33 @@ def test_our_own_policies_would_pass_as_plugins(group: PluginGroup) -> None:
     for name in registry.names():
         registry.add_plugin(f"{name}_again", registry.get(name), "acme 1.0")
     assert len(registry.names()) >= 6
+
+
+def guide(name: str, site: Path) -> list[str]:
+    """Install the package of a guide; returns its further blocks of Python."""
+    text = (Path(__file__).parents[2] / "docs" / "guides" / name).read_text()
+    (toml,) = re.findall(r"```toml\n(.*?)```", text, re.S)
+    module, *rest = re.findall(r"```python\n(.*?)```", text, re.S)
+    project = tomllib.loads(toml)["project"]
+    entry_points = {
+        f"{group}:{entry}": value
+        for group, entries in project["entry-points"].items()
+        for entry, value in entries.items()
+    }
+    install(site, project["name"], module, entry_points)
+    return rest
+
+
+def test_the_guide_s_routing_policy_works(site: Path) -> None:
+    (example,) = guide("add-a-routing-policy.md", site)
+    assert [plugin.problem for plugin in use_plugins(ROUTING_GROUP)] == [""]
+    exec(example, {})
+    assert routing.make("spare_memory", stale_after_s=5.0)
+
+
+def test_the_guide_s_tier_works(site: Path) -> None:
+    guide("add-a-store-tier.md", site)
+    assert [plugin.problem for plugin in use_plugins(TIER_GROUP)] == [""]
+    tier = open_tier(distributed_spec("heap://here?size=64MiB"))
+    assert (tier.name, tier.stats().capacity_bytes) == ("heap", 64 * 2**20)
+    tier.close()
