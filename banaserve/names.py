@@ -1,22 +1,35 @@
-"""Refusing a name that nobody knows, in words that help."""
+"""Check of a name that a user gives against the known ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 
 from banaserve.errors import UserError
 
+_NONE_REFUSED: Mapping[str, str] = MappingProxyType({})
 
-def check_known(what: str, given: str, known: Iterable[str]) -> None:
+
+def check_known(
+    what: str, given: str, known: Iterable[str], refused: Mapping[str, str] = _NONE_REFUSED
+) -> None:
     """Returns if ``given`` is one of ``known``.
 
+    Args:
+        what: The kind of name, for the message.
+        refused: For names that could be known and are not: why.
+
     Raises:
-        UserError: It is not; lists the known ones and names the nearest.
+        UserError: It is not; lists the known ones, and says why it was refused or names the
+            nearest.
     """
     known = sorted(known)
     if given in known:
         return
+    listed = f"unknown {what}: {given} (known: {', '.join(known) or 'none'})"
+    if given in refused:
+        raise UserError(f"{listed}; {refused[given]}")
     nearest = get_close_matches(given, known, n=1, cutoff=0.0)
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    raise UserError(f"unknown {what}: {given} (known: {', '.join(known) or 'none'}){hint}")
+    raise UserError(f"{listed}{hint}")

@@ -28,7 +28,7 @@ from banaserve.balancer.config import BalancerSettings
 from banaserve.balancer.http import replies
 from banaserve.balancer.http.client_connection import ClientConnection
 from banaserve.balancer.http.request import ClientRequest, RequestRefusedError
-from banaserve.balancer.membership import BLIND, TargetRegistry, prefixes_of
+from banaserve.balancer.membership import TargetRegistry, shared_prefixes
 from banaserve.balancer.metrics import Metrics
 from banaserve.balancer.peers import PEER_PATHS, PREFIXES_PATH, STATE_PATH, encode_state
 from banaserve.balancer.proxy import ProxiedRequest
@@ -41,7 +41,7 @@ from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
 from banaserve.orchestrator.replicas import registry
 from banaserve.orchestrator.replicas.fleet import Fleet
-from banaserve.orchestrator.replicas.interface import Request, RoutingDecision
+from banaserve.orchestrator.replicas.interface import Need, Request, RoutingDecision
 from banaserve.orchestrator.replicas.peer_prefixes import PeerPrefixes
 from banaserve.types import RequestId
 
@@ -136,7 +136,7 @@ class Balancer:
         if policy.state_file:
             self._state = StateFile(Path(policy.state_file), policy.name, self.fleet.policy)
             self._state.restore(log)
-        self.prefixes = prefixes_of(self.fleet.policy, settings)
+        self.prefixes = shared_prefixes(self.fleet.policy, settings)
         self.line, self.metrics = RequestQueue(), Metrics()
         self.wake = Waker(self.line, self.fleet).wake
         self.roster = TargetRegistry(self.fleet, log, self.wake, self.prefixes)
@@ -165,7 +165,8 @@ class Balancer:
         has_models = any(one.models for one in settings.replicas)
         is_alone = not (settings.peers or settings.tenants or settings.decision_log)
         self.fleet.policy.hold_safe(settings.policy.hold_safe)
-        self._is_blind = settings.policy.name in BLIND and not has_models and is_alone
+        reads_requests = Need.REQUEST in self.fleet.policy.needs
+        self._is_blind = not reads_requests and not has_models and is_alone
         self.roster.take_settings(settings)
 
     def change(self, settings: BalancerSettings) -> None:

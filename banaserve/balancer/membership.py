@@ -22,15 +22,15 @@ from banaserve.balancer.peers import PeerProber, PeerState, ReplicaState, is_fre
 from banaserve.balancer.targets import Target
 from banaserve.orchestrator.replicas.fleet import Fleet
 from banaserve.orchestrator.replicas.interface import (
+    Need,
     PeerView,
     ReplicaId,
     ReplicaPolicy,
     ReplicaView,
     Request,
 )
-from banaserve.orchestrator.replicas.peer_prefixes import PeerPrefixes
+from banaserve.orchestrator.replicas.peer_prefixes import PeerPrefixes, SharesPrefixes
 from banaserve.orchestrator.replicas.policy import may_serve
-from banaserve.orchestrator.replicas.skywalker import SkyWalker
 
 
 def failover_owner(distances_ms: Mapping[str, float]) -> str:
@@ -45,33 +45,17 @@ def failover_owner(distances_ms: Mapping[str, float]) -> str:
     return min(distances_ms, key=lambda region: (distances_ms[region], region))
 
 
-BLIND = frozenset(("round_robin", "random", "least_requests", "power_of_two"))
-"""Policies that look at no request: bodies are not parsed for them."""
-
-READS_REPORTS = frozenset(
-    (
-        "gorgo",
-        "gorgo_v1",
-        "least_load",
-        "least_requests",
-        "load_aware",
-        "skywalker",
-        "skywalker_ch",
-    )
-)
-"""Policies that read what replicas say of their load; peers want it too."""
-
 PEER_PREFIX = "region:"
 
 
-def prefixes_of(policy: ReplicaPolicy, settings: BalancerSettings) -> PeerPrefixes | None:
+def shared_prefixes(policy: ReplicaPolicy, settings: BalancerSettings) -> PeerPrefixes | None:
     """Returns what the policy shares with peers, and lets it read that; None where it does not."""
-    if not (settings.peers and isinstance(policy, SkyWalker) and policy.reads_snapshots):
+    if not settings.peers or Need.PEER_PREFIXES not in policy.needs:
         return None
-    if not policy.options.peer_snapshots:
-        return None
-    policy.peer_prefixes = PeerPrefixes(settings.peer_key)
-    return policy.peer_prefixes
+    assert isinstance(policy, SharesPrefixes), "checked when the policy is registered"
+    prefixes = PeerPrefixes(settings.peer_key)
+    policy.share_prefixes(prefixes)
+    return prefixes
 
 
 def place_of(one: ReplicaSettings) -> tuple[str, Endpoint]:
@@ -241,7 +225,8 @@ class TargetRegistry:
             self._changed,
             self._on_change,
             self._log,
-            reads_reports=settings.policy.name in READS_REPORTS or bool(settings.peers),
+            # Peers are told of them, whatever the policy reads.
+            reads_reports=Need.REPORTS in self._fleet.policy.needs or bool(settings.peers),
         )
         if self._is_started:
             prober.start()
@@ -253,7 +238,7 @@ class TargetRegistry:
         own_fields = b"X-Banaserve-Peer: %b\r\n" % settings.peer_key.encode()
         target = Target(view, parse_endpoint(peer.url), settings, own_fields)
         may_forward = settings.forward_to is None or peer.region in settings.forward_to
-        if may_forward and getattr(self._fleet.policy, "uses_peers", False):
+        if may_forward and Need.PEERS in self._fleet.policy.needs:
             self._fleet.add(view)
             self.targets[view.id] = target
         self._peers[peer.region] = PeerProber(

@@ -13,12 +13,14 @@ from typing import Annotated
 import msgspec
 import typer
 
+from banaserve.cli.plugins import use_plugins
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import clear_store, fetch_stats
 from banaserve.kvstore.daemon.options import DEFAULT_SSD_SIZE, StoreOptions
 from banaserve.kvstore.daemon.process import announce_ready, serve
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.stats import StoreStats, TierReport
+from banaserve.plugins import PluginGroup
 
 app = typer.Typer(
     name="kvstore", help="Run the KV cache store, or look at one that runs.", add_completion=False
@@ -77,6 +79,7 @@ def start(
     """Start the store in the foreground, unless a command follows."""
     if context.invoked_subcommand is not None:
         return
+    use_plugins(PluginGroup.STORE_TIERS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s kvstore %(levelname)s %(message)s")
     options = StoreOptions(
         size=size,

@@ -19,9 +19,11 @@ from banaserve.balancer.config import (
 )
 from banaserve.balancer.config_file import read_settings
 from banaserve.cli.console import print_error, timed
+from banaserve.cli.plugins import use_plugins
 from banaserve.cli.sockets import listening
 from banaserve.errors import UserError
 from banaserve.orchestrator.replicas import registry
+from banaserve.plugins import PluginGroup
 
 _DEFAULTS = BalancerSettings()
 
@@ -32,6 +34,7 @@ def route_command(argv: Sequence[str]) -> int:
     Raises:
         UserError: Something the user can mend.
     """
+    use_plugins(PluginGroup.REPLICA_POLICIES)
     known = _make_parser().parse_args(argv)
     settings = _from_file(argv, known.config) if known.config else _from_words(known)
     settings.check()

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from banaserve import models
 from banaserve.cli import emulation
 from banaserve.cli.console import Say, timed
+from banaserve.cli.plugins import use_plugins
 from banaserve.cli.serve_options import check_orchestrator, parse_serve_argv
 from banaserve.cli.sockets import listening
 from banaserve.config import ServeConfig
@@ -25,6 +26,7 @@ from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import format_size, parse_size
 from banaserve.linux import available_memory_bytes
 from banaserve.orchestrator.routing import registry
+from banaserve.plugins import PluginGroup
 from banaserve.run_dir import RunDir, open_run_dir
 
 _AGAIN_S = 0.5
@@ -37,6 +39,9 @@ def serve_command(argv: list[str]) -> int:
     Raises:
         UserError: Something the user can mend; nothing is left running.
     """
+    use_plugins(
+        PluginGroup.ROUTING_POLICIES, PluginGroup.MIGRATION_POLICIES, PluginGroup.STORE_TIERS
+    )
     config = parse_serve_argv(argv)
     _check(config)
     with (

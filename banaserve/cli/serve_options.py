@@ -24,7 +24,8 @@ from banaserve.config import (
 from banaserve.controller.decisions import DecisionLog
 from banaserve.errors import UserError
 from banaserve.orchestrator.control import ControlLimits
-from banaserve.orchestrator.migration import registry
+from banaserve.orchestrator.migration import registry as migration_policies
+from banaserve.orchestrator.routing import registry as routing_policies
 from banaserve.types import Role
 
 _DEFAULTS = ServeConfig()
@@ -236,7 +237,12 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
 
 def _add_routing(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--routing-policy", default=_DEFAULTS.routing_policy)
+    add(
+        "--routing-policy",
+        default=_DEFAULTS.routing_policy,
+        metavar="NAME",
+        help=f"one of {', '.join(routing_policies.names())}",
+    )
     add(
         "--routing-option",
         action="append",
@@ -355,7 +361,7 @@ def add_orchestrator(parser: argparse.ArgumentParser) -> None:
         "--orchestrator-policy",
         default=_ORCHESTRATOR.policy,
         metavar="NAME",
-        help=f"one of {', '.join(registry.names())}",
+        help=f"one of {', '.join(migration_policies.names())}",
     )
     add(
         "--orchestrator-option",
@@ -407,6 +413,6 @@ def check_orchestrator(config: OrchestratorConfig) -> None:
         UserError: One does not or cannot; names it.
     """
     section: dict[str, Any] = dict(config.options)
-    registry.make(config.policy, **section)
+    migration_policies.make(config.policy, **section)
     ControlLimits(concurrent=config.concurrent, per_minute=config.per_minute)
     DecisionLog(config.decision_log)

@@ -13,11 +13,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from banaserve.bench.results.statistics import mean_interval
 from banaserve.cli.console import print_rows
+from banaserve.cli.plugins import use_plugins
 from banaserve.costs import profile as profiles
 from banaserve.errors import UserError
+from banaserve.orchestrator.migration.registry import names
+from banaserve.plugins import PluginGroup
 from banaserve.sim import case as cases
 from banaserve.sim.chrome import ChromeTrace
-from banaserve.sim.job import ARRIVALS, POLICIES, AskedSystem, SimulationJob, job
+from banaserve.sim.job import ARRIVALS, AskedSystem, SimulationJob, job
 from banaserve.sim.lengths import DATASETS
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import SIMULATED
@@ -65,7 +68,7 @@ def simulate_command(
         list[str] | None, typer.Option(help="One to run, several times for several; else all.")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help=f"Of migration: {', '.join(POLICIES)}.")
+        str | None, typer.Option(help=f"Of migration: {', '.join(names())}, or a plugin.")
     ] = None,
     profile: Annotated[str | None, typer.Option(help="A name, or a .toml file.")] = None,
     instances: Annotated[
@@ -89,6 +92,7 @@ def simulate_command(
     ] = None,
 ) -> int:
     """Simulate systems under a load; nothing real runs, and no time but virtual time passes."""
+    use_plugins(PluginGroup.ROUTING_POLICIES, PluginGroup.MIGRATION_POLICIES)
     if show_list:
         print_rows(listing_rows(), {})
         return 0

@@ -12,6 +12,7 @@ from banaserve.costs import profile as profiles
 from banaserve.costs.profile import Profile
 from banaserve.errors import UserError
 from banaserve.names import check_known
+from banaserve.orchestrator.migration import registry as migrations
 from banaserve.records import read_records
 from banaserve.sim import case as cases
 from banaserve.sim.case import Case
@@ -24,7 +25,6 @@ from banaserve.sim.trace import Arrival, read_trace, requests_of
 from banaserve.sim.workload import Arrivals, Pair, arriving
 
 ARRIVALS = ("bursts", "diurnal", "poisson", "trace")
-POLICIES = ("published", "repaired", "still")
 DEFAULT_PROFILE = "opt-13b-a100"
 
 _EVERY_SYSTEM = ("colocated", "static", "banaserve")
@@ -95,7 +95,7 @@ def job(asked: AskedSystem) -> SimulationJob:
             nothing for this target.
     """
     if asked.policy is not None:
-        check_known("policy", asked.policy, POLICIES)
+        check_known("policy", asked.policy, migrations.names())
     if asked.arrivals is not None:
         check_known("kind of arrivals", asked.arrivals, ARRIVALS)
     target = asked.target

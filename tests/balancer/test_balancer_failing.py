@@ -11,8 +11,8 @@ import socket
 import pytest
 
 from banaserve.balancer.config import HealthSettings, PolicySettings
-from banaserve.balancer.membership import BLIND, READS_REPORTS
 from banaserve.orchestrator.replicas import registry
+from banaserve.orchestrator.replicas.interface import Need
 
 
 async def kill(asked):
@@ -205,6 +205,6 @@ def test_a_policy_gets_what_it_reads(name):
     policy = registry.make(name, random.Random(0))
     source = inspect.getsource(inspect.getmodule(policy))
     if re.search(r"\.(pending|running|kv_used_fraction|reported_at_s)\b", source):
-        assert name in READS_REPORTS
+        assert Need.REPORTS in policy.needs
     if re.search(r"request\.(prompt|num_tokens|session|expected_output_tokens)\b", source):
-        assert name not in BLIND
+        assert Need.REQUEST in policy.needs

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from banaserve._native import PrefixTree as NativeTree
 from banaserve.orchestrator.replicas.interface import ReplicaId
-from banaserve.orchestrator.replicas.prefix_reference import ReferencePrefixTree
 from banaserve.orchestrator.replicas.prefix_tree import ENTRY_BYTES, FIFO, LRU, ORDERS, make_tree
+from prefix_reference import ReferencePrefixTree
 
 A, B, C = (ReplicaId(name) for name in "abc")
 TARGETS = (A, B, C)

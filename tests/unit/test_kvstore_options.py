@@ -21,7 +21,7 @@ SOCKET = Path("store.sock")
 
 
 def test_a_tier_is_registered_once() -> None:
-    with pytest.raises(ValueError, match="ssd already"):
+    with pytest.raises(ValueError, match="tier named 'ssd' exists already"):
         register("ssd", lambda spec: open_tier(spec))
 
 

@@ -11,6 +11,7 @@ from banaserve.errors import ProtocolError
 from banaserve.orchestrator.replicas import peer_prefixes, prefix_snapshot
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
 from banaserve.orchestrator.replicas.interface import (
+    Need,
     PeerView,
     ReplicaId,
     ReplicaView,
@@ -180,9 +181,10 @@ def forwarded(preset: str, prompt: bytes) -> tuple[object, RoutingReason]:
     view = fleet.get(US)
     assert view is not None
     view.outstanding = 3  # so that the other one would be chosen
-    if policy.options.peer_snapshots:
-        policy.peer_prefixes = PeerPrefixes("s")
-        policy.peer_prefixes.take(US, told(prompt))
+    if Need.PEER_PREFIXES in policy.needs:
+        prefixes = PeerPrefixes("s")
+        prefixes.take(US, told(prompt))
+        policy.share_prefixes(prefixes)
     fleet.queue_length = 1
     decision = fleet.choose(request(prompt), 1.0)
     return decision.target, decision.reason
@@ -195,5 +197,5 @@ def test_skywalker_forwards_to_where_the_prefix_is() -> None:
 @pytest.mark.parametrize("preset", ["published", "as-coded"])
 def test_as_published_only_what_was_forwarded_counts(preset: str) -> None:
     assert forwarded(preset, text(1, 4096)) == (ASIA, RoutingReason.FORWARDED)
-    policy: Any = make("skywalker", Random(1), preset=preset)
-    assert not policy.options.peer_snapshots
+    policy = make("skywalker", Random(1), preset=preset)
+    assert Need.PEER_PREFIXES not in policy.needs

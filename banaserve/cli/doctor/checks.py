@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from banaserve.kvstore.sizes import format_size
+from banaserve.plugins import Plugin
 
 GIB = 2**30
 SERVER_BYTES = 5 * GIB
@@ -181,6 +182,14 @@ def check_native(error: str | None) -> Finding:
     if error:
         return Finding("banaserve._native", CheckStatus.MISSING, error, "run `make install`")
     return Finding("banaserve._native", CheckStatus.OK, "built")
+
+
+def check_plugin(plugin: Plugin) -> Finding:
+    shown = f"{plugin.name} of {plugin.package} ({plugin.group})"
+    if plugin.problem:
+        advice = "mend the package or uninstall it"
+        return Finding("plugin", CheckStatus.WARNING, f"{shown}: {plugin.problem}", advice)
+    return Finding("plugin", CheckStatus.OK, shown)
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -17,10 +17,12 @@ from pathlib import Path
 from banaserve import models
 from banaserve.cli.doctor import checks as checks
 from banaserve.cli.doctor.checks import CheckStatus, Finding
+from banaserve.cli.plugins import REGISTRIES
 from banaserve.cli.version import installed_version
 from banaserve.errors import UserError
 from banaserve.linux import MADV_POPULATE_WRITE, available_memory_bytes, madvise
 from banaserve.models import cache, hub
+from banaserve.plugins import load_plugins
 
 
 def examine(model: str, port: int) -> Iterator[Finding]:
@@ -42,6 +44,8 @@ def examine(model: str, port: int) -> Iterator[Finding]:
     yield checks.check_native(try_native())
     yield checks.check_cache(cache.cache_root(), is_writable(cache.cache_root()))
     yield look_for_model(model)
+    for plugin in load_plugins(REGISTRIES):
+        yield checks.check_plugin(plugin)
 
 
 def gpu_names() -> list[str]:

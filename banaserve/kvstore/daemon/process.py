@@ -16,9 +16,13 @@ from typing import TYPE_CHECKING
 from banaserve.errors import UserError
 from banaserve.kvstore.daemon.options import DEFAULT_SSD_SIZE, StoreOptions
 from banaserve.kvstore.daemon.server import DaemonConfig, StoreServer
+from banaserve.kvstore.tiers.registry import TIERS
+from banaserve.plugins import PluginGroup, load_plugins
 
 if TYPE_CHECKING:
     from banaserve.kvstore.daemon.metrics import MetricsServer
+
+log = logging.getLogger(__name__)
 
 USER_ERROR_EXIT_CODE = 2
 
@@ -72,6 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--poison-free-slots", action="store_true", help="for debugging; slow")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s kvstore %(levelname)s %(message)s")
+    for plugin in load_plugins({PluginGroup.STORE_TIERS: TIERS}):
+        if plugin.problem:
+            log.warning("%s", plugin)
     try:
         config = StoreOptions(
             size=options.size,

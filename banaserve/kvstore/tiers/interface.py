@@ -1,4 +1,4 @@
-"""A place for KV blocks below the pool: larger, slower, outliving the daemon or shared."""
+"""Interface of store tiers: places for KV blocks below the pool, larger, slower or shared."""
 
 from __future__ import annotations
 
@@ -166,4 +166,28 @@ class StoreTier(Protocol):
 
     def close(self) -> None:
         """Finish what is under way, then let go of everything. Not callable twice."""
+        ...
+
+
+class UrlTier(StoreTier, Protocol):
+    """A tier that users ask for by URL: ``--kv-store-distributed NAME://...``.
+
+    The class of another package's tier is one; it is offered as the entry point NAME of the group
+    ``banaserve.store_tiers``, and NAME is the scheme of its URLs. What the tier needs beyond the
+    URL's host and path are parameters of its query. The front door imports the module and checks
+    the URL; the store's daemon imports it too and opens the tier.
+    """
+
+    @classmethod
+    def check_url(cls, url: str) -> None:
+        """Returns if ``url`` makes sense; opens and reaches for nothing.
+
+        Raises:
+            UserError: It does not: one line says what to write.
+        """
+        ...
+
+    @classmethod
+    def from_url(cls, url: str) -> UrlTier:
+        """Returns the open tier. Where it raises, the store goes on without the tier."""
         ...

@@ -1,4 +1,4 @@
-"""Tiers by name. Each is imported only when it is opened, since some need much."""
+"""Registry of store tiers. Each of banaserve's own is imported only when it is opened."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from banaserve.errors import UserError
 from banaserve.kvstore.tiers.interface import StoreTier
 from banaserve.names import check_known
+from banaserve.registry import Registry, check_call, check_class
 
 
 class TierSpec(NamedTuple):
@@ -27,13 +28,35 @@ class TierSpec(NamedTuple):
     capacity_bytes: int = 0
 
 
-Factory = Callable[[TierSpec], StoreTier]
-_factories: dict[str, Factory] = {}
-_schemes: dict[str, Callable[[str], object]] = {}
+class TierEntry(NamedTuple):
+    """How a tier is opened.
+
+    Attributes:
+        open: May raise anything.
+        check_url: For a tier that users ask for as ``name://...``; see ``UrlTier``.
+    """
+
+    open: Callable[[TierSpec], StoreTier]
+    check_url: Callable[[str], object] | None = None
+
+
+def _check(name: str, found: object) -> TierEntry:
+    if urlsplit(f"{name}://place").scheme != name:
+        raise UserError(f"{name} is no scheme of a URL: give it lower-case letters, digits and -")
+    tier = check_class(found, StoreTier)
+    for function in ("check_url", "from_url"):
+        check_call(getattr(tier, function, None), f"{tier.__name__}.{function}", ["url"])
+    return TierEntry(lambda spec: tier.from_url(spec.place), tier.check_url)
+
+
+TIERS: Registry[TierEntry] = Registry("tier", _check)
 
 
 def register(
-    name: str, factory: Factory, *, check_url: Callable[[str], object] | None = None
+    name: str,
+    factory: Callable[[TierSpec], StoreTier],
+    *,
+    check_url: Callable[[str], object] | None = None,
 ) -> None:
     """Make a tier known.
 
@@ -46,26 +69,16 @@ def register(
     Raises:
         ValueError: The name is taken.
     """
-    if name in _factories:
-        raise ValueError(f"there is a tier named {name} already")
-    _factories[name] = factory
-    if check_url is not None:
-        _schemes[name] = check_url
-
-
-def check_name(name: str) -> None:
-    """Returns if there is a tier ``name``.
-
-    Raises:
-        UserError: There is none; lists those there are.
-    """
-    check_known("tier", name, _factories)
+    TIERS.add(name, TierEntry(factory, check_url))
 
 
 def open_tier(spec: TierSpec) -> StoreTier:
-    """The tier that ``spec`` describes. Raises what its factory raises, and ``check_name``."""
-    check_name(spec.name)
-    return _factories[spec.name](spec)
+    """The tier that ``spec`` describes. Raises what its factory raises.
+
+    Raises:
+        UserError: There is none of this name; lists those there are.
+    """
+    return TIERS.get(spec.name).open(spec)
 
 
 def distributed_spec(url: str) -> TierSpec:
@@ -74,12 +87,13 @@ def distributed_spec(url: str) -> TierSpec:
     Raises:
         UserError: No tier has this scheme (lists those that have one), or an option is wrong.
     """
+    schemes = {name: check for name in TIERS.names() if (check := TIERS.get(name).check_url)}
     scheme = urlsplit(url).scheme
     if not scheme:
-        known = ", ".join(f"{name}://" for name in sorted(_schemes))
+        known = ", ".join(f"{name}://" for name in schemes)
         raise UserError(f"{url!r} is no URL of a distributed store: it begins with one of {known}")
-    check_known("scheme of a distributed store", scheme, _schemes)
-    _schemes[scheme](url)
+    check_known("scheme of a distributed store", scheme, schemes, TIERS.refused)
+    schemes[scheme](url)
     return TierSpec(scheme, url)
 
 

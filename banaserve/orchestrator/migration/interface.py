@@ -1,4 +1,4 @@
-"""What a migration policy is, and what it answers."""
+"""Interface of migration policies, which plan the moves of modules and roles."""
 
 from __future__ import annotations
 
@@ -74,6 +74,12 @@ class MigrationPolicy(Protocol):
 
     A policy moves nothing, reads no clock, draws no random number and keeps nothing from one
     call to the next: equal views give equal plans.
+
+    The class of a policy is in the registry, or an entry point of the group
+    ``banaserve.migration_policies``. It is built as ``policy(options)`` and has an attribute
+    ``Options``: a frozen dataclass of its own options, each with a default, that raises
+    ``UserError`` for a value out of range. Names of options end in their unit: where a server runs
+    in stretched time, those in ``_s`` and ``_per_s`` are stretched too.
     """
 
     def plan(self, cluster: ClusterView) -> MigrationPlan:

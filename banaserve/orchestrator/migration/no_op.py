@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from banaserve.orchestrator.migration.interface import MigrationPlan
 from banaserve.types import ClusterView
@@ -15,6 +16,8 @@ class StillOptions:
 
 class Still:
     """Leaves everything where it is."""
+
+    Options: ClassVar = StillOptions
 
     def __init__(self, options: StillOptions) -> None:
         pass

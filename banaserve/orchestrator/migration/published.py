@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Container
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from banaserve.orchestrator.measure import ScalarLoad, judge, load_of
 from banaserve.orchestrator.migration import effects, refusals, scoring, slabs
@@ -44,6 +45,8 @@ _HORIZON_S = 1.0
 
 class Published:
     """Moves layers, or else heads, from the fullest instance to the emptiest, by the sum."""
+
+    Options: ClassVar = PublishedOptions
 
     def __init__(self, options: PublishedOptions) -> None:
         self._options = options

@@ -1,27 +1,37 @@
-"""Migration policies by name."""
+"""Registry of migration policies."""
 
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, Protocol
 
-from banaserve.names import check_known
 from banaserve.orchestrator.migration.interface import MigrationPolicy
-from banaserve.orchestrator.migration.no_op import Still, StillOptions
-from banaserve.orchestrator.migration.options import PublishedOptions, RepairedOptions
+from banaserve.orchestrator.migration.no_op import Still
 from banaserve.orchestrator.migration.published import Published
 from banaserve.orchestrator.migration.repaired import Repaired
-
-_POLICIES: dict[str, tuple[type[Any], type[Any]]] = {
-    "published": (Published, PublishedOptions),
-    "repaired": (Repaired, RepairedOptions),
-    "still": (Still, StillOptions),
-}
+from banaserve.registry import Registry, build_options, check_class, check_options, option_names
 
 
-def names() -> list[str]:
-    """Returns every policy's name in alphabetical order."""
-    return sorted(_POLICIES)
+class MigrationPolicyClass(Protocol):
+    """A policy's class: its options' dataclass and how it is built from them."""
+
+    Options: type[Any]
+
+    def __call__(self, options: Any) -> MigrationPolicy: ...
+
+
+def _check(name: str, found: object) -> MigrationPolicyClass:
+    policy = check_class(found, MigrationPolicy, ("options",))
+    check_options(policy)
+    return policy
+
+
+POLICIES: Registry[MigrationPolicyClass] = Registry("migration policy", _check)
+POLICIES.add("published", Published)
+POLICIES.add("repaired", Repaired)
+POLICIES.add("still", Still)
+
+names = POLICIES.names
 
 
 def defaults(name: str) -> dict[str, Any]:
@@ -30,8 +40,8 @@ def defaults(name: str) -> dict[str, Any]:
     Raises:
         UserError: An unknown policy.
     """
-    check_known("migration policy", name, names())
-    return {field.name: field.default for field in fields(_POLICIES[name][1])}
+    options = POLICIES.get(name).Options()
+    return {field.name: getattr(options, field.name) for field in fields(options)}
 
 
 def make(name: str, /, **section: Any) -> MigrationPolicy:
@@ -40,10 +50,6 @@ def make(name: str, /, **section: Any) -> MigrationPolicy:
     Raises:
         UserError: An unknown policy, an unknown option or a value out of range.
     """
-    check_known("migration policy", name, names())
-    policy, options = _POLICIES[name]
-    known = [field.name for field in fields(options)]
-    for option in section:
-        check_known(f"option of migration policy {name}", option, known)
-    built: MigrationPolicy = policy(options(**section))
-    return built
+    policy = POLICIES.get(name)
+    known = option_names(policy.Options)
+    return policy(build_options(f"migration policy {name}", known, policy.Options, section))

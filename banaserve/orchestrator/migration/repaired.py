@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from banaserve.orchestrator.measure import ScalarLoad, judge
 from banaserve.orchestrator.migration import candidates as migration_candidates
@@ -38,6 +39,8 @@ _LEAST_SWITCHES = 2
 
 class Repaired:
     """Weighs moves of layers and heads, role switches and returns, and takes the best."""
+
+    Options: ClassVar = RepairedOptions
 
     def __init__(self, options: RepairedOptions) -> None:
         self._options = options

@@ -17,6 +17,7 @@ from banaserve.names import check_known
 from banaserve.orchestrator.replicas.interface import (
     FleetView,
     Flight,
+    Need,
     PeerView,
     ReplicaView,
     Request,
@@ -113,7 +114,7 @@ class Gorgo(TreePolicy):
         "published": GorgoOptions(tuning=FIXED, w_rtt=0.276, w_queue=0.5, **_PRINTED),
         "as-coded": GorgoOptions(tuning=CODED, **_PRINTED),
     }
-    uses_peers: ClassVar[bool] = True
+    needs: frozenset[Need] = frozenset({Need.REQUEST, Need.REPORTS, Need.PEERS})
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

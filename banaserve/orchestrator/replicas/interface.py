@@ -1,4 +1,8 @@
-"""What a balancer knows, what it is asked and what a policy answers.
+"""Interface of replica policies, which choose a replica or a region for a request.
+
+A balancer fills in the views and the requests, asks, and tells the policy what became of each
+request. Instances of one server are routed over by another interface, ``orchestrator/routing``;
+docs/adr/0014-two-kinds-of-routing.md says why.
 
 A replica is one OpenAI-compatible server behind a balancer, a peer the balancer of another region.
 Nothing here reads a clock: every time is an argument, in seconds of one monotonic clock.
@@ -208,13 +212,32 @@ State: TypeAlias = dict[str, float | int | str | list[float]]
 """What a policy remembers over a restart: plain values, for any format."""
 
 
+class Need(StrEnum):
+    """Input of a policy that a balancer provides only where the policy declares to need it."""
+
+    REQUEST = "request"
+    """Prompt, lengths, session and model: the body of each request is parsed."""
+    REPORTS = "reports"
+    """``pending``, ``running`` and ``kv_used_fraction``: the replicas' metrics are read."""
+    PEERS = "peers"
+    """Balancers of other regions are among the candidates."""
+    PEER_PREFIXES = "peer_prefixes"
+    """Balancers tell each other which prefixes their replicas hold (``SharesPrefixes``)."""
+
+
 class ReplicaPolicy(Protocol):
     """Chooses a replica for each request, and learns from what becomes of it.
 
     Policies that are built alike and told alike answer alike. What they remember is bounded,
     whatever is asked of them.
+
+    Attributes:
+        needs: Declared by the class; an instance may declare less, where its options switch
+            something off. What is not declared may be missing from requests and views.
+        unit_bytes: See ``Request.prompt``.
     """
 
+    needs: frozenset[Need]
     unit_bytes: int
 
     def choose(self, request: Request, fleet: FleetView) -> RoutingDecision:

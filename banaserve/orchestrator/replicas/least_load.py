@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
     FleetView,
+    Need,
     ReplicaView,
     Request,
     RoutingDecision,
@@ -53,6 +54,7 @@ class LeastLoad(Policy):
         "repaired": LeastLoadOptions(),
         "as-coded": LeastLoadOptions(adds_units=True),
     }
+    needs: frozenset[Need] = frozenset({Need.REQUEST, Need.REPORTS})
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
     FleetView,
+    Need,
     ReplicaView,
     Request,
     RoutingDecision,
@@ -37,6 +38,7 @@ class ReplicaLeastRequests(Policy):
         "repaired": ReplicaLeastRequestsOptions(),
         "as-coded": ReplicaLeastRequestsOptions(counts_reported=True),
     }
+    needs: frozenset[Need] = frozenset({Need.REPORTS})
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView

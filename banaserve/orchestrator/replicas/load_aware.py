@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
     FleetView,
+    Need,
     ReplicaView,
     Request,
     RoutingDecision,
@@ -65,6 +66,7 @@ class ReplicaLoadAware(Policy):
         "repaired": ReplicaLoadAwareOptions(),
         "published": ReplicaLoadAwareOptions(delta_l=1.3, counts_round_trip=False),
     }
+    needs: frozenset[Need] = frozenset({Need.REQUEST, Need.REPORTS})
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView

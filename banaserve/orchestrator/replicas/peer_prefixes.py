@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from hashlib import blake2b
+from typing import Protocol, runtime_checkable
 
 from banaserve.errors import ProtocolError
 from banaserve.orchestrator.replicas import prefix_snapshot
@@ -107,3 +108,12 @@ class PeerPrefixes:
         matched = self._theirs.match(units_of(request.prompt, self._key))
         tokens_a_unit = request.num_tokens * BLOCK_BYTES / len(request.prompt)
         return {peer: int(units * tokens_a_unit) for peer, units in matched.items()}
+
+
+@runtime_checkable
+class SharesPrefixes(Protocol):
+    """A replica policy that declares ``Need.PEER_PREFIXES``."""
+
+    def share_prefixes(self, prefixes: PeerPrefixes) -> None:
+        """Takes the prefixes that are shared with peers; called once, before any request."""
+        ...

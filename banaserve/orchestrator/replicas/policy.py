@@ -1,4 +1,4 @@
-"""The frame of the policies: who may be chosen at all, and callbacks that do nothing."""
+"""Base class of replica policies: filters candidates, and has callbacks that do nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from banaserve.orchestrator.replicas.interface import (
     FleetView,
     Flight,
     Generator,
+    Need,
     ReplicaId,
     ReplicaView,
     Request,
@@ -54,13 +55,20 @@ class Deaf:
 class Policy(Deaf, ABC):
     """A policy that a subclass completes with one choice among the replicas that are left.
 
+    The subclass is registered, by ``registry.register`` or as an entry point of the group
+    ``banaserve.replica_policies``. It is built with the chosen preset, changed by the user's
+    options: each preset is an instance of a frozen dataclass of the policy's own options, which
+    raises ``UserError`` for a value out of range. The policy sees no other option. It reads no
+    clock, and ``generator`` is its only source of random numbers.
+
     Attributes:
         PRESETS: Named options, the first one the default.
-        uses_peers: ``pick`` also gets peers. The others serve a request in their own region.
+        needs: What the policy reads; see ``Need``. Without ``PEERS`` a request is served in its
+            own region.
     """
 
     PRESETS: ClassVar[Mapping[str, Any]]
-    uses_peers: ClassVar[bool] = False
+    needs: frozenset[Need] = frozenset({Need.REQUEST})
 
     def __init__(self, options: Any, generator: Generator, unit_bytes: int) -> None:
         self.options = options
@@ -93,7 +101,7 @@ class Policy(Deaf, ABC):
         """Returns the decision; ``candidates`` are allowed, available and at least one."""
 
     def _known(self, request: Request, fleet: FleetView) -> Sequence[ReplicaView]:
-        if not self.uses_peers or request.was_forwarded or not fleet.peers:
+        if not fleet.peers or request.was_forwarded or Need.PEERS not in self.needs:
             return fleet.replicas
         return [*fleet.replicas, *fleet.peers]
 

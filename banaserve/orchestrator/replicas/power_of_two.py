@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
     FleetView,
+    Need,
     ReplicaView,
     Request,
     RoutingDecision,
@@ -25,6 +26,7 @@ class PowerOfTwo(Policy):
     """
 
     PRESETS: ClassVar[Mapping[str, Any]] = {"plain": NoOptions()}
+    needs: frozenset[Need] = frozenset()
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView

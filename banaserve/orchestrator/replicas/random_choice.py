@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from banaserve.orchestrator.replicas.interface import (
     FleetView,
+    Need,
     ReplicaView,
     Request,
     RoutingDecision,
@@ -21,6 +22,7 @@ class RandomChoice(Policy):
     """Draws one replica a request."""
 
     PRESETS: ClassVar[Mapping[str, Any]] = {"plain": NoOptions()}
+    needs: frozenset[Need] = frozenset()
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView

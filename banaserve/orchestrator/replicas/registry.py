@@ -1,16 +1,17 @@
-"""Policies over replicas by name, and their presets."""
+"""Registry of replica policies, and their presets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
-from importlib import import_module
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import is_dataclass, replace
+from typing import Any
 
 from banaserve.errors import UserError
 from banaserve.names import check_known
-from banaserve.orchestrator.replicas.interface import Generator, ReplicaPolicy
+from banaserve.orchestrator.replicas.interface import Generator, Need, ReplicaPolicy
+from banaserve.orchestrator.replicas.peer_prefixes import SharesPrefixes
 from banaserve.orchestrator.replicas.policy import Policy
+from banaserve.registry import Registry, build_options, check_class, option_names
 
 BUILT_IN = (
     "cache_aware",
@@ -19,6 +20,7 @@ BUILT_IN = (
     "least_load",
     "least_requests",
     "load_aware",
+    "papers.gorgo_v1",
     "power_of_two",
     "preble",
     "prefix_cache",
@@ -26,35 +28,44 @@ BUILT_IN = (
     "round_robin",
     "session_affinity",
     "skywalker",
-    "papers.gorgo_v1",
 )
 """Modules below this folder; one may hold several policies."""
 
 UNIT_BYTES = (1, 4, 8)
 """Of text, tokens and digests of blocks."""
 
-_policies: dict[str, type[Policy]] = {}
 
-P = TypeVar("P", bound=type[Policy])
-
-
-def register(name: str) -> Callable[[P], P]:
-    """Makes the decorated class known as ``name``; a second class of that name is an error."""
-
-    def add(policy: P) -> P:
-        if name in _policies:
-            raise ValueError(f"a policy named {name!r} exists already")
-        _policies[name] = policy
-        return policy
-
-    return add
+def _check(name: str, found: object) -> type[Policy]:
+    policy = check_class(found, ReplicaPolicy, ("options", "generator", "unit_bytes"))
+    if not issubclass(policy, Policy):
+        raise UserError(f"{policy.__name__} does not derive from {Policy.__module__}.Policy")
+    presets = getattr(policy, "PRESETS", None)
+    if not isinstance(presets, Mapping) or not presets:
+        raise UserError(f"{policy.__name__}.PRESETS names no options: give at least the default")
+    for preset, options in presets.items():
+        if isinstance(options, type) or not is_dataclass(options):
+            raise UserError(f"{policy.__name__}.PRESETS[{preset!r}] is no instance of a dataclass")
+    check_needs(policy)
+    return policy
 
 
-def names() -> list[str]:
-    """Returns every policy's name in alphabetical order."""
-    for file_name in BUILT_IN:
-        import_module(f"banaserve.orchestrator.replicas.{file_name}")
-    return sorted(_policies)
+def check_needs(policy: type[Policy]) -> None:
+    """Returns if what ``policy`` declares to need is known, and it can take it.
+
+    Raises:
+        UserError: It is not, or it cannot.
+    """
+    for need in policy.needs:
+        check_known(f"need of {policy.__name__}", need, list(Need))
+    if Need.PEER_PREFIXES in policy.needs and not issubclass(policy, SharesPrefixes):
+        raise UserError(f"{policy.__name__} needs peers' prefixes and has no share_prefixes()")
+
+
+POLICIES: Registry[type[Policy]] = Registry(
+    "policy", _check, [f"banaserve.orchestrator.replicas.{name}" for name in BUILT_IN]
+)
+register = POLICIES.register
+names = POLICIES.names
 
 
 def presets(name: str) -> list[str]:
@@ -63,7 +74,7 @@ def presets(name: str) -> list[str]:
     Raises:
         UserError: An unknown policy.
     """
-    return list(_policy(name).PRESETS)
+    return list(POLICIES.get(name).PRESETS)
 
 
 def make(
@@ -86,17 +97,15 @@ def make(
     Raises:
         UserError: An unknown policy, preset or option, or a value out of range.
     """
-    policy = _policy(name)
-    check_known(f"preset of policy {name}", preset or next(iter(policy.PRESETS)), policy.PRESETS)
+    policy = POLICIES.get(name)
+    preset = preset or next(iter(policy.PRESETS))
+    check_known(f"preset of policy {name}", preset, policy.PRESETS)
     if unit_bytes not in UNIT_BYTES:
         raise UserError(f"unit_bytes is {unit_bytes}: give one of {UNIT_BYTES}")
-    options = policy.PRESETS[preset or next(iter(policy.PRESETS))]
-    known = [field.name for field in fields(options)]
-    for option in section:
-        check_known(f"option of policy {name}", option, known)
-    return policy(replace(options, **section), generator, unit_bytes)
+    start = policy.PRESETS[preset]
 
+    def changed(**changes: Any) -> Any:
+        return replace(start, **changes)
 
-def _policy(name: str) -> type[Policy]:
-    check_known("policy", name, names())
-    return _policies[name]
+    options = build_options(f"policy {name}", option_names(start), changed, section)
+    return policy(options, generator, unit_bytes)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from banaserve.orchestrator.replicas.interface import (
     FleetView,
     Flight,
+    Need,
     ReplicaId,
     ReplicaView,
     Request,
@@ -23,6 +24,7 @@ class ReplicaRoundRobin(Policy):
     """Takes turns. A replica that comes back waits for no one; one that is away loses no turn."""
 
     PRESETS: ClassVar[Mapping[str, Any]] = {"plain": NoOptions()}
+    needs: frozenset[Need] = frozenset()
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from banaserve.orchestrator.replicas.interface import (
     FleetView,
     Flight,
+    Need,
     PeerView,
     ReplicaId,
     ReplicaView,
@@ -97,20 +98,21 @@ PRESETS = {
 
 @register("skywalker")
 class SkyWalker(TreePolicy):
-    """The prefix variant; peers are targets in the same tree, from what was forwarded to them.
-
-    Attributes:
-        peer_prefixes: What peers tell beyond that; None where nobody tells.
-    """
+    """The prefix variant; peers are targets in the same tree, from what was forwarded to them."""
 
     PRESETS: ClassVar[Mapping[str, Any]] = PRESETS
-    uses_peers: ClassVar[bool] = True
-    reads_snapshots: ClassVar[bool] = True
+    needs: frozenset[Need] = frozenset({Need.REQUEST, Need.REPORTS, Need.PEERS, Need.PEER_PREFIXES})
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.peer_prefixes: PeerPrefixes | None = None
+        if not self.options.peer_snapshots:
+            self.needs = self.needs - {Need.PEER_PREFIXES}
+        self._peer_prefixes: PeerPrefixes | None = None
         self._hits: dict[ReplicaId, int] | None = None
+
+    def share_prefixes(self, prefixes: PeerPrefixes) -> None:
+        """Tells peers through ``prefixes`` what is sent here, and reads what they tell."""
+        self._peer_prefixes = prefixes
 
     def choose(self, request: Request, fleet: FleetView) -> RoutingDecision:
         # Few have enough of the prompt, and one of them decides most requests: they are asked
@@ -130,13 +132,14 @@ class SkyWalker(TreePolicy):
 
     def on_sent(self, flight: Flight) -> None:
         super().on_sent(flight)
-        if self.peer_prefixes is not None and flight.decision.reason is not RoutingReason.FORWARDED:
-            self.peer_prefixes.sent(flight.request, flight.target)
+        shared = self._peer_prefixes
+        if shared is not None and flight.decision.reason is not RoutingReason.FORWARDED:
+            shared.sent(flight.request, flight.target)
 
     def on_replica_gone(self, target: ReplicaId) -> None:
         super().on_replica_gone(target)
-        if self.peer_prefixes is not None:
-            self.peer_prefixes.forget(target)
+        if self._peer_prefixes is not None:
+            self._peer_prefixes.forget(target)
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
@@ -161,8 +164,8 @@ class SkyWalker(TreePolicy):
             return None
         hits = self.hits(request) if self._hits is None else self._hits
         if isinstance(free[0], PeerView):
-            if self.peer_prefixes is not None:
-                told = self.peer_prefixes.hits(request)
+            if self._peer_prefixes is not None:
+                told = self._peer_prefixes.hits(request)
                 hits = {one: max(hits.get(one, 0), told.get(one, 0)) for one in hits.keys() | told}
             longest = self.longest_hit(free, self._enough(request, hits))
             if longest is not None:
@@ -213,7 +216,7 @@ class SkyWalker(TreePolicy):
 class SkyWalkerCH(SkyWalker):
     """The variant with a hash ring in each layer; unavailable targets are skipped."""
 
-    reads_snapshots: ClassVar[bool] = False
+    needs: frozenset[Need] = SkyWalker.needs - {Need.PEER_PREFIXES}
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -1,15 +1,12 @@
-"""Routing policies by name."""
+"""Registry of routing policies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
-from importlib import import_module
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from banaserve.names import check_known
 from banaserve.orchestrator.routing.interface import RoutingPolicy
 from banaserve.orchestrator.routing.legs import LegOptions
+from banaserve.registry import Registry, build_options, check_class, check_options, option_names
 
 
 class PolicyClass(Protocol):
@@ -20,31 +17,20 @@ class PolicyClass(Protocol):
     def __call__(self, options: Any, legs: LegOptions, start: int) -> RoutingPolicy: ...
 
 
+def _check(name: str, found: object) -> PolicyClass:
+    policy = check_class(found, RoutingPolicy, ("options", "legs", "start"))
+    check_options(policy)
+    return policy
+
+
 BUILT_IN = ("least_requests", "load_aware", "round_robin")
 """Each is the name of a policy and of its file in this folder."""
 
-_policies: dict[str, PolicyClass] = {}
-
-P = TypeVar("P", bound=PolicyClass)
-
-
-def register(name: str) -> Callable[[P], P]:
-    """Makes the decorated class known as ``name``; a second class of that name is an error."""
-
-    def add(policy: P) -> P:
-        if name in _policies:
-            raise ValueError(f"a routing policy named {name!r} exists already")
-        _policies[name] = policy
-        return policy
-
-    return add
-
-
-def names() -> list[str]:
-    """Returns every policy's name in alphabetical order."""
-    for file_name in BUILT_IN:
-        import_module(f"banaserve.orchestrator.routing.{file_name}")
-    return sorted(_policies)
+POLICIES: Registry[PolicyClass] = Registry(
+    "routing policy", _check, [f"banaserve.orchestrator.routing.{name}" for name in BUILT_IN]
+)
+register = POLICIES.register
+names = POLICIES.names
 
 
 def make(
@@ -60,9 +46,7 @@ def make(
     Raises:
         UserError: An unknown policy, an unknown option or a value out of range.
     """
-    check_known("routing policy", name, names())
-    policy = _policies[name]
-    known = [field.name for field in fields(policy.Options)]
-    for option in section:
-        check_known(f"option of routing policy {name}", option, known)
-    return policy(policy.Options(**section), legs or LegOptions(), start)
+    policy = POLICIES.get(name)
+    known = option_names(policy.Options)
+    options = build_options(f"routing policy {name}", known, policy.Options, section)
+    return policy(options, legs or LegOptions(), start)

@@ -1,4 +1,4 @@
-"""A simulated balancer: the same counters and policies as the real one, and its queue."""
+"""Simulated balancer: the counters and policies of the real one, and its queue."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
 from banaserve.orchestrator.replicas.interface import (
+    Need,
     PeerView,
     ReplicaId,
     ReplicaPolicy,
@@ -50,7 +51,9 @@ class SimBalancer:
         timeline.after(PROBE_S, self._probe)
 
     def connect(self, peers: Sequence[SimBalancer]) -> None:
-        """Makes ``peers`` known to this balancer."""
+        """Makes ``peers`` known to this balancer, where its policy needs peers."""
+        if Need.PEERS not in self.fleet.policy.needs:
+            return
         for peer in peers:
             self._peers[peer.id] = peer
             view = PeerView(peer.id, peer.region)
@@ -112,6 +115,13 @@ class SimBalancer:
 
     def _probe(self, _: object) -> None:
         now_s = self._timeline.now_s
+        self._read_reports(now_s)
+        self.fleet.policy.tick(now_s)
+        self._timeline.after(PROBE_S, self._probe)
+
+    def _read_reports(self, now_s: float) -> None:
+        if Need.REPORTS not in self.fleet.policy.needs:
+            return
         for replica in self._replicas.values():
             one_way_s = self._round_trips_ms[self.region, replica.region] / 2000
             report = Report(
@@ -121,8 +131,6 @@ class SimBalancer:
         for peer in self._peers.values():
             one_way_s = self._round_trips_ms[self.region, peer.region] / 2000
             self._timeline.after(one_way_s, self._told, (peer.id, peer.report()))
-        self.fleet.policy.tick(now_s)
-        self._timeline.after(PROBE_S, self._probe)
 
     def _told(self, what: tuple[ReplicaId, Report]) -> None:
         self.fleet.reported(*what)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from banaserve.orchestrator.replicas.interface import (
     FleetView,
     Flight,
+    Need,
     PeerView,
     ReplicaId,
     ReplicaView,
@@ -86,7 +87,7 @@ class GorgoV1(TreePolicy):
         "proxy": GorgoV1Options(is_proxy=True, max_outstanding=10),
         "proxy-as-coded": GorgoV1Options(is_proxy=True, max_outstanding=10, **_CODED),
     }
-    uses_peers: ClassVar[bool] = True
+    needs: frozenset[Need] = frozenset({Need.REQUEST, Need.REPORTS, Need.PEERS})
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -1,0 +1,29 @@
+"""Plugins of installed packages, loaded for a command."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from banaserve.cli.console import print_error
+from banaserve.kvstore.tiers.registry import TIERS
+from banaserve.orchestrator.migration.registry import POLICIES as MIGRATION_POLICIES
+from banaserve.orchestrator.replicas.registry import POLICIES as REPLICA_POLICIES
+from banaserve.orchestrator.routing.registry import POLICIES as ROUTING_POLICIES
+from banaserve.plugins import Plugin, PluginGroup, load_plugins
+from banaserve.registry import Registry
+
+REGISTRIES: dict[PluginGroup, Registry[Any]] = {
+    PluginGroup.ROUTING_POLICIES: ROUTING_POLICIES,
+    PluginGroup.REPLICA_POLICIES: REPLICA_POLICIES,
+    PluginGroup.MIGRATION_POLICIES: MIGRATION_POLICIES,
+    PluginGroup.STORE_TIERS: TIERS,
+}
+
+
+def use_plugins(*groups: PluginGroup) -> list[Plugin]:
+    """Register the plugins of ``groups``; each one that is refused is a line on standard error."""
+    found = load_plugins({group: REGISTRIES[group] for group in groups})
+    for plugin in found:
+        if plugin.problem:
+            print_error(str(plugin))
+    return found

@@ -1,0 +1,110 @@
+"""Loader of entry points: implementations of banaserve's interfaces from other packages.
+
+A package offers a class under one of the groups of ``PluginGroup`` in its ``pyproject.toml``::
+
+    [project.entry-points."banaserve.routing_policies"]
+    least_slack = "acme_routing:LeastSlack"
+
+What an implementation has to be is said where its interface is; docs/guides has examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import Distribution, EntryPoint, distributions
+from typing import Any
+
+from banaserve.errors import UserError
+from banaserve.registry import Registry
+
+
+class PluginGroup(StrEnum):
+    """Groups of entry points that are read; the interface of each is named beside it."""
+
+    ROUTING_POLICIES = "banaserve.routing_policies"
+    """``banaserve.orchestrator.routing.interface.RoutingPolicy``."""
+    REPLICA_POLICIES = "banaserve.replica_policies"
+    """``banaserve.orchestrator.replicas.policy.Policy``."""
+    MIGRATION_POLICIES = "banaserve.migration_policies"
+    """``banaserve.orchestrator.migration.interface.MigrationPolicy``."""
+    STORE_TIERS = "banaserve.store_tiers"
+    """``banaserve.kvstore.tiers.interface.StoreTier``, opened by URL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """An entry point that was found.
+
+    Attributes:
+        name: Under which it is asked for by option.
+        package: Name and version of the package that offers it.
+        problem: One line: why it was refused; empty where it was registered.
+    """
+
+    group: str
+    name: str
+    package: str
+    problem: str = ""
+
+    def __str__(self) -> str:
+        """Returns one line for people."""
+        said = f"plugin {self.name} of {self.package} ({self.group})"
+        return f"{said} is refused: {self.problem}" if self.problem else said
+
+
+def load_plugins(registries: Mapping[PluginGroup, Registry[Any]]) -> list[Plugin]:
+    """Import every entry point of these groups and hand what it refers to to its registry.
+
+    A plugin that cannot be used stops nothing: it is refused, and its registry says why when it
+    is asked for. Loading again changes nothing.
+
+    Returns:
+        What was found, by group, name and package; those with a ``problem`` should be shown.
+    """
+    entries: list[tuple[PluginGroup, str, str, EntryPoint]] = []
+    unread: list[Plugin] = []
+    for package, distribution in _packages().items():
+        try:
+            found = distribution.entry_points
+        except Exception as error:  # a line without "=" is a TypeError
+            unread.append(Plugin("banaserve.*", "entry_points.txt", package, _one_line(error)))
+            continue
+        entries += [
+            (group, entry.name, package, entry)
+            for group in registries
+            for entry in found.select(group=group)
+        ]
+    entries.sort(key=lambda entry: entry[:3])
+    return unread + [
+        _load(entry, package, group, registries[group]) for group, _, package, entry in entries
+    ]
+
+
+def _packages() -> dict[str, Distribution]:
+    """Returns the installed packages that have entry points of ours, by name and version."""
+    found: dict[str, tuple[str, Distribution]] = {}
+    for distribution in distributions():
+        if "banaserve." in (distribution.read_text("entry_points.txt") or ""):
+            # As for imports, the first one on the path hides others of its name.
+            name = distribution.metadata["Name"] or "a package without a name"
+            version = distribution.metadata["Version"] or "without a version"
+            found.setdefault(name.lower(), (f"{name} {version}", distribution))
+    return dict(found.values())
+
+
+def _load(entry: EntryPoint, package: str, group: PluginGroup, registry: Registry[Any]) -> Plugin:
+    try:
+        registry.add_plugin(entry.name, entry.load(), package)
+    # It is another package's code that runs here: it may raise anything.
+    except Exception as error:
+        problem = _one_line(error)
+        registry.refuse(entry.name, package, problem)
+        return Plugin(group, entry.name, package, problem)
+    return Plugin(group, entry.name, package)
+
+
+def _one_line(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return words if isinstance(error, UserError) else f"{type(error).__name__}: {words}"

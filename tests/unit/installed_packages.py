@@ -1,0 +1,126 @@
+"""Packages that are installed for one test: a module and its metadata in a folder of the path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROUTING = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from banaserve.errors import UserError
+from banaserve.orchestrator.routing.leg_by_leg import LegByLeg
+
+
+@dataclass(frozen=True, slots=True)
+class ByIdOptions:
+    place: int = 0
+
+    def __post_init__(self):
+        if self.place < 0:
+            raise UserError(f"place is {self.place}: give 0 or more")
+
+
+class ById(LegByLeg):
+    Options: ClassVar = ByIdOptions
+
+    def __init__(self, options, legs, start=0):
+        super().__init__(legs, start)
+        self._place = options.place
+
+    def choose_prefill(self, request, views, now_s):
+        return self.choose_decode(views, now_s)
+
+    def choose_decode(self, views, now_s):
+        by_id = sorted(views, key=lambda view: view.id)
+        return by_id[min(self._place, len(by_id) - 1)]
+"""
+
+REPLICAS = """
+from dataclasses import dataclass
+
+from banaserve.orchestrator.replicas.interface import Need, RoutingDecision, RoutingReason
+from banaserve.orchestrator.replicas.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class ByIdOptions:
+    from_end: int = 0
+
+
+class ById(Policy):
+    PRESETS = {"first": ByIdOptions(), "last": ByIdOptions(from_end=1)}
+    needs = frozenset()
+
+    def pick(self, request, candidates, fleet):
+        place = -1 if self.options.from_end else 0
+        return RoutingDecision(candidates[place].id, RoutingReason.TURN)
+"""
+
+MIGRATION = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from banaserve.orchestrator.migration.interface import MigrationPlan
+
+
+@dataclass(frozen=True, slots=True)
+class LazyOptions:
+    patience_s: float = 10.0
+
+
+class Lazy:
+    Options: ClassVar = LazyOptions
+
+    def __init__(self, options):
+        self._options = options
+
+    def plan(self, cluster):
+        return MigrationPlan(reason=f"waits {self._options.patience_s:g} s")
+"""
+
+TIER = """
+from urllib.parse import parse_qs, urlsplit
+
+from banaserve.errors import UserError
+from banaserve.kvstore.sizes import parse_size
+from banaserve.kvstore.tiers.dictionary import DictionaryTier
+
+
+class HeapTier(DictionaryTier):
+    @classmethod
+    def check_url(cls, url):
+        parse_size(cls._size(url))
+
+    @classmethod
+    def from_url(cls, url):
+        return cls(parse_size(cls._size(url)))
+
+    @staticmethod
+    def _size(url):
+        query = parse_qs(urlsplit(url).query)
+        if set(query) != {"size"}:
+            raise UserError(f"{url}: write heap://here?size=64MiB")
+        return query["size"][0]
+"""
+
+
+def install(
+    folder: Path, name: str, source: str, entry_points: dict[str, str], version: str = "1.0"
+) -> Path:
+    """Write the package ``name`` with one module to ``folder``; returns its metadata's folder.
+
+    Args:
+        entry_points: By ``group:name``, what they refer to.
+    """
+    module = name.replace("-", "_")
+    (folder / f"{module}.py").write_text(source)
+    info = folder / f"{module}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    lines = []
+    for key, value in entry_points.items():
+        group, _, entry = key.partition(":")
+        lines += [f"[{group}]", f"{entry} = {value}", ""]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    return info
