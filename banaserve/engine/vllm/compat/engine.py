@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import vllm.envs as vllm_envs
 from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -67,6 +68,7 @@ __all__ = [
     "block_hasher",
     "build_app",
     "cpu_model_runner",
+    "engine_notes",
     "forget",
     "generate_block_hash_extra_keys",
     "get_hash_fn_by_name",
@@ -74,6 +76,7 @@ __all__ = [
     "hash_block_tokens",
     "init_app_state",
     "init_none_hash",
+    "install_notes_utility",
     "make_arg_parser",
     "mark_dead",
     "put_first_token",
@@ -251,3 +254,28 @@ def _set_budget(core: Any, num_tokens: int, num_requests: int) -> dict[str, int]
         "num_tokens": scheduler.max_num_scheduled_tokens,
         "num_requests": scheduler.max_num_active_reqs,
     }
+
+
+NOTES_UTILITY = "banaserve_notes"
+
+
+def install_notes_utility() -> None:
+    """Let engine cores of this process say what their connector noted of a request."""
+    setattr(EngineCore, NOTES_UTILITY, _notes)
+
+
+def _notes(core: Any, name: str) -> bytes:
+    connector = core.scheduler.connector
+    return msgspec.msgpack.encode(None if connector is None else connector.notes_of(name))
+
+
+async def engine_notes(llm: AsyncLLM, name: str) -> bytes:
+    """Notes of the requests that an engine calls ``name``, as ``list[EngineNotes]`` in msgpack.
+
+    None in msgpack where the engine has no connector.
+
+    Raises:
+        EngineDeadError: The engine has died.
+    """
+    answer: bytes = await llm.engine_core.call_utility_async(NOTES_UTILITY, name)
+    return answer
