@@ -194,4 +194,4 @@ class ConnectorNotes:
 def _is_named(request_id: str, name: str) -> bool:
     """Whether vLLM calls a request of ``name`` so: with n > 1 it is ``INDEX_NAME-RANDOM``."""
     index, _, rest = request_id.partition("_")
-    return request_id == name or (index.isdigit() and rest.startswith(f"{name}-"))
+    return request_id == name or (index.isdigit() and rest.rpartition("-")[0] == name)
