@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from banaserve.api.admin_answers import PREFIX, Endpoint, answer, not_found, refusing, wait_s_of
 from banaserve.api.admin_control import Control, control_routes
+from banaserve.api.admin_traces import Traces, trace_routes
 from banaserve.api.errors import error_response
 from banaserve.api.limits import BodyLimit
 from banaserve.api.old_names import renamed, with_old_names
@@ -38,10 +39,15 @@ class AdminDoor:
     """
 
     def __init__(
-        self, app: ASGIApp, coordinator: Coordinator, key: str, control: Control | None = None
+        self,
+        app: ASGIApp,
+        coordinator: Coordinator,
+        key: str,
+        control: Control | None = None,
+        traces: Traces | None = None,
     ) -> None:
         self._app = app
-        self._admin = BodyLimit(admin_app(coordinator, control), _MAX_BODY_BYTES)
+        self._admin = BodyLimit(admin_app(coordinator, control, traces), _MAX_BODY_BYTES)
         self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,8 +70,10 @@ class AdminDoor:
         return is_right and scheme.lower() == "bearer"
 
 
-def admin_app(coordinator: Coordinator, control: Control | None = None) -> ASGIApp:
-    """The endpoints without the key; those of the orchestrator where there is one."""
+def admin_app(
+    coordinator: Coordinator, control: Control | None = None, traces: Traces | None = None
+) -> ASGIApp:
+    """The endpoints without the key; those of the orchestrator and of traces where there are."""
     routes = [
         Route(f"{PREFIX}/placement", _placement(coordinator)),
         Route(f"{PREFIX}/migrations", _list(coordinator), methods=["GET"]),
@@ -77,6 +85,8 @@ def admin_app(coordinator: Coordinator, control: Control | None = None) -> ASGIA
     ]
     if control is not None:
         routes += control_routes(control, coordinator)
+    if traces is not None:
+        routes += trace_routes(traces)
     return Starlette(routes=routes)
 
 

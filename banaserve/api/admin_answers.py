@@ -61,3 +61,18 @@ def wait_s_of(request: Request) -> float:
     if not 0 <= wait_s <= _MAX_WAIT_S:
         raise UserError(f"wait_s={given}: seconds from 0 to {_MAX_WAIT_S:g}")
     return wait_s
+
+
+def last_of(request: Request) -> int | None:
+    """``?last=``; None without it.
+
+    Raises:
+        UserError: It is no whole number.
+    """
+    given = request.query_params.get("last")
+    if given is None:
+        return None
+    # int() knows other digits too, and refuses thousands of them.
+    if not (given.isascii() and given.isdigit() and len(given) < 10):
+        raise UserError(f"last={given[:20]}: give a whole number")
+    return int(given)

@@ -29,6 +29,7 @@ from banaserve.engine.vllm.migration.api import (
     OverlapRequest,
     ShareRequest,
 )
+from banaserve.engine.vllm.tracing.events import RequestSummary, RequestTrace
 from banaserve.errors import UserError
 
 T = TypeVar("T")
@@ -121,6 +122,27 @@ class AdminClient:
         """
         query = "" if last is None else f"?last={last}"
         return self._call("GET", f"/admin/decisions{query}", list[DecisionRecord])
+
+    def requests(self, last: int | None = None) -> list[RequestSummary]:
+        """The last requests, the oldest first.
+
+        Raises:
+            UserError: The server cannot be reached.
+        """
+        query = "" if last is None else f"?last={last}"
+        return self._call("GET", f"/admin/traces{query}", list[RequestSummary])
+
+    def trace(self, request_id: str) -> RequestTrace:
+        """Where a request has been and what became of it.
+
+        Args:
+            request_id: Or its beginning, where no other's begins so.
+
+        Raises:
+            UserError: There is none, or several, or the server cannot be reached.
+        """
+        path = f"/admin/traces/{urllib.parse.quote(request_id, safe='')}"
+        return self._call("GET", path, RequestTrace)
 
     def set_paused(self, paused: bool) -> ControllerStatus:
         """Pause the orchestrator, or let it go on.

@@ -11,14 +11,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from banaserve.api.admin_answers import PREFIX, Endpoint, answer, not_found, refusing, wait_s_of
+from banaserve.api.admin_answers import (
+    PREFIX,
+    Endpoint,
+    answer,
+    last_of,
+    not_found,
+    refusing,
+    wait_s_of,
+)
 from banaserve.api.status import status_of
 from banaserve.controller.loop import Controller
 from banaserve.controller.schemas import PauseRequest, RoleRequest
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration_executor import MoveExecutor
 from banaserve.engine.vllm.role_switch import Roles
-from banaserve.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +70,9 @@ def _decisions(control: Control) -> Endpoint:
 
     @refusing
     async def decisions(request: Request) -> Response:
-        return answer(control.controller.log.last(_last_of(request)))
+        return answer(control.controller.log.last(last_of(request)))
 
     return decisions
-
-
-def _last_of(request: Request) -> int | None:
-    given = request.query_params.get("last")
-    if given is None:
-        return None
-    # int() knows other digits too, and refuses thousands of them.
-    if not (given.isascii() and given.isdigit() and len(given) < 10):
-        raise UserError(f"last={given[:20]}: give a whole number")
-    return int(given)
 
 
 def _controller(control: Control) -> Endpoint:

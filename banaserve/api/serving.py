@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from banaserve.api.admin import AdminDoor
 from banaserve.api.admin_control import Control
+from banaserve.api.admin_traces import Traces
 from banaserve.api.app import Door, DoorOptions, make_app
 from banaserve.api.metrics import MetricsPage
 from banaserve.clock import WallClock
@@ -101,7 +102,9 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
             )
         )
         control = await stack.enter_async_context(_controlling(parts.config, cluster, coordinator))
-        app = _with_admin(parts, await _app(parts, client, cluster), coordinator, control)
+        traces = Traces(client.requests, cluster.instances)
+        app = await _app(parts, client, cluster)
+        app = _with_admin(parts, app, coordinator, control, traces)
         door = Door(app, parts.sock, parts.args)
         closed = await door.open()
         on_open()
@@ -263,7 +266,9 @@ def _section(policy: str) -> dict[str, Any]:
     return {"min_timeout_s": _MIN_STEP_TIMEOUT_S, "hop_bytes_per_s": _HOP_BYTES_PER_S}
 
 
-def _with_admin(parts: Parts, app: ASGIApp, coordinator: Coordinator, control: Control) -> ASGIApp:
+def _with_admin(
+    parts: Parts, app: ASGIApp, coordinator: Coordinator, control: Control, traces: Traces
+) -> ASGIApp:
     """The admin API in front, its key where commands of this user find it."""
     chosen = parts.config.admin_key
     key = chosen or secrets.token_urlsafe(32)
@@ -272,7 +277,7 @@ def _with_admin(parts: Parts, app: ASGIApp, coordinator: Coordinator, control: C
     scheme = "https" if parts.args.ssl_certfile else "http"
     access = AdminAccess(f"{scheme}://{name}:{port}", "" if chosen else key)
     write_admin(parts.run.logs, access)
-    return AdminDoor(app, coordinator, key, control)
+    return AdminDoor(app, coordinator, key, control, traces)
 
 
 def vllm_version() -> str:

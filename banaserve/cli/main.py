@@ -51,6 +51,9 @@ COMMANDS = {
     "decisions": Command(
         "banaserve.cli.decisions", "app", "Say what the orchestrator decided, and why."
     ),
+    "trace": Command(
+        "banaserve.cli.trace", "app", "Show one request's path, or list the last requests."
+    ),
     "role": Command("banaserve.cli.role", "app", "Give a running instance another role."),
     "orchestrator": Command(
         "banaserve.cli.orchestrator", "app", "Pause the orchestrator, or let it go on."

@@ -9,10 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
+from banaserve.cli.main import main
 from banaserve.config import DEFAULT_SKIP_PREFILL_BELOW_TOKENS
+from banaserve.engine.vllm.tracing.events import RequestTrace
 
 pytestmark = pytest.mark.e2e
 
@@ -472,3 +475,66 @@ def test_too_many_requests_at_once(server, complete, poll):
         stream.close()
     poll(lambda: not busy(server), "the streams have ended")
     assert complete().choices[0].text
+
+
+def test_the_trace_of_a_request_shows_both_legs_in_order(
+    server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = httpx.post(
+        f"{server.url}/v1/completions",
+        json={
+            "model": MODEL,
+            "prompt": [90 + i for i in range(DEFAULT_SKIP_PREFILL_BELOW_TOKENS + 300)],
+            "max_tokens": 4,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        },
+        headers={"X-Request-Id": "traced-by-hand"},
+        timeout=60.0,
+    ).json()
+    where = ("--run-dir", str(server.run_dir))
+    assert main(["trace", answer["id"], *where]) == 0
+    shown = capsys.readouterr().out
+    times_ms = [float(line.split()[0]) for line in shown.splitlines()[2:]]
+    assert times_ms == sorted(times_ms)
+    wanted = {
+        "front door": [
+            "routed to p0 then d0",
+            "prefill leg sent to p0",
+            "prefill leg ended on p0: length",
+            "decode leg sent to d0",
+            "first token sent to the client, from prefill",
+            "decode leg ended on d0: length",
+            "request ended: length, 4 output tokens",
+        ],
+        "p0": ["scheduler has it", "store asked", "prompt: ", "saved to the store"],
+        "d0": ["hand-over: ", "store asked", "fetched in", "decode: ", "lets it go: 3 output"],
+    }
+    for process, in_order in wanted.items():
+        lines = iter(shown.splitlines()[2:])
+        for words in in_order:
+            assert any(f" {process} " in line and words in line for line in lines), (words, shown)
+    assert shown.index("prompt: ") < shown.index("prefill leg ended") < shown.index("hand-over: ")
+    assert "not saved" not in shown
+    assert "not known" not in shown
+    assert main(["trace", "traced-by", "--json", *where]) == 0
+    found = msgspec.json.decode(capsys.readouterr().out, type=RequestTrace)
+    assert found.summary.id.startswith(answer["id"])
+    assert (found.summary.instances, found.summary.output_tokens) == (["p0", "d0"], 4)
+    assert main(["trace", *where]) == 0
+    assert answer["id"] in capsys.readouterr().out
+    assert main(["trace", "never-sent", *where]) == 2
+    assert capsys.readouterr().err == "banaserve: there is no request never-sent\n"
+
+
+def test_the_trace_says_why_decode_samples_the_first_token(
+    server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = server.client().completions.create(
+        model=MODEL, prompt=list(range(300, 700)), max_tokens=2, temperature=0.7, n=2
+    )
+    assert main(["trace", answer.id, "--run-dir", str(server.run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert "from decode; prefill's could not be used: sampling" in shown
+    assert shown.count("hand-over") + shown.count("scheduler has it") >= 3, shown
+    assert "not known" not in shown

@@ -21,11 +21,13 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from banaserve.api.app import vllm_app
+from banaserve.clock import WallClock
 from banaserve.engine.vllm.client import DisaggregatedClient, tenant
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.server import StaysUp
 from banaserve.engine.vllm.engine_args import parse_vllm_argv
 from banaserve.engine.vllm.lora import Adapters
+from banaserve.engine.vllm.tracing.request_log import RequestNotes
 
 MAX_MODEL_LEN = 16
 
@@ -71,7 +73,10 @@ def prompt(num_tokens: int, **more: str) -> dict[str, Any]:
 
 async def prepared(of: Any, num_tokens: int, **options: Any) -> Any:
     params = SamplingParams(temperature=0.0, max_tokens=100, **options)
-    return await of._prepare(prompt(num_tokens), params, "r", {"prompt_text": ""})
+    given, options = prompt(num_tokens), {"prompt_text": ""}
+    request, text = await of._processed(given, params, "r", options)
+    notes = RequestNotes(WallClock(), "r", num_tokens, 0.0, 0.0)
+    return await of._prepare(request, given, text, options, notes)
 
 
 async def test_the_output_ends_with_the_context() -> None:

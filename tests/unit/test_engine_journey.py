@@ -19,8 +19,10 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats
 
+from banaserve.clock import WallClock
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.disagg_request import EnginesDiedError, RequestContext, run_request
+from banaserve.engine.vllm.tracing.request_log import RequestNotes
 from banaserve.types import InstanceId, Route
 
 WORDS = [f"{chr(97 + i)}{chr(97 + i)} " for i in range(20)]
@@ -38,6 +40,7 @@ class Engine:
 
     def __init__(self, name: str) -> None:
         self.id = InstanceId(name)
+        self.incarnation = 1
         self.llm: Any = self
         self.output_processor = OutputProcessor(tokenizer(), log_stats=True)
         self.engine_core = self
@@ -66,7 +69,7 @@ class Engine:
         self, prompt: Any, params: SamplingParams, request_id: str
     ) -> AsyncGenerator[Any, None]:
         self.generated.append(request_id)
-        text = SimpleNamespace(text="", finish_reason=None)
+        text = SimpleNamespace(text="", token_ids=[0], finish_reason=None)
         yield SimpleNamespace(outputs=[text], finished=False, num_cached_tokens=0)
         await asyncio.Event().wait()
 
@@ -134,7 +137,8 @@ def job(params: SamplingParams, **more: Any) -> RequestContext:
         external_req_id="r",
     )
     deadline = asyncio.get_running_loop().time() + 60.0
-    return RequestContext(request, None, None, more.pop("obstacle", None), deadline, **more)
+    notes = RequestNotes(WallClock(), "r", 1, 0.0, 0.0)
+    return RequestContext(request, None, None, more.pop("obstacle", None), deadline, notes, **more)
 
 
 def streamed(**options: Any) -> SamplingParams:

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import copy
 import inspect
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any, NoReturn
 
+from banaserve.clock import WallClock
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import engine as compat
@@ -40,6 +42,8 @@ from banaserve.engine.vllm.disagg_request import (
 )
 from banaserve.engine.vllm.legs import end_with_context, first_token_blocker
 from banaserve.engine.vllm.lora import Adapters
+from banaserve.engine.vllm.tracing.events import LookedUp
+from banaserve.engine.vllm.tracing.request_log import RequestLog, RequestNotes
 
 tenant: ContextVar[str | None] = ContextVar("tenant", default=None)
 """Name of the API key that the current task serves; set where there are several keys."""
@@ -71,6 +75,9 @@ class DisaggregatedClient(EngineClient):
         config: As the engines got it; a copy is kept, with the context length they settled on.
         request_timeout_s: One time budget for all legs of a request.
         lookup_above_tokens: Shorter prompts are not looked up in the store before routing.
+
+    Attributes:
+        requests: Notes of the last requests, for ``banaserve trace``.
     """
 
     def __init__(
@@ -90,6 +97,8 @@ class DisaggregatedClient(EngineClient):
         self._lookup_above_tokens = lookup_above_tokens
         self._supported_tasks: tuple[Any, ...] = ()
         self._contexts: dict[int, RequestContext] = {}
+        self._clock = WallClock()
+        self.requests = RequestLog(self._clock)
 
     async def adopt_engine_facts(self) -> None:
         """Take over what the engines decided at start: context length, cache size, tasks."""
@@ -110,23 +119,32 @@ class DisaggregatedClient(EngineClient):
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run the prefill leg, then the decode leg; see ``disagg_request``."""
+        arrived_s, arrived_at_s = self._clock.now(), time.time()
         options = self._adapters.resolve_lora(options)
         if inspect.isasyncgen(prompt):
             stream = self._streaming_input(prompt, sampling_params, request_id, options)
-        else:
-            context = await self._prepare(prompt, sampling_params, request_id, options)
-            stream = run_request(context, self._cluster)
-            self._contexts[id(stream)] = context
-        try:
             async with contextlib.aclosing(stream) as outputs:
                 async for output in outputs:
                     yield output
-        finally:
-            self._contexts.pop(id(stream), None)
+            return
+        request, prompt_text = await self._processed(prompt, sampling_params, request_id, options)
+        num_tokens = len(request.prompt_token_ids or ())
+        with self.requests.following(request_id, num_tokens, arrived_s, arrived_at_s) as notes:
+            context = await self._prepare(request, prompt, prompt_text, options, notes)
+            stream = run_request(context, self._cluster)
+            self._contexts[id(stream)] = context
+            try:
+                async with contextlib.aclosing(stream) as outputs:
+                    async for output in outputs:
+                        yield output
+            finally:
+                self._contexts.pop(id(stream), None)
+                notes.output_tokens = context.num_output_tokens
 
-    async def _prepare(
+    async def _processed(
         self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
-    ) -> RequestContext:
+    ) -> tuple[compat.EngineCoreRequest, str | None]:
+        """The request, tokenised and validated, and its prompt's text."""
         given = dict(options)
         prompt_text = given.pop("prompt_text", None)
         reasoning_ended = given.pop("reasoning_ended", None)
@@ -145,6 +163,16 @@ class DisaggregatedClient(EngineClient):
         self._salt(request, prompt)
         if prompt_text is None:
             prompt_text, _, _ = extract_prompt_components(self.model_config, prompt)
+        return request, prompt_text
+
+    async def _prepare(
+        self,
+        request: compat.EngineCoreRequest,
+        prompt: Any,
+        prompt_text: str | None,
+        options: dict[str, Any],
+        notes: RequestNotes,
+    ) -> RequestContext:
         return RequestContext(
             request=request,
             prompt=prompt,
@@ -152,8 +180,9 @@ class DisaggregatedClient(EngineClient):
             obstacle=self._first_token_blocker(request),
             deadline=self._deadline(),
             generate_options=options,
-            uncached_tokens=await self._uncached_tokens(request),
+            uncached_tokens=await self._uncached_tokens(request, notes),
             one_leg_because=_one_leg_because(request),
+            notes=notes,
         )
 
     def _first_token_blocker(self, request: compat.EngineCoreRequest) -> str | None:
@@ -168,11 +197,15 @@ class DisaggregatedClient(EngineClient):
         if request.cache_salt is not None and isinstance(prompt, dict):
             prompt["cache_salt"] = request.cache_salt
 
-    async def _uncached_tokens(self, request: compat.EngineCoreRequest) -> int:
+    async def _uncached_tokens(self, request: compat.EngineCoreRequest, notes: RequestNotes) -> int:
         num_tokens = len(request.prompt_token_ids or ())
         if num_tokens <= self._lookup_above_tokens:
             return num_tokens
-        return max(0, num_tokens - await self._cluster.cached_tokens(request))
+        began_s = self._clock.now()
+        cached_tokens = await self._cluster.cached_tokens(request)
+        notes.cached_tokens = cached_tokens
+        notes.note(LookedUp(cached_tokens, self._clock.now() - began_s))
+        return max(0, num_tokens - cached_tokens)
 
     async def _streaming_input(
         self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]

@@ -20,6 +20,8 @@ from banaserve.engine.vllm.compat import kv_cache
 from banaserve.engine.vllm.compat.config import VllmConfig, is_on_cpu
 from banaserve.engine.vllm.compat.requests import GracefulHTTPError
 from banaserve.engine.vllm.instance import Instance, State
+from banaserve.engine.vllm.tracing.events import NoInstance
+from banaserve.engine.vllm.tracing.request_log import RequestNotes
 from banaserve.errors import InstanceDeadError, NoInstanceError
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
@@ -285,7 +287,8 @@ class Cluster:
         self,
         request: compat.EngineCoreRequest,
         uncached_tokens: int,
-        one_leg_because: str | None = None,
+        one_leg_because: str | None,
+        notes: RequestNotes,
     ) -> Route:
         """The policy's choice; waits a while for a restart where nobody serves.
 
@@ -299,10 +302,17 @@ class Cluster:
         cached = num_tokens if one_leg_because else num_tokens - uncached_tokens
         view = RequestView(RequestId(request.request_id), num_tokens, cached)
         until_s = self._clock.now() + self._patience.no_instance_s
+        waits = False
         while True:
+            seen = self.view()
             try:
-                return self._policy.route(view, self.view())
+                route = self._policy.route(view, seen)
+                notes.routed(type(self._policy).__name__, route, one_leg_because, seen)
+                return route
             except NoInstanceError as nobody:
+                if not waits:
+                    notes.note(NoInstance(str(nobody)))
+                waits = True
                 if self.has_failed or self._clock.now() >= until_s:
                     raise GracefulHTTPError(str(nobody), HTTPStatus.SERVICE_UNAVAILABLE) from None
                 await asyncio.sleep(0.1)

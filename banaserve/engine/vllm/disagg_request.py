@@ -27,6 +27,8 @@ from banaserve.engine.vllm.compat.requests import (
 )
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.legs import decode_leg, prefill_leg
+from banaserve.engine.vllm.tracing.events import LegEnded, LegFailed, LegOutput
+from banaserve.engine.vllm.tracing.request_log import RequestNotes
 from banaserve.errors import DeadlineExceededError, InstanceDeadError
 from banaserve.types import Route
 
@@ -131,6 +133,7 @@ class RequestContext:
         num_sent: Outputs that have gone to the client.
         aborted: By its id, from outside: it ends where it stands.
         num_deaths: Instances that have died under it since it last came further.
+        notes: What becomes of it, for ``banaserve trace``.
     """
 
     request: compat.EngineCoreRequest
@@ -138,6 +141,7 @@ class RequestContext:
     prompt_text: str | None
     obstacle: str | None
     deadline: float
+    notes: RequestNotes
     generate_options: dict[str, Any] = field(default_factory=dict)
     uncached_tokens: int = 0
     one_leg_because: str | None = None
@@ -149,6 +153,7 @@ class RequestContext:
     aborted: bool = False
     num_deaths: int = 0
     _furthest: int = 0
+    _whole_tokens: int = 0
 
     def died(self) -> None:
         """An instance has died under it: it may be the cause, less so where it had come further."""
@@ -164,6 +169,27 @@ class RequestContext:
     def can_resume(self) -> bool:
         return self.num_sent == 0 or (self.obstacle is None and self.state is not None)
 
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens so far, of all sequences."""
+        return len(self.tokens_so_far) + self._whole_tokens
+
+    def count_whole(self, output: RequestOutput) -> None:
+        """Count an output of vLLM's own path, which keeps its front-end state to itself."""
+        num_tokens = sum(len(sequence.token_ids) for sequence in output.outputs)
+        params = self.request.sampling_params
+        is_sum = params is not None and params.output_kind is RequestOutputKind.CUMULATIVE
+        self._whole_tokens = num_tokens + (0 if is_sum else self._whole_tokens)
+
+    def send(self, output: RequestOutput, source: str) -> RequestOutput:
+        """``output`` goes to the client; ``source`` is the leg that computed it."""
+        self.num_sent += 1
+        if self.num_sent == 1:
+            self.notes.first_output(source, self.obstacle if self.prefilled else None)
+        if output.finished:
+            self.notes.finish_reason = output.outputs[0].finish_reason
+        return output
+
 
 async def prefill(job: RequestContext, instance: Instance) -> None:
     """Run the prefill leg: afterwards the prompt lies in the store and ``job.first`` is set."""
@@ -174,6 +200,7 @@ async def prefill(job: RequestContext, instance: Instance) -> None:
     loop = asyncio.get_running_loop()
     with instance.holding(job.uncached_tokens), _expiring(queue, job.deadline):
         alone, started_s = instance.is_alone, loop.time()
+        job.notes.leg_began("prefill", instance.id, instance.incarnation, leg.request_id)
         try:
             await compat.submit(llm, leg, None, queue)
             output = await queue.get()
@@ -182,9 +209,12 @@ async def prefill(job: RequestContext, instance: Instance) -> None:
             raise
         if alone:
             instance.learn_prefill_speed(job.uncached_tokens, loop.time() - started_s)
+    finish_reason = output.outputs[0].finish_reason
+    ended = LegEnded("prefill", instance.id, finish_reason, output.num_cached_tokens)
+    job.notes.note(ended)
     if job.aborted:
         return
-    if output.outputs[0].finish_reason not in ("length", "stop"):
+    if finish_reason not in ("length", "stop"):
         raise InstanceDeadError(f"prefill on {instance.id} ended early")
     job.prefilled, job.num_cached_tokens = True, output.num_cached_tokens or 0
     if keeps_token:
@@ -201,9 +231,14 @@ async def decode(job: RequestContext, instance: Instance) -> AsyncGenerator[Requ
     llm = _client(instance)
     queue = LegOutputCollector(job.request.sampling_params.output_kind, job.request.request_id)
     waiting = 0 if job.prefilled else job.uncached_tokens
+    leg_name, num_resumed = "decode" if job.prefilled else "whole", len(job.tokens_so_far)
+    outputs_before = 0 if job.first is None or num_resumed else 1
     with instance.holding(waiting) as flight, _expiring(queue, job.deadline):
         try:
             if _begin(job, llm, queue):
+                job.notes.leg_began(
+                    leg_name, instance.id, instance.incarnation, job.request.request_id, num_resumed
+                )
                 leg = decode_leg(job.request, job.tokens_so_far, job.prefilled)
                 try:
                     await compat.send(llm, leg)
@@ -215,6 +250,11 @@ async def decode(job: RequestContext, instance: Instance) -> AsyncGenerator[Requ
                 flight.prefilled()
                 assert isinstance(output, RequestOutput)
                 finished = output.finished
+                if outputs_before == 0:
+                    job.notes.note(LegOutput(leg_name, instance.id))
+                outputs_before -= 1
+                if finished and outputs_before < 0:
+                    job.notes.note(LegEnded(leg_name, instance.id, output.outputs[0].finish_reason))
                 yield output
         except DEAD:
             compat.forget(llm, job.request.request_id)
@@ -265,7 +305,9 @@ async def _whole(job: RequestContext, instance: Instance) -> AsyncGenerator[Requ
     """vLLM's own path, which fans out n > 1."""
     llm = _client(instance)
     waiting = 0 if job.prefilled else job.uncached_tokens
+    assert job.request.external_req_id is not None
     with instance.holding(waiting) as flight:
+        job.notes.leg_began("whole", instance.id, instance.incarnation, job.request.external_req_id)
         stream = llm.generate(
             job.prompt,
             job.request.sampling_params,
@@ -275,6 +317,7 @@ async def _whole(job: RequestContext, instance: Instance) -> AsyncGenerator[Requ
         async with contextlib.aclosing(stream):
             while (output := await next_output(stream, job.deadline)) is not None:
                 flight.prefilled()
+                job.count_whole(output)
                 yield output
 
 
@@ -320,37 +363,51 @@ async def run_request(job: RequestContext, cluster: Cluster) -> AsyncGenerator[R
         leg = "route"
         try:
             async with asyncio.timeout_at(job.deadline):
-                route = await cluster.route(job.request, job.uncached_tokens, job.one_leg_because)
+                route = await cluster.route(
+                    job.request, job.uncached_tokens, job.one_leg_because, job.notes
+                )
             leg = "prefill"
             if route.prefill is not None and not job.prefilled and not job.aborted:
                 await prefill(job, cluster.instance(route.prefill))
             leg = "decode"
             if job.aborted:
-                yield await _ended(job, cluster.instance(route.decode))
+                yield job.send(await _ended(job, cluster.instance(route.decode)), "decode")
                 return
             if route.prefill is not None and cluster.has_left_decode(route.decode):
                 async with asyncio.timeout_at(job.deadline):
-                    route = await cluster.route(job.request, job.uncached_tokens)
+                    route = await cluster.route(job.request, job.uncached_tokens, None, job.notes)
             _count_way(job, route, attempt)
             async with contextlib.aclosing(decode(job, cluster.instance(route.decode))) as outputs:
+                source = "decode" if job.first is None else "prefill"
                 async for output in outputs:
-                    job.num_sent += 1
-                    yield output
+                    yield job.send(output, source)
             return
         except DEAD as death:
             if not job.can_resume:
+                _note_death(job, leg, route, death, "given up: its client has had output")
                 metrics.BROKEN.inc()
                 raise compat.EngineGenerateError(
                     f"instance {route.decode} died in mid-stream; send the request again"
                 ) from death
             job.died()
-            if job.num_deaths == MAX_DEATHS:
+            is_last = job.num_deaths == MAX_DEATHS
+            _note_death(job, leg, route, death, "given up" if is_last else "tried again")
+            if is_last:
                 raise given_up(job.request.external_req_id) from death
             metrics.RETRIES.labels(leg).inc()
             if job.obstacle is not None:
                 job.state = None  # begins again from the prompt: nothing has been sent
         except (DeadlineExceededError, TimeoutError):
             raise out_of_time() from None
+
+
+def _note_death(
+    job: RequestContext, leg: str, route: Route, death: Exception, next_step: str
+) -> None:
+    instance = route.prefill if leg == "prefill" else route.decode
+    assert instance is not None
+    why = str(death) or type(death).__name__
+    job.notes.note(LegFailed(leg, instance, why, job.num_deaths, next_step))
 
 
 def _count_way(job: RequestContext, route: Route, attempt: int) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -52,7 +53,9 @@ __all__ = [
     "add_utility",
     "adopt",
     "call_utility",
+    "engine_notes",
     "forget",
+    "install_notes_utility",
     "mark_dead",
     "on_wake",
     "output_tokens",
@@ -257,3 +260,28 @@ def _set_budget(core: Any, num_tokens: int, num_requests: int) -> Budget:
     scheduler.max_num_scheduled_tokens = min(num_tokens, most_tokens)
     scheduler.max_num_active_reqs = min(num_requests, most_requests)
     return Budget(scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs)
+
+
+NOTES_UTILITY = "banaserve_notes"
+
+
+def install_notes_utility() -> None:
+    """Let engine cores of this process say what their connector noted of a request."""
+    add_utility(NOTES_UTILITY, _notes)
+
+
+def _notes(core: Any, name: str) -> bytes:
+    connector = core.scheduler.connector
+    return msgspec.msgpack.encode(None if connector is None else connector.notes_of(name))
+
+
+async def engine_notes(llm: AsyncLLM, name: str) -> bytes:
+    """Notes of the requests that an engine calls ``name``, as ``list[EngineNotes]`` in msgpack.
+
+    None in msgpack where the engine has no connector.
+
+    Raises:
+        EngineDeadError: The engine has died.
+    """
+    answer: bytes = await call_utility(llm, NOTES_UTILITY, name)
+    return answer

@@ -30,6 +30,7 @@ from banaserve.engine.vllm.kv_connector.metadata import (
 from banaserve.engine.vllm.kv_connector.scheduler import StoreConnectorScheduler
 from banaserve.engine.vllm.kv_connector.worker import StoreConnectorWorker
 from banaserve.engine.vllm.launch.engine_main import INSTANCE_VARIABLE
+from banaserve.engine.vllm.tracing.events import EngineNotes
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.cost_gate import CostGate
 
@@ -124,6 +125,13 @@ class StoreConnector(ConnectorBase):
         assert self._scheduler is not None
         self._scheduler.finished(request.request_id)
         return False, None
+
+    def notes_of(self, name: str) -> list[EngineNotes]:
+        """What became of a request of this name; only where this connector has the scheduler's
+        role. Empty where it is not known, or not any more.
+        """
+        assert self._scheduler is not None
+        return self._scheduler.notes.of(name)
 
     # ---- worker
 

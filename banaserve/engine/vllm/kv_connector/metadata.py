@@ -122,12 +122,14 @@ class StepResult(KVConnectorWorkerMetadata):
             cannot tell.
         fetch_s: Seconds of its fetches, whether or not anything waited for them.
         fetched_blocks: Blocks that they brought.
+        saved_blocks: Blocks that were committed to the store.
     """
 
     step: int
     compute_s: float | None = None
     fetch_s: float = 0.0
     fetched_blocks: int = 0
+    saved_blocks: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepResult:
         """Of two workers: the step has ended where both have, and the slower one counts."""
@@ -138,6 +140,7 @@ class StepResult(KVConnectorWorkerMetadata):
             max(computed, default=None),
             max(self.fetch_s, other.fetch_s),
             max(self.fetched_blocks, other.fetched_blocks),
+            min(self.saved_blocks, other.saved_blocks),
         )
 
 

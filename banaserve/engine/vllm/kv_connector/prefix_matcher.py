@@ -12,6 +12,7 @@ from banaserve.clock import Clock
 from banaserve.engine.vllm.compat import kv_cache as compat
 from banaserve.engine.vllm.kv_connector.block_hash import TailHasher
 from banaserve.engine.vllm.kv_connector.metadata import ConnectorCounters, StepResult
+from banaserve.engine.vllm.kv_connector.request_notes import ConnectorNotes
 from banaserve.engine.vllm.kv_connector.request_state import (
     PendingPromotion,
     PromotionOutcome,
@@ -20,6 +21,7 @@ from banaserve.engine.vllm.kv_connector.request_state import (
     full_block_offers,
 )
 from banaserve.engine.vllm.legs import Handover
+from banaserve.engine.vllm.tracing.events import GateDecided, PromotionEnded, StoreAsked
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.cost_gate import CostGate, FetchWork, Verdict
 from banaserve.kvstore.wire import MAX_KEYS
@@ -143,6 +145,7 @@ class PrefixMatcher:
         gate: Says whether a prefix in the pool is worth fetching.
         clock: For how long a prefix on its way is waited for.
         stats: Counts what became of it.
+        notes: Keeps it for each request.
     """
 
     def __init__(
@@ -153,8 +156,10 @@ class PrefixMatcher:
         gate: EngineCostGate,
         clock: Clock,
         stats: ConnectorCounters,
+        notes: ConnectorNotes,
     ) -> None:
         self._client = client
+        self._notes = notes
         self._tails = tails
         self._block_size = block_size
         self._gate = gate
@@ -230,6 +235,15 @@ class PrefixMatcher:
         tracked.promotion = PendingPromotion(
             answer.slots, answer.num_ready, now_s, answer.wait_s, pending_s
         )
+        asked = StoreAsked(
+            asked_blocks=len(keys),
+            found_blocks=len(answer.slots),
+            ready_blocks=answer.num_ready,
+            reserved_blocks=sum(slot is not None for slot in answer.reserved),
+            is_undecided=answer.undecided,
+            took_s=self._clock.now() - now_s,
+        )
+        self._notes.note(request.request_id, asked)
         tracked.offers, tracked.undecided_until_s = offers, until_s
         tracked.keep(offers, answer.reserved)
         tracked.ask_again_at_s = None
@@ -270,7 +284,17 @@ class PrefixMatcher:
         tracked.verdict = self._gate.decide(
             len(tracked.hits), extra, num_computed_tokens, handed_over=is_owed
         )
-        if tracked.verdict.decision.fetches:
+        verdict = tracked.verdict
+        decided = GateDecided(
+            verdict.decision.value,
+            verdict.decision.fetches,
+            len(tracked.hits),
+            extra,
+            verdict.fetch_s,
+            verdict.compute_s,
+        )
+        self._notes.note(tracked.request.request_id, decided)
+        if verdict.decision.fetches:
             return extra
         self.release_hits(tracked)
         return 0
@@ -279,7 +303,7 @@ class PrefixMatcher:
         """Give up on what has not come up, and reserve slots for computing it."""
         promotion = tracked.promotion
         assert promotion is not None
-        self._count_promotion(promotion, now_s)
+        self._count_promotion(tracked.request.request_id, promotion, now_s)
         if promotion.outcome is PromotionOutcome.ARRIVED:
             return
         del tracked.hits[promotion.num_ready :]
@@ -293,8 +317,16 @@ class PrefixMatcher:
             reserved = self._client.exchange(reserve=pairs, tenant=tracked.tenant).reserved
             tracked.keep(offers, reserved)
 
-    def _count_promotion(self, promotion: PendingPromotion, now_s: float) -> None:
+    def _count_promotion(self, request_id: str, promotion: PendingPromotion, now_s: float) -> None:
         if promotion.num_pending and promotion.outcome is not None:
+            ended = PromotionEnded(
+                promotion.outcome.value,
+                promotion.num_pending,
+                promotion.num_arrived,
+                now_s - promotion.began_s,
+                promotion.predicted_s,
+            )
+            self._notes.note(request_id, ended)
             self._stats.add(
                 promoted_blocks=promotion.num_arrived,
                 promotion_wait_seconds=now_s - promotion.began_s,

@@ -16,11 +16,13 @@ from banaserve.engine.vllm.kv_connector.metadata import (
     StepResult,
 )
 from banaserve.engine.vllm.kv_connector.prefix_matcher import EngineCostGate, PrefixMatcher
+from banaserve.engine.vllm.kv_connector.request_notes import ConnectorNotes
 from banaserve.engine.vllm.kv_connector.request_state import (
     RequestState,
     SaveCandidate,
     full_block_offers,
 )
+from banaserve.engine.vllm.legs import Handover
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.cost_gate import CostGate
 from banaserve.kvstore.interface import Lease
@@ -28,7 +30,11 @@ from banaserve.orchestrator.model.calibration import StepWork
 
 
 class StoreConnectorScheduler:
-    """One per engine; called from the scheduler's thread only. Never waits for a tier."""
+    """One per engine; called from the scheduler's thread only. Never waits for a tier.
+
+    Attributes:
+        notes: What became of its last requests, for ``banaserve trace``.
+    """
 
     def __init__(
         self,
@@ -47,20 +53,32 @@ class StoreConnectorScheduler:
         self._last_done = 0
         self.stats = ConnectorCounters()
         self._gate = EngineCostGate(gate, block_size, self.stats)
-        self._matcher = PrefixMatcher(client, tails, block_size, self._gate, clock, self.stats)
+        self.notes = ConnectorNotes(clock)
+        self._matcher = PrefixMatcher(
+            client, tails, block_size, self._gate, clock, self.stats, self.notes
+        )
 
     # ---- before a request is scheduled
 
     def match(self, request: Request, num_computed_tokens: int) -> int | None:
         """Tokens beyond ``num_computed_tokens`` to fetch; None where that is to be asked later."""
-        tracked = self._tracked.setdefault(request.request_id, RequestState.of(request))
-        return self._matcher.match(tracked, num_computed_tokens)
+        return self._matcher.match(self._track(request), num_computed_tokens)
+
+    def _track(self, request: Request) -> RequestState:
+        request_id = request.request_id
+        if (tracked := self._tracked.get(request_id)) is None:
+            tracked = self._tracked[request_id] = RequestState.of(request)
+            handover = Handover.of(request.kv_transfer_params)
+            self.notes.received(
+                request_id, request.num_prompt_tokens, handover.leaves_tail, handover.tokens
+            )
+        return tracked
 
     # ---- when it is scheduled
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The scheduler has given the request its blocks: plan the fetch."""
-        tracked = self._tracked.setdefault(request.request_id, RequestState.of(request))
+        tracked = self._track(request)
         self._matcher.scheduled(tracked)
         if num_external_tokens == 0:
             self._matcher.release_hits(tracked)
@@ -73,12 +91,14 @@ class StoreConnectorScheduler:
         """The copies of this step."""
         self._step += 1
         self._count(output)
+        batch = scheduled(output)
+        self.notes.planned(self._step, batch)
         plan = StepPlan(step=self._step, settled=self._last_done)
         self._plan_loads(plan)
         self._claim_decoded(output)
-        self._plan_saves(plan, output)
+        self._plan_saves(plan, output, batch)
         self._matcher.end_step()
-        computes = [(before, num) for _, before, num in scheduled(output)]
+        computes = [(before, num) for _, before, num in batch]
         plan.work = work_of(computes)
         self._gate.planned(plan.step, computes, len(plan.loads) + len(plan.early_loads))
         return plan
@@ -93,6 +113,7 @@ class StoreConnectorScheduler:
             num_settled = first_computed_token // self._block_size - tracked.first_hit
             plan.loads += copies[:num_settled]
             plan.early_loads += copies[num_settled:]
+            self.notes.copies(plan.step, tracked.request.request_id, fetched=len(copies))
             if tracked.lease is not None:
                 leases.append(tracked.lease)
             tracked.lease, tracked.hits = None, []
@@ -117,16 +138,19 @@ class StoreConnectorScheduler:
             for (tracked, offer), slot in zip(claimed, reserved, strict=False):
                 tracked.keep([offer], [slot])
 
-    def _plan_saves(self, plan: StepPlan, output: SchedulerOutput) -> None:
+    def _plan_saves(
+        self, plan: StepPlan, output: SchedulerOutput, batch: Sequence[tuple[str, int, int]]
+    ) -> None:
         state = output.kv_connector_block_state
         assert state is not None
-        for request_id, num_before, num_scheduled in scheduled(output):
+        for request_id, num_before, num_scheduled in batch:
             tracked = self._tracked.get(request_id)
             ready = tracked.take_ready(num_before + num_scheduled) if tracked else []
             if ready:
                 block_ids = state.get_block_ids(request_id)
                 assert block_ids is not None
                 plan.saves += [BlockCopy(block_ids[0][save.index], save.slot) for save in ready]
+                self.notes.copies(plan.step, request_id, saved=len(ready))
 
     def _count(self, output: SchedulerOutput) -> None:
         for new in output.scheduled_new_reqs:
@@ -143,6 +167,7 @@ class StoreConnectorScheduler:
     def step_done(self, done: StepResult) -> None:
         """All copies up to this step have ended: their leases go back."""
         self._gate.done(done)
+        self.notes.step_done(done)
         self._last_done = max(self._last_done, done.step)
         for step in [planned for planned in self._leases_by_step if planned <= done.step]:
             for lease in self._leases_by_step.pop(step):
@@ -152,6 +177,7 @@ class StoreConnectorScheduler:
         """The request has ended, however it did: nothing of it stays reserved."""
         tracked = self._tracked.pop(request_id, None)
         if tracked is not None:
+            self.notes.finished(request_id, tracked.request.num_output_tokens)
             self._matcher.let_go(tracked)
             self._loads = [load for load in self._loads if load[0] is not tracked]
 

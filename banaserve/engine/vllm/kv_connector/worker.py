@@ -55,6 +55,7 @@ class RunningStep:
     deferred: list[int] = field(default_factory=list)
     waited_s: float = 0.0
     fetched_blocks: int = 0
+    saved_blocks: int = 0
     fetch_s: float = 0.0
     compute_s: float | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -223,7 +224,9 @@ class StoreConnectorWorker:
 
     def done(self, plan: StepPlan) -> StepResult:
         step = self._step
-        return StepResult(plan.step, step.compute_s, step.fetch_s, step.fetched_blocks)
+        return StepResult(
+            plan.step, step.compute_s, step.fetch_s, step.fetched_blocks, step.saved_blocks
+        )
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks whose fetch failed since the last call: vLLM computes them again."""
@@ -331,4 +334,5 @@ class StoreConnectorWorker:
         given_up = {copy.slot for copy in plan.saves}.difference(saved)
         self._client.abandon(list(given_up), self._part)
         if saved and self._client.commit(saved, part=self._part):
+            self._step.saved_blocks = len(saved)
             self.stats.add(saved_blocks=len(saved))

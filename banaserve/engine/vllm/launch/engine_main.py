@@ -49,6 +49,7 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
     os.environ[INSTANCE_VARIABLE] = f"{instance_id}.{os.getpid()}"
     _keep_files_in(Path(handshake_address.removeprefix("ipc://")).parent)
     compat.install_budget_utility()
+    compat.install_notes_utility()
     compat.install_prompt_ending()
     if is_on_cpu():
         runner_hooks.rewind_discarded_draws(runner_hooks.cpu_model_runner())

@@ -1,0 +1,342 @@
+"""Events of one request on its way through the front door and the engines, and its trace.
+
+Imports neither torch nor vllm: the command that prints traces reads these structs from JSON.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+# ---- noted by the front door
+
+
+class LookedUp(msgspec.Struct, frozen=True, tag=True):
+    """The front door asked the store how much of the prompt it holds.
+
+    Attributes:
+        cached_tokens: In whole blocks, stored or being stored.
+        took_s: Of the question.
+    """
+
+    cached_tokens: int
+    took_s: float
+
+
+class NoInstance(msgspec.Struct, frozen=True, tag=True):
+    """No instance could serve a leg: the request waits for a restart."""
+
+    why: str
+
+
+class RouteCandidate(msgspec.Struct, frozen=True):
+    """A ready instance as the policy saw it.
+
+    Attributes:
+        inflight_requests: Legs that it had been sent and that had not ended.
+        inflight_prefill_tokens: Of their prompts, neither cached nor computed yet.
+    """
+
+    instance: str
+    role: str
+    inflight_requests: int
+    inflight_prefill_tokens: int
+
+
+class Routed(msgspec.Struct, frozen=True, tag=True):
+    """The routing policy chose.
+
+    Attributes:
+        prefill: None where one instance serves the whole request.
+        reason: Of the policy, for the number of legs.
+        one_leg_because: Why the request cannot be split; None where it can.
+        candidates: All that were ready.
+    """
+
+    policy: str
+    prefill: str | None
+    decode: str
+    reason: str
+    one_leg_because: str | None = None
+    candidates: list[RouteCandidate] = []
+
+
+class LegBegan(msgspec.Struct, frozen=True, tag=True):
+    """A leg was sent to an engine.
+
+    Attributes:
+        leg: ``prefill``, ``decode``, or ``whole`` where one instance computes prompt and output.
+        engine_request_id: Under which the engine's log and notes know it.
+        resumed_tokens: Output tokens that had been sent before, from another instance.
+    """
+
+    leg: str
+    instance: str
+    engine_request_id: str
+    resumed_tokens: int = 0
+
+
+class LegOutput(msgspec.Struct, frozen=True, tag=True):
+    """The first output that an engine itself computed for a decode or whole leg came."""
+
+    leg: str
+    instance: str
+
+
+class LegEnded(msgspec.Struct, frozen=True, tag=True):
+    """A leg came to its end.
+
+    Attributes:
+        finish_reason: As vLLM says it: ``length``, ``stop`` or ``abort``.
+        cached_tokens: Of the prompt, that the leg had not to compute; None where it does not say.
+    """
+
+    leg: str
+    instance: str
+    finish_reason: str | None
+    cached_tokens: int | None = None
+
+
+class LegFailed(msgspec.Struct, frozen=True, tag=True):
+    """An instance died under a leg.
+
+    Attributes:
+        num_deaths: Instances that have died under the request since it last came further.
+        next_step: ``tried again`` or ``given up``.
+    """
+
+    leg: str
+    instance: str
+    why: str
+    num_deaths: int
+    next_step: str
+
+
+class FirstToken(msgspec.Struct, frozen=True, tag=True):
+    """The first output went to the client.
+
+    Attributes:
+        source: ``prefill`` where the prefill leg's token was used, else ``decode``.
+        blocker: Why the prefill leg's token could not be; None where it could.
+    """
+
+    source: str
+    blocker: str | None = None
+
+
+class RequestEnded(msgspec.Struct, frozen=True, tag=True):
+    """The request left the front door.
+
+    Attributes:
+        how: vLLM's finish reason, ``closed`` by the client or by an abort, or ``error``.
+        error: Told to the client; empty where there is none.
+        output_tokens: That went to the client.
+    """
+
+    how: str
+    output_tokens: int
+    error: str = ""
+
+
+# ---- noted by the scheduler's side of an engine's connector
+
+
+class EngineReceived(msgspec.Struct, frozen=True, tag=True):
+    """The engine's scheduler looked at the request for the first time.
+
+    Attributes:
+        leaves_tail: It is a prefill leg: all of its prompt is to be saved.
+        handed_over_tokens: It is a decode leg: so many tokens lie in the store. None where not.
+    """
+
+    prompt_tokens: int
+    leaves_tail: bool
+    handed_over_tokens: int | None
+
+
+class StoreAsked(msgspec.Struct, frozen=True, tag=True):
+    """The connector leased the blocks that the store holds and reserved slots for the others.
+
+    Attributes:
+        found_blocks: Leased; the first ``ready_blocks`` of them can be read at once.
+        reserved_blocks: To be saved once they have been computed.
+        is_undecided: A tier could not say yet: the store is asked again.
+        took_s: Of the round trip.
+    """
+
+    asked_blocks: int
+    found_blocks: int
+    ready_blocks: int
+    reserved_blocks: int
+    is_undecided: bool
+    took_s: float
+
+
+class PromotionEnded(msgspec.Struct, frozen=True, tag=True):
+    """Blocks on their way up from a tier were waited for.
+
+    Attributes:
+        outcome: ``arrived``, ``failed`` or ``late``.
+        predicted_s: By the store, when it was asked.
+    """
+
+    outcome: str
+    pending_blocks: int
+    arrived_blocks: int
+    wait_s: float
+    predicted_s: float
+
+
+class GateDecided(msgspec.Struct, frozen=True, tag=True):
+    """The cost gate's verdict on the blocks that were found.
+
+    Attributes:
+        tokens: That would be computed otherwise.
+        fetch_s, compute_s: Predictions; None where nothing was measured yet.
+    """
+
+    decision: str
+    fetches: bool
+    blocks: int
+    tokens: int
+    fetch_s: float | None
+    compute_s: float | None
+
+
+class StepsPlanned(msgspec.Struct, frozen=True, tag=True):
+    """Engine steps in which the request took part, one after the other.
+
+    Attributes:
+        phase: ``prompt`` or ``decode``.
+        first_step, last_step: By the connector's count of the engine's steps.
+        num_steps: In which it took part; fewer than lie between them where it was passed over.
+        took_s: From planning the first to planning the last.
+        longest_gap_s: Between planning two of them.
+        fetched_blocks, saved_blocks: That the steps were to copy for it.
+    """
+
+    phase: str
+    first_step: int
+    last_step: int
+    num_steps: int
+    num_tokens: int
+    took_s: float
+    longest_gap_s: float
+    fetched_blocks: int
+    saved_blocks: int
+
+
+class CopiesEnded(msgspec.Struct, frozen=True, tag=True):
+    """A step that copied blocks of the prompt has ended, and what it saved is committed.
+
+    Attributes:
+        fetched_blocks, saved_blocks: Of this request, as planned.
+        fetch_s: Of all fetches of the step.
+        compute_s: Of the step's forward pass; None where the worker cannot tell.
+        lost_saves: Blocks of the step, of all requests, that could not be committed.
+    """
+
+    step: int
+    fetched_blocks: int
+    saved_blocks: int
+    fetch_s: float
+    compute_s: float | None
+    lost_saves: int
+
+
+class EngineFinished(msgspec.Struct, frozen=True, tag=True):
+    """The engine's scheduler let the request go."""
+
+    output_tokens: int
+
+
+EngineEvent = (
+    EngineReceived
+    | StoreAsked
+    | PromotionEnded
+    | GateDecided
+    | StepsPlanned
+    | CopiesEnded
+    | EngineFinished
+)
+FrontEvent = (
+    LookedUp
+    | NoInstance
+    | Routed
+    | LegBegan
+    | LegOutput
+    | LegEnded
+    | LegFailed
+    | FirstToken
+    | RequestEnded
+)
+RequestEvent = FrontEvent | EngineEvent
+
+MAX_EVENTS = 64
+"""Of one request in one process; later ones are counted only."""
+KEPT_REQUESTS = 1000
+"""That have ended, in one process."""
+
+
+class EngineNotes(msgspec.Struct):
+    """What one engine's connector noted of one request.
+
+    Attributes:
+        events: With the time of each on the machine's monotonic clock.
+        num_dropped: Events beyond ``MAX_EVENTS``.
+    """
+
+    request_id: str
+    events: list[tuple[float, EngineEvent]]
+    num_dropped: int
+
+
+# ---- what the admin API answers
+
+
+class RequestSummary(msgspec.Struct):
+    """One request in a line.
+
+    Attributes:
+        arrived_at_s: Seconds since 1970.
+        output_tokens: So far.
+        instances: Of its legs, in order.
+        ttft_s: From its arrival to its first output; None before that.
+        took_s: From its arrival to its end, or until now.
+        end: How it ended; empty while it is under way.
+    """
+
+    id: str
+    arrived_at_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    instances: list[str]
+    ttft_s: float | None
+    took_s: float
+    end: str
+
+
+class TraceLine(msgspec.Struct):
+    """One event.
+
+    Attributes:
+        at_s: Since the request's arrival.
+        process: ``front door`` or an instance's id.
+    """
+
+    at_s: float
+    process: str
+    event: RequestEvent
+
+
+class RequestTrace(msgspec.Struct):
+    """All that is known of one request.
+
+    Attributes:
+        lines: In the order of time, over all processes.
+        missing: What is not known, and why; for people.
+    """
+
+    summary: RequestSummary
+    lines: list[TraceLine]
+    missing: list[str]

@@ -1,0 +1,223 @@
+"""Log of the front door's last requests, for ``banaserve trace``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain
+from typing import NamedTuple
+
+from banaserve.clock import Clock
+from banaserve.engine.vllm.tracing.events import (
+    KEPT_REQUESTS,
+    MAX_EVENTS,
+    FirstToken,
+    FrontEvent,
+    LegBegan,
+    RequestEnded,
+    RequestSummary,
+    RouteCandidate,
+    Routed,
+)
+from banaserve.errors import UserError
+from banaserve.types import ClusterView, Route
+
+_NAMED = 5
+_PREFIXES = ("chatcmpl-", "cmpl-")
+
+
+class _SeenRoute(NamedTuple):
+    """A choice and what it was made from; turned into an event only when somebody asks."""
+
+    policy: str
+    route: Route
+    one_leg_because: str | None
+    view: ClusterView
+
+    def event(self) -> Routed:
+        candidates = [
+            RouteCandidate(
+                one.id, one.role.value, one.inflight_requests, one.inflight_prefill_tokens
+            )
+            for one in self.view.instances.values()
+            if one.ready
+        ]
+        route = self.route
+        return Routed(
+            self.policy,
+            route.prefill,
+            route.decode,
+            str(route.reason),
+            self.one_leg_because,
+            candidates,
+        )
+
+
+class TracedLeg(NamedTuple):
+    """A leg, for asking its engine.
+
+    Attributes:
+        incarnation: Of the instance: one that was started again has lost its notes.
+        name: The engine's id of the request, or the stem of several, see ``is_named``.
+    """
+
+    instance: str
+    incarnation: int
+    name: str
+
+
+class RequestNotes:
+    """Notes of one request; all times are on the clock of the log.
+
+    Args:
+        request_id: As the client sees it.
+        arrived_at_s: Seconds since 1970.
+
+    Attributes:
+        output_tokens: That have gone to the client; known when the request has ended.
+        num_dropped: Events beyond ``MAX_EVENTS``.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        request_id: str,
+        prompt_tokens: int,
+        arrived_s: float,
+        arrived_at_s: float,
+    ) -> None:
+        self._clock = clock
+        self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
+        self.arrived_s = arrived_s
+        self.arrived_at_s = arrived_at_s
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self.legs: list[TracedLeg] = []
+        self.num_dropped = 0
+        self.first_output_s: float | None = None
+        self.finish_reason: str | None = None
+        self.ended: tuple[float, RequestEnded] | None = None
+        self._events: list[tuple[float, FrontEvent | _SeenRoute]] = []
+
+    def note(self, event: FrontEvent) -> None:
+        self._note(event)
+
+    def routed(
+        self, policy: str, route: Route, one_leg_because: str | None, view: ClusterView
+    ) -> None:
+        """The policy chose ``route`` from ``view``."""
+        self._note(_SeenRoute(policy, route, one_leg_because, view))
+
+    def leg_began(
+        self, leg: str, instance: str, incarnation: int, name: str, resumed_tokens: int = 0
+    ) -> None:
+        """A leg is about to be sent to an engine, under ``name``."""
+        if len(self.legs) < MAX_EVENTS:
+            self.legs.append(TracedLeg(instance, incarnation, name))
+        self._note(LegBegan(leg, instance, name, resumed_tokens))
+
+    def first_output(self, source: str, blocker: str | None) -> None:
+        """The first output goes to the client."""
+        self.first_output_s = self._clock.now()
+        self._note(FirstToken(source, blocker))
+
+    def end(self, how: str, error: str = "") -> None:
+        """The request has left; it is noted whatever else was."""
+        self.ended = (self._clock.now(), RequestEnded(how, self.output_tokens, error))
+
+    def _note(self, event: FrontEvent | _SeenRoute) -> None:
+        if len(self._events) < MAX_EVENTS:
+            self._events.append((self._clock.now(), event))
+        else:
+            self.num_dropped += 1
+
+    def events(self) -> list[tuple[float, FrontEvent]]:
+        """In the order in which they happened."""
+        found: list[tuple[float, FrontEvent]] = [
+            (at_s, event.event() if isinstance(event, _SeenRoute) else event)
+            for at_s, event in self._events
+        ]
+        return [*found, self.ended] if self.ended is not None else found
+
+    def summary(self) -> RequestSummary:
+        ended_s = self.ended[0] if self.ended is not None else self._clock.now()
+        first_s = self.first_output_s
+        return RequestSummary(
+            id=self.request_id,
+            arrived_at_s=self.arrived_at_s,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.output_tokens,
+            instances=list(dict.fromkeys(leg.instance for leg in self.legs)),
+            ttft_s=None if first_s is None else first_s - self.arrived_s,
+            took_s=ended_s - self.arrived_s,
+            end=self.ended[1].how if self.ended is not None else "",
+        )
+
+
+class RequestLog:
+    """Requests under way and the last ones that have ended. Used on the event loop only."""
+
+    def __init__(self, clock: Clock, kept: int = KEPT_REQUESTS) -> None:
+        self._clock = clock
+        self._open: dict[int, RequestNotes] = {}
+        self._ended: deque[RequestNotes] = deque(maxlen=kept)
+
+    @contextlib.contextmanager
+    def following(
+        self, request_id: str, prompt_tokens: int, arrived_s: float, arrived_at_s: float
+    ) -> Iterator[RequestNotes]:
+        """Keep notes of a request that has arrived, until the block ends, however it does.
+
+        Args:
+            arrived_s: On the clock of the log.
+            arrived_at_s: Seconds since 1970.
+        """
+        notes = RequestNotes(self._clock, request_id, prompt_tokens, arrived_s, arrived_at_s)
+        self._open[id(notes)] = notes
+        how, error = "closed", ""
+        try:
+            yield notes
+        except Exception as failure:
+            how, error = "error", str(failure) or type(failure).__name__
+            raise
+        finally:
+            notes.end(notes.finish_reason or how, error)
+            del self._open[id(notes)]
+            self._ended.append(notes)
+
+    def last(self, count: int | None = None) -> list[RequestSummary]:
+        """The last ``count`` requests to arrive, or all that are known, the oldest first."""
+        known = sorted(self._all(), key=lambda notes: notes.arrived_s)
+        first = 0 if count is None else max(0, len(known) - count)
+        return [notes.summary() for notes in known[first:]]
+
+    def find(self, wanted: str) -> RequestNotes | None:
+        """The request of this id, or the only one whose id begins so; None where there is none.
+
+        The id may be given without ``chatcmpl-`` or ``cmpl-``, as a client's X-Request-Id is. Of
+        several requests of one id the last is returned.
+
+        Raises:
+            UserError: The beginnings of several ids fit.
+        """
+        fitting = [notes for notes in self._all() if _fits(notes.request_id, wanted)]
+        exact = [notes for notes in fitting if wanted in _names(notes.request_id)]
+        ids = sorted({notes.request_id for notes in exact or fitting})
+        if len(ids) > 1:
+            more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
+            raise UserError(f"{wanted} may be {', '.join(ids[:_NAMED])}{more}: give more of the id")
+        return max(exact or fitting, key=lambda notes: notes.arrived_s, default=None)
+
+    def _all(self) -> list[RequestNotes]:
+        return list(chain(self._ended, self._open.values()))
+
+
+def _names(request_id: str) -> list[str]:
+    return [request_id, *(request_id.removeprefix(one) for one in _PREFIXES)]
+
+
+def _fits(request_id: str, wanted: str) -> bool:
+    return any(name.startswith(wanted) for name in _names(request_id))
