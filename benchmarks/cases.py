@@ -40,6 +40,7 @@ from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits, percentile
 from banaserve.sim.run import judged, simulate
 from banaserve.sim.system import System
+from benchmarks.script import run_script
 
 DEFAULT_CASES = ("prefill-flood", "decode-flood", "oscillating-load")
 PUBLISHED = "published"
@@ -394,3 +395,7 @@ def num_equal(profile: Profile, answers: Sequence[Answer]) -> int:
 async def _ask(url: str, calls: Sequence[Call]) -> list[list[int]]:
     async with OpenAiClient(url, _NAME, return_token_ids=True) as client:
         return [record.token_ids for record in await closed_loop(client, calls, 4)]
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -36,6 +36,7 @@ from banaserve.bench.results.statistics import median
 from banaserve.errors import UserError
 from benchmarks.kvstore.disk import check_direct
 from benchmarks.kvstore.memory import plain_memory
+from benchmarks.script import run_script
 
 KIB, MIB = 2**10, 2**20
 _BLOCK_BYTES = (32 * KIB, 128 * KIB, 512 * KIB, MIB, 4 * MIB)
@@ -381,3 +382,7 @@ class QueueBench:
     def _check(self, result: int) -> None:
         if result != self._block_bytes:
             raise UserError(f"the disk moved {result} of {self._block_bytes} bytes")
+
+
+if __name__ == "__main__":
+    run_script(main)

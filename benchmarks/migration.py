@@ -46,6 +46,7 @@ from banaserve.run_dir import find_admin
 from banaserve.transport.interface import Offsets, RemoteRegion, TransportOptions
 from banaserve.transport.memory import Memory
 from banaserve.transport.registry import create
+from benchmarks.script import run_script
 
 _FLOAT32 = ("--pd", "1:1", "--dtype", "float32")
 _POOL_BYTES = 768 << 20
@@ -506,3 +507,7 @@ def _batch_samples(before: Sequence[BatchRun], after: Sequence[BatchRun]) -> _Sa
     equal = [float(b.token_ids == a.token_ids) for b, a in pairs]
     samples["batch.equal_answers_fraction"] = equal, "fraction"
     return samples
+
+
+if __name__ == "__main__":
+    run_script(main)

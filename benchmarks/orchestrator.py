@@ -42,6 +42,7 @@ from banaserve.types import (
     InstanceView,
     Role,
 )
+from benchmarks.script import run_script
 
 _SIZES = (8, 64, 512, 4096)
 _PROFILE = "opt-13b-a100"
@@ -200,3 +201,7 @@ def load(rate_per_s: float, requests: int, seed: int) -> Iterator[SimRequest]:
 def _cpu_s() -> float:
     """CPU time of this process and of those that it has waited for."""
     return sum(os.times()[:4])
+
+
+if __name__ == "__main__":
+    run_script(main)

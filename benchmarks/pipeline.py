@@ -34,6 +34,7 @@ from banaserve.bench.results.statistics import median, paired_ratios
 from banaserve.errors import UserError
 from banaserve.kvstore.overlap import Prefill, hidden_fraction, pipeline
 from benchmarks.drivers.driven_engine import DrivenEngine, driven_engine
+from benchmarks.script import run_script
 
 _FACTORS = (0.4, 0.6, 0.8, 1.25, 2.0, 4.0)
 """Bandwidths as multiples of the predicted break-even."""
@@ -381,3 +382,7 @@ def measured_break_even(waits: Sequence[tuple[float, float]]) -> float:
 def _without_layers(times: PrefillTimes) -> dict[str, float]:
     names = ("step_s", "fetch_s", "store_s", "fetch_wait_s", "store_wait_s", "compute_s")
     return {name: getattr(times, name) for name in names}
+
+
+if __name__ == "__main__":
+    run_script(main)
