@@ -21,7 +21,6 @@ from typing import Any, Self
 import msgspec
 
 from banaserve.arguments import Parser
-from banaserve.bench.compare.timeline import decisions_of
 from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.loops import closed_loop, open_loop
 from banaserve.bench.loadgen.modelled_time import modelled_time
@@ -29,6 +28,7 @@ from banaserve.bench.loadgen.servers import banaserve_server, end_on_sigterm, vl
 from banaserve.bench.results import result
 from banaserve.bench.results.result import ModelledTime, commit
 from banaserve.bench.serving.summary import output_tokens, tpot_s
+from banaserve.bench.serving.timeline import decisions_of
 from banaserve.config import MINIATURE
 from banaserve.costs import miniatures
 from banaserve.costs.profile import Profile

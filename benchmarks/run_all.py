@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from banaserve.arguments import Parser
 from banaserve.bench.loadgen.servers import end_on_sigterm, end_with_parent
-from banaserve.bench.results.report import write_report
+from banaserve.bench.report.report import write_report
 from banaserve.errors import UserError
 from banaserve.names import check_known
 from benchmarks.location import environment
