@@ -1,4 +1,4 @@
-"""``python -m benchmarks NAME ...``, from the top of a checkout; ``make bench`` runs it."""
+"""Start of any benchmark by its name: ``python -m benchmarks NAME``, which ``make bench`` runs."""
 
 from __future__ import annotations
 

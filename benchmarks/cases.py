@@ -1,11 +1,8 @@
-"""Whether answers under load are those of one engine that has nothing else to do.
+"""Cases of the simulator on paced engines, checked against their goals.
 
-One system of a case on paced engines: its options, its load, and what came of it.
-
-``python -m benchmarks cases``: cases of the simulator on paced engines, checked against goals.
-
-Every system of a case gets the same requests, once in the simulator and once as real engines whose
-time is modelled; answers of a sample are compared with those of one engine of vLLM's own.
+``python -m benchmarks cases``. Every system of a case gets the same requests, once in the simulator
+and once as real engines whose time is modelled; answers of a sample are compared with those of one
+engine of vLLM's own that has nothing else to do.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from typing import Any, Self
 import msgspec
 
 from banaserve.arguments import Parser
-from banaserve.bench.compare.timeline import decisions_of
 from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.loops import closed_loop, open_loop
 from banaserve.bench.loadgen.modelled_time import modelled_time
@@ -32,6 +28,7 @@ from banaserve.bench.loadgen.servers import banaserve_server, end_on_sigterm, vl
 from banaserve.bench.results import result
 from banaserve.bench.results.result import ModelledTime, commit
 from banaserve.bench.serving.summary import output_tokens, tpot_s
+from banaserve.bench.serving.timeline import decisions_of
 from banaserve.config import MINIATURE
 from banaserve.costs import miniatures
 from banaserve.costs.profile import Profile
@@ -43,7 +40,18 @@ from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits, percentile
 from banaserve.sim.run import judged, simulate
 from banaserve.sim.system import System
+from benchmarks.script import run_script
 
+DEFAULT_CASES = ("prefill-flood", "decode-flood", "oscillating-load")
+PUBLISHED = "published"
+"""A system beside those of the case: banaserve with the preset of that name."""
+_TIMEOUT_S = 3600.0
+_OPTIONS = (
+    *("--kv-store-size", "512MiB", "--max-concurrent-requests", "8192"),
+    *("--request-timeout", f"{_TIMEOUT_S:g}"),
+)
+_WARM_UP = 4
+_TOKEN_IDS = range(500, 40_000)
 _NAME = "one-engine"
 _PLAIN_OPTIONS = (
     "--dtype",
@@ -52,181 +60,6 @@ _PLAIN_OPTIONS = (
     "--kv-cache-memory-bytes",
     str(256 << 20),
 )
-
-Answer = tuple[list[int], list[int]]
-"""Tokens of a prompt, and those of its greedy answer."""
-
-
-def sampled(total: int, count: int) -> list[int]:
-    """Returns the places of ``count`` of ``total`` requests, spread evenly."""
-    count = min(count, total)
-    return [place * total // count for place in range(count)]
-
-
-def num_equal(profile: Profile, answers: Sequence[Answer]) -> int:
-    """Returns how many ``answers`` the profile's miniature gives in one engine of vLLM's own."""
-    model = miniatures.resolve(profile, print)
-    calls = [
-        Call(str(n), prompt=prompt, max_tokens=len(answer), extra={"ignore_eos": True})
-        for n, (prompt, answer) in enumerate(answers)
-    ]
-    with vllm_server(model.path_or_id, _NAME, *_PLAIN_OPTIONS) as server:
-        expected = asyncio.run(_ask(server.url, calls))
-    return sum(one == answer for one, (_, answer) in zip(expected, answers, strict=True))
-
-
-async def _ask(url: str, calls: Sequence[Call]) -> list[list[int]]:
-    async with OpenAiClient(url, _NAME, return_token_ids=True) as client:
-        return [record.token_ids for record in await closed_loop(client, calls, 4)]
-
-
-_TOKEN_IDS = range(500, 40_000)
-_WARM_UP = 4
-_TIMEOUT_S = 3600.0
-_OPTIONS = (
-    *("--kv-store-size", "512MiB", "--max-concurrent-requests", "8192"),
-    *("--request-timeout", f"{_TIMEOUT_S:g}"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class CaseRequest:
-    """A request: when it comes, in modelled seconds, and what it asks for."""
-
-    at_s: float
-    prompt: list[int]
-    output_tokens: int
-
-    @classmethod
-    def of(cls, request: SimRequest, seed: int) -> Self:
-        """The request with a prompt that no other one shares."""
-        draws = random.Random(f"{seed} prompt {request.id}")
-        prompt = draws.choices(_TOKEN_IDS, k=request.prompt_tokens)
-        return cls(request.arrival_s, prompt, request.output_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class CaseRun:
-    """What came of one system.
-
-    Attributes:
-        figures: As the simulator's results name them, times in modelled seconds.
-        decisions: Those that began steps.
-    """
-
-    records: list[RequestRecord]
-    figures: dict[str, float]
-    decisions: list[dict[str, Any]]
-    modelled_time: ModelledTime
-
-
-def options_of(system: System, profile: str, dilation: float, log: Path) -> list[str]:
-    """Returns ``banaserve serve``'s options for ``system``.
-
-    Raises:
-        UserError: It has instances that do both, which the cases on engines leave out.
-    """
-    if system.colocated:
-        raise UserError("only systems with prefill and decode apart run as paced engines")
-    options = ["--pace", profile, "--dilate", f"{dilation:g}"]
-    options += ["--pd", f"{system.prefill}:{system.decode}", "--routing-policy", system.routing]
-    for key, value in system.routing_options.items():
-        options += ["--routing-option", f"{key}={value}"]
-    if system.migration == "still":
-        return [*options, *_OPTIONS, "--orchestrator", "off"]
-    limits = system.control_limits
-    options += ["--orchestrator", "on", "--orchestrator-policy", system.migration]
-    options += ["--orchestrator-interval", f"{system.control_s:g}"]
-    options += ["--orchestrator-concurrent", str(limits.concurrent)]
-    options += ["--orchestrator-per-minute", str(limits.per_minute), "--decision-log", str(log)]
-    if not system.overlap_fraction:
-        options += ["--migration-overlap", "1"]  # As the simulator has it: guests are waited for.
-    for key, value in system.migration_options.items():
-        options += ["--orchestrator-option", f"{key}={value}"]
-    return [*options, *_OPTIONS]
-
-
-async def run_system(
-    profile: Profile,
-    system: System,
-    asked: Sequence[CaseRequest],
-    dilation: float,
-    limits: LatencyLimits,
-) -> CaseRun:
-    """Start ``system``, send it ``asked`` as they come, and end it.
-
-    Raises:
-        UserError: It does not start, or its time is not modelled.
-    """
-    with TemporaryDirectory(prefix="bench-") as folder:
-        log = Path(folder) / "decisions.jsonl"
-        options = options_of(system, profile.name, dilation, log)
-        with banaserve_server(MINIATURE, *options, "--run-dir", f"{folder}/run") as server:
-            name = f"paced-{profile.name}"
-            async with OpenAiClient(
-                server.url, name, return_token_ids=True, timeout_s=_TIMEOUT_S, read_late=True
-            ) as client:
-                warm_up = [CaseRequest(0.0, one.prompt[:64], 8) for one in asked[:_WARM_UP]]
-                await _send(client, warm_up, dilation)
-                began_s = time.time()
-                records = await _send(client, asked, dilation)
-            told = modelled_time(server.url)
-        if told is None:
-            raise UserError(f"{server.url} does not say that its time is modelled")
-        decisions = decisions_of(log, began_s, dilation)
-    num_moves = sum(step["ending"] == "done" for one in decisions for step in one["steps"])
-    figures = figures_of(records, dilation, limits)
-    figures["num_moves"] = float(num_moves)
-    figures["overrun_fraction"] = told.num_overrun / max(1, told.num_steps)
-    return CaseRun(records, figures, decisions, told)
-
-
-async def _send(
-    client: OpenAiClient, asked: Sequence[CaseRequest], dilation: float
-) -> list[RequestRecord]:
-    calls = [
-        Call(str(n), prompt=one.prompt, max_tokens=one.output_tokens, extra={"ignore_eos": True})
-        for n, one in enumerate(asked)
-    ]
-    return await open_loop(client, calls, [one.at_s * dilation for one in asked])
-
-
-def figures_of(
-    records: Sequence[RequestRecord], dilation: float, limits: LatencyLimits
-) -> dict[str, float]:
-    """Returns the simulator's figures of real records; latencies count from the arrival."""
-    ended = [r for r in records if r.error is None and r.ended_at_s is not None]
-    start_s = min(_due_s(record) for record in records)
-    ttft = [((r.first_token_at_s or 0.0) - _due_s(r)) / dilation for r in ended]
-    tpot = [(tpot_s(r) or 0.0) / dilation for r in ended]
-    e2e = [((r.ended_at_s or 0.0) - _due_s(r)) / dilation for r in ended]
-    good = sum(
-        first <= limits.ttft_s and each <= limits.tpot_s
-        for first, each in zip(ttft, tpot, strict=True)
-    )
-    total_s = max(((r.ended_at_s or 0.0) - start_s for r in ended), default=0.0) / dilation
-    figures = {
-        "num_requests": float(len(records)),
-        "num_finished": float(len(ended)),
-        "finished_fraction": len(ended) / len(records),
-        "goodput_fraction": good / len(records),
-        "total_s": total_s,
-        "output_tokens_per_s": sum(map(output_tokens, ended)) / total_s if total_s else 0.0,
-    }
-    for name, values in (("ttft", sorted(ttft)), ("tpot", sorted(tpot)), ("e2e", sorted(e2e))):
-        figures[f"{name}_mean_s"] = sum(values) / len(values) if values else 0.0
-        figures[f"{name}_p50_s"] = percentile(values, 0.5)
-        figures[f"{name}_p99_s"] = percentile(values, 0.99)
-    return figures
-
-
-def _due_s(record: RequestRecord) -> float:
-    return record.sent_at_s if record.due_at_s is None else record.due_at_s
-
-
-DEFAULT_CASES = ("prefill-flood", "decode-flood", "oscillating-load")
-PUBLISHED = "published"
-"""A system beside those of the case: banaserve with the preset of that name."""
 _UNITS = {
     "goodput_fraction": "fraction",
     "ttft_p50_s": "modelled s",
@@ -249,6 +82,8 @@ _NOTES = (
     "commit and start of each run stand beside it in raw",
 )
 _Found = dict[str, dict[str, Any]]
+Answer = tuple[list[int], list[int]]
+"""Tokens of a prompt, and those of its greedy answer."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -287,6 +122,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for name in given.case:
         _systems(given, _cut(given, name))  # a wrong name stops before anything runs
     return given
+
+
+def _kept(path: Path | None) -> dict[str, Any]:
+    """What an earlier result holds, by case; empty where there is none."""
+    if path is None or not path.exists():
+        return {}
+    kept = result.read(path)
+    if kept.name != "cases":
+        raise UserError(f"{path} is a result of bench {kept.name}: give another file")
+    return dict(kept.raw["cases"])
 
 
 def _cut(given: argparse.Namespace, name: str) -> Case:
@@ -369,16 +214,6 @@ def _is_good(found: Mapping[str, Any]) -> bool:
     return goals and all(one["equal_fraction"] == 1.0 for one in found["paced"].values())
 
 
-def _kept(path: Path | None) -> dict[str, Any]:
-    """What an earlier result holds, by case; empty where there is none."""
-    if path is None or not path.exists():
-        return {}
-    kept = result.read(path)
-    if kept.name != "cases":
-        raise UserError(f"{path} is a result of bench {kept.name}: give another file")
-    return dict(kept.raw["cases"])
-
-
 def _result(
     given: argparse.Namespace, began: datetime, found: Mapping[str, dict[str, Any]]
 ) -> result.Result:
@@ -402,3 +237,165 @@ def _result(
         raw={"cases": dict(found)},
         modelled_time=modelled,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class CaseRequest:
+    """A request: when it comes, in modelled seconds, and what it asks for."""
+
+    at_s: float
+    prompt: list[int]
+    output_tokens: int
+
+    @classmethod
+    def of(cls, request: SimRequest, seed: int) -> Self:
+        """The request with a prompt that no other one shares."""
+        draws = random.Random(f"{seed} prompt {request.id}")
+        prompt = draws.choices(_TOKEN_IDS, k=request.prompt_tokens)
+        return cls(request.arrival_s, prompt, request.output_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class CaseRun:
+    """What came of one system.
+
+    Attributes:
+        figures: As the simulator's results name them, times in modelled seconds.
+        decisions: Those that began steps.
+    """
+
+    records: list[RequestRecord]
+    figures: dict[str, float]
+    decisions: list[dict[str, Any]]
+    modelled_time: ModelledTime
+
+
+async def run_system(
+    profile: Profile,
+    system: System,
+    asked: Sequence[CaseRequest],
+    dilation: float,
+    limits: LatencyLimits,
+) -> CaseRun:
+    """Start ``system``, send it ``asked`` as they come, and end it.
+
+    Raises:
+        UserError: It does not start, or its time is not modelled.
+    """
+    with TemporaryDirectory(prefix="bench-") as folder:
+        log = Path(folder) / "decisions.jsonl"
+        options = options_of(system, profile.name, dilation, log)
+        with banaserve_server(MINIATURE, *options, "--run-dir", f"{folder}/run") as server:
+            name = f"paced-{profile.name}"
+            async with OpenAiClient(
+                server.url, name, return_token_ids=True, timeout_s=_TIMEOUT_S, read_late=True
+            ) as client:
+                warm_up = [CaseRequest(0.0, one.prompt[:64], 8) for one in asked[:_WARM_UP]]
+                await _send(client, warm_up, dilation)
+                began_s = time.time()
+                records = await _send(client, asked, dilation)
+            told = modelled_time(server.url)
+        if told is None:
+            raise UserError(f"{server.url} does not say that its time is modelled")
+        decisions = decisions_of(log, began_s, dilation)
+    num_moves = sum(step["ending"] == "done" for one in decisions for step in one["steps"])
+    figures = figures_of(records, dilation, limits)
+    figures["num_moves"] = float(num_moves)
+    figures["overrun_fraction"] = told.num_overrun / max(1, told.num_steps)
+    return CaseRun(records, figures, decisions, told)
+
+
+def options_of(system: System, profile: str, dilation: float, log: Path) -> list[str]:
+    """Returns ``banaserve serve``'s options for ``system``.
+
+    Raises:
+        UserError: It has instances that do both, which the cases on engines leave out.
+    """
+    if system.colocated:
+        raise UserError("only systems with prefill and decode apart run as paced engines")
+    options = ["--pace", profile, "--dilate", f"{dilation:g}"]
+    options += ["--pd", f"{system.prefill}:{system.decode}", "--routing-policy", system.routing]
+    for key, value in system.routing_options.items():
+        options += ["--routing-option", f"{key}={value}"]
+    if system.migration == "still":
+        return [*options, *_OPTIONS, "--orchestrator", "off"]
+    limits = system.control_limits
+    options += ["--orchestrator", "on", "--orchestrator-policy", system.migration]
+    options += ["--orchestrator-interval", f"{system.control_s:g}"]
+    options += ["--orchestrator-concurrent", str(limits.concurrent)]
+    options += ["--orchestrator-per-minute", str(limits.per_minute), "--decision-log", str(log)]
+    if not system.overlap_fraction:
+        options += ["--migration-overlap", "1"]  # As the simulator has it: guests are waited for.
+    for key, value in system.migration_options.items():
+        options += ["--orchestrator-option", f"{key}={value}"]
+    return [*options, *_OPTIONS]
+
+
+async def _send(
+    client: OpenAiClient, asked: Sequence[CaseRequest], dilation: float
+) -> list[RequestRecord]:
+    calls = [
+        Call(str(n), prompt=one.prompt, max_tokens=one.output_tokens, extra={"ignore_eos": True})
+        for n, one in enumerate(asked)
+    ]
+    return await open_loop(client, calls, [one.at_s * dilation for one in asked])
+
+
+def figures_of(
+    records: Sequence[RequestRecord], dilation: float, limits: LatencyLimits
+) -> dict[str, float]:
+    """Returns the simulator's figures of real records; latencies count from the arrival."""
+    ended = [r for r in records if r.error is None and r.ended_at_s is not None]
+    start_s = min(_due_s(record) for record in records)
+    ttft = [((r.first_token_at_s or 0.0) - _due_s(r)) / dilation for r in ended]
+    tpot = [(tpot_s(r) or 0.0) / dilation for r in ended]
+    e2e = [((r.ended_at_s or 0.0) - _due_s(r)) / dilation for r in ended]
+    good = sum(
+        first <= limits.ttft_s and each <= limits.tpot_s
+        for first, each in zip(ttft, tpot, strict=True)
+    )
+    total_s = max(((r.ended_at_s or 0.0) - start_s for r in ended), default=0.0) / dilation
+    figures = {
+        "num_requests": float(len(records)),
+        "num_finished": float(len(ended)),
+        "finished_fraction": len(ended) / len(records),
+        "goodput_fraction": good / len(records),
+        "total_s": total_s,
+        "output_tokens_per_s": sum(map(output_tokens, ended)) / total_s if total_s else 0.0,
+    }
+    for name, values in (("ttft", sorted(ttft)), ("tpot", sorted(tpot)), ("e2e", sorted(e2e))):
+        figures[f"{name}_mean_s"] = sum(values) / len(values) if values else 0.0
+        figures[f"{name}_p50_s"] = percentile(values, 0.5)
+        figures[f"{name}_p99_s"] = percentile(values, 0.99)
+    return figures
+
+
+def _due_s(record: RequestRecord) -> float:
+    return record.sent_at_s if record.due_at_s is None else record.due_at_s
+
+
+def sampled(total: int, count: int) -> list[int]:
+    """Returns the places of ``count`` of ``total`` requests, spread evenly."""
+    count = min(count, total)
+    return [place * total // count for place in range(count)]
+
+
+def num_equal(profile: Profile, answers: Sequence[Answer]) -> int:
+    """Returns how many ``answers`` the profile's miniature gives in one engine of vLLM's own."""
+    model = miniatures.resolve(profile, print)
+    calls = [
+        Call(str(n), prompt=prompt, max_tokens=len(answer), extra={"ignore_eos": True})
+        for n, (prompt, answer) in enumerate(answers)
+    ]
+    with vllm_server(model.path_or_id, _NAME, *_PLAIN_OPTIONS) as server:
+        expected = asyncio.run(_ask(server.url, calls))
+    return sum(one == answer for one, (_, answer) in zip(expected, answers, strict=True))
+
+
+async def _ask(url: str, calls: Sequence[Call]) -> list[list[int]]:
+    async with OpenAiClient(url, _NAME, return_token_ids=True) as client:
+        return [record.token_ids for record in await closed_loop(client, calls, 4)]
+
+
+if __name__ == "__main__":
+    run_script(main)

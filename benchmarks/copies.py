@@ -1,12 +1,10 @@
-"""The disk queue beside threads that call the system themselves, past the page cache.
+"""Copies of scattered blocks, beside memcpy and beside the disk.
 
-Ways to copy scattered blocks of one size, each beside a memcpy of as many bytes.
-
-``python -m benchmarks copies``: copies of scattered blocks beside memcpy and the disk.
-
-Each way copies as many bytes as one memcpy in one piece, in a random order of ways within each run,
-from and to memory that no cache holds. A fraction is memcpy's time over the way's: of the thread
-that took longest, on a processor, since the clock counts whatever else the machine does.
+``python -m benchmarks copies``. Each way copies as many bytes as one memcpy in one piece, in a
+random order of ways within each run, from and to memory that no cache holds. A fraction is memcpy's
+time over the way's: of the thread that took longest, on a processor, since the clock counts
+whatever else the machine does. On disk, the native queue runs beside threads that call the system
+themselves, past the page cache.
 """
 
 from __future__ import annotations
@@ -38,94 +36,122 @@ from banaserve.bench.results.statistics import median
 from banaserve.errors import UserError
 from benchmarks.kvstore.disk import check_direct
 from benchmarks.kvstore.memory import plain_memory
+from benchmarks.script import run_script
 
-
-class QueueBench:
-    """Blocks of one size in a file that is as long as all of them.
-
-    Args:
-        folder: On the disk to measure.
-        block_bytes: A multiple of the page size.
-        num_blocks: Of a run.
-        depth: Transfers under way at once.
-        seed: Of the bytes and of the order of blocks.
-    """
-
-    def __init__(
-        self, folder: Path, block_bytes: int, num_blocks: int, depth: int, seed: int
-    ) -> None:
-        self._path = folder / f"banaserve-copies-{os.getpid()}"
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT
-        self._fd = os.open(self._path, flags, 0o600)
-        self._path.unlink()
-        os.posix_fallocate(self._fd, 0, num_blocks * block_bytes)
-        self._block_bytes = block_bytes
-        self._num_blocks = num_blocks
-        self._depth = depth
-        self._random = random.Random(seed)
-        self._queue = DiskQueue(depth, "auto")
-        self._memory = plain_memory(depth * block_bytes, seed).reshape(depth, block_bytes)
-
-    @property
-    def engine(self) -> str:
-        """That moves the queue's bytes."""
-        return self._queue.engine
-
-    def close(self) -> None:
-        """Let go of the disk."""
-        self._queue.close()
-        os.close(self._fd)
-
-    def run(self) -> dict[str, float]:
-        """Seconds by ``queue_write``, ``raw_write``, ``queue_read`` and ``raw_read``."""
-        seconds = {}
-        for writes in (True, False):
-            order = self._random.sample(range(self._num_blocks), self._num_blocks)
-            ways = [("queue", self._by_queue), ("raw", self._by_threads)]
-            self._random.shuffle(ways)
-            for name, way in ways:
-                began_s = time.perf_counter()
-                way(order, writes)
-                seconds[f"{name}_{'write' if writes else 'read'}"] = time.perf_counter() - began_s
-        return seconds
-
-    def _by_threads(self, order: Sequence[int], writes: bool) -> None:
-        move = os.pwritev if writes else os.preadv
-
-        def work(worker: int) -> None:
-            buffer = memoryview(self._memory[worker])
-            for number in order[worker :: self._depth]:
-                self._check(move(self._fd, [buffer], number * self._block_bytes))
-
-        with ThreadPoolExecutor(self._depth) as pool:
-            list(pool.map(work, range(self._depth)))
-
-    def _by_queue(self, order: Sequence[int], writes: bool) -> None:
-        submit = self._queue.submit_write if writes else self._queue.submit_read
-        left, free, under_way = list(order), list(range(self._depth)), 0
-        while left or under_way:
-            while left and free:
-                buffer = free.pop()
-                place = (self._memory[buffer].ctypes.data, self._block_bytes)
-                submit(buffer, self._fd, left.pop() * self._block_bytes, [place])
-                under_way += 1
-            if not select.select([self._queue.fd], [], [], 60.0)[0]:
-                raise UserError("the disk does not answer")
-            for buffer, num_bytes in self._queue.poll():
-                self._check(num_bytes)
-                free.append(buffer)
-                under_way -= 1
-
-    def _check(self, result: int) -> None:
-        if result != self._block_bytes:
-            raise UserError(f"the disk moved {result} of {self._block_bytes} bytes")
-
-
+KIB, MIB = 2**10, 2**20
+_BLOCK_BYTES = (32 * KIB, 128 * KIB, 512 * KIB, MIB, 4 * MIB)
+_LARGE_BYTES = MIB
+_THREADS = (1, 2)
+_SAMPLE_BYTES = 32 * MIB
+_RING_BYTES = 128 * MIB
+_DISK_BLOCK_BYTES = 3 * MIB
 MEMCPY = "memcpy"
+# Of the large blocks, with either number of threads, the worst.
+_HEADLINES = (
+    "copy_fraction",
+    "copy_checksum_fraction",
+    "copy_wall_fraction",
+    "copy_checksum_wall_fraction",
+)
 _memmove = ctypes.CDLL(None).memmove  # lets go of the GIL
 _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+Samples = dict[str, list[float]]
 Way = Callable[[int, int], None]
 """Copies the blocks from one number to another."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and write the result; the exit code."""
+    given = _parse(argv)
+    torch.set_num_threads(1)  # the pipeline's own threads are what is measured
+    started_at = datetime.now(UTC)
+    samples: Samples = defaultdict(list)
+    with Progress(transient=True) as progress:
+        _memory(given, samples, progress)
+        engine = _disk(given, samples, progress)
+    names = [*_HEADLINES, *(name for name in samples if name not in _HEADLINES)]
+    notes = [
+        f"streaming copies use {_native.copy_instructions()[:1] or ['memcpy']}; checksums are "
+        "XXH3-64 of the xxhash package",
+        f"copy_fraction and copy_checksum_fraction are the worst of {_LARGE_BYTES // KIB} KiB and "
+        "more, 1 and 2 threads, streaming, in time on a processor; those by the clock say wall",
+        f"disk: {engine} beside preadv and pwritev of threads, at the same depth",
+    ]
+    record = result.result(
+        "copies",
+        seed=given.seed,
+        options={name: str(value) for name, value in vars(given).items() if name != "json"},
+        started_at=started_at,
+        figures={name: result.figure(samples[name], _unit(name)) for name in names},
+        notes=notes,
+    )
+    result.deliver(record, given.json)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m benchmarks copies", description=__doc__)
+    add = parser.add_argument
+    add("--json", type=Path, help="write the result there")
+    add("--runs", type=int, default=5)
+    add("--repeats", type=int, default=9, help="of each copy within a run; the median counts")
+    add("--disk-blocks", type=int, default=64, help="of 3 MiB, of a run on disk; 0 for none")
+    add("--depth", type=int, default=8, help="transfers of the disk at once")
+    add("--folder", type=Path, default=Path("/var/tmp"), help="on the disk to measure")
+    add("--seed", type=int, default=0)
+    given = parser.parse_args(list(argv))
+    if min(given.runs, given.repeats, given.depth) < 1 or given.disk_blocks < 0:
+        raise UserError("--runs, --repeats and --depth are at least 1, --disk-blocks at least 0")
+    return given
+
+
+def _unit(name: str) -> str:
+    return "fraction" if "fraction" in name else "GB/s"
+
+
+def _memory(given: argparse.Namespace, samples: Samples, progress: Progress) -> None:
+    task = progress.add_task("memory", total=given.runs * len(_BLOCK_BYTES) * len(_THREADS))
+    with ThreadPoolExecutor(max(_THREADS)) as pool:
+        for run in range(given.runs):
+            large: dict[str, list[float]] = defaultdict(list)
+            for block_bytes in _BLOCK_BYTES:
+                bench = CopyBench(block_bytes, _SAMPLE_BYTES, _RING_BYTES, given.seed + run)
+                bench.run(pool, 1)  # meets page faults, and code that was never called
+                for num_threads in _THREADS:
+                    case = f"{block_bytes // KIB}kib_{num_threads}t"
+                    fractions = _case(bench, pool, num_threads, given.repeats, samples, case)
+                    if block_bytes >= _LARGE_BYTES:
+                        for name, fraction in fractions.items():
+                            large[name].append(fraction)
+                    progress.advance(task)
+            for name in _HEADLINES:
+                samples[name].append(min(large[name]))
+
+
+def _case(
+    bench: CopyBench,
+    pool: ThreadPoolExecutor,
+    num_threads: int,
+    repeats: int,
+    samples: Samples,
+    case: str,
+) -> dict[str, float]:
+    """One run of one size: the median over repeats of each way's fraction, by its figure's name."""
+    runs = [bench.run(pool, num_threads) for _ in range(repeats)]
+    # Of speeds, only what a reader compares with other machines.
+    samples[f"memcpy_gb_per_s_{case}"].append(
+        median([_SAMPLE_BYTES / one[MEMCPY].wall_s / 1e9 for one in runs])
+    )
+    fractions, wall = {}, {}
+    for way in bench.ways:
+        if way != MEMCPY:
+            cpu = [one[MEMCPY].cpu_s / one[way].cpu_s for one in runs]
+            fractions[f"{way}_fraction"] = median(cpu)
+            by_clock = [one[MEMCPY].wall_s / one[way].wall_s for one in runs]
+            wall[f"{way}_wall_fraction"] = median(by_clock)
+    for name, fraction in fractions.items():
+        samples[f"{name}_{case}"].append(fraction)
+    return {**fractions, **wall}
 
 
 class Seconds(NamedTuple):
@@ -258,117 +284,6 @@ class CopyBench:
         )
 
 
-KIB, MIB = 2**10, 2**20
-_BLOCK_BYTES = (32 * KIB, 128 * KIB, 512 * KIB, MIB, 4 * MIB)
-_LARGE_BYTES = MIB
-_THREADS = (1, 2)
-_SAMPLE_BYTES = 32 * MIB
-_RING_BYTES = 128 * MIB
-_DISK_BLOCK_BYTES = 3 * MIB
-# Of the large blocks, with either number of threads, the worst.
-_HEADLINES = (
-    "copy_fraction",
-    "copy_checksum_fraction",
-    "copy_wall_fraction",
-    "copy_checksum_wall_fraction",
-)
-Samples = dict[str, list[float]]
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
-    given = _parse(argv)
-    torch.set_num_threads(1)  # the pipeline's own threads are what is measured
-    started_at = datetime.now(UTC)
-    samples: Samples = defaultdict(list)
-    with Progress(transient=True) as progress:
-        _memory(given, samples, progress)
-        engine = _disk(given, samples, progress)
-    names = [*_HEADLINES, *(name for name in samples if name not in _HEADLINES)]
-    notes = [
-        f"streaming copies use {_native.copy_instructions()[:1] or ['memcpy']}; checksums are "
-        "XXH3-64 of the xxhash package",
-        f"copy_fraction and copy_checksum_fraction are the worst of {_LARGE_BYTES // KIB} KiB and "
-        "more, 1 and 2 threads, streaming, in time on a processor; those by the clock say wall",
-        f"disk: {engine} beside preadv and pwritev of threads, at the same depth",
-    ]
-    record = result.result(
-        "copies",
-        seed=given.seed,
-        options={name: str(value) for name, value in vars(given).items() if name != "json"},
-        started_at=started_at,
-        figures={name: result.figure(samples[name], _unit(name)) for name in names},
-        notes=notes,
-    )
-    result.deliver(record, given.json)
-    return 0
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks copies", description=__doc__)
-    add = parser.add_argument
-    add("--json", type=Path, help="write the result there")
-    add("--runs", type=int, default=5)
-    add("--repeats", type=int, default=9, help="of each copy within a run; the median counts")
-    add("--disk-blocks", type=int, default=64, help="of 3 MiB, of a run on disk; 0 for none")
-    add("--depth", type=int, default=8, help="transfers of the disk at once")
-    add("--folder", type=Path, default=Path("/var/tmp"), help="on the disk to measure")
-    add("--seed", type=int, default=0)
-    given = parser.parse_args(list(argv))
-    if min(given.runs, given.repeats, given.depth) < 1 or given.disk_blocks < 0:
-        raise UserError("--runs, --repeats and --depth are at least 1, --disk-blocks at least 0")
-    return given
-
-
-def _unit(name: str) -> str:
-    return "fraction" if "fraction" in name else "GB/s"
-
-
-def _memory(given: argparse.Namespace, samples: Samples, progress: Progress) -> None:
-    task = progress.add_task("memory", total=given.runs * len(_BLOCK_BYTES) * len(_THREADS))
-    with ThreadPoolExecutor(max(_THREADS)) as pool:
-        for run in range(given.runs):
-            large: dict[str, list[float]] = defaultdict(list)
-            for block_bytes in _BLOCK_BYTES:
-                bench = CopyBench(block_bytes, _SAMPLE_BYTES, _RING_BYTES, given.seed + run)
-                bench.run(pool, 1)  # meets page faults, and code that was never called
-                for num_threads in _THREADS:
-                    case = f"{block_bytes // KIB}kib_{num_threads}t"
-                    fractions = _case(bench, pool, num_threads, given.repeats, samples, case)
-                    if block_bytes >= _LARGE_BYTES:
-                        for name, fraction in fractions.items():
-                            large[name].append(fraction)
-                    progress.advance(task)
-            for name in _HEADLINES:
-                samples[name].append(min(large[name]))
-
-
-def _case(
-    bench: CopyBench,
-    pool: ThreadPoolExecutor,
-    num_threads: int,
-    repeats: int,
-    samples: Samples,
-    case: str,
-) -> dict[str, float]:
-    """One run of one size: the median over repeats of each way's fraction, by its figure's name."""
-    runs = [bench.run(pool, num_threads) for _ in range(repeats)]
-    # Of speeds, only what a reader compares with other machines.
-    samples[f"memcpy_gb_per_s_{case}"].append(
-        median([_SAMPLE_BYTES / one[MEMCPY].wall_s / 1e9 for one in runs])
-    )
-    fractions, wall = {}, {}
-    for way in bench.ways:
-        if way != MEMCPY:
-            cpu = [one[MEMCPY].cpu_s / one[way].cpu_s for one in runs]
-            fractions[f"{way}_fraction"] = median(cpu)
-            by_clock = [one[MEMCPY].wall_s / one[way].wall_s for one in runs]
-            wall[f"{way}_wall_fraction"] = median(by_clock)
-    for name, fraction in fractions.items():
-        samples[f"{name}_{case}"].append(fraction)
-    return {**fractions, **wall}
-
-
 def _disk(given: argparse.Namespace, samples: Samples, progress: Progress) -> str:
     if not given.disk_blocks:
         return "not measured"
@@ -386,3 +301,88 @@ def _disk(given: argparse.Namespace, samples: Samples, progress: Progress) -> st
                 samples[f"disk_raw_{kind}_gb_per_s"].append(num_bytes / raw_s / 1e9)
             progress.advance(task)
     return bench.engine
+
+
+class QueueBench:
+    """Blocks of one size in a file that is as long as all of them.
+
+    Args:
+        folder: On the disk to measure.
+        block_bytes: A multiple of the page size.
+        num_blocks: Of a run.
+        depth: Transfers under way at once.
+        seed: Of the bytes and of the order of blocks.
+    """
+
+    def __init__(
+        self, folder: Path, block_bytes: int, num_blocks: int, depth: int, seed: int
+    ) -> None:
+        self._path = folder / f"banaserve-copies-{os.getpid()}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT
+        self._fd = os.open(self._path, flags, 0o600)
+        self._path.unlink()
+        os.posix_fallocate(self._fd, 0, num_blocks * block_bytes)
+        self._block_bytes = block_bytes
+        self._num_blocks = num_blocks
+        self._depth = depth
+        self._random = random.Random(seed)
+        self._queue = DiskQueue(depth, "auto")
+        self._memory = plain_memory(depth * block_bytes, seed).reshape(depth, block_bytes)
+
+    @property
+    def engine(self) -> str:
+        """That moves the queue's bytes."""
+        return self._queue.engine
+
+    def close(self) -> None:
+        """Let go of the disk."""
+        self._queue.close()
+        os.close(self._fd)
+
+    def run(self) -> dict[str, float]:
+        """Seconds by ``queue_write``, ``raw_write``, ``queue_read`` and ``raw_read``."""
+        seconds = {}
+        for writes in (True, False):
+            order = self._random.sample(range(self._num_blocks), self._num_blocks)
+            ways = [("queue", self._by_queue), ("raw", self._by_threads)]
+            self._random.shuffle(ways)
+            for name, way in ways:
+                began_s = time.perf_counter()
+                way(order, writes)
+                seconds[f"{name}_{'write' if writes else 'read'}"] = time.perf_counter() - began_s
+        return seconds
+
+    def _by_threads(self, order: Sequence[int], writes: bool) -> None:
+        move = os.pwritev if writes else os.preadv
+
+        def work(worker: int) -> None:
+            buffer = memoryview(self._memory[worker])
+            for number in order[worker :: self._depth]:
+                self._check(move(self._fd, [buffer], number * self._block_bytes))
+
+        with ThreadPoolExecutor(self._depth) as pool:
+            list(pool.map(work, range(self._depth)))
+
+    def _by_queue(self, order: Sequence[int], writes: bool) -> None:
+        submit = self._queue.submit_write if writes else self._queue.submit_read
+        left, free, under_way = list(order), list(range(self._depth)), 0
+        while left or under_way:
+            while left and free:
+                buffer = free.pop()
+                place = (self._memory[buffer].ctypes.data, self._block_bytes)
+                submit(buffer, self._fd, left.pop() * self._block_bytes, [place])
+                under_way += 1
+            if not select.select([self._queue.fd], [], [], 60.0)[0]:
+                raise UserError("the disk does not answer")
+            for buffer, num_bytes in self._queue.poll():
+                self._check(num_bytes)
+                free.append(buffer)
+                under_way -= 1
+
+    def _check(self, result: int) -> None:
+        if result != self._block_bytes:
+            raise UserError(f"the disk moved {result} of {self._block_bytes} bytes")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,9 +1,10 @@
-"""``python -m benchmarks front``: what does the front door cost beside vLLM's own API server?
+"""Cost of the front door, beside vLLM's own API server.
 
-Three servers run side by side over a miniature model whose steps cost almost nothing: vLLM's API
-server with one engine, and banaserve with four, colocated and apart. Each gets the same requests
-in turn. What is counted is the CPU of the process that answers HTTP, from the system's own
-accounts, so what else runs on the machine shows in latencies more than in it.
+``python -m benchmarks front``. Three servers run side by side over a miniature model whose steps
+cost almost nothing: vLLM's API server with one engine, and banaserve with four, colocated and
+apart. Each gets the same requests in turn. What is counted is the CPU of the process that answers
+HTTP, from the system's own accounts, so what else runs on the machine shows in latencies more than
+in it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from banaserve.bench.results import result
 from banaserve.bench.results.statistics import paired_ratios, percentile
 from banaserve.errors import UserError
 from banaserve.models import miniature
+from benchmarks.script import run_script
 
 _NAME = "miniature"
 _CONTEXT_TOKENS = 1024
@@ -257,3 +259,7 @@ def _added(samples: Samples, name: str, streams: int, runs: int) -> dict[str, re
 
 def _latency(sample: FrontSample, what: str, percent: int) -> float:
     return percentile(sample.ttft_s if what == "ttft" else sample.gaps_s or [0.0], percent)
+
+
+if __name__ == "__main__":
+    run_script(main)

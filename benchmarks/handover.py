@@ -1,8 +1,8 @@
-"""``python -m benchmarks handover``: what it costs that a request is handed from prefill to decode.
+"""Cost of handing a request from prefill to decode.
 
-Two servers run side by side on the same machine and get the same prompts in turn: vLLM's own
-API server over one engine, and banaserve at ``--pd 1:1``. Each run uses prompts of its own, so
-that no cache of an earlier run answers.
+``python -m benchmarks handover``. Two servers run side by side on the same machine and get the same
+prompts in turn: vLLM's own API server over one engine, and banaserve at ``--pd 1:1``. Each run uses
+prompts of its own, so that no cache of an earlier run answers.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sig
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median, paired_ratios
 from banaserve.errors import UserError
+from benchmarks.script import run_script
 
 _SAME = ("--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 30))
 """Options of both servers; float32, so that their answers can be compared token by token."""
@@ -250,3 +251,7 @@ def _result(
         notes=_NOTES,
         raw={"counts": counts},
     )
+
+
+if __name__ == "__main__":
+    run_script(main)

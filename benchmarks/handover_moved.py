@@ -1,8 +1,8 @@
-"""``python -m benchmarks handover-moved``: handing over a request whose layers have partly moved.
+"""Handing over a request whose layers have partly moved.
 
-Two servers at ``--pd 1:1``, both with layers of p0 in a guest beside d0, get the same prompts in
-turn, one at a time. One lets the guest save the KV of its layers to the store; the other sends it
-to p0 first, which saves it.
+``python -m benchmarks handover-moved``. Two servers at ``--pd 1:1``, both with layers of p0 in a
+guest beside d0, get the same prompts in turn, one at a time. One lets the guest save the KV of its
+layers to the store; the other sends it to p0 first, which saves it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from banaserve.bench.results.statistics import median, paired_ratios
 from banaserve.engine.vllm.migration.api import MoveLayers
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
+from benchmarks.script import run_script
 
 _SAME = (
     *("--pd", "1:1", "--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 30)),
@@ -180,3 +181,7 @@ def _result(
             "KV travels between guest and host through shared memory: a copy is a memcpy",
         ],
     )
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,6 +1,6 @@
 """Step times of a real engine on this machine, fitted to a profile for simulator and pacing.
 
-Usage: ``python -m benchmarks.measure_profile [--out banaserve/costs/profiles] [--json FILE]``.
+``python -m benchmarks measure-profile [--out banaserve/costs/profiles] [--json FILE]``.
 One engine of SmolLM2-135M on one thread is stepped by hand: prompts of several lengths alone, and
 batches that decode with several contexts. Two least-squares fits of the relative error give the
 coefficients; steps of both kinds at once, which no fit has seen, say how far they hold.
@@ -8,7 +8,6 @@ coefficients; steps of both kinds at once, which no fit has seen, say how far th
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import sys
@@ -22,12 +21,13 @@ from typing import Any
 import numpy as np
 
 from banaserve import models
+from banaserve.arguments import Parser
 from banaserve.bench.results import result
 from banaserve.bench.results.result import machine
 from banaserve.bench.results.statistics import median
 from banaserve.costs.profile import DecodeSection, PrefillSection
 from banaserve.engine.vllm.environment import set_environment
-from banaserve.errors import UserError
+from benchmarks.script import run_script
 
 NAME = "smollm2-135m-cpu"
 KV_BYTES = 768 << 20
@@ -157,7 +157,8 @@ def fitted(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> lis
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measure the steps and write profile and result; the exit code."""
+    parser = Parser(prog="python -m benchmarks measure-profile", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("banaserve/costs/profiles"))
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/profile.json"))
     parser.add_argument("--runs", type=int, default=5)
@@ -285,8 +286,4 @@ hop_s = 0.4e-3
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    run_script(main)

@@ -1,13 +1,9 @@
-"""How fast a transport copies the pages of a KV cache: the bound for moving them.
+"""Time and memory of moving layers and heads between instances.
 
-More memory, more work: a pool that preempts, before and after layers have moved away.
-
-Rounds of ``bench migration``: one stream decodes while something moves away and comes back.
-
-``python -m benchmarks migration``: what moving layers and heads between instances takes and brings.
-
-One stream decodes on d0 while parts of it move to p0 and back, again and again, with a short and a
-long context; then a batch runs on a pool too small for it, before and after layers have moved away.
+``python -m benchmarks migration``. One stream decodes on d0 while parts of it move to p0 and back,
+again and again, with a short and a long context; beside each move the same transport copies as many
+bytes alone, which bounds it. Then a batch runs on a pool that is too small for it, before and after
+layers have moved away.
 """
 
 from __future__ import annotations
@@ -50,114 +46,22 @@ from banaserve.run_dir import find_admin
 from banaserve.transport.interface import Offsets, RemoteRegion, TransportOptions
 from banaserve.transport.memory import Memory
 from banaserve.transport.registry import create
+from benchmarks.script import run_script
 
+_FLOAT32 = ("--pd", "1:1", "--dtype", "float32")
+_POOL_BYTES = 768 << 20
+_SMALL_POOL_BLOCKS = 24
+_BLOCK_BYTES = 30 * 128 * 2 * 3 * 64 * 4
+WINDOW_S = 1.0
+_LOOK_S = 0.5
+"""A look costs the front door a page of metrics, which two cores feel."""
+_TRANSPORT = "shm"
 _TIMEOUT_S = 60.0
 _PAGES_A_TIME = 320
 """Of a KV cache, about as many as a move copies in one submission."""
 _REPEATS = 5
-
-
-def write_bytes_per_s(name: str, page_bytes: int, total_bytes: int) -> float:
-    """Copy ``total_bytes`` of whole pages to another region, whose memory is there already.
-
-    Both ends are in this process; the bytes go the same way as between two. The median of
-    ``_REPEATS``: one alone says more of what else the machine does than of the transport.
-    """
-    num_pages = max(1, total_bytes // page_bytes)
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        options = TransportOptions(folder=folder, secret=secrets.token_bytes(32))
-        here, there = create(name, options), create(name, options)
-        try:
-            offered = there.offer(num_pages * page_bytes, 1)
-            region = here.open(offered.descriptor, _TIMEOUT_S)
-            region.warm(0, num_pages * page_bytes)
-            local = np.ones(num_pages * page_bytes, np.uint8)
-            offsets = np.arange(num_pages, dtype=np.int64) * page_bytes
-            taken_s = [
-                _copy_s(region, Memory.of(local), offsets, page_bytes) for _ in range(_REPEATS)
-            ]
-            return num_pages * page_bytes / median(taken_s)
-        finally:
-            here.close()
-            there.close()
-
-
-def _copy_s(region: RemoteRegion, local: Memory, offsets: Offsets, page_bytes: int) -> float:
-    began_s = time.perf_counter()
-    parts = [
-        offsets[first : first + _PAGES_A_TIME] for first in range(0, len(offsets), _PAGES_A_TIME)
-    ]
-    tickets = [region.submit_write(local, part, part, page_bytes, 1) for part in parts]
-    for ticket in tickets:
-        ticket.wait(_TIMEOUT_S)
-    return time.perf_counter() - began_s
-
-
-_LOOK_S = 0.5
-"""A look costs the front door a page of metrics, which two cores feel."""
-
-
-@dataclass(frozen=True)
-class BatchRun:
-    """One pass of all requests.
-
-    Attributes:
-        running: Mean number of requests in the running batch, while any ran.
-        preemptions: During the pass.
-    """
-
-    tokens_per_s: float
-    running: float
-    preemptions: float
-    num_blocks: int
-    token_ids: list[list[int]]
-
-
-async def run_batch(
-    server: Server,
-    admin: AdminClient,
-    client: OpenAiClient,
-    prompts: Sequence[list[int]],
-    output_tokens: int,
-) -> BatchRun:
-    """Send all prompts at once and wait for all answers."""
-    calls = [
-        Call(str(i), list(prompt), max_tokens=output_tokens, extra={"ignore_eos": True})
-        for i, prompt in enumerate(prompts)
-    ]
-    preempted = _preemptions(server)
-    began_s = client.clock.now()
-    sending = asyncio.gather(*(client.send(call) for call in calls))
-    seen: list[float] = []
-    while not sending.done():
-        seen.append(await asyncio.to_thread(_running, server))
-        await asyncio.sleep(_LOOK_S)
-    seconds = client.clock.now() - began_s
-    records = await sending
-    if failed := [record.error for record in records if record.error]:
-        raise UserError(f"a request failed: {failed[0]}")
-    placed = await asyncio.to_thread(admin.placement)
-    (host,) = [one for one in placed.instances if one.id == "d0"]
-    busy = [number for number in seen if number] or [0.0]
-    return BatchRun(
-        tokens_per_s=len(calls) * output_tokens / seconds,
-        running=sum(busy) / len(busy),
-        preemptions=_preemptions(server) - preempted,
-        num_blocks=host.num_blocks,
-        token_ids=[record.token_ids for record in records],
-    )
-
-
-def _running(server: Server) -> float:
-    return server.metric("vllm:num_requests_running", instance_id="d0")
-
-
-def _preemptions(server: Server) -> float:
-    return server.metric("vllm:num_preemptions_total", instance_id="d0")
-
-
-WINDOW_S = 1.0
-_TRANSPORT = "shm"
+_TABLE_WIDTH = 110
+_Samples = dict[str, tuple[list[float], str]]
 
 
 class MigrationCase(NamedTuple):
@@ -175,6 +79,166 @@ def layers(count: int, precopy: bool = True) -> MigrationCase:
 
 def heads(count: int) -> MigrationCase:
     return MigrationCase(f"heads_{count}", MoveHeads("d0", "p0", {5: tuple(range(1, 1 + count))}))
+
+
+_CASES = (
+    layers(1),
+    layers(5),
+    layers(10),
+    layers(20),
+    heads(1),
+    heads(2),
+    layers(10, precopy=False),
+)
+_CASES_AGAIN = ("layers_10", "layers_20", "heads_2", "stop_and_copy_10")
+"""What is measured with every context after the first: where its length can show."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and write the result; the exit code."""
+    given = _parse(argv)
+    end_on_sigterm()
+    record = asyncio.run(_measure(given, datetime.now(UTC)))
+    console = Console()
+    Console(width=max(console.width, _TABLE_WIDTH)).print(result.table(record))
+    if given.json is not None:
+        result.write(record, given.json)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m benchmarks migration", description=__doc__)
+    add = parser.add_argument
+    add("--json", type=Path, help="write the result there")
+    add("--runs", type=positive, default=5, help="of each case")
+    add(
+        "--contexts",
+        type=int,
+        nargs="*",
+        default=[1000, 6000],
+        metavar="TOKENS",
+        help="of the stream while things move; none: only the batch",
+    )
+    add(
+        "--cases",
+        nargs="+",
+        metavar="NAME",
+        help=f"default: all with the first context, {', '.join(_CASES_AGAIN)} with the others",
+    )
+    add("--batch-requests", type=int, default=8, help="of the batch on a small pool; 0: none")
+    add("--batch-prompt-tokens", type=int, default=389, help="which the store holds but for a few")
+    add("--batch-output-tokens", type=int, default=192, help="enough to need one block more")
+    add("--batch-runs", type=int, default=3, help="of the batch, before and after each")
+    add("--seed", type=int, default=0)
+    given = parser.parse_args(list(argv))
+    known = {case.name for case in _CASES}
+    if unknown := [name for name in given.cases or () if name not in known]:
+        raise UserError(f"--cases {unknown[0]}: one of {', '.join(sorted(known))}")
+    return given
+
+
+async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Result:
+    plan = [(context, _cases(given, number)) for number, context in enumerate(given.contexts)]
+    samples: _Samples = {}
+    with Progress(transient=True) as progress:
+        total = sum(len(cases) for _, cases in plan) * given.runs
+        total += (2 * given.batch_runs + 1) * bool(given.batch_requests)
+        task = progress.add_task("starting", total=total)
+
+        def advance(what: str) -> None:
+            progress.update(task, description=what, advance=1)
+
+        for context, cases in plan:
+            samples |= await _context(given, context, cases, advance)
+        if given.batch_requests:
+            samples |= await _batches(given, advance)
+    return _result(given, started_at, samples)
+
+
+def _cases(given: argparse.Namespace, number: int) -> list[MigrationCase]:
+    """What is measured with the context of this number."""
+    names = given.cases or (_CASES_AGAIN if number else [case.name for case in _CASES])
+    return [case for case in _CASES if case.name in names]
+
+
+@contextlib.contextmanager
+def _server(*options: str) -> Iterator[tuple[Server, AdminClient]]:
+    with TemporaryDirectory(prefix="bench-") as folder:
+        run_dir = Path(folder) / "run"
+        with banaserve_server(models.PACKAGED, *options, "--run-dir", str(run_dir)) as server:
+            yield server, AdminClient(*find_admin(run_dir))
+
+
+def _prompts(count: int, num_tokens: int, seed: int) -> list[list[int]]:
+    """Token ids of texts, each with exactly ``num_tokens``."""
+    from transformers import AutoTokenizer
+
+    model = models.resolve(models.PACKAGED, None, lambda line: print(line, flush=True))
+    tokenizer = AutoTokenizer.from_pretrained(model.path_or_id)
+
+    def tokenize(text: str) -> list[int]:
+        return list(tokenizer(text, verbose=False)["input_ids"])
+
+    longest = int(num_tokens * 1.1) + 20
+    found = datasets_prompts.prompts("synthetic", count, num_tokens, longest, seed, tokenize)
+    return [tokenize(prompt.text)[:num_tokens] for prompt in found]
+
+
+def _result(given: argparse.Namespace, started_at: datetime, samples: _Samples) -> result.Result:
+    return result.result(
+        "migration",
+        seed=given.seed,
+        options={name: str(value) for name, value in vars(given).items() if name != "json"},
+        started_at=started_at,
+        figures={name: result.figure(*sample) for name, sample in samples.items()},
+        notes=[
+            "CASE.CONTEXT.FIGURE: one stream with CONTEXT tokens decodes on d0 while CASE moves "
+            "to p0 and back; one sample a round trip",
+            "gap_ratio: longest gap between two tokens from the request to move until its end, "
+            "against the median gap in the second before; gap_ratio_calm: the longest gap of those",
+            "host_step_ratio: median gap while the case is away against the one before",
+            "bandwidth_fraction: copies while the engine serves against the same transport and "
+            "page size alone, measured right after while the stream goes on",
+            "stop_and_copy: the same move without copying ahead",
+            "batch: requests at once on a pool of 24 blocks, before and after 10 of 30 layers of "
+            "d0 run beside p0; all prompts are in the store",
+        ],
+    )
+
+
+async def _context(
+    given: argparse.Namespace,
+    context: int,
+    cases: Sequence[MigrationCase],
+    advance: Callable[[str], None],
+) -> _Samples:
+    prompt = _prompts(1, context, given.seed)[0]
+    options = (*_FLOAT32, "--kv-cache-memory-bytes", str(_POOL_BYTES))
+    samples: _Samples = {}
+    with _server(*options) as (server, admin):
+        async with OpenAiClient(server.url, models.PACKAGED, return_token_ids=True) as client:
+            for case in cases:
+                for name, sample in (
+                    await _rounds(given, client, admin, prompt, case, advance)
+                ).items():
+                    samples[f"{case.name}.{context}.{name}"] = sample
+    return samples
+
+
+async def _rounds(
+    given: argparse.Namespace,
+    client: OpenAiClient,
+    admin: AdminClient,
+    prompt: Sequence[int],
+    case: MigrationCase,
+    advance: Callable[[str], None],
+) -> _Samples:
+    async with stream(client, prompt, 8000 - len(prompt)) as record:
+        done = MigrationRounds(case, record)
+        for _ in range(given.runs):
+            done.rounds.append(await run_round(client, admin, case))
+            advance(f"{case.name} with {len(prompt)} tokens")
+    return figures_of(done)
 
 
 @dataclass
@@ -254,6 +318,42 @@ def _copied(migration: Migration) -> tuple[int, int]:
     return min(total, 196_608), max(total, 1 << 24)
 
 
+def write_bytes_per_s(name: str, page_bytes: int, total_bytes: int) -> float:
+    """Copy ``total_bytes`` of whole pages to another region, whose memory is there already.
+
+    Both ends are in this process; the bytes go the same way as between two. The median of
+    ``_REPEATS``: one alone says more of what else the machine does than of the transport.
+    """
+    num_pages = max(1, total_bytes // page_bytes)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        options = TransportOptions(folder=folder, secret=secrets.token_bytes(32))
+        here, there = create(name, options), create(name, options)
+        try:
+            offered = there.offer(num_pages * page_bytes, 1)
+            region = here.open(offered.descriptor, _TIMEOUT_S)
+            region.warm(0, num_pages * page_bytes)
+            local = np.ones(num_pages * page_bytes, np.uint8)
+            offsets = np.arange(num_pages, dtype=np.int64) * page_bytes
+            taken_s = [
+                _copy_s(region, Memory.of(local), offsets, page_bytes) for _ in range(_REPEATS)
+            ]
+            return num_pages * page_bytes / median(taken_s)
+        finally:
+            here.close()
+            there.close()
+
+
+def _copy_s(region: RemoteRegion, local: Memory, offsets: Offsets, page_bytes: int) -> float:
+    began_s = time.perf_counter()
+    parts = [
+        offsets[first : first + _PAGES_A_TIME] for first in range(0, len(offsets), _PAGES_A_TIME)
+    ]
+    tickets = [region.submit_write(local, part, part, page_bytes, 1) for part in parts]
+    for ticket in tickets:
+        ticket.wait(_TIMEOUT_S)
+    return time.perf_counter() - began_s
+
+
 def figures_of(done: MigrationRounds) -> dict[str, tuple[list[float], str]]:
     """Samples by name, one a round."""
     times_s = done.record.token_at_s
@@ -307,127 +407,6 @@ def _gaps(times_s: Sequence[float], from_s: float, to_s: float) -> list[float]:
     return found
 
 
-_CASES = (
-    layers(1),
-    layers(5),
-    layers(10),
-    layers(20),
-    heads(1),
-    heads(2),
-    layers(10, precopy=False),
-)
-_CASES_AGAIN = ("layers_10", "layers_20", "heads_2", "stop_and_copy_10")
-"""What is measured with every context after the first: where its length can show."""
-_FLOAT32 = ("--pd", "1:1", "--dtype", "float32")
-_POOL_BYTES = 768 << 20
-_TABLE_WIDTH = 110
-_SMALL_POOL_BLOCKS = 24
-_BLOCK_BYTES = 30 * 128 * 2 * 3 * 64 * 4
-_Samples = dict[str, tuple[list[float], str]]
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
-    given = _parse(argv)
-    end_on_sigterm()
-    record = asyncio.run(_measure(given, datetime.now(UTC)))
-    console = Console()
-    Console(width=max(console.width, _TABLE_WIDTH)).print(result.table(record))
-    if given.json is not None:
-        result.write(record, given.json)
-    return 0
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks migration", description=__doc__)
-    add = parser.add_argument
-    add("--json", type=Path, help="write the result there")
-    add("--runs", type=positive, default=5, help="of each case")
-    add(
-        "--contexts",
-        type=int,
-        nargs="*",
-        default=[1000, 6000],
-        metavar="TOKENS",
-        help="of the stream while things move; none: only the batch",
-    )
-    add(
-        "--cases",
-        nargs="+",
-        metavar="NAME",
-        help=f"default: all with the first context, {', '.join(_CASES_AGAIN)} with the others",
-    )
-    add("--batch-requests", type=int, default=8, help="of the batch on a small pool; 0: none")
-    add("--batch-prompt-tokens", type=int, default=389, help="which the store holds but for a few")
-    add("--batch-output-tokens", type=int, default=192, help="enough to need one block more")
-    add("--batch-runs", type=int, default=3, help="of the batch, before and after each")
-    add("--seed", type=int, default=0)
-    given = parser.parse_args(list(argv))
-    known = {case.name for case in _CASES}
-    if unknown := [name for name in given.cases or () if name not in known]:
-        raise UserError(f"--cases {unknown[0]}: one of {', '.join(sorted(known))}")
-    return given
-
-
-async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Result:
-    plan = [(context, _cases(given, number)) for number, context in enumerate(given.contexts)]
-    samples: _Samples = {}
-    with Progress(transient=True) as progress:
-        total = sum(len(cases) for _, cases in plan) * given.runs
-        total += (2 * given.batch_runs + 1) * bool(given.batch_requests)
-        task = progress.add_task("starting", total=total)
-
-        def advance(what: str) -> None:
-            progress.update(task, description=what, advance=1)
-
-        for context, cases in plan:
-            samples |= await _context(given, context, cases, advance)
-        if given.batch_requests:
-            samples |= await _batches(given, advance)
-    return _result(given, started_at, samples)
-
-
-def _cases(given: argparse.Namespace, number: int) -> list[MigrationCase]:
-    """What is measured with the context of this number."""
-    names = given.cases or (_CASES_AGAIN if number else [case.name for case in _CASES])
-    return [case for case in _CASES if case.name in names]
-
-
-async def _context(
-    given: argparse.Namespace,
-    context: int,
-    cases: Sequence[MigrationCase],
-    advance: Callable[[str], None],
-) -> _Samples:
-    prompt = _prompts(1, context, given.seed)[0]
-    options = (*_FLOAT32, "--kv-cache-memory-bytes", str(_POOL_BYTES))
-    samples: _Samples = {}
-    with _server(*options) as (server, admin):
-        async with OpenAiClient(server.url, models.PACKAGED, return_token_ids=True) as client:
-            for case in cases:
-                for name, sample in (
-                    await _rounds(given, client, admin, prompt, case, advance)
-                ).items():
-                    samples[f"{case.name}.{context}.{name}"] = sample
-    return samples
-
-
-async def _rounds(
-    given: argparse.Namespace,
-    client: OpenAiClient,
-    admin: AdminClient,
-    prompt: Sequence[int],
-    case: MigrationCase,
-    advance: Callable[[str], None],
-) -> _Samples:
-    async with stream(client, prompt, 8000 - len(prompt)) as record:
-        done = MigrationRounds(case, record)
-        for _ in range(given.runs):
-            done.rounds.append(await run_round(client, admin, case))
-            advance(f"{case.name} with {len(prompt)} tokens")
-    return figures_of(done)
-
-
 async def _batches(given: argparse.Namespace, advance: Callable[[str], None]) -> _Samples:
     prompts = _prompts(given.batch_requests, given.batch_prompt_tokens, given.seed + 1)
     pool = ("--kv-cache-memory-bytes", str(_SMALL_POOL_BLOCKS * _BLOCK_BYTES + (1 << 20)))
@@ -456,6 +435,65 @@ async def _batches(given: argparse.Namespace, advance: Callable[[str], None]) ->
     return _batch_samples(passes["before"], passes["after"])
 
 
+@dataclass(frozen=True)
+class BatchRun:
+    """One pass of all requests.
+
+    Attributes:
+        running: Mean number of requests in the running batch, while any ran.
+        preemptions: During the pass.
+    """
+
+    tokens_per_s: float
+    running: float
+    preemptions: float
+    num_blocks: int
+    token_ids: list[list[int]]
+
+
+async def run_batch(
+    server: Server,
+    admin: AdminClient,
+    client: OpenAiClient,
+    prompts: Sequence[list[int]],
+    output_tokens: int,
+) -> BatchRun:
+    """Send all prompts at once and wait for all answers."""
+    calls = [
+        Call(str(i), list(prompt), max_tokens=output_tokens, extra={"ignore_eos": True})
+        for i, prompt in enumerate(prompts)
+    ]
+    preempted = _preemptions(server)
+    began_s = client.clock.now()
+    sending = asyncio.gather(*(client.send(call) for call in calls))
+    seen: list[float] = []
+    while not sending.done():
+        seen.append(await asyncio.to_thread(_running, server))
+        await asyncio.sleep(_LOOK_S)
+    seconds = client.clock.now() - began_s
+    records = await sending
+    if failed := [record.error for record in records if record.error]:
+        raise UserError(f"a request failed: {failed[0]}")
+    placed = await asyncio.to_thread(admin.placement)
+    (host,) = [one for one in placed.instances if one.id == "d0"]
+    busy = [number for number in seen if number] or [0.0]
+    return BatchRun(
+        tokens_per_s=len(calls) * output_tokens / seconds,
+        running=sum(busy) / len(busy),
+        preemptions=_preemptions(server) - preempted,
+        num_blocks=host.num_blocks,
+        token_ids=[record.token_ids for record in records],
+    )
+
+
+def _running(server: Server) -> float:
+    return server.metric("vllm:num_requests_running", instance_id="d0")
+
+
+def _preemptions(server: Server) -> float:
+    return server.metric("vllm:num_preemptions_total", instance_id="d0")
+
+
 def _batch_samples(before: Sequence[BatchRun], after: Sequence[BatchRun]) -> _Samples:
     samples: _Samples = {}
     for when, batches in (("before", before), ("after", after)):
@@ -471,46 +509,5 @@ def _batch_samples(before: Sequence[BatchRun], after: Sequence[BatchRun]) -> _Sa
     return samples
 
 
-@contextlib.contextmanager
-def _server(*options: str) -> Iterator[tuple[Server, AdminClient]]:
-    with TemporaryDirectory(prefix="bench-") as folder:
-        run_dir = Path(folder) / "run"
-        with banaserve_server(models.PACKAGED, *options, "--run-dir", str(run_dir)) as server:
-            yield server, AdminClient(*find_admin(run_dir))
-
-
-def _prompts(count: int, num_tokens: int, seed: int) -> list[list[int]]:
-    """Token ids of texts, each with exactly ``num_tokens``."""
-    from transformers import AutoTokenizer
-
-    model = models.resolve(models.PACKAGED, None, lambda line: print(line, flush=True))
-    tokenizer = AutoTokenizer.from_pretrained(model.path_or_id)
-
-    def tokenize(text: str) -> list[int]:
-        return list(tokenizer(text, verbose=False)["input_ids"])
-
-    longest = int(num_tokens * 1.1) + 20
-    found = datasets_prompts.prompts("synthetic", count, num_tokens, longest, seed, tokenize)
-    return [tokenize(prompt.text)[:num_tokens] for prompt in found]
-
-
-def _result(given: argparse.Namespace, started_at: datetime, samples: _Samples) -> result.Result:
-    return result.result(
-        "migration",
-        seed=given.seed,
-        options={name: str(value) for name, value in vars(given).items() if name != "json"},
-        started_at=started_at,
-        figures={name: result.figure(*sample) for name, sample in samples.items()},
-        notes=[
-            "CASE.CONTEXT.FIGURE: one stream with CONTEXT tokens decodes on d0 while CASE moves "
-            "to p0 and back; one sample a round trip",
-            "gap_ratio: longest gap between two tokens from the request to move until its end, "
-            "against the median gap in the second before; gap_ratio_calm: the longest gap of those",
-            "host_step_ratio: median gap while the case is away against the one before",
-            "bandwidth_fraction: copies while the engine serves against the same transport and "
-            "page size alone, measured right after while the stream goes on",
-            "stop_and_copy: the same move without copying ahead",
-            "batch: requests at once on a pool of 24 blocks, before and after 10 of 30 layers of "
-            "d0 run beside p0; all prompts are in the store",
-        ],
-    )
+if __name__ == "__main__":
+    run_script(main)

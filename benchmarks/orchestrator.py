@@ -1,12 +1,10 @@
-"""Clusters to decide over, and the load and the cluster that are simulated.
+"""Time of the orchestrator's decisions, and speed of the simulator.
 
-``python -m benchmarks orchestrator``: what does a decision take, and how fast is the simulator?
-
-A decision is one ``plan`` of a migration policy over so many instances: once over loads that are
-even, when there is nothing to do, and once over loads drawn at random, when the policy fills its
-plan. The simulator is timed on a cluster under a load that it can serve, from the first arrival
-to the last token, its cells dealt over as many processes as there are cores. Nothing of it needs an
-engine.
+``python -m benchmarks orchestrator``. A decision is one ``plan`` of a migration policy over so many
+instances: once over loads that are even, when there is nothing to do, and once over loads drawn at
+random, when the policy fills its plan. The simulator is timed on a cluster under a load that it can
+serve, from the first arrival to the last token, its cells dealt over as many processes as there are
+cores. Nothing of it needs an engine.
 """
 
 from __future__ import annotations
@@ -44,60 +42,31 @@ from banaserve.types import (
     InstanceView,
     Role,
 )
-
-EVEN, RANDOM = (0.5, 0.54), (0.0, 1.0)
-"""Ranges of both loads."""
-
-_NOW_S = 100.0
-_ROLES = (("p", Role.PREFILL), ("d", Role.DECODE))
-
-
-def cluster(size: int, seed: int, spread: tuple[float, float], facts: InstanceFacts) -> ClusterView:
-    """Returns ``size`` instances, half of them of each role, with loads drawn from ``spread``."""
-    draws = random.Random(f"{seed} {size}")
-    views = {}
-    for number in range(size):
-        letter, role = _ROLES[number % 2]
-        name = InstanceId(f"{letter}{number:05}")
-        compute, memory = draws.uniform(*spread), draws.uniform(*spread)
-        report = InstanceReport(48, 0, memory, compute, _NOW_S, step_s=0.03)
-        views[name] = InstanceView(name, role, True, report, 48, 0, 8000.0, facts)
-    return ClusterView(_NOW_S, views)
-
-
-def system(instances: int, cell_size: int) -> System:
-    """Returns prefill and decode apart, half of the instances each, with migration.
-
-    No prefixes are kept: the requests of ``load`` share none, and the cells then share nothing.
-
-    Raises:
-        UserError: Too few instances, or cells that would lack a role.
-    """
-    if instances < 2 or instances % 2:
-        raise UserError(f"instances is {instances}: give an even number")
-    half = instances // 2
-    return preset("banaserve", prefill=half, decode=half, cell_size=cell_size, cache="none")
-
-
-def load(rate_per_s: float, requests: int, seed: int) -> Iterator[SimRequest]:
-    """Yields about ``requests`` requests: Poisson arrivals, chat-like lengths."""
-    phase = LoadPhase(
-        duration_s=requests / rate_per_s,
-        rate_per_s=rate_per_s,
-        prompt=Lengths(kind="lognormal", mean=250, high=1500),
-        output=Lengths(kind="lognormal", mean=100, high=500),
-    )
-    return drawn([phase], seed)
-
+from benchmarks.script import run_script
 
 _SIZES = (8, 64, 512, 4096)
 _PROFILE = "opt-13b-a100"
+EVEN, RANDOM = (0.5, 0.54), (0.0, 1.0)
+"""Ranges of both loads."""
 _KINDS = (
     ("", "repaired", RANDOM),
     ("even_", "repaired", EVEN),
     ("published_", "published", RANDOM),
 )
+_NOW_S = 100.0
+_ROLES = (("p", Role.PREFILL), ("d", Role.DECODE))
 _UNITS = {"_per_s": "requests/s", "_cpu_s": "requests/s of CPU", "_n_log_n": "times n log n"}
+_NOTES = (
+    "decision_ms_N: one plan of the repaired policy over N instances whose loads are drawn at "
+    "random, so that the plan has as many steps as it may; decision_even_ms_N: loads within 0.04 "
+    "of each other, nothing to do; decision_published_ms_N: the published policy over the random "
+    "loads. CPU time of the process, the median of several plans a run",
+    "decision_growth_n_log_n: time over 4,096 instances by that over 512, over the growth of "
+    "n log n; at most 1 says that it grows no faster",
+    "simulated_requests_per_s: wall time of all processes, each with its part of the cells; "
+    "simulated_requests_per_cpu_s: the same by their CPU time together, which is what one core "
+    "does, also on machines that others use",
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -129,19 +98,6 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-_NOTES = (
-    "decision_ms_N: one plan of the repaired policy over N instances whose loads are drawn at "
-    "random, so that the plan has as many steps as it may; decision_even_ms_N: loads within 0.04 "
-    "of each other, nothing to do; decision_published_ms_N: the published policy over the random "
-    "loads. CPU time of the process, the median of several plans a run",
-    "decision_growth_n_log_n: time over 4,096 instances by that over 512, over the growth of "
-    "n log n; at most 1 says that it grows no faster",
-    "simulated_requests_per_s: wall time of all processes, each with its part of the cells; "
-    "simulated_requests_per_cpu_s: the same by their CPU time together, which is what one core "
-    "does, also on machines that others use",
-)
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="python -m benchmarks orchestrator", description=__doc__)
     add = parser.add_argument
@@ -160,6 +116,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     num_cells = len(cells_of(system(given.instances, given.cell_size)))
     given.processes = given.processes or min(len(os.sched_getaffinity(0)), num_cells)
     return given
+
+
+def _unit(name: str) -> str:
+    if "_ms_" in name:
+        return "ms"
+    return next((unit for end, unit in _UNITS.items() if name.endswith(end)), "s")
 
 
 def _time_decisions(size: int, seed: int, samples: dict[str, list[float]]) -> None:
@@ -182,6 +144,19 @@ def _time_decisions(size: int, seed: int, samples: dict[str, list[float]]) -> No
             samples[f"decision_{prefix}growth_n_log_n"].append(ratio / grown)
 
 
+def cluster(size: int, seed: int, spread: tuple[float, float], facts: InstanceFacts) -> ClusterView:
+    """Returns ``size`` instances, half of them of each role, with loads drawn from ``spread``."""
+    draws = random.Random(f"{seed} {size}")
+    views = {}
+    for number in range(size):
+        letter, role = _ROLES[number % 2]
+        name = InstanceId(f"{letter}{number:05}")
+        compute, memory = draws.uniform(*spread), draws.uniform(*spread)
+        report = InstanceReport(48, 0, memory, compute, _NOW_S, step_s=0.03)
+        views[name] = InstanceView(name, role, True, report, 48, 0, 8000.0, facts)
+    return ClusterView(_NOW_S, views)
+
+
 def _time_simulation(
     given: argparse.Namespace, seed: int, samples: dict[str, list[float]]
 ) -> dict[str, object]:
@@ -198,12 +173,35 @@ def _time_simulation(
     return {name: value for name, value in outcome.items() if name != "steps"}
 
 
+def system(instances: int, cell_size: int) -> System:
+    """Returns prefill and decode apart, half of the instances each, with migration.
+
+    No prefixes are kept: the requests of ``load`` share none, and the cells then share nothing.
+
+    Raises:
+        UserError: Too few instances, or cells that would lack a role.
+    """
+    if instances < 2 or instances % 2:
+        raise UserError(f"instances is {instances}: give an even number")
+    half = instances // 2
+    return preset("banaserve", prefill=half, decode=half, cell_size=cell_size, cache="none")
+
+
+def load(rate_per_s: float, requests: int, seed: int) -> Iterator[SimRequest]:
+    """Yields about ``requests`` requests: Poisson arrivals, chat-like lengths."""
+    phase = LoadPhase(
+        duration_s=requests / rate_per_s,
+        rate_per_s=rate_per_s,
+        prompt=Lengths(kind="lognormal", mean=250, high=1500),
+        output=Lengths(kind="lognormal", mean=100, high=500),
+    )
+    return drawn([phase], seed)
+
+
 def _cpu_s() -> float:
     """CPU time of this process and of those that it has waited for."""
     return sum(os.times()[:4])
 
 
-def _unit(name: str) -> str:
-    if "_ms_" in name:
-        return "ms"
-    return next((unit for end, unit in _UNITS.items() if name.endswith(end)), "s")
+if __name__ == "__main__":
+    run_script(main)

@@ -1,7 +1,7 @@
-"""``python -m benchmarks pacing``: how well paced engines keep the time of the GPU that they model.
+"""Accuracy with which paced engines keep the time of the GPU that they model.
 
-The same requests, drawn once, go to a paced cluster at several dilations, and through the
-simulator, which gives what the model predicts for them.
+``python -m benchmarks pacing``. The same requests, drawn once, go to a paced cluster at several
+dilations, and through the simulator, which gives what the model predicts for them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from banaserve.errors import UserError
 from banaserve.sim.request import SimRequest
 from banaserve.sim.run import simulate
 from banaserve.sim.system import preset
+from benchmarks.script import run_script
 
 _TOKEN_IDS = (500, 40_000)
 _WARM_UP = 4
@@ -239,3 +240,7 @@ def _result(
         raw={"simulated": simulated, "instances": [sorted(run.steps) for run in runs]},
         modelled_time=[run.modelled for run in runs],
     )
+
+
+if __name__ == "__main__":
+    run_script(main)

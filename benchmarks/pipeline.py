@@ -1,11 +1,10 @@
-"""A store and an engine beside it that say when each layer was fetched, computed and saved.
+"""Share of the store's transfers that hides behind the computation.
 
-``python -m benchmarks pipeline``: how much of the transfers hides behind the computation.
-
-One engine gets prompts of which a part is in the store. Copies are held back to bandwidths on
-both sides of the break-even that the corrected equations 12 and 13 predict from the time to
-compute the whole prompt. Each prompt runs pipelined, layer by layer, and serial: everything
-fetched before the forward pass and saved after it.
+``python -m benchmarks pipeline``. One engine gets prompts of which a part is in the store, and says
+when each layer was fetched, computed and saved. Copies are held back to bandwidths on both sides of
+the break-even that the corrected equations 12 and 13 predict from the time to compute the whole
+prompt. Each prompt runs pipelined, layer by layer, and serial: everything fetched before the
+forward pass and saved after it.
 """
 
 from __future__ import annotations
@@ -35,136 +34,25 @@ from banaserve.bench.results.statistics import median, paired_ratios
 from banaserve.errors import UserError
 from banaserve.kvstore.overlap import Prefill, hidden_fraction, pipeline
 from benchmarks.drivers.driven_engine import DrivenEngine, driven_engine
-
-_LOAD, _LOADED, _WAIT, _WAITED, _ATTENDED, _SAVE, _SAVED = range(7)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillTimes:
-    """One prompt's forward pass, in seconds.
-
-    Attributes:
-        step_s: From its beginning until everything was saved and committed.
-        fetch_s: All layers' fetches.
-        store_s: All layers' saves.
-        fetch_wait_s: How long the forward pass waited for fetches.
-        store_wait_s: How long saves went on after the forward pass.
-        compute_s: The forward pass without waiting.
-        layers: ``[num_layers][7]``: the trace, in seconds from the step's beginning.
-    """
-
-    step_s: float
-    fetch_s: float
-    store_s: float
-    fetch_wait_s: float
-    store_wait_s: float
-    compute_s: float
-    layers: list[list[float | None]]
-
-    @property
-    def transfer_s(self) -> float:
-        return self.fetch_s + self.store_s
-
-    @property
-    def visible_s(self) -> float:
-        return self.fetch_wait_s + self.store_wait_s
-
-
-class TracedEngine:
-    """Answers one prompt at a time.
-
-    Attributes:
-        block_size: Tokens a block.
-        num_layers: Layers that have a KV cache.
-        token_layer_bytes: Of K and V of one token in one layer.
-    """
-
-    def __init__(self, engine: DrivenEngine) -> None:
-        self._engine = engine
-        kind = engine.greeting
-        self.block_size = int(kind["block_size"])
-        self.num_layers = int(kind["num_layers"])
-        self.token_layer_bytes = int(kind["page_bytes"]) // self.block_size
-
-    def prefill(self, prompt: Sequence[int], **options: Any) -> PrefillTimes:
-        """Compute ``prompt`` with the connector's options changed to ``options``."""
-        steps = self._engine.tell(prompt=list(prompt), **options)["steps"]
-        if len(steps) != 1:
-            raise UserError(f"a prompt took {len(steps)} steps that moved blocks, not one")
-        return times_of(steps[0])
-
-
-def times_of(step: dict[str, Any]) -> PrefillTimes:
-    """What a step's trace says."""
-    layers: list[list[float]] = step["layers"]
-    began_s, forward_s = step["began_s"], step["forward_s"]
-    loads = [layer for layer in layers if not isnan(layer[_LOAD])]
-    first_load_s = min((layer[_LOAD] for layer in loads), default=forward_s)
-    fetch_wait_s = max(0.0, forward_s - first_load_s)
-    fetch_wait_s += sum(layer[_WAITED] - layer[_WAIT] for layer in layers)
-    saves = [layer for layer in layers if not isnan(layer[_SAVE])]
-    return PrefillTimes(
-        step_s=step["ended_s"] - began_s,
-        fetch_s=sum(layer[_LOADED] - layer[_LOAD] for layer in loads),
-        store_s=sum(layer[_SAVED] - layer[_SAVE] for layer in saves),
-        fetch_wait_s=fetch_wait_s,
-        store_wait_s=step["ended_s"] - step["computed_s"],
-        compute_s=step["computed_s"] - began_s - fetch_wait_s,
-        layers=[[None if isnan(at) else at - began_s for at in layer] for layer in layers],
-    )
-
-
-@contextlib.contextmanager
-def traced_engine(model_path: str, store_size: str) -> Iterator[TracedEngine]:
-    """A store of ``store_size`` and an engine over it, both ended at the end.
-
-    Raises:
-        UserError: One of them did not start; says why.
-    """
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        socket = folder / "store.sock"
-        stack.enter_context(_store(socket, store_size))
-        module = "benchmarks.drivers.traced"
-        engine = stack.enter_context(driven_engine(module, model_path, str(socket)))
-        yield TracedEngine(engine)
-
-
-@contextlib.contextmanager
-def _store(socket: Path, size: str) -> Iterator[None]:
-    readable, writable = os.pipe()
-    command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--die-with-parent"]
-    command += ["--socket", str(socket), "--size", size, "--ready-fd", str(writable)]
-    with subprocess.Popen(command, pass_fds=[writable], stderr=subprocess.DEVNULL) as process:
-        os.close(writable)
-        with os.fdopen(readable) as pipe:
-            ready = pipe.readline()
-        if not ready:
-            raise UserError("the KV cache store did not start: is there memory for it?")
-        try:
-            yield
-        finally:
-            process.terminate()
-
+from benchmarks.script import run_script
 
 _FACTORS = (0.4, 0.6, 0.8, 1.25, 2.0, 4.0)
 """Bandwidths as multiples of the predicted break-even."""
 _ARRANGEMENTS = ("pipelined", "serial")
 _WARM_UPS = 2
 _FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
-
-
-@dataclass(frozen=True, slots=True)
-class _Samples:
-    """What was measured.
-
-    Attributes:
-        full: The whole prompt computed, once a run.
-        cached: By arrangement and factor, once a run.
-    """
-
-    full: list[PrefillTimes]
-    cached: dict[tuple[str, float], list[PrefillTimes]]
+_LOAD, _LOADED, _WAIT, _WAITED, _ATTENDED, _SAVE, _SAVED = range(7)
+_NOTES = [
+    "Nx: the copies are held back to N times the predicted break-even, in both directions",
+    "hidden_fraction: of each run the worst bandwidth at which equation 13 is below equation 12",
+    "compute_vs_equation_12: what computing the rest took, against T_F (1 - r); above 1 by the "
+    "attention over the fetched part, which the equation leaves out, so fetches hide earlier",
+    "visible: waits for a layer's fetch, and what follows the forward pass, the commit included",
+    "the first layer's fetch and the last layer's save can hide behind nothing: 1/layers of each",
+    "layers_of_first_run: load, loaded, wait, waited, attended, save, saved; seconds from the "
+    "step's beginning",
+    "float32, one OMP thread, a prompt is one step",
+]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -246,18 +134,125 @@ def _prefill(given: argparse.Namespace, engine: TracedEngine, full_compute_s: fl
     )
 
 
-def measured_break_even(waits: Sequence[tuple[float, float]]) -> float:
-    """The bandwidth at which fetches begin to hide, from how long they were waited for.
+@dataclass(frozen=True, slots=True)
+class PrefillTimes:
+    """One prompt's forward pass, in seconds.
 
-    Below it the forward pass waits for ``a / B - c``: the fetch of all layers less their
-    computation. That is a line in ``1 / B``, and it meets zero at ``B = a / c``.
-
-    Args:
-        waits: (bandwidth in bytes/s, seconds waited), all below the break-even.
+    Attributes:
+        step_s: From its beginning until everything was saved and committed.
+        fetch_s: All layers' fetches.
+        store_s: All layers' saves.
+        fetch_wait_s: How long the forward pass waited for fetches.
+        store_wait_s: How long saves went on after the forward pass.
+        compute_s: The forward pass without waiting.
+        layers: ``[num_layers][7]``: the trace, in seconds from the step's beginning.
     """
-    bandwidths, seconds = np.asarray(waits, dtype=np.float64).T
-    slope, intercept = np.polyfit(1 / bandwidths, seconds, 1)
-    return float(slope / -intercept)
+
+    step_s: float
+    fetch_s: float
+    store_s: float
+    fetch_wait_s: float
+    store_wait_s: float
+    compute_s: float
+    layers: list[list[float | None]]
+
+    @property
+    def transfer_s(self) -> float:
+        return self.fetch_s + self.store_s
+
+    @property
+    def visible_s(self) -> float:
+        return self.fetch_wait_s + self.store_wait_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """What was measured.
+
+    Attributes:
+        full: The whole prompt computed, once a run.
+        cached: By arrangement and factor, once a run.
+    """
+
+    full: list[PrefillTimes]
+    cached: dict[tuple[str, float], list[PrefillTimes]]
+
+
+@contextlib.contextmanager
+def traced_engine(model_path: str, store_size: str) -> Iterator[TracedEngine]:
+    """A store of ``store_size`` and an engine over it, both ended at the end.
+
+    Raises:
+        UserError: One of them did not start; says why.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        socket = folder / "store.sock"
+        stack.enter_context(_store(socket, store_size))
+        module = "benchmarks.drivers.traced"
+        engine = stack.enter_context(driven_engine(module, model_path, str(socket)))
+        yield TracedEngine(engine)
+
+
+@contextlib.contextmanager
+def _store(socket: Path, size: str) -> Iterator[None]:
+    readable, writable = os.pipe()
+    command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--die-with-parent"]
+    command += ["--socket", str(socket), "--size", size, "--ready-fd", str(writable)]
+    with subprocess.Popen(command, pass_fds=[writable], stderr=subprocess.DEVNULL) as process:
+        os.close(writable)
+        with os.fdopen(readable) as pipe:
+            ready = pipe.readline()
+        if not ready:
+            raise UserError("the KV cache store did not start: is there memory for it?")
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+class TracedEngine:
+    """Answers one prompt at a time.
+
+    Attributes:
+        block_size: Tokens a block.
+        num_layers: Layers that have a KV cache.
+        token_layer_bytes: Of K and V of one token in one layer.
+    """
+
+    def __init__(self, engine: DrivenEngine) -> None:
+        self._engine = engine
+        kind = engine.greeting
+        self.block_size = int(kind["block_size"])
+        self.num_layers = int(kind["num_layers"])
+        self.token_layer_bytes = int(kind["page_bytes"]) // self.block_size
+
+    def prefill(self, prompt: Sequence[int], **options: Any) -> PrefillTimes:
+        """Compute ``prompt`` with the connector's options changed to ``options``."""
+        steps = self._engine.tell(prompt=list(prompt), **options)["steps"]
+        if len(steps) != 1:
+            raise UserError(f"a prompt took {len(steps)} steps that moved blocks, not one")
+        return times_of(steps[0])
+
+
+def times_of(step: dict[str, Any]) -> PrefillTimes:
+    """What a step's trace says."""
+    layers: list[list[float]] = step["layers"]
+    began_s, forward_s = step["began_s"], step["forward_s"]
+    loads = [layer for layer in layers if not isnan(layer[_LOAD])]
+    first_load_s = min((layer[_LOAD] for layer in loads), default=forward_s)
+    fetch_wait_s = max(0.0, forward_s - first_load_s)
+    fetch_wait_s += sum(layer[_WAITED] - layer[_WAIT] for layer in layers)
+    saves = [layer for layer in layers if not isnan(layer[_SAVE])]
+    return PrefillTimes(
+        step_s=step["ended_s"] - began_s,
+        fetch_s=sum(layer[_LOADED] - layer[_LOAD] for layer in loads),
+        store_s=sum(layer[_SAVED] - layer[_SAVE] for layer in saves),
+        fetch_wait_s=fetch_wait_s,
+        store_wait_s=step["ended_s"] - step["computed_s"],
+        compute_s=step["computed_s"] - began_s - fetch_wait_s,
+        layers=[[None if isnan(at) else at - began_s for at in layer] for layer in layers],
+    )
 
 
 def _result(
@@ -327,19 +322,6 @@ def _raw(samples: _Samples, predicted: Prefill, set_by: float) -> dict[str, Any]
     }
 
 
-_NOTES = [
-    "Nx: the copies are held back to N times the predicted break-even, in both directions",
-    "hidden_fraction: of each run the worst bandwidth at which equation 13 is below equation 12",
-    "compute_vs_equation_12: what computing the rest took, against T_F (1 - r); above 1 by the "
-    "attention over the fetched part, which the equation leaves out, so fetches hide earlier",
-    "visible: waits for a layer's fetch, and what follows the forward pass, the commit included",
-    "the first layer's fetch and the last layer's save can hide behind nothing: 1/layers of each",
-    "layers_of_first_run: load, loaded, wait, waited, attended, save, saved; seconds from the "
-    "step's beginning",
-    "float32, one OMP thread, a prompt is one step",
-]
-
-
 def _prefill_of(like: Prefill, full_compute_s: float) -> Prefill:
     return Prefill(
         full_compute_s,
@@ -362,6 +344,13 @@ def _worst_hidden(samples: _Samples, set_by: float, predicted: Prefill) -> list[
     return [min(_hidden(times) for times in run) for run in runs]
 
 
+def _predicted_hidden(predicted: Prefill, bandwidth: float) -> float:
+    layers = predicted.num_layers
+    fetch, store = predicted.fetch_layer_s(bandwidth), predicted.store_layer_s(bandwidth)
+    line = pipeline([fetch] * layers, [predicted.compute_layer_s()] * layers, [store] * layers)
+    return hidden_fraction(layers * (fetch + store), line.fetch_wait_s + line.store_wait_s)
+
+
 def _break_evens(samples: _Samples, set_by: float) -> list[float]:
     below = [factor for factor in _FACTORS if factor < 1]
     runs = zip(*(samples.cached["pipelined", factor] for factor in below), strict=True)
@@ -376,13 +365,24 @@ def _break_evens(samples: _Samples, set_by: float) -> list[float]:
     ]
 
 
-def _predicted_hidden(predicted: Prefill, bandwidth: float) -> float:
-    layers = predicted.num_layers
-    fetch, store = predicted.fetch_layer_s(bandwidth), predicted.store_layer_s(bandwidth)
-    line = pipeline([fetch] * layers, [predicted.compute_layer_s()] * layers, [store] * layers)
-    return hidden_fraction(layers * (fetch + store), line.fetch_wait_s + line.store_wait_s)
+def measured_break_even(waits: Sequence[tuple[float, float]]) -> float:
+    """The bandwidth at which fetches begin to hide, from how long they were waited for.
+
+    Below it the forward pass waits for ``a / B - c``: the fetch of all layers less their
+    computation. That is a line in ``1 / B``, and it meets zero at ``B = a / c``.
+
+    Args:
+        waits: (bandwidth in bytes/s, seconds waited), all below the break-even.
+    """
+    bandwidths, seconds = np.asarray(waits, dtype=np.float64).T
+    slope, intercept = np.polyfit(1 / bandwidths, seconds, 1)
+    return float(slope / -intercept)
 
 
 def _without_layers(times: PrefillTimes) -> dict[str, float]:
     names = ("step_s", "fetch_s", "store_s", "fetch_wait_s", "store_wait_s", "compute_s")
     return {name: getattr(times, name) for name in names}
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,10 +1,10 @@
-"""``python -m benchmarks prefix-ttft``: is a cached prefix ever slower than computing it?
+"""Time to first token with a cached prefix, beside computing it.
 
-Two servers run side by side on the same machine: one without a store, which computes every
-prompt, and one whose store has an SSD folder. Prefixes are computed once and written to the
-folder; then the server is started again with an empty memory. Each run asks for a prompt with
-a prefix that lies on SSD, then for another with the same prefix, which lies in memory by then.
-No engine keeps a cache of its own.
+``python -m benchmarks prefix-ttft``. Two servers run side by side on the same machine: one without
+a store, which computes every prompt, and one whose store has an SSD folder. Prefixes are computed
+once and written to the folder; then the server is started again with an empty memory. Each run asks
+for a prompt with a prefix that lies on SSD, then for another with the same prefix, which lies in
+memory by then. No engine keeps a cache of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sig
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import paired_ratios
 from banaserve.errors import UserError
+from benchmarks.script import run_script
 
 _BLOCK_TOKENS = 128
 _FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
@@ -238,3 +239,7 @@ def _figures(
     )
     figures["ssd_blocks_fraction"] = ([counts["promoted_blocks"] / expected], "fraction")
     return figures
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,26 +1,26 @@
-"""Three regions of real balancers and modelled engines: what does a policy give clients?
+"""Three regions of real balancers and modelled engines, under several policies.
 
-    python -m benchmarks.regions [--runs 3] [--json FILE]
+    python -m benchmarks regions [--runs 3] [--json FILE]
 
-One balancer a region, two replicas each, distances of AWS between them (``bench/router_regions``),
-and most of the clients in one region. Balancers, connections and distances are real; engines are
-the simulator's in real time, two to three times as fast as an L4. Policies take turns, so that
-whatever else the machine does meets all of them. Latencies are those of the clients, to the last
-byte, with every attempt counted from the first.
+One balancer a region, two replicas each, distances of AWS between them
+(``benchmarks/router/regions.py``), and most of the clients in one region. Balancers, connections
+and distances are real; engines are the simulator's in real time, two to three times as fast as an
+L4. Policies take turns, so that whatever else the machine does meets all of them. Latencies are
+those of the clients, to the last byte, with every attempt counted from the first.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from banaserve.arguments import Parser, positive
 from banaserve.bench.loadgen.servers import end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import percentile
@@ -28,6 +28,7 @@ from benchmarks.router import engine
 from benchmarks.router.clients import ClientLoad
 from benchmarks.router.faults import account, kill_and_bring_back
 from benchmarks.router.regions import REGIONS, RegionPlan, World
+from benchmarks.script import run_script
 
 POLICIES = ("skywalker", "gorgo_v1", "load_aware", "round_robin")
 OPTIONS: dict[str, dict[str, Any]] = {"gorgo_v1": {"max_outstanding": engine.SPEC.max_running}}
@@ -88,12 +89,13 @@ async def _world(policy: str) -> AsyncIterator[World]:
             yield world
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=3)
+def main(argv: Sequence[str]) -> int:
+    """Run it and write the result after each run; the exit code."""
+    parser = Parser(prog="python -m benchmarks regions", description=__doc__)
+    parser.add_argument("--runs", type=positive, default=3)
     parser.add_argument("--answers", type=int, default=600)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    given = parser.parse_args(list(argv))
     end_on_sigterm()
     started_at, samples = datetime.now(UTC), defaultdict[str, list[float]](list)
     for run in range(given.runs):
@@ -113,6 +115,7 @@ def main() -> None:
         )
         # After each run: a run that ends early leaves those before it.
         result.deliver(record, given.json)
+    return 0
 
 
 def _unit(name: str) -> str:
@@ -122,4 +125,4 @@ def _unit(name: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

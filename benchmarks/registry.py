@@ -1,4 +1,4 @@
-"""Every benchmark by the name that is typed: those of this folder and those of the package."""
+"""Benchmarks by the name that is typed: those of this folder and those of the package."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ BENCHMARKS = {
     "kvstore": Benchmark(
         "benchmarks.kvstore.__main__", "What does the KV cache store cost beside plain copies?"
     ),
+    "measure-profile": Benchmark(
+        "benchmarks.measure_profile", "What does a step take on this machine, as a profile?"
+    ),
     "migration": Benchmark(
         "benchmarks.migration", "What does moving layers and heads take, and bring?"
     ),
@@ -46,11 +49,19 @@ BENCHMARKS = {
     "prefix-ttft": Benchmark(
         "benchmarks.prefix_ttft", "Is a cached prefix ever slower than computing it?"
     ),
+    "regions": Benchmark("benchmarks.regions", "What does a policy give clients of three regions?"),
     "router": Benchmark(
         "benchmarks.router.__main__", "What does a router cost a request and a streamed part?"
     ),
     "short-prompts": Benchmark(
         "benchmarks.short_prompts", "From how many tokens on does a prefill leg pay?"
+    ),
+    "simulate-paper": Benchmark(
+        "benchmarks.simulate_paper.__main__", "What does the simulator say of BanaServe's figures?"
+    ),
+    "simulate-seeds": Benchmark(
+        "benchmarks.simulate_seeds.__main__",
+        "What does the simulator say of the tables of SkyWalker, GORGO and Preble?",
     ),
     "stall": Benchmark("benchmarks.stall", "Does a very long prompt stall the streams of others?"),
 }

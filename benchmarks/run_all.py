@@ -1,8 +1,8 @@
-"""``python -m benchmarks all``: every benchmark that needs no data, one by one, and a report.
+"""Every benchmark that needs no data, one by one, and a report.
 
-With ``--quick`` each runs just long enough to give its figures once, all within ten minutes; the
-figures then say how large things are and no more. A benchmark that fails or runs out of time is
-told at the end, and the others go on.
+``python -m benchmarks all``. With ``--quick`` each runs just long enough to give its figures once,
+all within ten minutes; the figures then say how large things are and no more. A benchmark that
+fails or runs out of time is told at the end, and the others go on.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 from banaserve.arguments import Parser
 from banaserve.bench.loadgen.servers import end_on_sigterm, end_with_parent
-from banaserve.bench.results.report import write_report
+from banaserve.bench.report.report import write_report
 from banaserve.errors import UserError
 from banaserve.names import check_known
 from benchmarks.location import environment
+from benchmarks.script import run_script
 
 QUICK_BUDGET_S = 600.0
 _GRACE_S = 20.0
@@ -150,3 +151,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+if __name__ == "__main__":
+    run_script(main)

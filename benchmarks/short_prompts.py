@@ -1,9 +1,9 @@
-"""``python -m benchmarks short-prompts``: from how many uncached tokens on does a prefill leg pay?
+"""Number of uncached tokens from which on a prefill leg pays.
 
-Two servers at ``--pd 1:1`` get the same prompts: one gives every prompt a prefill leg, the other
-none. A leg of its own costs a pass over the weights; a prompt that decode computes itself holds
-up the streams of that instance. Both are measured, length by length, for the default of
-``--skip-prefill-below-tokens``.
+``python -m benchmarks short-prompts``. Two servers at ``--pd 1:1`` get the same prompts: one gives
+every prompt a prefill leg, the other none. A leg of its own costs a pass over the weights; a prompt
+that decode computes itself holds up the streams of that instance. Both are measured, length by
+length, for the default of ``--skip-prefill-below-tokens``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sig
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median
 from banaserve.errors import UserError
+from benchmarks.script import run_script
 
 _LENGTHS = (8, 16, 32, 64, 128, 256)
 _NUM_STREAMS = 4
@@ -132,3 +133,7 @@ def _result(
 
 def _cost_s(samples: list[PromptSample]) -> float:
     return median([s.ttft_s for s in samples]) + median([s.longest_gap_s for s in samples])
+
+
+if __name__ == "__main__":
+    run_script(main)

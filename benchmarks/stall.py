@@ -1,7 +1,8 @@
-"""``python -m benchmarks stall``: other streams while a very long prompt is tokenised and hashed.
+"""Streams of others while a very long prompt is tokenised and hashed.
 
-Sixteen streams run while prompts of 30,000 tokens arrive, sent as text. The figure is the longest
-gap between two tokens of any stream around each arrival, beside the longest gap without one.
+``python -m benchmarks stall``. Sixteen streams run while prompts of 30,000 tokens arrive, sent as
+text. The figure is the longest gap between two tokens of any stream around each arrival, beside the
+longest gap without one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import banaserve_server, end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median
+from benchmarks.script import run_script
 
 _WINDOW_S = 1.5
 _CONTEXT_TOKENS = 40_000
@@ -119,3 +121,7 @@ def _longest_gap(records: list[RequestRecord], from_s: float, to_s: float) -> fl
         if from_s <= later and earlier <= to_s
     ]
     return max(gaps)
+
+
+if __name__ == "__main__":
+    run_script(main)

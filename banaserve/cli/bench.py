@@ -31,7 +31,7 @@ BENCHMARKS = {
         "banaserve.bench.compare.command", "Which system serves the same requests better?"
     ),
     "report": Benchmark(
-        "banaserve.bench.results.report", "What do the results in a folder say, as one page?"
+        "banaserve.bench.report.report", "What do the results in a folder say, as one page?"
     ),
     "serving": Benchmark(
         "banaserve.bench.serving.command", "What does a server give its users at a given load?"

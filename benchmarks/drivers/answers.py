@@ -1,4 +1,4 @@
-"""How an engine that a benchmark tells what to run answers: lines of JSON on stdout."""
+"""Answers of an engine that a benchmark drives: lines of JSON on stdout."""
 
 from __future__ import annotations
 

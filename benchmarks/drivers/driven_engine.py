@@ -1,4 +1,4 @@
-"""An engine in a process of its own, told line by line what to run."""
+"""Engine in a process of its own, told line by line what to run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine with a guest beside it, told over stdin what to run: ``bench overlap`` measures so.
+"""Engine with a guest beside it, told over stdin what to run; for ``bench overlap``.
 
 Usage: ``python -m benchmarks.drivers.overlapped MODEL KIND OPTIONS``. KIND ``live``: an engine
 whose layers can move to a guest, each on a core of its own. ``stages``: vLLM's own pipeline of two

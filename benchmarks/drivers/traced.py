@@ -1,4 +1,4 @@
-"""One engine in this process, told over stdin what to run: ``bench pipeline`` measures with it.
+"""Engine that traces its transfers, told over stdin what to run; for ``bench pipeline``.
 
 Usage: ``python -m benchmarks.drivers.traced MODEL SOCKET``. Each line of stdin is a JSON object:
 ``prompt`` (token ids) and any of the connector's options for measurements. Each answer is a line

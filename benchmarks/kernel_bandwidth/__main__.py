@@ -1,8 +1,9 @@
-"""``python -m benchmarks kernels``: how near the kernels come to the device's memory bandwidth.
+"""Bandwidth of the kernels, as a fraction of the device's.
 
-Each case is run by our kernels and, where they can, by torch and FlashInfer, in turns. A fraction
-is the bytes that the case must move at least, over its time, over the bandwidth of a plain copy on
-the same device in the same run. Needs a GPU; ``--device cpu --sizes tiny`` only shows that it runs.
+``python -m benchmarks kernels``. Each case is run by our kernels and, where they can, by torch and
+FlashInfer, in turns. A fraction is the bytes that the case must move at least, over its time, over
+the bandwidth of a plain copy on the same device in the same run. Needs a GPU; ``--device cpu
+--sizes tiny`` only shows that it runs.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from benchmarks.kernel_bandwidth.work import (
     all_work,
     attention_work,
 )
+from benchmarks.script import run_script
 
 Samples = dict[str, list[float]]
 _UNITS = {
@@ -158,9 +160,4 @@ def _device_name(device: torch.device) -> str:
 
 
 if __name__ == "__main__":
-    import sys
-
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        sys.exit(f"bench kernels: {error}")
+    run_script(main)

@@ -1,4 +1,4 @@
-"""The CUDA part of csrc on a GPU: copies to and from pinned memory, and slabs."""
+"""CUDA part of csrc on a GPU: copies to and from pinned memory, and slabs."""
 
 from __future__ import annotations
 

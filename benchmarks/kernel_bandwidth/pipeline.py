@@ -1,4 +1,4 @@
-"""The three-stage layer pipeline on a GPU's real streams, beside what equation 13 predicts.
+"""Three-stage layer pipeline on a GPU's real streams, beside the prediction of equation 13.
 
 A stand-in for a model: each layer waits for its fetch, multiplies matrices for about as long as it
 is told, and is saved; the copies are those of the store's connector, between a KV cache on the GPU

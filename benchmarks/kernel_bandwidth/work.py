@@ -1,4 +1,4 @@
-"""What the kernels are timed with: shapes of real models, and the same work by others."""
+"""Work that the kernels are timed with: shapes of real models, and the same work by others."""
 
 from __future__ import annotations
 

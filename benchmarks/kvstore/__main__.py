@@ -1,8 +1,8 @@
-"""``python -m benchmarks kvstore``: what the KV cache store costs beside doing its work without it.
+"""Cost of the KV cache store, beside doing its work without it.
 
-Put and get through the pool beside plain memcpy of as many bytes, the SSD tier beside raw direct
-I/O, and the same blocks through Mooncake Store and Redis. Whatever is compared takes turns within
-each run, and no cache of the processor holds what is copied.
+``python -m benchmarks kvstore``. Put and get through the pool beside plain memcpy of as many bytes,
+the SSD tier beside raw direct I/O, and the same blocks through Mooncake Store and Redis. Whatever
+is compared takes turns within each run, and no cache of the processor holds what is copied.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from benchmarks.kvstore.memory import (
 )
 from benchmarks.kvstore.others import OtherBench, mooncake_bench, redis_bench
 from benchmarks.kvstore.peers import missing_mooncake, missing_redis
+from benchmarks.script import run_script
 
 _POOL_SIZE = "512MiB"
 _NUM_LOOKUPS = 300
@@ -225,3 +226,7 @@ def _others(given: argparse.Namespace, samples: Samples, progress: Progress) -> 
 def _put_get(pool: PoolBench) -> tuple[float, float]:
     times = pool.run("layers")
     return times.put_s, times.get_s
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,4 +1,4 @@
-"""The SSD tier beside raw direct I/O of the same blocks at the same depth on the same disk."""
+"""SSD tier beside raw direct I/O of the same blocks at the same depth on the same disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same blocks through Mooncake Store and Redis, each in a process of its own, over TCP."""
+"""Blocks through Mooncake Store and Redis, each in a process of its own, over TCP."""
 
 from __future__ import annotations
 

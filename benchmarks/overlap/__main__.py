@@ -1,10 +1,11 @@
-"""``python -m benchmarks overlap``: what moved layers bring when host and guest compute at once.
+"""Gain from moved layers when host and guest compute at once.
 
-One engine on one core moves layers to a guest on another, which is idle else. Prompts are prefilled
-and batches decode with all layers at home, with ranges away and waited for, and with the same
-ranges away and steps in parts; then by vLLM's own pipeline of two stages, on the same two cores.
-A second engine serves streams of its own on the guest's core, for several shares of it that
-the guest may take. With --pace: of two instances of a server, in the time of a modelled GPU.
+``python -m benchmarks overlap``. One engine on one core moves layers to a guest on another, which
+is idle else. Prompts are prefilled and batches decode with all layers at home, with ranges away and
+waited for, and with the same ranges away and steps in parts; then by vLLM's own pipeline of two
+stages, on the same two cores. A second engine serves streams of its own on the guest's core, for
+several shares of it that the guest may take. With --pace: of two instances of a server, in the time
+of a modelled GPU.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from benchmarks.overlap import figures as figures
 from benchmarks.overlap import neighbour as overlap_neighbour
 from benchmarks.overlap import paced
 from benchmarks.overlap.rounds import OverlapRounds, draw_prompts
+from benchmarks.script import run_script
 
 _NUM_LAYERS = 30
 _FED_TOKENS = 512
@@ -228,3 +230,7 @@ def _engine(model_path: str, kind: str, given: argparse.Namespace) -> Iterator[D
     module = "benchmarks.drivers.overlapped"
     with driven_engine(module, model_path, kind, json.dumps(arguments)) as engine:
         yield engine
+
+
+if __name__ == "__main__":
+    run_script(main)

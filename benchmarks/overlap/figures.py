@@ -1,4 +1,4 @@
-"""The figures of ``bench overlap``: what was gained, and what was predicted of it."""
+"""Figures of ``bench overlap``: gains, and what the engine predicted of them."""
 
 from __future__ import annotations
 

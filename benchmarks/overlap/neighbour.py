@@ -1,4 +1,4 @@
-"""What an engine feels of a guest on its core, against the share that the guest may take."""
+"""Slow-down of an engine by a guest on its core, against the share that the guest may take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bench overlap --pace``: the same question, in the time of a modelled GPU.
+"""Gain from moved layers in the time of a modelled GPU: ``bench overlap --pace``.
 
 A prefill instance moves layers to a guest beside its decode instance and serves prompts; then the
 decode instance moves as many to a guest beside the prefill instance, and batches decode. Engines,

@@ -1,4 +1,4 @@
-"""The rounds of ``bench overlap``: what is compared is served in each of them, one after the other.
+"""Rounds of ``bench overlap``: each serves all that is compared, one after the other.
 
 A machine may be half as fast again a few minutes later, so every gain is one of times of the same
 round, and rounds do not all have the same order.

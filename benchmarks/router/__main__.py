@@ -1,4 +1,4 @@
-"""``python -m benchmarks router``: what does a router cost a request, and what does a decision?"""
+"""Cost of a router for a request, and of a policy's decision: ``python -m benchmarks router``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from banaserve.arguments import Parser, positive
 from banaserve.bench.loadgen.servers import end_on_sigterm
 from banaserve.bench.results import result
 from benchmarks.router import decisions, proxy
+from benchmarks.script import run_script
 
 
 def main(argv: Sequence[str]) -> int:
@@ -111,3 +112,7 @@ def _proxy_options(given: argparse.Namespace) -> proxy.ProxyOptions:
         given.peers,
         given.seed,
     )
+
+
+if __name__ == "__main__":
+    run_script(main)

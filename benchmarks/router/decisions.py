@@ -1,4 +1,4 @@
-"""The decisions part of ``python -m benchmarks router``: how many a second, and in how much memory.
+"""Decisions a second of routing policies, and the memory that these take: for ``bench router``.
 
 A decision is what a balancer pays in its event loop for one request: the choice, the counters and
 the tree's record of it, and the end of a request in return. It is timed in CPU seconds of this

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.router.engine PORT LOG``: a replica whose engine is simulated.
+"""Replica whose engine is simulated: ``python -m benchmarks.router.engine PORT LOG``.
 
 The simulator's engine (batches, chunked prefill, memory, a prefix cache) in real time, behind the
 OpenAI API as far as a balancer needs it. A prompt's last word names the request; the answer says

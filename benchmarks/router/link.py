@@ -1,4 +1,4 @@
-"""A way between two regions, on one machine: bytes arrive later, in their order."""
+"""Link between two regions, on one machine: bytes arrive later, in their order."""
 
 from __future__ import annotations
 

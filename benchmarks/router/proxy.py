@@ -1,4 +1,4 @@
-"""What a router costs a request and a streamed part, beside vllm-router and sglang-router.
+"""Cost of a router for a request and a streamed part, beside vllm-router and sglang-router.
 
 CPU seconds of the router's own process, user and system, over closed loops of the same requests to
 the same replicas; health checks, retries and metrics are on in all of them. A part's cost is what

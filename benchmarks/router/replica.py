@@ -1,4 +1,4 @@
-"""``python -m benchmarks.router.replica PORT``: a replica that costs next to nothing.
+"""Replica that costs next to nothing: ``python -m benchmarks.router.replica PORT``.
 
 Answers completions at once, or streams parts at a pace that all its streams share, as an engine's
 steps do.

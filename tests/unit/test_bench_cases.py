@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from banaserve.bench.compare.timeline import decisions_of
 from banaserve.bench.loadgen.client import RequestRecord
 from banaserve.bench.results import result
 from banaserve.bench.results.result import ModelledTime
+from banaserve.bench.serving.timeline import decisions_of
 from banaserve.controller.loop import ControllerOptions
 from banaserve.controller.schemas import DecisionRecord, StepRecord, WantedStep
 from banaserve.controller.time_scaling import dilated

@@ -22,12 +22,12 @@ from banaserve.bench.compare.result import (
     kept_path,
 )
 from banaserve.bench.compare.systems import REFERENCE, ServerSystem, chosen_systems, known_systems
-from banaserve.bench.compare.timeline import InstanceTimeline
 from banaserve.bench.loadgen.client import RequestRecord
-from banaserve.bench.results.report import section_of
+from banaserve.bench.report.report import section_of
 from banaserve.bench.serving.cell import CellId, Sent
 from banaserve.bench.serving.run import write_whole
 from banaserve.bench.serving.summary import Slo, Summary, summarize
+from banaserve.bench.serving.timeline import InstanceTimeline
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError

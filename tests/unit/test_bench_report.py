@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from banaserve.bench.loadgen.client import RequestRecord
+from banaserve.bench.report.plot import Plot, Series, svg
+from banaserve.bench.report.report import cdf, main, write_report
 from banaserve.bench.results import result
-from banaserve.bench.results.plot import Plot, Series, svg
-from banaserve.bench.results.report import cdf, main, write_report
 from banaserve.bench.serving.cell import CellId, Sent
 from banaserve.bench.serving.run import as_result
 from banaserve.bench.serving.summary import Slo, Summary, summarize

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from banaserve.bench.compare import timeline
 from banaserve.bench.loadgen.modelled_time import modelled_time
 from banaserve.bench.loadgen.target import find_target
+from banaserve.bench.serving import timeline
 from banaserve.clock import WallClock
 from banaserve.errors import UserError
 

@@ -1,22 +1,26 @@
-"""benchmarks/simulate_paper.py: what is counted, and what the report says of it."""
+"""benchmarks/simulate_paper: what is counted, and what the report says of it."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from banaserve.errors import UserError
 from banaserve.sim.request import SimRequest
-from benchmarks import simulate_paper, simulate_paper_report
+from benchmarks.simulate_paper import __main__ as command
+from benchmarks.simulate_paper import report as simulate_paper_report
+from benchmarks.simulate_paper import runs as simulate_paper_runs
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def paper() -> Any:
-    return simulate_paper
+    return simulate_paper_runs
 
 
 @pytest.fixture
@@ -102,12 +106,17 @@ def test_a_run_that_was_killed_goes_on_from_its_last_whole_line(paper: Any, tmp_
 
 
 def test_matplotlib_is_missed_before_anything_runs(
-    paper: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(paper, "find_spec", lambda name: None)
-    monkeypatch.setattr(paper, "measured", lambda cache, jobs: pytest.fail("it ran"))
-    monkeypatch.setattr(sys, "argv", ["simulate_paper.py", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit) as left:
-        paper.main()
-    assert left.value.code == 2
-    assert "matplotlib is missing" in capsys.readouterr().err
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "measured", lambda cache, jobs: pytest.fail("it ran"))
+    with pytest.raises(UserError, match=r"matplotlib is missing: pip install \.\[plots\]"):
+        command.main(["--out", str(tmp_path)])
+
+
+def test_a_cache_is_that_of_the_code_it_was_made_with(paper: Any) -> None:
+    names = {path.relative_to(ROOT).as_posix() for path in paper.sources()}
+    assert "benchmarks/simulate_paper/runs.py" in names
+    for needed in ("costs/profile", "orchestrator/control", "sim/engine"):
+        assert f"banaserve/{needed}.py" in names
+    assert any(name.startswith("banaserve/costs/profiles/") for name in names)

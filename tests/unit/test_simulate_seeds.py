@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from banaserve.bench.results.result import figure
-from benchmarks import simulate_seeds
-from benchmarks import simulate_seeds_claims as claims
-from benchmarks import simulate_seeds_report as report
-from benchmarks.simulate_seeds_cases import PAPERS
+from benchmarks.simulate_seeds import claims, report
+from benchmarks.simulate_seeds import figures as seeds_figures
+from benchmarks.simulate_seeds.cases import PAPERS
 
 CASES = {case.name: case for make in PAPERS.values() for case in make()}
 
@@ -20,7 +19,7 @@ def test_every_claim_names_a_case_its_systems_and_a_measure() -> None:
         other = CASES[claim.other_case or claim.case]
         assert claim.system in CASES[claim.case].systems, claim
         assert not claim.other or claim.other in other.systems, claim
-        assert claim.measure in simulate_seeds.MEASURES, claim
+        assert claim.measure in seeds_figures.MEASURES, claim
         assert 0 < claim.low <= claim.high
 
 
@@ -52,21 +51,21 @@ def test_a_case_is_simulated_and_told_with_its_claims(monkeypatch: Any) -> None:
     short = case.setting.__class__(
         case.setting.replicas, {"us": [(2, case.setting.clients["us"][0][1])]}, duration_s=10.0
     )
-    figures = simulate_seeds.run(case.__class__(case.name, short, case.systems, case.paper), [0, 1])
-    assert len(figures) == len(case.systems) * len(simulate_seeds.MEASURES)
+    figures = seeds_figures.run(case.__class__(case.name, short, case.systems, case.paper), [0, 1])
+    assert len(figures) == len(case.systems) * len(seeds_figures.MEASURES)
     page = report.markdown(figures, 2)
     assert "pushing by pending over blind" in page
     assert f"### {claims.PUSH}" in page
     assert claims.CHAT not in page
-    ours = figures[simulate_seeds.figure_name(case.name, "SP-P", "weighted")]
-    theirs = figures[simulate_seeds.figure_name(case.name, "blind", "weighted")]
+    ours = figures[seeds_figures.figure_name(case.name, "SP-P", "weighted")]
+    theirs = figures[seeds_figures.figure_name(case.name, "blind", "weighted")]
     claim = claims.CLAIMS["SkyWalker"][0]
     assert report.samples(claim, figures)[0] == ours.samples[0] / theirs.samples[0]
 
 
 def test_a_value_that_is_no_ratio_is_judged_as_it_is() -> None:
     claim = claims.Claim("hits", claims.CHAT, "skywalker", "", "hits", 0.37, 0.47)
-    name = simulate_seeds.figure_name(claims.CHAT, "skywalker", "hits")
+    name = seeds_figures.figure_name(claims.CHAT, "skywalker", "hits")
     figures = {name: figure([0.5, 0.51], "fraction")}
     assert report.has(claim, figures)
     assert "| 0.37 to 0.47 |" in report.row(claim, figures)

@@ -45,17 +45,17 @@ from banaserve.bench.compare.result import (
 )
 from banaserve.bench.compare.simulated import simulated_cells
 from banaserve.bench.compare.systems import REFERENCE, ServerSystem, chosen_systems
-from banaserve.bench.compare.timeline import decisions_of, watched
 from banaserve.bench.datasets.items import Words
 from banaserve.bench.loadgen.client import Call, OpenAiClient
 from banaserve.bench.loadgen.loops import closed_loop
 from banaserve.bench.loadgen.modelled_time import StretchedClock, modelled_time
 from banaserve.bench.loadgen.servers import Running, balanced_servers, banaserve_server
+from banaserve.bench.report.report import write_report
 from banaserve.bench.results import result
-from banaserve.bench.results.report import write_report
 from banaserve.bench.serving.cell import CellId, Progress
 from banaserve.bench.serving.command import table
 from banaserve.bench.serving.run import run_cells, stopped_by_signals, write_whole
+from banaserve.bench.serving.timeline import decisions_of, watched
 from banaserve.controller.schemas import RoleRequest
 from banaserve.costs import miniatures
 from banaserve.engine.vllm.migration.api import Return

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from banaserve.bench.compare.systems import ServerSystem
-from banaserve.bench.compare.timeline import InstanceTimeline
 from banaserve.bench.datasets.items import Dataset
 from banaserve.bench.results import result
 from banaserve.bench.results.result import ModelledTime
 from banaserve.bench.serving.run import RunFolder, ServingPlan, figures
 from banaserve.bench.serving.summary import Summary
+from banaserve.bench.serving.timeline import InstanceTimeline
 
 CHECK_TOKENS = 12
 """Tokens of each answer that is compared with the reference."""

@@ -1,4 +1,4 @@
-"""``simulate-seeds.md``: each claim of the papers beside what the simulator gives, and tables."""
+"""Page with each claim of the papers beside what the simulator gives, and tables."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from banaserve.bench.results.result import Figure
 from banaserve.bench.results.statistics import mean_interval, paired_ratios
 from banaserve.sim.result import SIMULATED
-from benchmarks.simulate_seeds import MEASURES, cell, figure_name
-from benchmarks.simulate_seeds_cases import PAPERS
-from benchmarks.simulate_seeds_claims import ANY, CLAIMS, Claim
+from benchmarks.simulate_seeds.cases import PAPERS
+from benchmarks.simulate_seeds.claims import ANY, CLAIMS, Claim
+from benchmarks.simulate_seeds.figures import MEASURES, cell, figure_name
 
 Figures = Mapping[str, Figure]
 
@@ -19,7 +19,7 @@ def markdown(figures: Figures, seeds: int) -> str:
     lines = [
         "# SkyWalker, GORGO and Preble, simulated",
         "",
-        f"Written by `python -m benchmarks.simulate_seeds --report`. **{SIMULATED.capitalize()}.**",
+        f"Written by `python -m benchmarks simulate-seeds --report`. **{SIMULATED.capitalize()}.**",
         "",
         f"{seeds} seeds; a ratio is taken seed by seed, and its interval is 95 % (Student). All",
         "systems of a seed meet the same clients. What the papers do not give (hardware times,",

@@ -1,6 +1,4 @@
-"""The pages of a report: sections with tables and plots, as HTML and as Markdown. Pure.
-
-``banaserve bench report DIR``: the results in a folder as one page, HTML and Markdown.
+"""Report of the results in a folder as one page, HTML and Markdown: ``banaserve bench report DIR``.
 
 Every figure with its 95% interval over the runs (Student's t), or its range where there are too
 few; for serving runs the distributions of latency, and throughput and latency over the load.
@@ -17,13 +15,13 @@ from typing import Any
 import msgspec
 
 from banaserve.arguments import Parser
-from banaserve.bench.compare.pages import Table, extra_tables
-from banaserve.bench.compare.timeline import InstanceTimeline
+from banaserve.bench.report.compare_tables import Table, extra_tables
+from banaserve.bench.report.plot import Plot, Series, style, svg
 from banaserve.bench.results import result
-from banaserve.bench.results.plot import Plot, Series, style, svg
 from banaserve.bench.results.result import Figure, Result
 from banaserve.bench.results.statistics import interval_text
 from banaserve.bench.serving.summary import Summary
+from banaserve.bench.serving.timeline import InstanceTimeline
 from banaserve.errors import UserError
 
 _LATENCIES = {

@@ -1,37 +1,23 @@
-"""BanaServe's figures 8 to 11 in the simulator: two models, two workloads, 1 to 20 requests/s.
-
-Usage: ``python -m benchmarks.simulate_paper [--out benchmarks/results] [--jobs 2]``; plots need
-matplotlib (``pip install .[plots]``). Writes ``simulate-paper.json``, ``simulate-paper.md`` and a
-PNG for each figure. A call that is interrupted goes on where it was, as long as the code is the
-same.
-
-Time is modelled, nothing is run. The paper names neither the number of GPUs nor how its baselines
-were set up, nor how long the answers were; what is assumed instead is the same for all figures and
-stands in ``SYSTEMS`` and ``READINGS``.
-"""
+"""Runs of BanaServe's figures 8 to 11 in the simulator, kept in a file as they end."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 
-from banaserve.bench.results import result
+import banaserve
 from banaserve.costs.profile import load as load_profile
 from banaserve.errors import UserError
 from banaserve.sim.cluster import SimCluster
 from banaserve.sim.lengths import draw_measured
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import SIMULATED
 from banaserve.sim.run import simulate
 from banaserve.sim.system import System, preset
 from banaserve.sim.workload import Arrivals, arriving
@@ -185,51 +171,18 @@ def kept(cache: Path) -> dict[PaperRun, dict[str, float]]:
 
 
 def fingerprint() -> str:
-    """Of the package's simulator and policies: a cache of other code is another file."""
-    root = Path(result.__file__).parents[1]
-    digest = hashlib.sha256(Path(__file__).read_bytes())
-    for folder in ("costs", "orchestrator", "sim"):
-        for path in sorted((root / folder).rglob("*.*")):
-            if path.suffix in (".py", ".toml"):
-                digest.update(path.read_bytes())
+    """Return a digest of the sources that a run depends on: other code has another cache."""
+    digest = hashlib.sha256()
+    for path in sources():
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 
-def main() -> int:
-    from benchmarks.simulate_paper_report import figures_of, markdown, plot
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--cache", type=Path, help="default: a file beside the results, removed")
-    given = parser.parse_args()
-    if find_spec("matplotlib") is None:
-        parser.error("the package matplotlib is missing: pip install .[plots]")
-    started_at = datetime.now(UTC)
-    cache = given.cache or given.out / f".simulate-paper-{fingerprint()}.jsonl"
-    runs = measured(cache, given.jobs)
-    record = result.result(
-        "simulate-paper",
-        seed=SEEDS[0],
-        options={
-            "rates_per_s": list(RATES),
-            "seeds": list(SEEDS),
-            "warm_s": WARM_S,
-            "measured_s": MEASURED_S,
-            "max_output_tokens": MAX_OUTPUT_TOKENS,
-        },
-        started_at=started_at,
-        figures=figures_of(runs),
-        notes=[SIMULATED, *(f"{name}: {words}" for name, words in READINGS.items())],
-    )
-    result.write(record, given.out / "simulate-paper.json")
-    (given.out / "simulate-paper.md").write_text(markdown(runs))
-    for figure in FIGURES:
-        plot(figure, runs, given.out / f"simulate-paper-figure{figure.number}.png")
-    if given.cache is None:
-        cache.unlink()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def sources() -> list[Path]:
+    """Return this file, and the files of the simulator, its policies and its costs."""
+    root = Path(banaserve.__file__).parent
+    found = [Path(__file__)]
+    for folder in ("costs", "orchestrator", "sim"):
+        paths = sorted((root / folder).rglob("*.*"))
+        found += [path for path in paths if path.suffix in (".py", ".toml")]
+    return found

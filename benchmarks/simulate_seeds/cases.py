@@ -1,4 +1,4 @@
-"""The cases of ``simulate_seeds.py``: what each paper compared, as far as it says."""
+"""Cases that each paper compared, as far as it says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the papers of SkyWalker, GORGO and Preble claim, as ratios that a simulation can check."""
+"""Claims of the papers of SkyWalker, GORGO and Preble, as ratios that a simulation can check."""
 
 from __future__ import annotations
 

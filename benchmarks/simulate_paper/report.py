@@ -1,4 +1,4 @@
-"""Tables, words and plots of ``simulate_paper.py``."""
+"""Page and plots of BanaServe's figures, as the simulator gives them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import Interval, mean_interval, paired_ratios
 from banaserve.sim.result import SIMULATED
-from benchmarks.simulate_paper import (
+from benchmarks.simulate_paper.runs import (
     FIGURES,
     RATES,
     READINGS,
@@ -87,7 +87,7 @@ def markdown(runs: Runs) -> str:
 
 _HEAD = f"""# BanaServe's figures 8 to 11, simulated
 
-Written by `python -m benchmarks.simulate_paper`. **{SIMULATED.capitalize()}.**
+Written by `python -m benchmarks simulate-paper`. **{SIMULATED.capitalize()}.**
 
 Three systems with four GPUs each get the same Poisson arrivals, {RATES[0]} to {RATES[-1]} requests
 a second, with {len(SEEDS)} seeds; intervals are 95%. *colocated* is a vLLM on every GPU, *static*

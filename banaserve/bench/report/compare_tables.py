@@ -1,7 +1,4 @@
-"""What a report says of a comparison beyond latencies: ratios, the simulator's error, decisions.
-
-Pure.
-"""
+"""Tables of a comparison in a report beyond latencies: ratios, simulator's error, decisions."""
 
 from __future__ import annotations
 

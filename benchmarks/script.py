@@ -1,0 +1,14 @@
+"""Start of one benchmark as a module of its own: ``python -m benchmarks.handover``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from banaserve.cli.main import one_line_errors
+
+
+def run_script(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Run ``main`` on the command line and exit with its code; errors are one line."""
+    sys.exit(one_line_errors(main)(sys.argv[1:]))

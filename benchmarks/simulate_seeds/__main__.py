@@ -1,0 +1,82 @@
+"""Tables of SkyWalker, GORGO and Preble beside what the simulator gives.
+
+    python -m benchmarks simulate-seeds [--seeds 5] [--only skywalker] [--json FILE]
+    python -m benchmarks simulate-seeds --json FILE --report FILE.md
+
+All systems of a seed meet the same clients. Requests without an end when the time is over are
+counted ("open") and their waiting so far is in the latencies. Throughput is given as output tokens
+a second and as SkyWalker counts it, prompt plus twice the output. What the papers do not give
+(hardware times, lengths, distances) is assumed in ``banaserve/sim/regions``; so ratios are to be
+read, not values. A FILE that is there is gone on with: a case that it has is not run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from banaserve.arguments import Parser
+from banaserve.bench.results import result
+from banaserve.bench.results.result import Figure
+from banaserve.errors import UserError
+from benchmarks.script import run_script
+from benchmarks.simulate_seeds.cases import PAPERS
+from benchmarks.simulate_seeds.figures import run, table
+from benchmarks.simulate_seeds.report import markdown
+
+
+def main(argv: Sequence[str]) -> int:
+    """Simulate the cases that the file lacks, show and write them; the exit code."""
+    parser = Parser(prog="python -m benchmarks simulate-seeds", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--only", choices=PAPERS)
+    parser.add_argument("--cases", type=int, help="run so many that the file lacks, then end")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--report", type=Path, help="write the tables")
+    given = parser.parse_args(list(argv))
+    if given.seeds < 2:
+        parser.error("one seed tells nothing of the spread: give 2 or more")
+    started_at, console = datetime.now(UTC), Console(width=200)
+    figures, commits = _begun(given.json, given.seeds)
+    left = given.cases
+    for paper in [given.only] if given.only else PAPERS:
+        for case in PAPERS[paper]():
+            if case.name not in commits:
+                if left == 0:
+                    return 0
+                left = left and left - 1
+                figures |= run(case, range(given.seeds))
+                record = result.result(
+                    "simulate_seeds",
+                    seed=0,
+                    options={"seeds": given.seeds},
+                    started_at=started_at,
+                    figures=figures,
+                    notes=[str(__doc__), "raw: the commit that each case was run with"],
+                    raw=commits,
+                )
+                commits[case.name] = record.commit
+                record.raw[case.name] = record.commit
+                if given.json is not None:
+                    result.write(record, given.json)
+            console.print(table(case, figures))
+    if given.report is not None:
+        given.report.write_text(markdown(figures, given.seeds))
+    return 0
+
+
+def _begun(path: Path | None, seeds: int) -> tuple[dict[str, Figure], dict[str, object]]:
+    """Returns the figures that ``path`` has, and the commit of each case."""
+    if path is None or not path.exists():
+        return {}, {}
+    found = result.read(path)
+    if found.options.get("seeds") != seeds:
+        raise UserError(f"{path} has {found.options.get('seeds')} seeds: give another file")
+    return dict(found.figures), dict(found.raw)
+
+
+if __name__ == "__main__":
+    run_script(main)

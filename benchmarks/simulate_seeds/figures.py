@@ -1,0 +1,66 @@
+"""Measures of the systems of a case, a sample a seed, and their table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.table import Table
+
+from banaserve.bench.results.result import Figure, figure
+from banaserve.bench.results.statistics import mean_interval
+from banaserve.sim.regions.world import RequestOutcome, simulate
+from benchmarks.simulate_seeds.cases import PaperCase
+
+MEASURES: dict[str, tuple[str, Callable[[RequestOutcome], float]]] = {
+    "output": ("tokens/s", lambda one: one.output_tokens_per_s),
+    "weighted": ("tokens/s", lambda one: one.weighted_tokens_per_s),
+    "ttft mean": ("s", lambda one: one.mean_ttft_s),
+    "ttft p50": ("s", lambda one: one.ttft_s(0.5)),
+    "ttft p90": ("s", lambda one: one.ttft_s(0.9)),
+    "ttft p95": ("s", lambda one: one.ttft_s(0.95)),
+    "ttft p99": ("s", lambda one: one.ttft_s(0.99)),
+    "e2e mean": ("s", lambda one: one.mean_e2e_s),
+    "e2e p50": ("s", lambda one: one.e2e_s(0.5)),
+    "e2e p95": ("s", lambda one: one.e2e_s(0.95)),
+    "e2e p99": ("s", lambda one: one.e2e_s(0.99)),
+    "hits": ("fraction", lambda one: one.hit_fraction),
+    "most/least": (
+        "ratio",
+        lambda one: max(one.most_outstanding) / max(1, min(one.most_outstanding)),
+    ),
+    "open": ("requests", lambda one: float(one.num_censored)),
+}
+
+
+def figure_name(case: str, system: str, measure: str) -> str:
+    """Returns the name under which a result has it."""
+    return f"{case} | {system} | {measure}"
+
+
+def run(case: PaperCase, seeds: Sequence[int]) -> dict[str, Figure]:
+    """Simulates every system of ``case``; returns a figure for each measure, a sample a seed."""
+    figures = {}
+    for name, system in case.systems.items():
+        outcomes = [simulate(case.setting, system, seed) for seed in seeds]
+        for measure, (unit, value) in MEASURES.items():
+            samples = [value(outcome) for outcome in outcomes]
+            figures[figure_name(case.name, name, measure)] = figure(samples, unit)
+    return figures
+
+
+def table(case: PaperCase, figures: dict[str, Figure]) -> Table:
+    """Returns means with their 95 % intervals (Student)."""
+    shown = Table(title=case.name, caption=f"paper: {case.paper}", title_justify="left")
+    for heading in ("system", *MEASURES):
+        shown.add_column(heading, justify="left" if heading == "system" else "right")
+    for name in case.systems:
+        shown.add_row(
+            name, *(cell(figures[figure_name(case.name, name, one)].samples) for one in MEASURES)
+        )
+    return shown
+
+
+def cell(samples: Sequence[float]) -> str:
+    """Returns a mean and half its interval."""
+    low, mean, high = mean_interval(samples)
+    return f"{mean:.3g} ±{(high - low) / 2:.2g}"

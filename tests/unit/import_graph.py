@@ -1,0 +1,131 @@
+"""Graph of the imports between the modules of this repository, read from their sources."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+Graph = dict[str, set[str]]
+
+
+@dataclass
+class Imports:
+    """Edges from each module to those that it imports, by the place of the import statement.
+
+    Attributes:
+        loading: Imports that run when the module is loaded.
+        typing: Imports below `if TYPE_CHECKING:`.
+        lazy: Imports inside functions.
+    """
+
+    loading: Graph = field(default_factory=dict)
+    typing: Graph = field(default_factory=dict)
+    lazy: Graph = field(default_factory=dict)
+
+    @property
+    def declared(self) -> Graph:
+        """Every edge but the lazy ones: those that a reader of the modules' heads sees."""
+        return {name: self.loading[name] | self.typing[name] for name in self.loading}
+
+
+def read_imports(root: Path, packages: Iterable[str]) -> Imports:
+    """Parse every module of `packages`, which are folders of `root`."""
+    paths = {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for package in packages
+        for path in sorted((root / package).rglob("*.py"))
+    }
+    imports = Imports()
+    for module, path in paths.items():
+        for graph in (imports.loading, imports.typing, imports.lazy):
+            graph[module] = set()
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for graph, statement in _import_statements(ast.parse(path.read_text()), imports):
+            for name in _imported_names(statement, package):
+                if target := _module_of(name, paths):
+                    graph[module].add(target)
+        for graph in (imports.loading, imports.typing, imports.lazy):
+            graph[module].discard(module)
+    return imports
+
+
+def _import_statements(
+    tree: ast.Module, imports: Imports
+) -> Iterator[tuple[Graph, ast.Import | ast.ImportFrom]]:
+    def below(node: ast.AST, graph: Graph) -> Iterator[tuple[Graph, ast.Import | ast.ImportFrom]]:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield graph, node
+            return
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            graph = imports.lazy
+        if isinstance(node, ast.If) and graph is imports.loading:
+            condition = ast.unparse(node.test)
+            within = imports.typing if condition.endswith("TYPE_CHECKING") else graph
+            for child in node.body:
+                yield from below(child, within)
+            for child in node.orelse:
+                yield from below(child, graph)
+            return
+        for child in ast.iter_child_nodes(node):
+            yield from below(child, graph)
+
+    yield from below(tree, imports.loading)
+
+
+def _imported_names(statement: ast.Import | ast.ImportFrom, package: str) -> Iterator[str]:
+    if isinstance(statement, ast.Import):
+        yield from (alias.name for alias in statement.names)
+        return
+    base = statement.module or ""
+    if statement.level:
+        parts = package.split(".")
+        base = ".".join(parts[: len(parts) - statement.level + 1] + ([base] if base else []))
+    # A name may be a module of the package or something that a module defines.
+    yield from (f"{base}.{alias.name}" for alias in statement.names)
+
+
+def _module_of(name: str, paths: dict[str, Path]) -> str | None:
+    while name and name not in paths:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def folders_of(graph: Graph) -> Graph:
+    """Return the graph of the folders: a module stands for the folder that it is in."""
+    folders: Graph = {}
+    for module, targets in graph.items():
+        folder = module.rpartition(".")[0]
+        edges = folders.setdefault(folder, set())
+        edges |= {target.rpartition(".")[0] for target in targets} - {folder}
+    return folders
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """Return the strongly connected components of more than one member, sorted (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    open_nodes: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        open_nodes.append(node)
+        for target in sorted(graph.get(node, ())):
+            if target not in index:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in open_nodes:
+                low[node] = min(low[node], index[target])
+        if low[node] == index[node]:
+            at = open_nodes.index(node)
+            component = open_nodes[at:]
+            del open_nodes[at:]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for node in sorted(graph):
+        if node not in index:
+            visit(node)
+    return sorted(found)
