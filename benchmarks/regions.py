@@ -2,7 +2,7 @@
 
     python -m benchmarks.regions [--runs 3] [--json FILE]
 
-One balancer a region, two replicas each, distances of AWS between them (``bench/router_regions``),
+One balancer a region, two replicas each, distances of AWS between them (``router/regions.py``),
 and most of the clients in one region. Balancers, connections and distances are real; engines are
 the simulator's in real time, two to three times as fast as an L4. Policies take turns, so that
 whatever else the machine does meets all of them. Latencies are those of the clients, to the last

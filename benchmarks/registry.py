@@ -46,6 +46,9 @@ BENCHMARKS = {
     "prefix-ttft": Benchmark(
         "benchmarks.prefix_ttft", "Is a cached prefix ever slower than computing it?"
     ),
+    "results": Benchmark(
+        "benchmarks.results_page", "What do all committed results say, as benchmarks/RESULTS.md?"
+    ),
     "router": Benchmark(
         "benchmarks.router.__main__", "What does a router cost a request and a streamed part?"
     ),
