@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-from banaserve.bench.results.report import result_files, section_of
+from banaserve.bench.report.report import result_files, section_of
 
 from banaserve.arguments import Parser
 from banaserve.bench.results import result
