@@ -1,4 +1,4 @@
-"""``python -m banaserve`` is the ``banaserve`` command."""
+"""Entry of ``python -m banaserve``, which is the ``banaserve`` command."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The options of ``banaserve serve``: one frozen schema for the command line and the file."""
+"""Options of ``banaserve serve``: one frozen schema for the command line and the file."""
 
 from __future__ import annotations
 

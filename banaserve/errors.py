@@ -1,4 +1,4 @@
-"""One exception class for each thing the caller can do about it."""
+"""Exceptions: one class for each thing the caller can do about it."""
 
 from __future__ import annotations
 

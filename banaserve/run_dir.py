@@ -1,4 +1,4 @@
-"""The folder of one run: its logs, and a note of who runs in it."""
+"""Folder of one run: its logs, its sockets, and a note of its server."""
 
 from __future__ import annotations
 

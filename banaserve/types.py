@@ -1,4 +1,4 @@
-"""The shared words: values that pass between floors. Standard library only."""
+"""Values that pass between floors. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How endpoints of the admin API answer and refuse."""
+"""Answers and refusals of the admin API's endpoints."""
 
 from __future__ import annotations
 

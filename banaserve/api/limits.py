@@ -1,4 +1,4 @@
-"""What the front door refuses before any work is done: too much at once, too much in one."""
+"""Limits of the front door: requests refused before any work is done on them."""
 
 from __future__ import annotations
 

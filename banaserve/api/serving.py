@@ -1,4 +1,4 @@
-"""``banaserve serve`` from the parsed options to the last process ended."""
+"""Life of ``banaserve serve``, from parsed options to the end of its last process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A running server on one screen: put together from what is known, nobody is asked."""
+"""Status of a running server, put together from values at hand: no engine is asked."""
 
 from __future__ import annotations
 

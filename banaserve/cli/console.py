@@ -1,4 +1,4 @@
-"""What commands print: one-line errors, and tables on a terminal that are plain lines elsewhere."""
+"""Output of commands: one-line errors, and tables on a terminal that are plain lines elsewhere."""
 
 from __future__ import annotations
 

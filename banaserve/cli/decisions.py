@@ -1,4 +1,4 @@
-"""``banaserve decisions``: what the orchestrator decided, on which numbers, and what came of it."""
+"""``banaserve decisions``: decisions of the orchestrator, their numbers and their outcome."""
 
 from __future__ import annotations
 

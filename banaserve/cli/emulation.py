@@ -1,4 +1,4 @@
-"""``banaserve serve --pace``: which model runs, what vLLM is told, and what is said of it."""
+"""``banaserve serve --pace``: the model that really runs, vLLM's options, words of the banner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heavy half of ``banaserve serve``: imports vLLM, so it is imported late."""
+"""Part of ``banaserve serve`` that imports vLLM, and is therefore imported late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``banaserve`` command: finds the sub-command, and turns errors into lines and exit codes."""
+"""``banaserve`` command: dispatches to sub-commands, turns errors into lines and exit codes."""
 
 from __future__ import annotations
 

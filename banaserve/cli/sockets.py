@@ -1,4 +1,4 @@
-"""Taking a port, and looking at certificates, before anything slow happens."""
+"""Checks of port and certificates before anything slow happens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What really runs in the place of a profile's model."""
+"""Miniatures: the small models that really run in the place of a profile's model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What modules that run beside another instance cost and relieve, in a profile's time."""
+"""Costs and relief of modules that run beside another instance, in a profile's time."""
 
 from __future__ import annotations
 

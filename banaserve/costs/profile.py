@@ -1,4 +1,4 @@
-"""What a modelled GPU and model take: read from a profile file, checked, and asked for times."""
+"""Profile of a modelled GPU and model: read from a file, checked, and asked for times."""
 
 from __future__ import annotations
 

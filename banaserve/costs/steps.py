@@ -1,4 +1,4 @@
-"""Times of an engine's steps as the profile gives them, bent by what has moved away and come in."""
+"""Times of an engine's steps by the profile, changed by modules that have moved away or in."""
 
 from __future__ import annotations
 

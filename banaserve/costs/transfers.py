@@ -1,4 +1,4 @@
-"""What a step takes whose KV is fetched from the store and saved to it, layer by layer."""
+"""Times of steps whose KV is fetched from the store and saved to it, layer by layer."""
 
 from __future__ import annotations
 

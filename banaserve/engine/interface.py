@@ -1,4 +1,4 @@
-"""What who decides asks of who carries steps out, and how these end."""
+"""Executor interface: steps that a control loop orders, and their outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every implementation refuses: a wrong argument is named, never computed with."""
+"""Argument checks that all implementations share: a wrong argument raises and names itself."""
 
 from __future__ import annotations
 

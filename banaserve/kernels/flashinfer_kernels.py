@@ -1,4 +1,4 @@
-"""FlashInfer's paged attention and merge behind the same door, where it is installed.
+"""FlashInfer's paged attention and merge behind the kernels' interface, where it is installed.
 
 It plans on the host, so each call of ``partial_attention`` waits for the lengths to come from the
 GPU; ``plan`` once and ``run`` often where they stay.

@@ -1,4 +1,4 @@
-"""What attention over a part of the heads or of a sequence takes and returns.
+"""Interface of the kernels: attention over a part of the heads or of a sequence, and merging.
 
 BanaServe Eq. 6 to 10 with their errors mended: scores are ``q k / sqrt(d)``, each head by itself;
 the row's maximum is subtracted before the exponential; parts of the *heads* lie side by side, and

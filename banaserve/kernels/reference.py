@@ -1,4 +1,4 @@
-"""The plain form of every kernel: what it computes, without regard to speed, in float64."""
+"""Reference kernels in float64: they define the result of every kernel, without regard to speed."""
 
 from __future__ import annotations
 

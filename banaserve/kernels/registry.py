@@ -1,4 +1,4 @@
-"""Which kernels a device gets, and why."""
+"""Choice of the kernels for a device, with its reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where in a slot of the store the heads of a KV block lie."""
+"""Offsets of a KV block's heads in a slot of the store."""
 
 from __future__ import annotations
 

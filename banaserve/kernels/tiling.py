@@ -1,4 +1,4 @@
-"""How the work of partial attention is cut up for a GPU. Pure arithmetic."""
+"""Tiling of partial attention for a GPU. Pure arithmetic."""
 
 from __future__ import annotations
 

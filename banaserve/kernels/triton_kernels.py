@@ -1,4 +1,4 @@
-"""The Triton kernels behind the door that all implementations share."""
+"""Triton kernels behind the interface that all implementations share."""
 
 from __future__ import annotations
 

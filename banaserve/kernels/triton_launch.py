@@ -1,4 +1,4 @@
-"""What every launch of a Triton kernel needs."""
+"""Launch of Triton kernels: device guard and compiled variants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator asks of a running store: needs no fingerprint and shares no blocks."""
+"""Requests of an operator to a running store: statistics and clearing, without a fingerprint."""
 
 from __future__ import annotations
 

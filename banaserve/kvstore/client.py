@@ -1,4 +1,4 @@
-"""The store as an instance sees it: one object, safe to call from any thread, never in the way."""
+"""Client of the store, for an instance. Safe to call from any thread; a lost store is a miss."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Fetch a prefix or compute it: predictors that learn online, and the decision. Pure.
+"""Cost gate: fetch a prefix or compute it, by predictors that learn online. Pure.
 
-Nothing here reads a clock: callers say what was done and how long it took.
+Nothing here reads a clock: callers pass what was done and how long it took.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What two instances must agree on before they may read each other's KV blocks."""
+"""Fingerprint of KV blocks: all that two instances must agree on to read each other's blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the KV cache store says to its clients: values only, no I/O."""
+"""Values that the KV cache store gives its clients. No I/O."""
 
 from __future__ import annotations
 

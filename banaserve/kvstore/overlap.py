@@ -1,4 +1,4 @@
-"""Whether fetching a prefix layer by layer hides behind computing the rest. Pure.
+"""Overlap of fetching a prefix, layer by layer, with computing the rest. Pure.
 
 BanaServe section 4.2, corrected. Of a prompt of ``L`` tokens the fraction ``r`` is fetched and
 ``1 - r`` is computed, over ``N`` layers:

@@ -1,4 +1,4 @@
-"""The records that the index keeps: a key's block, a lease, what an owner holds."""
+"""Records of the index: a key's block, a lease, the possessions of an owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store's numbers, as clients, operators and metrics see them."""
+"""Statistics of the store for clients, operators and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes over the store's socket: length-prefixed msgpack, checked on arrival.
+"""Protocol of the store's socket: length-prefixed msgpack, checked on arrival.
 
 A frame is a 4-byte little-endian length and that many bytes. Either side closes a connection on
 which anything else arrives. Requests that have a ``seq`` are answered in order, with that ``seq``;

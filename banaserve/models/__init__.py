@@ -1,4 +1,4 @@
-"""Model names: what a name on the command line means, and the folder to load it from.
+"""Models by the name on the command line, and the folder to load each from.
 
 Nothing here imports torch or vllm.
 """

@@ -1,4 +1,4 @@
-"""Turn a llama-architecture GGUF file into a Hugging Face model folder, without torch.
+"""Conversion of a llama-architecture GGUF file to a Hugging Face model folder, without torch.
 
 transformers can do the same, but it needs accelerate, takes four times as long, and drops the
 digit-splitting rule of the tokenizer (`tokenizer.ggml.pre`).

@@ -1,4 +1,4 @@
-"""A model so small that its steps cost almost nothing: what runs where time is modelled.
+"""Miniature models, whose steps cost almost nothing: they run where time is modelled.
 
 Random weights of the Llama architecture, with layers and KV heads in the proportions of a modelled
 model, and the tokenizer of the packaged one.

@@ -1,4 +1,4 @@
-"""How the two ends of a channel find each other."""
+"""Listeners and connections: the ways in which the two ends of a channel meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One class for each thing that the user of a transport can do about a failure."""
+"""Errors of transports: one class for each thing that the caller can do about a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a message lies on a stream, and what of it is accepted.
+"""Frames of messages on a stream, and the checks on arrival.
 
 A frame is a prefix (lengths of header and payload), a msgpack header, the tensors' bytes one after
 the other, and on TCP a message authentication code over all of it.

@@ -1,4 +1,4 @@
-"""Transports whose bytes travel by a library: a channel of ours decides whether they may.
+"""Transports whose bytes are moved by a library, with grants over a channel of ours.
 
 For each slice the peer asks for a grant, moves the bytes, and gives the grant back. While a grant
 is out, the region's epoch cannot move on. The library's own connections are not signed: use these

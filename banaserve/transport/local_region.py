@@ -1,4 +1,4 @@
-"""A region in this process's private memory, for transports that bring their own way in."""
+"""Region in this process's private memory, for transports that copy through threads of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be asked of a region, checked where it is asked."""
+"""Checks of the arguments of regions and transfers."""
 
 from __future__ import annotations
 

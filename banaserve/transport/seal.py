@@ -1,4 +1,4 @@
-"""Who speaks on a TCP connection: a mutual handshake, then a code on every frame.
+"""Authentication of a TCP connection: a mutual handshake, then a code on every frame.
 
 Both sides know the run's secret. Each sends a nonce and proves that it knows the secret; the keys
 of the two directions come from secret and nonces, so no frame is of use on another connection or

@@ -1,4 +1,4 @@
-"""What transports have in common whose offering side answers on a TCP port."""
+"""Base of transports whose offering side answers on a TCP port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The offering side's door: a listening socket, and one thread for each peer that comes."""
+"""Listening socket of the offering side, with one thread for each connected peer."""
 
 from __future__ import annotations
 

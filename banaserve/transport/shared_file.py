@@ -1,4 +1,4 @@
-"""A memory file that two processes map, with the epoch under which it may be touched.
+"""Memory file that two processes map, with the epoch under which it may be touched.
 
 The first page holds the epoch; the region's bytes follow. A peer takes a shared file lock for each
 slice and reads the epoch under it; the owner writes the epoch and then waits for the exclusive

@@ -1,4 +1,4 @@
-"""Shared memory on one machine: a copy is a memcpy, and nobody at the other side takes part."""
+"""Shared memory on one machine: a copy is a memcpy without the other side's code."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Between two cells of ``bench compare``: what the orchestrator has moved goes back.
-
-``banaserve bench compare``: which system serves the same requests better on this machine?
+"""``banaserve bench compare``: which system serves the same requests better on this machine?
 
 Starts one system after the other, sends each the same requests at the same times, checks a
 sample of its answers token by token against a single vLLM engine, and writes a report. What is
-complete is kept: the same command goes on where a stopped one was.
+complete is kept: the same command goes on where a stopped one was. Between two cells, what the
+orchestrator has moved is moved back.
 
 Systems: colocated-round-robin, colocated-least-requests, colocated-prefix-affinity, static-pd,
 banaserve, banaserve-no-migration, banaserve-colocated, banaserve-no-store, or NAME='OPTIONS of

@@ -1,4 +1,4 @@
-"""What ``banaserve bench compare`` is asked."""
+"""Options of ``banaserve bench compare``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``banaserve bench compare`` keeps of each system, and the result made of it."""
+"""Records that ``banaserve bench compare`` keeps of each system, and the result made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the simulator gives for the requests of a comparison, in the same figures."""
+"""Figures of the simulator for the requests of a comparison."""
 
 from __future__ import annotations
 

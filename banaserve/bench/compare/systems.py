@@ -1,4 +1,4 @@
-"""The systems that ``banaserve bench compare`` sets side by side, as options of one server."""
+"""Systems that ``banaserve bench compare`` sets side by side, as options of one server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What files say about requests: prompts or only their lengths, output lengths, arrival times.
+"""Entries of dataset files: prompts or only their lengths, output lengths, arrival times.
 
 Formats, told apart by name and fields (each may be compressed, ``.zst``):
 

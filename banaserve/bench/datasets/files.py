@@ -1,6 +1,6 @@
-"""Datasets from the Hugging Face hub, for users who can reach one (``--data hub``).
+"""Data files of prompts: those that the user has, or fetched from the Hugging Face hub.
 
-Reads prompts from data files that the user has; none of them comes with the code.
+None of them comes with the code; ``--data hub`` fetches.
 
 A file holds one JSON object a line (``.jsonl``, or ``.jsonl.zst`` with the zstandard package).
 The fields of an object say what it is:

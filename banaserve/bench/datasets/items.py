@@ -1,4 +1,4 @@
-"""Requests to send: entries of a dataset as prompts of the asked lengths."""
+"""Requests to send: entries of a dataset as prompts of the wanted lengths."""
 
 from __future__ import annotations
 

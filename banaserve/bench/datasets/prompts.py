@@ -1,4 +1,4 @@
-"""Prompts for a benchmark: from the user's data files, or made up here from a seed."""
+"""Prompts of a benchmark, from the user's data files or synthetic from a seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up requests with the length distributions of published data, for where these are not.
+"""Synthetic requests with the length distributions of published data.
 
 Only lengths are like the originals', drawn independently of each other between these quantiles
 (linear in the logarithm); texts are random words. So nothing may be said about quality, or about

@@ -1,8 +1,6 @@
-"""Words and sentence patterns that the synthetic prompts are made of.
+"""Synthetic English prompts: sentences from a small grammar, told apart by their seed.
 
-Made-up English prompts: sentences from a small grammar, told apart by their seed.
-
-They stand in where no data files are at hand. Their words are real and their sentences sound,
+They are used where no data files are at hand. Their words are real and their sentences sound,
 so tokenizers and caches see ordinary text; what they say is nonsense, and no benchmark of quality
 may use them.
 """

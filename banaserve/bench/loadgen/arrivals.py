@@ -1,4 +1,4 @@
-"""When requests arrive: seconds from the start of a run, ascending."""
+"""Arrival times of requests: seconds from the start of a run, ascending."""
 
 from __future__ import annotations
 

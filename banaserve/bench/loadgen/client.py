@@ -1,6 +1,4 @@
-"""What a benchmark client writes down of each request.
-
-A streaming client of OpenAI-compatible servers that writes down when each token came.
+"""Streaming client of OpenAI-compatible servers that records the time of each token.
 
 A failure of any kind is a record with ``error``; nothing is dropped and nothing is retried.
 """

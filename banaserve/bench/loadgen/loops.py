@@ -1,4 +1,4 @@
-"""Drives a client: open loop, where arrivals wait for nobody, and closed loop."""
+"""Open and closed loops of requests: arrivals at fixed times, or each after an answer."""
 
 from __future__ import annotations
 

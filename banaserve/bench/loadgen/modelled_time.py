@@ -1,4 +1,4 @@
-"""Whether a server's time is modelled, and how well its machine kept it."""
+"""Modelled time of a server: whether it is in use, and how well the machine kept it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server under test as the load generator finds it: any that speaks OpenAI's API."""
+"""Server under test, as the load generator finds it: any that speaks OpenAI's API."""
 
 from __future__ import annotations
 

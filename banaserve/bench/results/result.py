@@ -1,6 +1,4 @@
-"""What ran and where: commit, machine and versions of a measurement.
-
-The one format of benchmark results: who measured what, on which machine, with which code.
+"""Format of benchmark results: figures with raw samples, commit, machine and versions.
 
 ``python -m banaserve.bench.results.result`` prints its JSON schema (checked in as
 ``benchmarks/schema.json``).

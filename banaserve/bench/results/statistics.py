@@ -1,4 +1,4 @@
-"""The few statistics that a benchmark reports. Pure."""
+"""Statistics that a benchmark reports. Pure."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""A serving run as a table for a terminal.
-
-``banaserve bench serving``: what does a server give its users at a given load?
+"""``banaserve bench serving``: what does a server give its users at a given load?
 
 Sends requests to any server that speaks OpenAI's completions API and writes down what comes of
-each. Arrivals wait for nobody (but with ``--arrival closed``); failures and timeouts are counted,
-never dropped. Each rate runs with each seed; a run that was stopped goes on where it was when it
-is started again with the same options.
+each. Arrivals do not wait for answers (but with ``--arrival closed``); failures and timeouts are
+counted, never dropped. Each rate runs with each seed; a run that was stopped goes on where it was
+when it is started again with the same options.
 
 Datasets: alpaca, azure, longbench, mooncake, sharegpt (yours: --data or BANASERVE_DATA), a file
 (formats: benchmarks/README.md), or made up: random, shared-prefix, multi-turn, and stand-ins with

@@ -1,4 +1,4 @@
-"""A serving run: its cells one after the other, kept in a folder, taken up again where it stopped.
+"""Serving run: its cells one after the other, kept in a folder, resumed where it stopped.
 
 DIR/run.json             what was asked; another run is refused there
 DIR/records/*.jsonl      the requests of each complete cell; *.part.jsonl of one that stopped

@@ -1,4 +1,4 @@
-"""What the records of a cell say: throughput, latency, goodput. Pure."""
+"""Figures of a cell's records: throughput, latency, goodput. Pure."""
 
 from __future__ import annotations
 

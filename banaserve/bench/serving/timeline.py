@@ -1,4 +1,4 @@
-"""What each instance of a server had to do over time, and which role it had."""
+"""Load and role of each instance of a server over time."""
 
 from __future__ import annotations
 

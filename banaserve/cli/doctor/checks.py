@@ -1,4 +1,4 @@
-"""What ``banaserve doctor`` concludes from what it saw. Pure: facts in, a finding out."""
+"""Checks of ``banaserve doctor``: facts in, a finding out. Pure."""
 
 from __future__ import annotations
 

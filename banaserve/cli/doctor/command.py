@@ -1,4 +1,4 @@
-"""``banaserve doctor``: what this machine can run, and what to do about what is missing."""
+"""``banaserve doctor``: what this machine can run, and how to get what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``banaserve doctor`` looks at. Imports neither torch nor vllm: that would take seconds."""
+"""Facts that ``banaserve doctor`` collects. Imports neither torch nor vllm: that takes seconds."""
 
 from __future__ import annotations
 

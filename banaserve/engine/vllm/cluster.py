@@ -1,8 +1,7 @@
-"""How much of a prompt the store holds already: for routing, before any engine sees it.
+"""Cluster: starts, watches, restarts and stops the instances, and routes requests to them.
 
-Noticing an engine that runs no more steps, though its process is there.
-
-The instances of one front door, who is sent what, and who is started again.
+Beside it: ``PrefixLookup``, which asks the store for a prompt's cached tokens before routing, and
+``StallWatch``, which notices an engine that runs no steps though its process lives.
 """
 
 from __future__ import annotations

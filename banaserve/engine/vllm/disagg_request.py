@@ -1,8 +1,7 @@
-"""Where a leg's outputs wait for the client, and how a stream of them is read in time.
+"""Run of one request over the instances: prefill leg, decode leg, retries and deadline.
 
-How a request ends that no instance could bring to its end.
-
-One request's way through the instances: its legs, its failures and its deadline.
+``run_request`` is the entry. A leg whose engine dies is tried again elsewhere, at most
+``MAX_DEATHS`` times; a stream goes on after the tokens that it has sent.
 """
 
 from __future__ import annotations

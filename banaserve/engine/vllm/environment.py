@@ -1,4 +1,4 @@
-"""What vLLM reads from the environment; imports nothing of vLLM's."""
+"""Environment variables that vLLM reads. Imports nothing of vLLM."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What NVML says of an instance's GPUs, where there is NVML: for people, beside our own counts.
+"""GPU figures of an instance by NVML, where there is NVML: for people, beside our own counts.
 
-Its busy fraction is the share of time with any kernel running, so that an engine with one request
+The busy fraction is the share of time with any kernel running, so that an engine with one request
 looks as busy as a full one; decisions count on the steps that the worker measures.
 """
 

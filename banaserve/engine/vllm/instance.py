@@ -1,8 +1,7 @@
-"""What one leg adds to the counts of its instance.
+"""Instance: an engine core in a process of its own and the client that talks to it.
 
-What an engine core says while it starts: the handshake, or the error that ends it.
-
-One instance: an engine core in a process of its own and the client that talks to it.
+``startup_handshake`` waits for the engine core to start; ``InflightGuard`` counts one leg while it
+runs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The one word that the two legs of a request pass through vLLM's ``kv_transfer_params``.
+"""Two legs of a request: their parameters, the handover between them, and the first token.
 
-The forms that one request takes on its two legs.
-
-When the token that the prefill leg samples may go to the client at once.
+The handover travels in vLLM's ``kv_transfer_params``. ``first_token_blocker`` says whether the
+token that the prefill leg samples may go to the client at once.
 """
 
 from __future__ import annotations

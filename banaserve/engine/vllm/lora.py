@@ -1,4 +1,4 @@
-"""LoRA adapters as engines know them: one that is loaded anew shares no KV with the one before."""
+"""LoRA adapters as engines know them: one that is loaded again shares no KV with the one before."""
 
 from __future__ import annotations
 

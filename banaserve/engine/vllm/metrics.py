@@ -1,9 +1,4 @@
-"""banaserve's own Prometheus metrics; vLLM's stand beside them.
-
-Prometheus metrics of live migration.
-
-Prometheus metrics of modelled time, read from what the paced instances record.
-"""
+"""Prometheus metrics of banaserve beside vLLM's: requests, store, migration, modelled time."""
 
 from __future__ import annotations
 

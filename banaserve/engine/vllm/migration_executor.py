@@ -1,8 +1,6 @@
-"""What of an instance stays as it is, for the policies, from vLLM's configuration.
+"""Executor of migration plans on real engines: moves by the coordinator, roles by ``Roles``.
 
-Between the policies' words and the coordinator's: actions, requests, what came of them.
-
-Steps of migration plans on real engines: moves by the coordinator, roles by ``Roles``.
+Policies and coordinator have words of their own; the free functions translate between them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the steps of one instance do and how long they take, from what its worker counts.
+"""Reports of an instance: what its steps do and how long they take, as its worker counts.
 
-An instance's reports, taken from the statistics that vLLM sends with its outputs.
+They arrive in the statistics that vLLM sends with its outputs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How much an engine may do in one step, by the role that it has.
+"""Role switches: drain an instance, then give it the other role. Nothing restarts.
 
-Role switches: what the router sends to an instance changes, and nothing restarts.
+``Budgets`` bounds an engine's steps by its role.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Methods that banaserve adds to vLLM's worker; called between engine steps."""
+"""Methods that banaserve adds to vLLM's worker, called between engine steps."""
 
 from __future__ import annotations
 

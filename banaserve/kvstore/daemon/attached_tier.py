@@ -1,4 +1,4 @@
-"""One tier in the daemon's hands: its queues, its counters, and its faults kept to itself."""
+"""One tier attached to the daemon: its queues and counters. A failing tier harms only itself."""
 
 from __future__ import annotations
 

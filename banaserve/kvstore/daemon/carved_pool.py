@@ -1,4 +1,4 @@
-"""The pool cut into slots, as those see it who copy blocks."""
+"""Pool and index of one geometry: the pool cut into slots."""
 
 from __future__ import annotations
 

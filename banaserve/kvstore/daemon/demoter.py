@@ -1,4 +1,4 @@
-"""Writes blocks behind: each one that becomes readable goes to every tier that lacks it."""
+"""Write-behind of blocks: each one that becomes readable goes to every tier that lacks it."""
 
 from __future__ import annotations
 

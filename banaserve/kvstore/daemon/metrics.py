@@ -1,4 +1,4 @@
-"""The store's numbers for Prometheus."""
+"""Prometheus metrics of the store."""
 
 from __future__ import annotations
 

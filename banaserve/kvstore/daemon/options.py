@@ -1,4 +1,4 @@
-"""What a person may say about the store, in human units, and what the daemon makes of it."""
+"""Options of the store in human units, and the daemon's configuration made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Brings blocks up from tiers into slots that their readers already lease."""
+"""Promotion of blocks from tiers into slots that their readers already lease."""
 
 from __future__ import annotations
 

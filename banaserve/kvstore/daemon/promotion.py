@@ -1,4 +1,4 @@
-"""Which blocks of a run to fetch from tiers and which to let the client compute. Pure."""
+"""Choice of blocks to fetch from tiers instead of letting the client compute them. Pure."""
 
 from __future__ import annotations
 

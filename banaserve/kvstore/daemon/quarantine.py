@@ -1,4 +1,4 @@
-"""Keeps what a lost connection held until nobody can be reading or writing it any more."""
+"""Quarantine of slots whose connection was lost, until no process can read or write them."""
 
 from __future__ import annotations
 

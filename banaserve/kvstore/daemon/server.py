@@ -1,4 +1,4 @@
-"""The store's loop: one thread over sockets and the processes behind them."""
+"""Event loop of the store: one thread over sockets and client processes."""
 
 from __future__ import annotations
 

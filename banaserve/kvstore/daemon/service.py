@@ -1,4 +1,4 @@
-"""What the daemon answers to each message, apart from sockets and processes."""
+"""Replies of the daemon to each message, apart from sockets and processes."""
 
 from __future__ import annotations
 

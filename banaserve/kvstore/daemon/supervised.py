@@ -1,4 +1,4 @@
-"""The store daemon as a child process that is started again when it dies."""
+"""Supervision of the daemon: a child process that is started again when it dies."""
 
 from __future__ import annotations
 

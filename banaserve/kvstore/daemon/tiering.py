@@ -1,4 +1,4 @@
-"""The tiers below the pool, attached to the daemon's loop."""
+"""Tiers below the pool, attached to the daemon's loop: promotions and write-behind."""
 
 from __future__ import annotations
 

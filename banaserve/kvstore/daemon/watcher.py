@@ -1,4 +1,4 @@
-"""What follows from the states of slots: the board, freed memory, checksums, writing behind."""
+"""Effects of slot changes: board, freed memory, checksums, write-behind."""
 
 from __future__ import annotations
 

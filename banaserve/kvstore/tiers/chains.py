@@ -1,4 +1,4 @@
-"""Which block of a tier goes next: children before parents, least recently used first. No I/O."""
+"""Eviction order of a tier: children before parents, least recently used first. No I/O."""
 
 from __future__ import annotations
 

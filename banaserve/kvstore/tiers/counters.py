@@ -1,4 +1,4 @@
-"""What every tier counts, and how fast it is."""
+"""Counters and speeds that every tier keeps."""
 
 from __future__ import annotations
 

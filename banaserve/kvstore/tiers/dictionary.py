@@ -1,4 +1,4 @@
-"""The smallest tier there is: blocks in a dictionary. Copy it to begin a tier of your own.
+"""Smallest possible tier: blocks in a dictionary. Copy it to begin a tier of your own.
 
 What a tier has to do, and where to see it here:
 

@@ -1,4 +1,4 @@
-"""Blocks in a Mooncake Store: the memory of many machines behind one ``mooncake_master``."""
+"""Mooncake tier: blocks in the memory of many machines behind one ``mooncake_master``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that runs Mooncake's client, seen from the daemon, and the memory both share."""
+"""Mooncake's process as the daemon sees it, and the memory that both share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user says of Mooncake: one URL, checked before anything starts."""
+"""Configuration of Mooncake from one URL, checked before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the daemon's thread and Mooncake's thread hand to each other."""
+"""Values that pass between the daemon's thread and Mooncake's thread."""
 
 from __future__ import annotations
 

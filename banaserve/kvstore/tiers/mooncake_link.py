@@ -1,4 +1,4 @@
-"""The thread between the tier and Mooncake's process; it knows when to stop waiting."""
+"""Thread between the tier and Mooncake's process, with a deadline for every operation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""vLLM's batched copy, for builds of banaserve without CUDA.
-
-Byte copies between the engine's KV blocks and the store's slots, for host and GPU memory.
-"""
+"""Byte copies between the engine's KV blocks and the store's slots, for host and GPU memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What tells two models apart that go by one name: replaced files, a quantization, an override.
+"""Keys of KV blocks: vLLM's chained block hashes behind a fingerprint of model and layout.
 
-What a KV block is called: vLLM's own chained block hashes, behind a fingerprint.
+The fingerprint covers all that decides the bytes of a block: weights, adapters, quantization,
+overrides, attention layout and hash seed.
 """
 
 from __future__ import annotations

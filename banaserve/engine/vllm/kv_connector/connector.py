@@ -1,4 +1,4 @@
-"""vLLM's KV connector over the global store: role-agnostic, layer-wise in both directions."""
+"""KV connector of vLLM over the global store, layer-wise in both directions, for any role."""
 
 from __future__ import annotations
 

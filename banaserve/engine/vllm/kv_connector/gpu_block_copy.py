@@ -1,10 +1,8 @@
-"""How blocks of a KV cache on a GPU become the runs of bytes that copies move.
+"""Copies between a KV cache on a GPU and the store's pool in host memory.
 
-Memory that is shared with others, locked for this process's GPU: copies run on their own then.
-
-Of the store's pool, and of the pages in which KV lands.
-
-Copies between a KV cache on a GPU and the store's pool in host memory.
+``GpuCopier`` queues them on one stream a direction. Blocks whose heads lie apart are packed on the
+GPU first, so that each page crosses the bus as one run of bytes. ``PinnedPool`` locks the pool for
+this process's GPU, so that copies are asynchronous.
 """
 
 from __future__ import annotations

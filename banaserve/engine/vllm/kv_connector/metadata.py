@@ -1,9 +1,4 @@
-"""What the connector is told in ``kv_connector_extra_config``.
-
-What the scheduler's side of the connector tells the worker's side to copy in one step.
-
-Which of a step's copies a worker can carry out: those between it and a pool it has mapped.
-"""
+"""Values that the connector's two sides exchange: options, copies of a step, results, counters."""
 
 from __future__ import annotations
 

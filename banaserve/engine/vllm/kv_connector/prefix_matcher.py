@@ -1,6 +1,7 @@
-"""The cost gate of one engine: what its requests and steps mean as work, and what came of it.
+"""Prefix matching of waiting requests against the store, and the gate: fetch or compute.
 
-What the store holds of a request that is about to be scheduled, and what may be saved to it.
+``PrefixMatcher`` asks the store once for each waiting request and never waits for a tier.
+``EngineCostGate`` decides, and learns from the steps that the worker has run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A prefix that is on its way up from a tier below the pool, and how long to wait for it.
+"""State of one request in the connector's scheduler side: leases, pending loads, blocks to save.
 
-What the connector remembers of a request, and the slots that its blocks are saved to.
+``PendingPromotion`` bounds the wait for a prefix that comes from a tier below the pool.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scheduler's side of the connector: which blocks to fetch, which to save, and the leases."""
+"""Scheduler side of the connector: which blocks to fetch, which to save, and the leases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When each layer was fetched, computed and saved: for measuring how well transfers hide."""
+"""Trace of a step: when each layer was fetched, computed and saved. For measurements."""
 
 from __future__ import annotations
 

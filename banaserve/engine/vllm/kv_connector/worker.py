@@ -1,7 +1,4 @@
-"""What the worker's side of the connector knows of the step that runs.
-
-The worker's side of the connector: fetch layer i+1, compute layer i, save layer i-1.
-"""
+"""Worker side of the connector: fetch layer i+1, compute layer i, save layer i-1."""
 
 from __future__ import annotations
 

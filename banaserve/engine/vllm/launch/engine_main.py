@@ -1,8 +1,7 @@
-"""What runs inside an engine core's process.
+"""Main functions of engine cores and guests, and an engine core as a process started from nothing.
 
-An engine core as a process started from nothing: for GPUs, which do not survive a fork.
-
-Usage: python -m banaserve.engine.vllm.launch.engine_main LAUNCH_JSON
+GPU processes do not survive a fork, so they are started as
+``python -m banaserve.engine.vllm.launch.engine_main LAUNCH_JSON``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One pre-imported process that forks engine cores: imports are most of their start time."""
+"""Pre-imported process that forks engine cores: imports are most of their start time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What runs inside a guest's process.
+"""Guest process: connects to its host and serves it until it is gone.
 
-A guest as a process started from nothing, where processes do not survive a fork.
-
-Usage: python -m banaserve.engine.vllm.launch.guest_main LAUNCH_JSON
+Where processes do not survive a fork it is started as
+``python -m banaserve.engine.vllm.launch.guest_main LAUNCH_JSON``.
 """
 
 from __future__ import annotations

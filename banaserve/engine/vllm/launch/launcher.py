@@ -1,4 +1,4 @@
-"""Two ways to start an engine core: fork from a pre-imported parent (CPU), or spawn (GPU)."""
+"""Launchers of engine cores: fork from a pre-imported parent (CPU), or spawn (GPU)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of the coordinator of moves, and what it tells: plain values, over HTTP as JSON."""
+"""Requests to the coordinator of migrations and its answers: plain values, over HTTP as JSON."""
 
 from __future__ import annotations
 

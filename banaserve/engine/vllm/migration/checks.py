@@ -1,4 +1,4 @@
-"""Why an engine cannot take part in live migration: asked before anything moves."""
+"""Checks that an engine can take part in live migration, before anything moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What live migration needs to know when an engine starts."""
+"""Settings of live migration that an engine starts with."""
 
 from __future__ import annotations
 

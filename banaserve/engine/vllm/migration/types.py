@@ -1,6 +1,7 @@
-"""What can move: a range of layers, KV heads of some layers, or their context. What is where.
+"""Units that can move, and the phases of a move.
 
-The phases of a move, and which may follow which.
+A unit is a range of layers, KV heads of some layers, or their older KV blocks. ``ALLOWED`` is the
+table of phases that may follow each other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Verifies a log's folder, record by record, without changing it."""
+"""Verification of a log's folder, record by record, without changing it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes room: evicts blocks, and moves what lives in the emptiest segment so that it can go."""
+"""Cleaning of the log: evicts blocks, and empties segments by moving the blocks that live there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything slow, done elsewhere: disk transfers, checksums, and calls on files.
+"""Slow operations on other threads: disk transfers, checksums, and calls on files.
 
 Each operation ends with a callback, which ``poll`` calls on the caller's thread.
 """

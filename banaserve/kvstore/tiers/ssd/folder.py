@@ -1,4 +1,4 @@
-"""The log's folder: whose it is, of which format, and what its files are called."""
+"""Folder of the log: its owner, its format, and the names of its files."""
 
 from __future__ import annotations
 

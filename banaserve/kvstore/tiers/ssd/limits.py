@@ -1,4 +1,4 @@
-"""What an SSD tier may be asked for, and how its budget is cut into segments."""
+"""Limits of an SSD tier, and the division of its budget into segments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where records go: segments, the bytes they take up, and who may make another one."""
+"""Allocation of records in the log: segments and the bytes that they use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds the index of a log from its segments when it is opened."""
+"""Recovery of a log's index from its segments when it is opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a segment file holds, header by header; what is damaged is stepped over page by page."""
+"""Scan of a segment file, header by header; damage is stepped over page by page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A guest's KV on its device, and the host memory in which blocks lie on their way there."""
+"""KV of a guest on its device, and the buffer in host memory through which blocks arrive."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where a guest computes, and what it attends with.
-
-Consecutive decoder layers of a model, built as a pipeline stage with any range.
-"""
+"""Partial model of a guest: consecutive decoder layers, built as a pipeline stage of any range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A guest: runs the layers and heads that a host has moved here, one message at a time."""
+"""Guest server: runs the layers and heads that a host has moved here, one message at a time."""
 
 from __future__ import annotations
 

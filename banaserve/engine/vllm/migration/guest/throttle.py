@@ -1,7 +1,4 @@
-"""Bounds the share of its device that a guest computes on.
-
-Work that engines on the same cores should not feel.
-"""
+"""Limits on a guest's computing: a share of its device, and a low priority for building units."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which KV blocks of some layers lie in a guest, where the others lie at home.
-
-Which KV blocks have been written, which are full, and which were since a copy was taken.
-"""
+"""Sets of KV blocks: those in a guest, and those written since a copy was taken."""
 
 from __future__ import annotations
 

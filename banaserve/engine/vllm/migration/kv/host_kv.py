@@ -1,6 +1,6 @@
-"""KV where attention reads it, block by block to and from pages in host memory.
+"""KV cache of a host: a slab for each layer, so that memory of moved layers is really freed.
 
-The host's KV cache: a slab for each layer, so that what moves away is really freed.
+``DeviceKv`` copies blocks between the cache and pages in host memory.
 """
 
 from __future__ import annotations

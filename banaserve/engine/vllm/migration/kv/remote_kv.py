@@ -1,6 +1,7 @@
-"""KV that lies in a guest: one-sided copies between it and memory of this process.
+"""KV of a unit in a guest: one-sided copies between it and memory of this process.
 
-KV on a guest's device: copies land in host memory, and the guest takes them from there.
+``StagedRemoteKv`` is for guests with KV on a device: copies end in host memory of the guest, which
+takes the blocks from there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Reserved ranges of addresses whose pages come with the first touch and can be given back.
+"""Slabs: reserved ranges of addresses whose pages come with the first touch and can be given back.
 
-``Slab`` on a GPU: reserved addresses that CUDA's virtual memory backs by granules.
+``Slab`` is host memory. ``GpuSlab`` maps granules by CUDA's virtual memory; ``PlainSlab`` is memory
+from torch for builds without it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The batch's attention metadata as values that a guest rebuilds its own from.
+"""Context of the step under way: its batch, the blocks that it writes, its attention metadata.
 
-Built metadata depends on the number of heads, so what travels is what it is built from.
-
-What the host knows of the step under way: its batch, and which blocks it writes.
+Metadata travels to guests as the values that it is built from, since built metadata depends on the
+number of heads.
 """
 
 from __future__ import annotations

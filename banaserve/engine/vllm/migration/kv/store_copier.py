@@ -1,6 +1,7 @@
-"""The store's hooks around attention, for layers whose attention runs elsewhere.
+"""Store copies of layers and heads that have moved: they go to where the KV lies.
 
-The store's copies of layers and heads that have moved: they go to where the KV lies.
+The free functions are the connector's hooks around attention, for layers whose attention runs
+elsewhere.
 """
 
 from __future__ import annotations

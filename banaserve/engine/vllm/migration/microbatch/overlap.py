@@ -1,4 +1,4 @@
-"""Steps of a model with ranges in guests, run in parts so that host and guests compute at once."""
+"""Overlap of host and guests: steps of a model with remote layers, run in micro-batches."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A step's batch cut into parts, each with what attention has to know of it.
-
-Parts of a step on their way through layers here and in guests, which compute at once.
-"""
+"""Pipeline of micro-batches: a step's batch is cut, and host and guests compute at once."""
 
 from __future__ import annotations
 

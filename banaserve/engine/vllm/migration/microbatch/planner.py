@@ -1,9 +1,9 @@
-"""Into which parts a step is cut where some of its layers are elsewhere. Pure.
+"""Plan micro-batches of a step whose layers run on several stages. Pure.
 
-Parts are to take equally long, not to have equally many tokens: late tokens of a prompt look at
-more others, and while the last part is in the last stage all others rest. Times of stages are
-learnt from every part that runs. ``orchestrator.model.overlapping`` has the makespan of parts that
-are alike.
+Micro-batches are to take equally long, not to have equally many tokens: late tokens of a prompt
+attend to more others, and while the last micro-batch is in the last stage all others are idle.
+Times of stages are learnt from every micro-batch that runs. ``orchestrator.model.overlapping`` has
+the makespan of micro-batches that are alike.
 """
 
 from __future__ import annotations

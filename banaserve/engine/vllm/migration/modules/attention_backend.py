@@ -1,4 +1,4 @@
-"""Which attention an engine and its guests compute with: vLLM's, or the kernels of the device."""
+"""Choice of the attention of an engine and its guests: vLLM's, or the kernels of the device."""
 
 from __future__ import annotations
 

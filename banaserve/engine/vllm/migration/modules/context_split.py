@@ -1,6 +1,7 @@
-"""Which tokens of a batch ask a guest for older blocks, and which blocks both ends look at.
+"""Attention over a split sequence: newer KV blocks here, older ones in a guest, results merged.
 
-Takes the place of an attention's implementation: newer blocks here, older ones in a guest.
+``ContextAttention`` takes the place of an attention's implementation; ``split_context`` divides the
+batch of a step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The KV heads of a split layer that stay, and how theirs and others' outputs come together.
+"""Attention of a layer with split KV heads: some here, others in guests, outputs side by side.
 
-Takes the place of an attention's implementation: some KV heads here, others in guests.
+``SplitAttention`` takes the place of an attention's implementation.
 """
 
 from __future__ import annotations

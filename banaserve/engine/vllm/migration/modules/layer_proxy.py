@@ -1,8 +1,7 @@
-"""Decoder layers that are called one after the other, as a model's own loop does.
+"""Proxies in a model's list of layers for a range that runs in a guest.
 
-What stands in the model's list of layers for a range that runs in a guest.
-
-Whether a model only passes on from layer to layer what the last one has returned.
+``LayerChain`` calls the layers that stay, one after the other; ``LayerOrder`` checks that a model
+only passes on from layer to layer what the last one has returned.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Attention of a layer through the kernels of its device: what stands for vLLM's implementation.
+"""Attention over pages of a KV cache that also returns its log-sum-exp.
 
-Attention over some pages of a KV cache that tells its log-sum-exp, as vLLM's on CPU does not.
+``KernelsAttention`` takes the place of vLLM's implementation where the device has kernels;
+``KvPages`` computes on CPU, whose vLLM kernel returns no log-sum-exp.
 """
 
 from __future__ import annotations

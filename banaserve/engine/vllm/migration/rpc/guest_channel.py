@@ -1,4 +1,4 @@
-"""What comes to a guest and what leaves it; while parts of a step follow each other, in threads."""
+"""Guest's end of its channel; receives and sends in threads while micro-batches run."""
 
 from __future__ import annotations
 

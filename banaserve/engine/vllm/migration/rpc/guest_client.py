@@ -1,7 +1,4 @@
-"""How long a guest may take to answer a step, from what it took before.
-
-The host's end of the connection to one guest.
-"""
+"""Host's end of the connection to one guest, with timeouts learnt from earlier answers."""
 
 from __future__ import annotations
 

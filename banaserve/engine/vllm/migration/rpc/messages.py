@@ -1,7 +1,4 @@
-"""Where a guest answers, and what its host has to know to talk to it.
-
-What a host says to its guest, and the answers. Tensors travel beside a message, not in it.
-"""
+"""Messages between a host and its guest. Tensors travel beside a message, not in it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tensors of a step on their way between a device and the host memory that messages are made of.
-
-Tensors and plain values side by side: how they travel in a channel's message.
-"""
+"""Tensors in a channel's message: between devices and host memory, and beside plain values."""
 
 from __future__ import annotations
 
