@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, cast, get_args, get_origin
 
 import msgspec
-from banaserve.kvstore.metrics import prometheus_text
+from banaserve.kvstore.daemon.metrics import prometheus_text
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
