@@ -85,7 +85,7 @@ class ServeConfig:
         kv_store_tenant_quota: Largest share of the memory that one tenant may use; 1 for no limit.
         kv_store_verify: Whether memory gets checksums.
         threads_per_instance: OMP threads of each engine; 0 shares the cores among them.
-        restart_grace_s: How long a request waits for a restart where nobody serves its role.
+        restart_grace_s: How long a request waits for a restart where no instance serves its role.
         engine_stall_s: An engine that is silent for so long, and on a CPU idle as well, is started
             again.
         admin_key: Opens the admin API; empty makes one for the run.

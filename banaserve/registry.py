@@ -84,7 +84,7 @@ class Registry(Generic[T]):
         self.refused.pop(name, None)
 
     def refuse(self, name: str, package: str, why: str) -> None:
-        """Remembers why a package's ``name`` is not known, for those who ask for it."""
+        """Remembers why a package's ``name`` is not known, for later errors."""
         if name not in self.names():
             self.refused[name] = f"{package} offers it and was refused: {why}"
 

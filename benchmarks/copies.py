@@ -236,7 +236,7 @@ class CopyBench:
         shape = (self.num_blocks, self.block_bytes)
         self._source_blocks = self._source[bounds].reshape(shape)
         self._target_blocks = self._target[bounds].reshape(shape)
-        # The same memory; torch copies bytes one by one where it is not told of larger elements.
+        # The same memory; torch copies bytes one by one unless it is given larger elements.
         self._source_tensor = torch.from_numpy(self._source_blocks).view(torch.int64)
         self._target_tensor = torch.from_numpy(self._target_blocks).view(torch.int64)
         numbers = range(self.num_blocks)

@@ -20,7 +20,7 @@ class KeyMiddleware:
     """Refuses requests without a known ``Authorization: Bearer`` key.
 
     With more than one key, the KV caches of their holders are kept apart: a prefix that one has
-    sent is no faster for another, so nobody can find out by timing what others send.
+    sent is no faster for another, so timing tells no client about the keys of others.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:

@@ -71,7 +71,7 @@ class Executor(Protocol):
     """Carries out the steps of migration plans on real or simulated instances."""
 
     async def discover(self) -> None:
-        """Ask the instances what runs where: whoever decides may just have begun."""
+        """Ask the instances for their placements, since the control loop may have just begun."""
         ...
 
     def view(self) -> ClusterView:

@@ -17,7 +17,7 @@ def fetch_stats(socket_path: Path, timeout_s: float = 5.0) -> StoreStats:
     """The counters and gauges of the store on ``socket_path``.
 
     Raises:
-        StoreUnavailableError: Nobody answers there.
+        StoreUnavailableError: There is no answer.
     """
     with _operator_channel(socket_path, timeout_s) as channel:
         seq = channel.next_seq()
@@ -35,7 +35,7 @@ def clear_store(socket_path: Path, timeout_s: float = 5.0) -> ClearedBlocks:
     """Drop every block that is not in use, from memory and tiers.
 
     Raises:
-        StoreUnavailableError: Nobody answers there.
+        StoreUnavailableError: There is no answer.
     """
     with _operator_channel(socket_path, timeout_s) as channel:
         seq = channel.next_seq()

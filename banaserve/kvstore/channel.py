@@ -52,7 +52,7 @@ class StoreChannel:
         """Connect and greet.
 
         Raises:
-            StoreUnavailableError: Nobody listens, or nobody answers in time.
+            StoreUnavailableError: Nothing listens there, or no answer comes in time.
             FingerprintError: The store refuses to share blocks with this client.
         """
         self.fds: list[int] = []
@@ -198,7 +198,7 @@ def _set_kernel_timeout(sock: socket.socket, timeout_s: float) -> None:
 
 
 def _check_owner(sock: socket.socket) -> None:
-    # In a folder that all users can write to, anybody may have put a socket of this name.
+    # In a folder that all users can write to, any user may have put a socket of this name.
     peer = peer_of(sock)
     if not is_own(peer):
         raise PermissionError(f"it is run by user {peer.uid}")
@@ -239,7 +239,7 @@ class StoreLink:
         self._on_lost = on_lost
         self._channel: StoreChannel | None = None
         self._pid = os.getpid()
-        # What could not be told yet: if it were forgotten, slots would stay in use for nothing.
+        # Messages that could not be sent yet: without them slots would stay in use for nothing.
         self._untold: list[wire.ReleaseLeases | wire.Abandon] = []
         self._retry_at_s = 0.0
         self._retry_pause_s = FIRST_RETRY_S
@@ -251,7 +251,7 @@ class StoreLink:
         """Connect now, unless connected.
 
         Raises:
-            StoreUnavailableError: Nobody answers, or this link is closed.
+            StoreUnavailableError: There is no answer, or this link is closed.
             FingerprintError: The store refuses to share blocks with this client.
         """
         if self._is_closed:
@@ -376,7 +376,7 @@ class StoreLink:
         return channel
 
     def _on_late(self, reply: wire.Reply) -> None:
-        """Give back what a reply grants that nobody waits for any more."""
+        """Give back what a late reply grants."""
         if not isinstance(reply, wire.SlotsGranted):
             return
         if reply.lease_id is not None:

@@ -72,7 +72,7 @@ class StoreClient:
             within_s: For how long to try again: a busy machine may keep the store from answering.
 
         Raises:
-            StoreUnavailableError: Nobody answers.
+            StoreUnavailableError: There is no answer.
             FingerprintError: The store refuses to share blocks with this client.
         """
         until_s = time.monotonic() + within_s
@@ -156,7 +156,7 @@ class StoreClient:
         )
 
     def arrivals(self, slots: Sequence[Slot]) -> list[Lookup]:
-        """Which of the leased ``slots`` are readable: asks nobody, and costs under 1 us a slot.
+        """States of the leased ``slots``, without a message: under 1 us a slot.
 
         Returns:
             For each slot HIT where its block is readable, PENDING while it is on its way, MISS
@@ -196,7 +196,7 @@ class StoreClient:
             return reply.all_accepted
 
     def abandon(self, slots: Sequence[Slot], part: int | None = None) -> None:
-        """Give reserved slots back without commit; the store is told without waiting for it.
+        """Give reserved slots back without commit, without waiting for the store.
 
         Args:
             slots: Reserved, and not written to any more.
@@ -211,7 +211,7 @@ class StoreClient:
                 self._link.tell(wire.Abandon(generation, group, part))
 
     def release(self, lease: Lease) -> None:
-        """End a lease; the store is told without waiting for it."""
+        """End a lease, without waiting for the store."""
         with self._lock:
             self._link.tell(wire.ReleaseLeases(lease.generation, lease.id))
 
@@ -235,7 +235,7 @@ class StoreClient:
         return view
 
     def let_go_if_lost(self) -> None:
-        """Unmap the pool of a store that is known to have gone; asks nobody.
+        """Unmap the pool of a store that is known to have gone; sends no message.
 
         As long as a client maps it, its memory is not free for the store that follows.
         """

@@ -155,7 +155,7 @@ class FetchPredictor:
 
 
 class GateDecision(Enum):
-    """What the gate says.
+    """Decision of the gate.
 
     UNMEASURED fetches: a fetch is what the store is for, and it is measured by doing it. PROBE
     fetches although computing seems cheaper, once in a while, since a speed that is never measured

@@ -16,7 +16,7 @@ _FEW = 64
 
 
 class Child(Protocol):
-    """What is filed under a key and may name another key as its parent."""
+    """Entry with a key that may name another key as its parent."""
 
     @property
     def parent(self) -> bytes | None: ...
@@ -69,10 +69,10 @@ class Parents(Generic[ChildT]):
 
 
 class Chains(Parents[IndexEntry]):
-    """Which entries of the index hang on which, and which of them may go."""
+    """Chains of the index's entries, and which of these may be evicted."""
 
     def is_evictable(self, entry: IndexEntry) -> bool:
-        """Whether ``entry`` is READY, nobody uses it and no block names it as its parent."""
+        """Whether ``entry`` is READY, not in use, and no block names it as its parent."""
         return (
             entry.ready
             and not entry.num_leases
@@ -181,7 +181,7 @@ class Tenants:
         return self._queues[tenant].pop()
 
     def check(self, entries: Mapping[bytes, IndexEntry], in_use: Iterable[IndexEntry]) -> None:
-        """Assert that the counts are right and that nobody is over its quota."""
+        """Assert that the counts are right and that no tenant is over its quota."""
         assert self._num_slots == Counter(entry.tenant for entry in in_use)
         assert all(number <= self.quota_slots for number in self._num_slots.values())
         assert set(self._queues) == (set(self._num_slots) if self.has_quota else set())

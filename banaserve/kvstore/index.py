@@ -77,7 +77,7 @@ class BlockIndex:
 
     @property
     def has_owners(self) -> bool:
-        """Whether anybody holds a lease or a reservation."""
+        """Whether any owner holds a lease or a reservation."""
         return bool(self._owned)
 
     def num_writing_of(self, owner: int) -> int:
@@ -379,7 +379,7 @@ class BlockIndex:
             self._watcher.became_ready(entry)
 
     def _settle(self, entry: IndexEntry) -> None:
-        """Somebody has stopped using ``entry``."""
+        """One use of ``entry`` has ended."""
         if not entry.dropped:
             self._offer(entry)
         elif not entry.num_leases and not entry.num_pins:

@@ -10,7 +10,7 @@ import msgspec
 
 
 class Lookup(IntEnum):
-    """What the store knows of a key."""
+    """State of a key in the store."""
 
     MISS = 0
     HIT = 1
@@ -21,7 +21,7 @@ class Slot(msgspec.Struct, frozen=True, array_like=True):
     """One block's place in the pool, as one use of that place.
 
     ``serial`` tells apart the successive uses of one index, so that a late commit of an abandoned
-    reservation cannot publish what somebody else is writing there now.
+    reservation cannot publish what another client is writing there now.
 
     Attributes:
         index: Which slot of the pool: its bytes begin at ``index * slot_bytes``.

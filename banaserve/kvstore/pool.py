@@ -138,7 +138,7 @@ def board_bytes(pool_bytes: int) -> int:
 
 
 class Board:
-    """The daemon's side: a sealed memfd whose pages are only taken when a slot is first used.
+    """Daemon's side: a sealed memfd whose pages are only taken when a slot is first used.
 
     A word is the serial of the block that is readable in the slot, that serial with a mark while
     the block is on its way or after it has failed, or 0.
@@ -174,7 +174,7 @@ class Board:
         self._words[slot] = 0
 
     def clear(self) -> None:
-        """Every slot is free. Only while nobody holds a slot."""
+        """Mark every slot free. Only while no slot is in use."""
         self._map[:] = bytes(self.num_bytes)
 
     def close(self) -> None:

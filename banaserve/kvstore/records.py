@@ -10,7 +10,7 @@ MAX_SERIAL = 2**60
 
 @dataclass(slots=True)
 class StoreCounters:
-    """What has happened; outlives the index of one pool geometry."""
+    """Counters of events; they outlive the index of one pool geometry."""
 
     hits: int = 0
     misses: int = 0
@@ -24,7 +24,7 @@ class IndexEntry:
     """One key's block.
 
     WRITING until every part is committed, or ``promoting`` until a tier has filled it; READY after
-    that. ``dropped`` when its key is out of the index while somebody still uses the slot.
+    that. ``dropped`` when its key is out of the index while its slot is still in use.
 
     Attributes:
         num_leases: Leases that cover it.
@@ -81,7 +81,7 @@ class IndexEntry:
 
 
 class SlotWatcher(Protocol):
-    """Told what becomes of slots, in the middle of an operation: it must not call the index."""
+    """Notified of slot changes in the middle of an operation; it must not call the index."""
 
     def became_pending(self, entry: IndexEntry) -> None:
         """A tier is about to fill the slot."""
@@ -92,11 +92,11 @@ class SlotWatcher(Protocol):
         ...
 
     def failed(self, entry: IndexEntry) -> None:
-        """The block in the slot is lost to those who lease it."""
+        """The block in the slot is lost to its leases."""
         ...
 
     def became_free(self, entry: IndexEntry) -> None:
-        """Nobody uses the slot any more."""
+        """The slot is not in use any more."""
         ...
 
 
@@ -123,7 +123,7 @@ class Grant:
 
 
 class Owned:
-    """What ends with one owner."""
+    """Leases and reservations that end with one owner."""
 
     __slots__ = ("lease_ids", "serials")
 

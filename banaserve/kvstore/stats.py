@@ -56,7 +56,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         quarantined_slots: Slots being written whose client went away while its process lives.
         hits: Keys asked for by acquire that were readable in memory.
         misses: Keys asked for by acquire that were not.
-        joined: Keys asked for by acquire that were on their way up for somebody else already.
+        joined: Keys asked for by acquire that were on their way up for another client already.
         evictions: Blocks dropped from memory to make room.
         commits: Blocks that clients made readable.
         corrupt_blocks: Blocks in memory whose checksum was wrong when they were asked for.

@@ -18,7 +18,7 @@ from banaserve.transport.stream import SocketStream
 
 
 class Listener(Protocol):
-    """Where peers come to get a channel.
+    """Listener for peers that want a channel.
 
     Attributes:
         address: What ``connect`` takes: ``unix:PATH`` or ``tcp:HOST:PORT``.
@@ -31,9 +31,9 @@ class Listener(Protocol):
         """A channel to the next peer that proves who it is.
 
         Raises:
-            TransferTimeoutError: Nobody has come.
-            RefusedError: Somebody came who may not.
-            PeerGoneError: Somebody came and left.
+            TransferTimeoutError: No peer has connected.
+            RefusedError: A process connected that may not.
+            PeerGoneError: A peer connected and left.
         """
         ...
 
@@ -56,7 +56,7 @@ class UnixListener:
 
 
 class TcpListener:
-    """Listens on a free port of the options' host; lets in whoever knows the secret."""
+    """Listens on a free port of the options' host; lets in peers that know the secret."""
 
     def __init__(self, options: TransportOptions) -> None:
         self._secret = options.secret
@@ -76,8 +76,8 @@ def connect(address: str, options: TransportOptions, timeout_s: float) -> Stream
     """Connect to a listener.
 
     Raises:
-        PeerGoneError: Nobody listens there.
-        TransferTimeoutError: Nobody answers in time.
+        PeerGoneError: Nothing listens there.
+        TransferTimeoutError: No answer in time.
         RefusedError: The address is none, or the listener is not one of this run.
     """
     deadline = time.monotonic() + timeout_s
@@ -133,8 +133,8 @@ def connect_tcp(host_and_port: str, timeout_s: float) -> socket.socket:
 
     Raises:
         RefusedError: That is none.
-        PeerGoneError: Nobody listens there.
-        TransferTimeoutError: Nobody answers in time.
+        PeerGoneError: Nothing listens there.
+        TransferTimeoutError: No answer in time.
     """
     host, _, port = host_and_port.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:

@@ -47,7 +47,7 @@ _Serial = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class FrameHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What precedes the tensors.
+    """Header in front of the tensors.
 
     Attributes:
         seq: One more than of the frame before it in this direction.

@@ -2,7 +2,7 @@
 
 For each slice the peer asks for a grant, moves the bytes, and gives the grant back. While a grant
 is out, the region's epoch cannot move on. The library's own connections are not signed: use these
-transports on a network where nobody else can reach the machines.
+transports on a network that only these machines can reach.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from banaserve.transport.seal import Seal
 from banaserve.transport.served import ServedTransport
 from banaserve.transport.stream import SocketStream
 
-# Deadlines are the business of whoever waits for a ticket; the connection itself has none.
+# Only waiting for a ticket has a deadline; the connection itself has none.
 FOREVER_S = 1e6
 
 

@@ -25,7 +25,7 @@ MAX_DIMENSIONS = 16
 
 
 class TransportOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process needs to build any transport.
+    """Settings of a process for all transports.
 
     Attributes:
         folder: Private folder of the run, for Unix sockets.
@@ -46,7 +46,7 @@ class TransportOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a peer must know to open a region; holds no secret.
+    """Description by which a peer opens a region; holds no secret.
 
     Attributes:
         transport: Name of the transport that offers it.
@@ -213,7 +213,7 @@ class Transport(Protocol):
         """Connect to the offering side.
 
         Raises:
-            PeerGoneError: Nobody answers there.
+            PeerGoneError: There is no answer.
             TransferTimeoutError: The answer takes too long.
             RefusedError: It does not know the region, or this process is not who it should be.
         """
@@ -239,7 +239,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """What one side says to the other.
+    """One message.
 
     Attributes:
         body: msgspec-encoded by the sender's protocol.

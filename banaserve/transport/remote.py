@@ -154,7 +154,7 @@ class PlanTicket:
             raise TransferCancelledError("the transfer was cancelled")
 
     def end(self, error: TransportError | None) -> None:
-        """Note how it ended and wake whoever waits."""
+        """Note how it ended and wake the waiting threads."""
         self._error = error
         self.plan = self.plan._replace(local=self.plan.local._replace(owner=None))
         self._ended.set()
@@ -169,7 +169,7 @@ class CopyThread:
             raises a TransportError where it fails.
         break_off: Makes a ``carry_out`` that waits for the peer return with PeerGoneError. Called
             from any thread, when a cancelled transfer has not stopped by itself.
-        waiters_help: Whoever waits for the ticket whose turn it is carries it out, where it is
+        waiters_help: The thread that waits for the next ticket carries it out itself, where it is
             small: that spares two changes of threads, each of which waits for a core and the GIL.
             Only where ``carry_out`` never waits for the peer.
     """

@@ -90,7 +90,7 @@ def _read(stream: ByteStream, num_bytes: int, deadline: float) -> bytes:
     left = memoryview(answer)
     try:
         # Not in one call, which goes on past the deadline as long as bytes keep coming: here they
-        # come from anybody.
+        # come from any process.
         while left:
             stream.wait_readable(deadline)
             taken = min(len(left), stream.num_buffered())

@@ -24,7 +24,7 @@ _ID_BYTES = 16
 
 
 class ServedTransport(ABC):
-    """Keeps the books of regions and lets in peers that know the secret."""
+    """Keeps the table of regions and accepts peers that know the secret."""
 
     name: str
 

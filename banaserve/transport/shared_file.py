@@ -91,10 +91,10 @@ class SharedFile:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def advance(self, epoch: int, timeout_s: float) -> None:
-        """Set the epoch and wait until nobody moves bytes under another one.
+        """Set the epoch and wait until no bytes move under another one.
 
         Raises:
-            TransferTimeoutError: Somebody still does.
+            TransferTimeoutError: Some still do.
         """
         with self._locks:
             self._epoch[0] = epoch
@@ -104,7 +104,7 @@ class SharedFile:
         """Refuse everything from here on and give the pages back.
 
         Raises:
-            TransferTimeoutError: Somebody still moves bytes; the pages were given back.
+            TransferTimeoutError: Bytes still move; the pages were given back.
         """
         try:
             self.advance(_CLOSED, timeout_s)

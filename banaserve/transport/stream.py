@@ -14,7 +14,7 @@ from typing import Protocol
 from banaserve.linux import open_peer_pidfd
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
 
-# Of a peer that has begun a message and sends nothing more, while nobody waits that long.
+# Of a peer that has begun a message and sends nothing more, while no caller waits that long.
 STALL_S = 1.0
 _BUFFER_BYTES = 64 * 1024
 _MAX_PARTS = 512
@@ -131,7 +131,7 @@ class SocketStream:
                 raise PeerGoneError("the peer's process has died")
 
     def abort(self) -> None:
-        """Make whoever waits on this stream fail, from any thread; ``close`` is still due."""
+        """Make threads that wait on this stream fail, from any thread; ``close`` is still due."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 

@@ -43,7 +43,7 @@ _WINDOW = 3
 # While the peer sends what one READ asks for, it takes in no further request: those that are ahead
 # must fit into the kernel's buffers, or both sides would wait for each other.
 _MAX_RUNS_AHEAD = 2048
-# Deadlines are the business of whoever waits for a ticket; the connection itself has none.
+# Only waiting for a ticket has a deadline; the connection itself has none.
 _FOREVER_S = 1e6
 _NO_ID = bytes(16)
 _NO_OFFSETS = np.empty(0, np.int64)

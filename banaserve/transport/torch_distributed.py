@@ -74,7 +74,7 @@ class _TorchMover(Mover):
 
     def abort(self) -> None:
         # There is no call for it, and to drop the group does not do: but a receive that runs out
-        # of time closes the pair, and whoever waits for another transfer is told at once. Only a
+        # of time closes the pair, and other waiting transfers fail at once. Only a
         # send that has begun is not: it ends with the group's timeout.
         self._aborted = True
         if (group := self._group) is not None:

@@ -165,7 +165,7 @@ class PoolBench:
         return PoolTimes(memcpy_s, put_s, get_s, memcpy_cpu_s, put_cpu_s, get_cpu_s)
 
     def new_keys(self) -> list[bytes]:
-        """Keys of a chain that nobody has used."""
+        """Keys of a chain that are new to the store."""
         first = self._last_key
         self._last_key += self.num_blocks
         return [number.to_bytes(32, "big") for number in range(first, self._last_key)]

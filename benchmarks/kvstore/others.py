@@ -55,7 +55,7 @@ class OtherBench:
         self._run = 0
 
     def run(self) -> OtherTimes:
-        """Put and get the blocks under names that nobody has used.
+        """Put and get the blocks under new names.
 
         Raises:
             UserError: The bytes that came back are others.

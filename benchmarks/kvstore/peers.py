@@ -59,7 +59,7 @@ class Peer:
         raise UserError(f"{Path(self._command[0]).name} did not start")
 
     def pause(self) -> None:
-        """Let it answer nobody, with its connections open; returns when it has stopped."""
+        """Stop its process with its connections open; returns when it has stopped."""
         self._process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 

@@ -138,7 +138,7 @@ class _Measuring:
     """One run of the benchmark.
 
     Args:
-        advance: Told what has been served.
+        advance: Called with what has been served.
     """
 
     def __init__(

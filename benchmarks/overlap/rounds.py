@@ -30,7 +30,7 @@ class OverlapRounds:
         max_microbatches: Of a step.
         step_tokens: That a step has at most; a prompt of so many teaches an engine its times.
         prompts: Of each load, by its name, once a round.
-        advance: Told what has been served.
+        advance: Called with what has been served.
     """
 
     def __init__(

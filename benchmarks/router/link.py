@@ -42,7 +42,7 @@ class RegionLink:
             writer.transport.abort()
             return
         self._writers.add(far_writer)
-        # Cancelled only as the loop ends, and nobody is left to be told.
+        # Cancelled only as the loop ends, when no client is left.
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(
                 self._one_way(reader, far_writer), self._one_way(far_reader, writer)

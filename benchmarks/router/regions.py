@@ -112,7 +112,7 @@ async def ask(port: int, request: bytes) -> bytes:
     """Returns everything that comes back until the other side closes.
 
     Raises:
-        OSError: Nobody listens, or the connection broke.
+        OSError: Nothing listens, or the connection broke.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:

@@ -72,7 +72,7 @@ class StartPlacement:
     cell of the simulator's.
 
     Args:
-        admin: Of a server that nobody has used yet.
+        admin: Of a server that has served no request yet.
 
     Raises:
         UserError: It cannot be reached.

@@ -223,12 +223,12 @@ def _started(command: Sequence[str], name: str) -> Iterator[Server]:
 
 
 def end_with_parent() -> None:
-    """In the child: be told to end when the benchmark or the test is killed."""
+    """In the child: end with SIGTERM when the benchmark or the test is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens on at this moment.
+    """A port of the loopback that is free at this moment.
 
     Below those that the kernel gives to connections: one of them would keep a server that is
     started again from its port, and a client that tries a port in vain may even reach itself.

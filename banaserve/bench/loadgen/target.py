@@ -39,7 +39,7 @@ def find_target(url: str, model: str | None, api_key: str | None) -> ServerUnder
     """Asks the server at ``url`` for its models. Blocking.
 
     Raises:
-        UserError: Nobody answers, the key is refused, or there is no such model.
+        UserError: There is no answer, the key is refused, or there is no such model.
     """
     base = url.rstrip("/").removesuffix("/v1")
     cards = _cards(base, api_key)

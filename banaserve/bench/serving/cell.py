@@ -121,7 +121,7 @@ def read_cell(path: Path) -> list[Sent]:
 
 
 class Progress:
-    """Is told how a cell goes on; this one tells nobody."""
+    """Progress of a cell; this one reports nothing."""
 
     def ended(self, num_ended: int, num_failed: int) -> None:
         """So many requests have ended so far, of which so many failed."""

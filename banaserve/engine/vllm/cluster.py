@@ -58,7 +58,7 @@ class PrefixLookup:
 
 
 class StallWatch:
-    """Looks at one instance, again and again.
+    """Watches one instance until it ends.
 
     Args:
         stall_s: How long an engine may be silent.
@@ -114,11 +114,11 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class ClusterTimeouts:
-    """How long what is waited for.
+    """Timeouts of the cluster, in seconds.
 
     Attributes:
         start_s: For an engine that starts.
-        no_instance_s: Of a request, for a restart where nobody serves its role.
+        no_instance_s: Of a request, for a restart where no instance serves its role.
         stall_s: For a sign of life of an engine.
     """
 
@@ -170,7 +170,7 @@ class Cluster:
         while True:
             try:
                 await instance.wait_ended()
-            except OSError:  # no descriptor left: an instance that nobody watches would stay dead
+            except OSError:  # no descriptor left: an instance without a watch would stay dead
                 logger.exception("waiting for the end of instance %s", instance.id)
                 await asyncio.sleep(_PROBE_INTERVAL_S)
                 continue
@@ -209,7 +209,7 @@ class Cluster:
     async def _keep_fresh(self, instance: Instance) -> None:
         """An engine that computes reports by itself; an idle one is asked.
 
-        One whose client has failed computes for nobody, and one that has stalled not at all: they
+        One whose client has failed computes for no client, and a stalled one computes nothing: both
         are ended, and so started again.
         """
         watch = StallWatch(self._patience.stall_s, counts_work=is_on_cpu())
@@ -289,13 +289,13 @@ class Cluster:
         one_leg_because: str | None,
         notes: RequestNotes,
     ) -> Route:
-        """The policy's choice; waits a while for a restart where nobody serves.
+        """The policy's choice; waits a while for a restart where no instance serves.
 
         A request that cannot be split is shown to the policy as wholly cached, so that it gets
         one leg.
 
         Raises:
-            GracefulHTTPError: 503 when still nobody serves.
+            GracefulHTTPError: 503 when still no instance serves.
         """
         num_tokens = len(request.prompt_token_ids or ())
         cached = num_tokens if one_leg_because else num_tokens - uncached_tokens

@@ -97,7 +97,7 @@ class EnginesDiedError(GracefulHTTPError):
 
 
 def out_of_time() -> GracefulHTTPError:
-    """Counts a request whose deadline has passed; returns what its client is told."""
+    """Counts a request whose deadline has passed; returns the error for its client."""
     metrics.DEADLINES.inc()
     return GracefulHTTPError(
         "the request ran out of its time budget (--request-timeout)", HTTPStatus.GATEWAY_TIMEOUT
@@ -105,7 +105,7 @@ def out_of_time() -> GracefulHTTPError:
 
 
 def given_up(request_id: str | None) -> EnginesDiedError:
-    """Counts and names a request that may be what instances die of; returns what is told."""
+    """Counts and names a request that may be what instances die of; returns its error."""
     metrics.GIVEN_UP.inc()
     logger.error("request %s is given up: %d instances died under it", request_id, MAX_DEATHS)
     return EnginesDiedError()
@@ -116,7 +116,7 @@ DEAD = (compat.EngineDeadError, InstanceDeadError)
 
 @dataclass
 class RequestContext:
-    """A request as the front door gave it, and how far it has come.
+    """A request as the front door gave it, and its progress.
 
     Attributes:
         request: Prepared once: tokenised, validated, with its id.
@@ -270,7 +270,7 @@ def _begin(job: RequestContext, llm: compat.AsyncLLM, queue: LegOutputCollector)
         metrics.RESUMED.inc()
         return True
     job.state = compat.register(llm, job.request, job.prompt_text, queue)
-    if job.prefilled:  # what the client is told: to the decode leg all of the prompt is cached
+    if job.prefilled:  # for the client: to the decode leg all of the prompt is cached
         compat.set_cached_tokens(job.state, job.num_cached_tokens)
     if job.first is None:
         metrics.FIRST_TOKENS.labels("decode").inc()
@@ -301,7 +301,7 @@ def _put_first_token(job: RequestContext, llm: compat.AsyncLLM) -> bool:
 
 
 async def _whole(job: RequestContext, instance: Instance) -> AsyncGenerator[RequestOutput, None]:
-    """vLLM's own path, which fans out n > 1."""
+    """Run the whole request by vLLM's own path, which fans out n > 1."""
     llm = _client(instance)
     waiting = 0 if job.prefilled else job.uncached_tokens
     assert job.request.external_req_id is not None
@@ -357,7 +357,7 @@ async def _abort(llm: compat.AsyncLLM, request_id: str) -> None:
 
 
 async def run_request(job: RequestContext, cluster: Cluster) -> AsyncGenerator[RequestOutput, None]:
-    """Run all legs, elsewhere again after a death; one clear error where that is impossible."""
+    """Run all legs, again elsewhere after a death; one clear error where that is impossible."""
     for attempt in itertools.count(1):
         leg = "route"
         try:

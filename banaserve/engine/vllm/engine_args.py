@@ -159,11 +159,11 @@ _TAKEN: Sequence[tuple[str, Callable[[Any], bool], str]] = (
 
 
 def refuse_taken(args: Namespace, config: ServeConfig, model: str) -> None:
-    """Refuse what vLLM was told and banaserve would not do.
+    """Refuse options that were given to vLLM and that banaserve would not obey.
 
     Args:
         args: vLLM's parse of its options, those that banaserve gives included.
-        model: What banaserve told vLLM to load.
+        model: The model that banaserve gives vLLM to load.
 
     Raises:
         UserError: One of them is given.

@@ -37,13 +37,13 @@ from banaserve.types import InstanceId, InstanceView, ModulePlacement, Role
 
 
 class Counting(Protocol):
-    """What a flight needs of an ``Instance``."""
+    """The part of an ``Instance`` that a guard changes."""
 
     def add_inflight(self, requests: int, prefill_tokens: int) -> None: ...
 
 
 class InflightGuard:
-    """One leg's share in its instance's live counts."""
+    """Counts one leg of a request in its instance while it runs."""
 
     def __init__(self, instance: Counting, prefill_tokens: int) -> None:
         self._instance = instance
@@ -82,7 +82,7 @@ async def startup_handshake(socket: zmq.asyncio.Socket, addresses: dict[str, str
 
 
 def last_error_in(log: Path) -> str:
-    """The last line of a log that tells of an error, and where the log is."""
+    """The last line of a log with an error, and the log's path."""
     with contextlib.suppress(OSError):
         lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
         errors = [m[1] for line in lines if (m := _ERROR.search(line))]
@@ -253,7 +253,7 @@ class Instance:
                 os.kill(self.pid, signal.SIGKILL)
 
     def last_words(self) -> str:
-        """The last line of its log that tells of an error, for the user's one line."""
+        """The last line of its log with an error, for the one line that the user gets."""
         return last_error_in(self.log_path)
 
     # ---- what the router knows
@@ -297,7 +297,7 @@ class Instance:
         return ReportBoard(self.id, self._clock, full_step, self._gpu)
 
     def set_guests(self, num_bytes: int, busy_fraction: float) -> None:
-        """What guests beside this instance take of its memory and time."""
+        """Memory and time that guests beside this instance take."""
         self._guests = (num_bytes, busy_fraction)
 
     def set_placements(self, placements: tuple[ModulePlacement, ...], epoch: int) -> None:

@@ -19,7 +19,7 @@ _KEY = "banaserve_handover"
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What the other leg does.
+    """Facts of the other leg.
 
     Attributes:
         leaves_tail: This is a prefill leg: the partial last block is saved too, and blocks of
@@ -115,7 +115,7 @@ def _with_handover(params: SamplingParams, handover: Handover) -> dict[str, Any]
 
 # What these say does not depend on where the boundary between the two legs lies: they concern
 # text, the end of the output, or one position's logits alone. Everything else must be at its
-# default, so that an option of a later vLLM is safe until somebody has thought about it.
+# default, so that an option of a later vLLM is safe until it is reviewed.
 _INDIFFERENT = frozenset(
     {
         "temperature",
@@ -146,7 +146,7 @@ _CHECKED = tuple(name for name in SamplingParams.__struct_fields__ if name not i
 
 
 def first_token_blocker(params: SamplingParams) -> str | None:
-    """Why decode must sample the first token itself; None where prefill's token is the same.
+    """Reason for which decode must sample the first token itself; None where prefill may.
 
     It is the same for greedy sampling without anything that looks back over the output: no
     penalties, no guided decoding, no bad words, no logprobs, one sequence. Decode then goes on

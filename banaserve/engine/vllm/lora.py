@@ -33,7 +33,7 @@ class Adapters:
         adapter.lora_int_id, adapter.load_inplace = next(self._ids), False
 
     async def loaded(self, adapter: LoRARequest) -> None:
-        """Take note of its files: its name says after a restart too whether they are the same.
+        """Hash its files: its name then says after a restart too whether they are the same.
 
         Raises:
             OSError: One of them cannot be read.

@@ -102,7 +102,7 @@ def ask_of(action: MoveModule | ReturnModule) -> MigrationRequest:
 def modules_of(modules: Modules) -> list[Module]:
     """Returns ``modules`` as policies know them: neighbouring layers with equal heads together.
 
-    Of older blocks they know nothing: nobody but a person moves them.
+    They know nothing of older blocks, which are moved by hand only.
     """
     if isinstance(modules, Context):
         return []
@@ -335,7 +335,7 @@ class MoveExecutor:
         return self._clock.now() - self._learnt_s
 
     def _learn(self) -> None:
-        """Take every migration that has come to its end as a measurement, whoever began it."""
+        """Take every migration that has ended as a measurement, also one begun by hand."""
         kept = set()
         for migration in self._coordinator.recent():
             kept.add(migration.id)

@@ -90,7 +90,7 @@ class PrebleScheduler(Scheduler):
     """vLLM's scheduler, or its asynchronous one where the engine is set to that.
 
     Raises:
-        UserError: The engine is told to go by the priorities of requests.
+        UserError: The engine is configured to order requests by priority.
     """
 
     def __new__(cls, vllm_config: Any, *_: Any, **__: Any) -> PrebleScheduler:

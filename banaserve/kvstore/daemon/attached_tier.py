@@ -71,7 +71,7 @@ def attach(spec: TierSpec) -> AttachedTier:
 
 
 def describe(error: Exception) -> str:
-    """What was raised, in one line."""
+    """An exception in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -82,7 +82,7 @@ def _of_length(number: int, states: list[Lookup]) -> list[Lookup]:
 
 
 class AttachedTier:
-    """A tier and what the daemon wants of it.
+    """A tier with its queues, counters and state of service.
 
     Whatever the tier raises takes it out of service at once: it says MISS to everything, and waits
     as ``is_faulty`` to be closed.

@@ -19,7 +19,7 @@ MAX_STORING_BYTES = 64 * 2**20
 
 
 class Demoter:
-    """Keeps each tier's backlog and works it off.
+    """Keeps each tier's backlog of blocks and writes them.
 
     Args:
         tiers: That blocks are written to.

@@ -64,7 +64,7 @@ class StoreListener:
 
 
 def make_way(path: Path) -> None:
-    """Remove the socket file of a dead daemon, so that who connects is refused at once.
+    """Remove the socket file of a dead daemon, so that clients are refused at once.
 
     Raises:
         UserError: ``path`` cannot be listened on; one line says why.
@@ -106,7 +106,7 @@ def _locked_folder(folder: Path) -> Iterator[None]:
 
 
 def _lock(fd: int, folder: Path) -> None:
-    # Anybody who may read a folder can hold a lock on it for as long as they like.
+    # Any user who may read a folder can hold a lock on it indefinitely.
     deadline_s = time.monotonic() + LOCK_WAIT_S
     while True:
         try:

@@ -104,7 +104,7 @@ def announce_ready(ready_fd: int | None) -> None:
     """Write one line to ``ready_fd`` and close it; does nothing without one.
 
     Raises:
-        UserError: Nobody can read it.
+        UserError: Its other end is closed.
     """
     if ready_fd is None:
         return

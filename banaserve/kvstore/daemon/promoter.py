@@ -18,13 +18,13 @@ MAX_PROMOTING_FRACTION = 0.5
 MAX_LOADING_BYTES = 256 * 2**20
 """Of blocks that one tier reads at once."""
 PROBE_AFTER_S = 10.0
-"""A tier whose offers were declined for so long is measured again by a block nobody waits for."""
+"""A tier whose offers were declined for so long is measured again, by a block without a waiter."""
 _SHORTEST_WAIT_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What an exchange wants to acquire.
+    """Request of an exchange to acquire blocks.
 
     Attributes:
         keys: In the order of their chain, in the index's form.
@@ -43,7 +43,7 @@ class Wish:
 
 @dataclass(slots=True)
 class Climb:
-    """What came of a wish.
+    """Outcome of a ``Wish``.
 
     Attributes:
         grant: The lease; None where there is nothing to lease.
@@ -59,7 +59,7 @@ class Climb:
 
 
 class Promoter:
-    """Decides on promotions and sees them through.
+    """Decides on promotions and carries them out.
 
     Args:
         tiers: Fastest first.

@@ -12,7 +12,7 @@ _LEAST_SPREAD = 0.05
 
 
 class TierSpeed:
-    """What loads from one tier take, learnt from those that ended.
+    """Speed of loads from one tier, learnt from those that ended.
 
     A load is taken to need a latency plus a time for each byte that was queued in the tier when it
     began, its own included. Both come from a least squares fit in which samples fade away.

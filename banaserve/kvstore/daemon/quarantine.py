@@ -11,8 +11,8 @@ class Quarantine:
     """Waits for processes to die.
 
     A connection can end while its process, or another process of the same client, is still copying
-    into the slots that it had reserved. Those slots must not be given to anybody else before every
-    such process is dead.
+    into the slots that it had reserved. Those slots must not be given to other clients before every such
+    process is dead.
 
     Args:
         selector: Where the processes' pidfds are waited for.

@@ -103,7 +103,7 @@ class SupervisedStore:
         while True:
             process = self._process
             assert process is not None
-            # The number of one that was waited for may be somebody else's by now.
+            # The pid of one that was waited for may be another process's by now.
             if process.returncode is None:
                 await wait_ended(process.pid)
                 process.wait()

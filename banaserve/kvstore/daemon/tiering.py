@@ -199,5 +199,5 @@ class Tiering:
     def _unregister(self, tier: AttachedTier) -> None:
         if tier.fd >= 0:
             self._selector.unregister(tier.fd)
-            # Its number may soon be that of somebody's connection.
+            # Its number may soon be that of a new connection.
             tier.fd = -1

@@ -52,12 +52,12 @@ class PoolWatcher:
         self._tiering.became_ready(entry)
 
     def failed(self, entry: IndexEntry) -> None:
-        """The block in the slot is lost to those who lease it."""
+        """The block in the slot is lost to its leases."""
         self._board.show_failed(entry.slot, entry.serial)
         self._tiering.left_memory(entry)
 
     def became_free(self, entry: IndexEntry) -> None:
-        """Nobody uses the slot any more."""
+        """The slot is not in use any more."""
         self._board.show_free(entry.slot)
         self._tiering.left_memory(entry)
         if self._poisons:

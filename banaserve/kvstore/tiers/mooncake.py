@@ -37,7 +37,7 @@ class _Answer(NamedTuple):
 
 
 class MooncakeTier:
-    """The store as one tier. Whoever joins the same master shares its blocks.
+    """The store as one tier. All clients of one master share its blocks.
 
     Other stores come and go with their blocks, so a HIT is a hint: the load may say MISSING or
     FAILED. ``num_blocks`` and ``used_bytes`` count what this tier has stored or loaded itself and

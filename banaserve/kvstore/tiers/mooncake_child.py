@@ -53,7 +53,7 @@ class Staging:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody uses."""
+        """Slots that are free."""
         return len(self._free)
 
     def take(self) -> int:
@@ -61,7 +61,7 @@ class Staging:
         return self._free.pop()
 
     def give_back(self, slot: int) -> None:
-        """Nobody reads or writes ``slot`` any more."""
+        """Give ``slot`` back: it is not read or written any more."""
         self._free.append(slot)
 
     def first_byte(self, slot: int) -> int:

@@ -40,7 +40,7 @@ class AskedKeys(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """The store is to forget ``keys``, or has been told to."""
+    """The store is to forget ``keys``, or was asked to."""
 
     keys: list[bytes]
 

@@ -210,7 +210,7 @@ class MooncakeLink:
         return TierOutcome.CORRUPT if code >= 0 or code == TOO_LARGE else TierOutcome.FAILED
 
     def _on_lost(self) -> None:
-        """No call is under way any more, and nobody writes to the staging."""
+        """End of the last call: nothing writes to the staging any more."""
         lost, self._sent = self._sent, {}
         self._removing.clear()
         for call, job, _ in lost.values():

@@ -150,7 +150,7 @@ class PinnedPool:
     def pin(self, view: View) -> bool:
         """Whether ``view`` is pinned. Another view is released first, and forgotten.
 
-        A view that cannot be pinned is told of in the log, once, and not tried again.
+        A view that cannot be pinned is logged, once, and not tried again.
         """
         with self._lock:
             if self._view is not view:

@@ -109,7 +109,7 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass
 class StepResult(KVConnectorWorkerMetadata):
-    """The worker's word that all copies of a step have ended, and what the step took.
+    """Report of the worker that all copies of a step have ended, and the step's times.
 
     Attributes:
         step: Number of the step.

@@ -110,7 +110,7 @@ class _Copies:
 class ConnectorNotes:
     """Notes of the requests that the engine has, and of the last ones that it had.
 
-    Used in the scheduler's thread only, which also answers when somebody asks.
+    Used in the scheduler's thread only, which also answers queries.
 
     Args:
         clock: The machine's monotonic clock, so that notes of several processes have one order.
@@ -148,7 +148,7 @@ class ConnectorNotes:
                 record.planned(step, now_s, num_before, num_tokens)
 
     def copies(self, step: int, request_id: str, *, fetched: int = 0, saved: int = 0) -> None:
-        """The step, which ``planned`` was told of, copies blocks of a request."""
+        """The step, which was given to ``planned``, copies blocks of a request."""
         self._saves_of_step[step] = self._saves_of_step.get(step, 0) + saved
         if len(self._saves_of_step) > _KEPT_STEPS:
             oldest = next(iter(self._saves_of_step))

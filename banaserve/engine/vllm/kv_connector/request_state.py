@@ -171,7 +171,7 @@ class RequestState:
 
 
 def tenant_of(cache_salt: str | None) -> bytes:
-    """A name, which does not tell the salt, for those who share an API key, or else a cache salt.
+    """Name of the clients that share an API key, or else a cache salt; it does not reveal the salt.
 
     The holder of a key may send a salt of its own with each request, and pays for all of them.
     """

@@ -33,7 +33,7 @@ class StoreConnectorScheduler:
     """One per engine; called from the scheduler's thread only. Never waits for a tier.
 
     Attributes:
-        notes: What became of its last requests, for ``banaserve trace``.
+        notes: Events of its last requests, for ``banaserve trace``.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class RunningStep:
         early: Fetches that the forward pass begins behind.
         loads: A fetch for each layer, in the order of the layers; empty where nothing is fetched.
         saves: A save for each layer so far.
-        target: Where this step's saves go, once anybody has asked.
+        target: Where this step's saves go, once it was asked for.
         deferred: Layers whose save waits for the end of the forward pass.
         waited_s: How long the engine's thread has waited for fetches.
     """
@@ -189,7 +189,7 @@ class StoreConnectorWorker:
         self._step.saves.append(save)
 
     def slots_to_fill(self, plan: StepPlan) -> MappedCopies:
-        """This step's saves for somebody else to make; none where saves are held back or wait."""
+        """This step's saves for a guest to make; none where saves are held back or wait."""
         options = self.options
         if not plan.saves or options.arrangement != "pipelined" or options.save_bytes_per_s:
             return MappedCopies()

@@ -44,7 +44,7 @@ def redirect_output(log_path: str) -> None:
 
 
 def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str) -> None:
-    """Serve as an engine core until told to end; returns or raises when it has."""
+    """Serve as an engine core until ordered to end; returns or raises then."""
     os.environ[INSTANCE_VARIABLE] = f"{instance_id}.{os.getpid()}"
     _keep_files_in(Path(handshake_address.removeprefix("ipc://")).parent)
     compat.install_budget_utility()
@@ -76,7 +76,7 @@ def _keep_files_in(folder: Path) -> None:
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """What the launcher passes on the command line."""
+    """Values that the launcher passes on the command line."""
 
     instance_id: str
     vllm_argv: list[str]

@@ -76,7 +76,7 @@ def _in_child(body: Callable[[], None]) -> None:
 
 
 class _EngineParent:
-    """Starts engines and guests when told, reports starts and exits; single-threaded."""
+    """Starts engines and guests on request, reports starts and exits; single-threaded."""
 
     def __init__(self, config: VllmConfig, control: socket.socket) -> None:
         self._config = config

@@ -28,7 +28,7 @@ def serve(config: VllmConfig, address: GuestAddress) -> None:
         config: Of the host's engine.
 
     Raises:
-        TransportError: Nobody comes.
+        TransportError: No host connects.
     """
     transport = address.make_transport()
     start_threads(transport)
@@ -39,7 +39,7 @@ def serve(config: VllmConfig, address: GuestAddress) -> None:
 
 
 class GuestLaunch(msgspec.Struct, frozen=True):
-    """What the launcher passes on the command line.
+    """Values that the launcher passes on the command line.
 
     Attributes:
         vllm_argv: Of the host's engine.

@@ -83,7 +83,7 @@ OPEN_STATES = ("waiting", "running")
 
 
 class MoveStatus(msgspec.Struct):
-    """One unit's way.
+    """Progress of one unit.
 
     Attributes:
         unit_id: Its name while it is away.
@@ -165,7 +165,7 @@ class ShareRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GuestSharing(msgspec.Struct, frozen=True):
-    """What guests beside an instance take of its device, and what that costs its own streams.
+    """Share of an instance's device that guests take, and its cost to the own streams.
 
     Attributes:
         fraction: That they may take.
@@ -220,7 +220,7 @@ class GuestStatus(msgspec.Struct, frozen=True):
 
 
 class InstancePlacement(msgspec.Struct, frozen=True):
-    """What of an instance runs where.
+    """Placement of an instance's modules.
 
     Attributes:
         state: Of the instance.

@@ -66,7 +66,7 @@ def _why_not_there(config: VllmConfig) -> str | None:
 
 
 def overlap_blocker(config: VllmConfig) -> str:
-    """Why steps of this engine cannot be cut between their tokens; empty where they can."""
+    """Reason for which steps of this engine cannot be cut; empty where they can."""
     model = config.model_config
     if model.is_encoder_decoder:
         return "an encoder's tokens look at later ones"

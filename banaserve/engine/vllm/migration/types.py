@@ -61,7 +61,7 @@ Modules = LayerRange | HeadSet | Context
 
 
 class ModelGeometry(msgspec.Struct, frozen=True):
-    """What ranges and heads are checked against; ``num_kv_heads`` are those of this worker."""
+    """Sizes that units are checked against; ``num_kv_heads`` are those of this worker."""
 
     num_layers: int
     num_kv_heads: int
@@ -109,7 +109,7 @@ def _check_heads(layer: int, heads: tuple[int, ...], shape: ModelGeometry) -> No
 
 
 def overlap(one: Modules, other: Modules) -> str | None:
-    """What the two have in common, in words; None where that is nothing."""
+    """Modules that two units have in common, for messages; None where there are none."""
     shared = sorted(set(one.layers) & set(other.layers))
     if isinstance(one, HeadSet) and isinstance(other, HeadSet):
         for layer in shared:
@@ -161,7 +161,7 @@ def write_modules(modules: Modules) -> dict[str, Any]:
 
 
 class MovePhase(Enum):
-    """Where a move stands.
+    """Phase of a move.
 
     Until COMMITTED the source serves and nothing of it has changed, so every phase before it can
     end in ABORTED or FAILED at no cost. A committed move can only be followed by another move.
@@ -198,7 +198,7 @@ OPEN = frozenset({MovePhase.PREPARING, MovePhase.PREPARED, MovePhase.COPYING, Mo
 
 
 def check_step(move_id: str, before: MovePhase, after: MovePhase) -> None:
-    """Refuse a step that the table does not know.
+    """Refuse a change of phase that is not in the table.
 
     Raises:
         MigrationError: ``after`` may not follow ``before``.

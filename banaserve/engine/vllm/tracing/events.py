@@ -128,7 +128,7 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         how: vLLM's finish reason, ``closed`` by the client or by an abort, or ``error``.
-        error: Told to the client; empty where there is none.
+        error: Error for the client; empty where there is none.
         output_tokens: That went to the client.
     """
 

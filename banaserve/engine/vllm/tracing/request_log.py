@@ -28,7 +28,7 @@ _PREFIXES = ("chatcmpl-", "cmpl-")
 
 
 class _SeenRoute(NamedTuple):
-    """A choice and what it was made from; turned into an event only when somebody asks."""
+    """A choice and what it was made from; turned into an event only on a query."""
 
     policy: str
     route: Route

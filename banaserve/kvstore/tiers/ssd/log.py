@@ -171,7 +171,7 @@ class SegmentLog:
         self._device.call(lambda: write_filler(fd, segment.id, offset, num_bytes, sequence), end)
 
     def remove_dead(self) -> None:
-        """Delete sealed segments in which nothing lives and nobody reads."""
+        """Delete sealed segments that hold no live block and no reader."""
         dead = [s for s in self.sealed() if not s.live_bytes and not s.num_users]
         for segment in dead:
             segment.num_users += 1

@@ -42,7 +42,7 @@ class Damage(NamedTuple):
 
 
 def open_to_read(path: Path) -> int:
-    """A segment's descriptor for ``scan``, whatever somebody has put in its place.
+    """A segment's descriptor for ``scan``, whatever file has been put in its place.
 
     Raises:
         OSError: It cannot be opened, or is a link.

@@ -43,7 +43,7 @@ class LogBlock(ChainedBlock):
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody reads or writes it, copies apart."""
+        """Whether it is read or written, copies apart."""
         return self.num_users > self.is_copied
 
 

@@ -16,7 +16,7 @@ class RemoteBlocks:
     """Blocks leave full, so none of them is written again until its id has another content.
 
     So the first write to a block brings it home without a copy: what the guest has of it is of no
-    use to anybody.
+    use.
 
     Args:
         num_blocks: Their ids are smaller.

@@ -301,7 +301,7 @@ def make_slab(num_bytes: int, device: torch.device) -> Slab | GpuSlab | PlainSla
 
 
 def release(tensors: Iterable[torch.Tensor]) -> None:
-    """Give the memory of tensors back to their device; nobody may touch them any more."""
+    """Give the memory of tensors back to their device; they must not be touched any more."""
     for tensor in tensors:
         tensor.untyped_storage().resize_(0)
     if torch.cuda.is_available():

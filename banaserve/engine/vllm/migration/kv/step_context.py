@@ -41,7 +41,7 @@ def common_from(fields: Mapping[str, Any]) -> CommonAttentionMetadata:
 
 
 class StepContext:
-    """Listens to the builder of one attention group, from the first step on.
+    """Records each step by listening to the metadata builder of one attention group.
 
     Args:
         num_blocks: That the pool can ever have.

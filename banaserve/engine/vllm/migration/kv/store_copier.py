@@ -53,7 +53,7 @@ def save_layers(names: Iterable[str], metadata: Any) -> None:
 
 
 def slots_to_fill() -> SlotCopies | None:
-    """What this step saves, for a guest to save of its layers; None where it is not to."""
+    """Slots that this step saves to, for a guest to fill; None where it is not to."""
     connector = _connector()
     if connector is None:
         return None
@@ -91,12 +91,12 @@ OlderBlocks = Callable[[str], tuple[RemoteBlocks, RemoteKv] | None]
 
 
 class StoreCopier:
-    """Stands before the connector's copier; what is wholly at home goes on to that.
+    """Wraps the connector's copier, which still copies all that is local.
 
     Args:
         names: Of the attentions, by the layer numbers of the connector.
         part: This worker's part of a slot.
-        on_lost: Told from a copy thread that a guest is lost.
+        on_lost: Called from a copy thread when a guest is lost.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ _LEARN_EVERY = 8
 
 
 class Overlap:
-    """Stands before each layer of the model while a range is away and steps may be cut.
+    """Wraps each layer of the model while a range is remote and steps may be cut.
 
     The first layer that is called runs the whole step in parts; the others pass its result on.
     That is right for models that do nothing between their layers, which a step in one part has to
@@ -156,7 +156,7 @@ class Overlap:
     def call(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The model calls a layer of its list."""
+        """Run a layer of the model's list."""
         if index == 0:
             self._result = self._run(layer, args, kwargs)
         if self._result is not None:
@@ -224,7 +224,7 @@ class Overlap:
 
 
 class _Before(nn.Module):
-    """At the place of a layer, or of its proxy."""
+    """Replaces a layer, or its proxy."""
 
     layer: nn.Module
 

@@ -87,7 +87,7 @@ def seen_of(common: CommonAttentionMetadata) -> NDArray[np.float64]:
 def microbatch_blocker(
     arguments: Mapping[str, Any], common: CommonAttentionMetadata, context: ForwardContext
 ) -> str:
-    """Why a step cannot be cut between its tokens; empty where it can."""
+    """Reason for which a step cannot be cut between its tokens; empty where it can."""
     num_tokens = common.num_actual_tokens
     if common.causal is not True:
         return "its tokens look at later ones"
@@ -104,7 +104,7 @@ def microbatch_blocker(
 def cut(
     arguments: Mapping[str, Any], watch: StepContext, context: ForwardContext, sizes: Sequence[int]
 ) -> list[MicroBatch]:
-    """The parts of the step under way, in the order of their tokens.
+    """Micro-batches of the step under way, in the order of their tokens.
 
     Args:
         sizes: Tokens of each; together those of the step.
@@ -137,7 +137,7 @@ def _context(
 
 
 def join(parts: Sequence[MicroBatch]) -> Any:
-    """What the last layer has returned for all parts, as for one step."""
+    """Output of the last layer for all micro-batches, as of one step."""
     if len(parts) == 1:
         return parts[0].returned
     if not isinstance(parts[0].returned, tuple):
@@ -168,7 +168,7 @@ def segments_of(modules: Sequence[nn.Module]) -> list[Segment]:
 
 
 class Pipeline:
-    """One step. All parts begin first, so that guests have work; then they go on in their order.
+    """One step. All micro-batches begin first, so that guests have work, then go on in order.
 
     No part overtakes another, here or in a guest, so each finds the KV of those before it: what
     chunks of a prompt in steps of their own find.

@@ -30,7 +30,7 @@ _FIRST_S = (3e-4, 3e-5, 1e-8)
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchWork:
-    """What a step, or a part of it, computes.
+    """Work of a step or a micro-batch.
 
     Attributes:
         tokens: That it computes.
@@ -46,7 +46,7 @@ class MicroBatchWork:
 
 
 class StageTimes:
-    """What a layer takes on the host and in each guest, learnt from every part that runs."""
+    """Times of a layer on the host and in each guest, learnt from every micro-batch."""
 
     def __init__(self) -> None:
         self._fits: dict[str, LinearFit] = {}
@@ -76,7 +76,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlan:
-    """How a step is to run.
+    """Micro-batches of one step, with predicted times.
 
     Attributes:
         sizes: Tokens of each part; one part where waiting is as good.
@@ -92,7 +92,7 @@ class MicroBatchPlan:
 def plan_microbatches(
     times: StageTimes, stages: Sequence[tuple[str, int]], seen: Floats, max_microbatches: int
 ) -> MicroBatchPlan:
-    """The parts with which the pipeline is predicted to be through first.
+    """Micro-batches with which the pipeline is predicted to end first.
 
     Args:
         stages: Host and guests as tokens pass them, each with the number of its layers.
@@ -142,7 +142,7 @@ def flow_makespan_s(each_s: Sequence[Floats]) -> float:
 
 
 def _marks(num_tokens: int) -> NDArray[np.int64]:
-    """Where a step may be cut: what kernels work on at a time, and its ends."""
+    """Tokens at which a step may be cut: multiples of a kernel's tile, and its ends."""
     return np.append(np.arange(0, num_tokens, LEAST_TOKENS), num_tokens)
 
 

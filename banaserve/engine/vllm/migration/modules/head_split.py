@@ -22,7 +22,7 @@ from banaserve.kernels.interface import Heads
 
 
 class Remote(NamedTuple):
-    """What a guest has computed of a step of one layer.
+    """Output of a guest for one layer and step.
 
     Attributes:
         kv_heads: Ascending.

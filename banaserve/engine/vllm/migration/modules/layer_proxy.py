@@ -209,7 +209,7 @@ def signature_of(layer: nn.Module) -> inspect.Signature:
 
 
 class LayerOrder:
-    """Looks at one step of a model.
+    """Checks the order of layers in one step of a model.
 
     Attributes:
         is_known: That step is over.

@@ -18,7 +18,7 @@ from banaserve.kernels.layouts import KvLayout, key_value_views
 
 
 class StepBatches:
-    """What vLLM says of a step, as kernels take it: made for its first layer, kept for the rest."""
+    """Batch of a step in the kernels' form: made for its first layer, kept for the rest."""
 
     def __init__(self) -> None:
         self._last: tuple[Any, Batch] | None = None

@@ -25,7 +25,7 @@ _SMOOTHING = 0.2
 
 
 class AnswerTimes:
-    """Learns seconds a token.
+    """Timeouts of a guest's answers, from seconds a token as measured.
 
     Args:
         stall_s: How long a guest may be silent beyond what its work should take.
@@ -57,7 +57,7 @@ _LOOKS = 4
 
 
 class GuestClient:
-    """One guest as its host knows it. Control and steps take turns on one channel.
+    """Client of one guest. Control and steps take turns on one channel.
 
     Args:
         epoch: The host's present epoch, asked for each message.
@@ -148,7 +148,7 @@ class GuestClient:
         return self._leash is not None
 
     def check(self) -> None:
-        """Notice a guest that has died while nobody talked to it.
+        """Notice a guest that has died between two messages.
 
         Raises:
             GuestLostError: It is gone.
@@ -182,7 +182,7 @@ class GuestClient:
     def post(self, request: messages.Request, parcel: TensorBundle) -> None:
         """Send a step's work without waiting; ``collect`` must follow on the same thread.
 
-        More may be posted before, if the guest has been told how much follows: answers come in
+        More may be sent before, if the guest knows how much follows: answers come in
         the order of what was posted.
 
         Raises:
@@ -257,7 +257,7 @@ class GuestClient:
         self.lost = self.lost or reason
         self._channel.close()
         if self._leash is not None:
-            # The slots of the store that it may be writing to are somebody else's next.
+            # The slots of the store that it may be writing to belong to other owners next.
             if self._may_write:
                 self._leash.kill()
             self._leash.close()

@@ -18,7 +18,7 @@ from banaserve.transport.registry import create
 
 
 class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Made by the coordinator; given to the guest when it starts and to its host.
+    """Address and secret of a guest, made by the coordinator for the guest and its host.
 
     Attributes:
         guest_id: Of the guest: one for each host and target, or for each move.
@@ -52,7 +52,7 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The guest's side: wait for the host.
 
         Raises:
-            TransportError: Nobody comes, or somebody who may not.
+            TransportError: No guest connects, or a process without the secret.
         """
         path = Path(self.channel)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -128,7 +128,7 @@ class StorePlace(msgspec.Struct, frozen=True):
 
     Attributes:
         socket: Where it listens.
-        client_name: Of the host there: what the host has reserved is given to nobody else before
+        client_name: Of the host there: what the host has reserved is given to no other owner before
             every process that connects by this name is dead.
     """
 
@@ -151,7 +151,7 @@ class SlotCopies(msgspec.Struct, frozen=True):
 
 
 class GuestHello(msgspec.Struct, frozen=True, tag=True):
-    """First of all messages; ``token`` is the secret that the guest was started with."""
+    """First message; ``token`` is the secret that the guest was started with."""
 
     token: str
     host: str
@@ -266,7 +266,7 @@ class RunContext(msgspec.Struct, frozen=True, tag=True):
     Answered with output and log-sum-exp, float32.
 
     Attributes:
-        step_id: Names the step; ``step`` is None where the unit has been told of it.
+        step_id: Names the step; ``step`` is None where the unit knows it already.
         step: ``block_table``, ``query_start`` and ``num_tokens`` of the sequences that ask: what
             ``kernels.interface.Batch`` has of them where nothing is masked.
     """
@@ -338,7 +338,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class GuestUsage(msgspec.Struct, frozen=True, tag=True):
-    """What a guest takes from its machine.
+    """Resources that a guest uses.
 
     Attributes:
         resident_bytes: Of the whole process, pages that it shares with its parent included.
@@ -356,7 +356,7 @@ class GuestUsage(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag=True):
-    """Not done, and nothing has changed; ``reason`` is for people."""
+    """The request was refused and nothing has changed; ``reason`` is for people."""
 
     reason: str
 
@@ -369,7 +369,7 @@ _replies = msgspec.msgpack.Decoder(Reply)
 
 
 def decode_reply(body: bytes) -> Reply:
-    """What a guest has answered.
+    """Decode a guest's answer.
 
     Raises:
         ProtocolError: It is no answer.
