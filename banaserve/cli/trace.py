@@ -136,7 +136,7 @@ def parts_of(event: RequestEvent) -> Iterator[str]:
             if event.resumed_tokens:
                 yield f"goes on after {_count(event.resumed_tokens, 'output token')}"
         case LegOutput():
-            yield f"{event.leg} leg: first token computed by {event.instance}"
+            yield f"{event.leg} leg: first output of {event.instance}'s own"
         case LegEnded():
             yield f"{event.leg} leg ended on {event.instance}: {event.finish_reason}"
             if event.cached_tokens is not None:
@@ -145,7 +145,7 @@ def parts_of(event: RequestEvent) -> Iterator[str]:
             yield f"{event.leg} leg failed on {event.instance}: {event.why}"
             yield event.next_step
         case FirstToken():
-            yield f"first token sent to the client, from {event.source}"
+            yield f"first output sent to the client, its first token from {event.source}"
             if event.blocker is not None:
                 yield f"prefill's could not be used: {event.blocker}"
         case RequestEnded():

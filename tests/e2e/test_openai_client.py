@@ -503,7 +503,7 @@ def test_the_trace_of_a_request_shows_both_legs_in_order(
             "prefill leg sent to p0",
             "prefill leg ended on p0: length",
             "decode leg sent to d0",
-            "first token sent to the client, from prefill",
+            "first output sent to the client, its first token from prefill",
             "decode leg ended on d0: length",
             "request ended: length, 4 output tokens",
         ],
@@ -535,6 +535,6 @@ def test_the_trace_says_why_decode_samples_the_first_token(
     )
     assert main(["trace", answer.id, "--run-dir", str(server.run_dir)]) == 0
     shown = capsys.readouterr().out
-    assert "from decode; prefill's could not be used: sampling" in shown
+    assert "its first token from decode; prefill's could not be used: sampling" in shown
     assert shown.count("hand-over") + shown.count("scheduler has it") >= 3, shown
     assert "not known" not in shown

@@ -243,13 +243,13 @@ class Core:
         self._notes, self._dead = notes, dead
         self.engine_core = self
 
-    async def call_utility_async(self, method: str, name: str) -> bytes:
+    async def call_utility_async(self, method: str, name: str) -> object:
         if self._dead:
             raise compat.EngineDeadError
-        assert method == compat.NOTES_UTILITY
+        assert method == "banaserve_notes"
         connector = SimpleNamespace(notes_of=self._notes.of) if self._notes else None
         core = SimpleNamespace(scheduler=SimpleNamespace(connector=connector))
-        return compat._notes(core, name)
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(compat._notes(core, name)))
 
 
 def traced() -> tuple[RequestNotes, ConnectorNotes, ConnectorNotes]:
@@ -340,7 +340,7 @@ WORDS: list[tuple[RequestEvent, str]] = [
         LegBegan("decode", "d1", "cmpl-1", 5),
         "decode leg sent to d1 as cmpl-1; goes on after 5 output tokens",
     ),
-    (LegOutput("decode", "d0"), "decode leg: first token computed by d0"),
+    (LegOutput("decode", "d0"), "decode leg: first output of d0's own"),
     (
         LegEnded("prefill", "p0", "length", 128),
         "prefill leg ended on p0: length; 128 prompt tokens cached",
@@ -350,10 +350,10 @@ WORDS: list[tuple[RequestEvent, str]] = [
         LegFailed("prefill", "p0", "EngineDeadError", 1, "tried again"),
         "prefill leg failed on p0: EngineDeadError; tried again",
     ),
-    (FirstToken("prefill"), "first token sent to the client, from prefill"),
+    (FirstToken("prefill"), "first output sent to the client, its first token from prefill"),
     (
         FirstToken("decode", "sampling"),
-        "first token sent to the client, from decode; prefill's could not be used: sampling",
+        "first output sent to the client, its first token from decode; prefill's could not be used: sampling",
     ),
     (RequestEnded("length", 1), "request ended: length, 1 output token"),
     (RequestEnded("error", 0, "no time"), "request ended: error, 0 output tokens; no time"),

@@ -231,10 +231,11 @@ async def decode(job: RequestContext, instance: Instance) -> AsyncGenerator[Requ
     queue = LegOutputCollector(job.request.sampling_params.output_kind, job.request.request_id)
     waiting = 0 if job.prefilled else job.uncached_tokens
     leg_name, num_resumed = "decode" if job.prefilled else "whole", len(job.tokens_so_far)
-    outputs_before = 0 if job.first is None or num_resumed else 1
     with instance.holding(waiting) as flight, _expiring(queue, job.deadline):
         try:
-            if _begin(job, llm, queue):
+            is_sent = is_awaited = _begin(job, llm, queue)
+            num_before = len(job.tokens_so_far)
+            if is_sent:
                 job.notes.leg_began(
                     leg_name, instance.id, instance.incarnation, job.request.request_id, num_resumed
                 )
@@ -249,10 +250,10 @@ async def decode(job: RequestContext, instance: Instance) -> AsyncGenerator[Requ
                 flight.prefilled()
                 assert isinstance(output, RequestOutput)
                 finished = output.finished
-                if outputs_before == 0:
+                if is_awaited and len(job.tokens_so_far) > num_before:
                     job.notes.note(LegOutput(leg_name, instance.id))
-                outputs_before -= 1
-                if finished and outputs_before < 0:
+                    is_awaited = False
+                if finished and is_sent:
                     job.notes.note(LegEnded(leg_name, instance.id, output.outputs[0].finish_reason))
                 yield output
         except DEAD:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from banaserve.config import Budget
+from banaserve.engine.vllm.tracing.events import EngineNotes
 from banaserve.kvstore.fingerprint import Fingerprint
 
 
@@ -59,6 +60,13 @@ class CoreApi:
             num_blocks: At least 2.
             hold: Where blocks in use are in the way, give none of those that are to go to any
                 request until the next call: under load they would never be free all at once.
+        """
+        raise NotImplementedError
+
+    def banaserve_notes(self, name: str) -> list[EngineNotes] | None:
+        """What became of the requests that the engine calls ``name``; None without a store.
+
+        Empty where it does not know them, or not any more.
         """
         raise NotImplementedError
 

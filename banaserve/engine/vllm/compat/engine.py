@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -31,6 +30,7 @@ from vllm.v1.metrics.stats import (
 from banaserve.config import Budget
 from banaserve.engine.vllm.compat.config import VllmConfig, own_budget
 from banaserve.engine.vllm.engine_api import CoreApi
+from banaserve.engine.vllm.tracing.events import EngineNotes
 from banaserve.engine.vllm.typed_rpc import implements
 
 __all__ = [
@@ -53,7 +53,6 @@ __all__ = [
     "add_utility",
     "adopt",
     "call_utility",
-    "engine_notes",
     "forget",
     "install_notes_utility",
     "mark_dead",
@@ -262,26 +261,12 @@ def _set_budget(core: Any, num_tokens: int, num_requests: int) -> Budget:
     return Budget(scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs)
 
 
-NOTES_UTILITY = "banaserve_notes"
-
-
 def install_notes_utility() -> None:
     """Let engine cores of this process say what their connector noted of a request."""
-    add_utility(NOTES_UTILITY, _notes)
+    add_utility(CoreApi.banaserve_notes.__name__, _notes)
 
 
-def _notes(core: Any, name: str) -> bytes:
+@implements(CoreApi.banaserve_notes)
+def _notes(core: Any, name: str) -> list[EngineNotes] | None:
     connector = core.scheduler.connector
-    return msgspec.msgpack.encode(None if connector is None else connector.notes_of(name))
-
-
-async def engine_notes(llm: AsyncLLM, name: str) -> bytes:
-    """Notes of the requests that an engine calls ``name``, as ``list[EngineNotes]`` in msgpack.
-
-    None in msgpack where the engine has no connector.
-
-    Raises:
-        EngineDeadError: The engine has died.
-    """
-    answer: bytes = await call_utility(llm, NOTES_UTILITY, name)
-    return answer
+    return None if connector is None else connector.notes_of(name)

@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import msgspec
-
 from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.engine_api import CoreApi
 from banaserve.engine.vllm.tracing.events import (
     KEPT_REQUESTS,
     EngineNotes,
@@ -17,12 +16,12 @@ from banaserve.engine.vllm.tracing.events import (
     TraceLine,
 )
 from banaserve.engine.vllm.tracing.request_log import RequestNotes, TracedLeg
+from banaserve.engine.vllm.typed_rpc import call
 from banaserve.types import InstanceId
 
 FRONT_DOOR = "front door"
 _ANSWER_S = 10.0
 """An engine answers between two steps, and one with a long prompt takes its time."""
-_answers = msgspec.msgpack.Decoder(list[EngineNotes] | None)
 
 
 class TracedInstance(Protocol):
@@ -73,12 +72,12 @@ async def _ask(
         return f"{name} was started again since, and its notes are lost"
     try:
         async with asyncio.timeout(_ANSWER_S):
-            answered = await compat.engine_notes(instance.llm, leg.name)
+            asked = call(CoreApi.banaserve_notes, leg.name)
+            found = asked.read(await compat.call_utility(instance.llm, asked.name, *asked.args))
     except TimeoutError:
         return f"{name} has not answered in {_ANSWER_S:.0f} s"
     except compat.EngineDeadError:
         return f"{name} is down, and its notes with it"
-    found = _answers.decode(answered)
     if found is None:
         return f"{name} runs without a store, and so without notes"
     if not found:

@@ -76,7 +76,7 @@ class LegBegan(msgspec.Struct, frozen=True, tag=True):
 
 
 class LegOutput(msgspec.Struct, frozen=True, tag=True):
-    """The first output that an engine itself computed for a decode or whole leg came."""
+    """The first output came that has tokens which a decode or whole leg computed itself."""
 
     leg: str
     instance: str
