@@ -1,4 +1,4 @@
-"""What a request must be before anything is done for it: its key and its path."""
+"""Admission of requests: keys of clients and peers, allowed paths and regions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_path(path: bytes) -> None:
     Its administration does not: who may use the model may not stop it.
 
     Raises:
-        RefusedError: They do not.
+        RequestRefusedError: They do not.
     """
     is_known = path.startswith(PASSED_PREFIXES) or path in PASSED_PATHS
     if is_known and path.rstrip(b"/") not in _NOT_PASSED:
@@ -65,7 +65,7 @@ def check_key(keys: Keys, message: ClientRequest) -> None:
     """Returns if ``message`` shows a known key, or none is needed.
 
     Raises:
-        RefusedError: It shows none.
+        RequestRefusedError: It shows none.
     """
     if keys and not keys.admits(message.seen.get(b"authorization", b"")):
         raise RequestRefusedError(
@@ -77,7 +77,7 @@ def check_peer(keys: Keys, message: ClientRequest) -> None:
     """Returns if ``message`` shows the key that balancers share.
 
     Raises:
-        RefusedError: It shows another, or there is none.
+        RequestRefusedError: It shows another, or there is none.
     """
     if not keys.admits(b"Bearer " + message.seen[PEER_FIELD]):
         raise RequestRefusedError(401, "the key of a peer is needed: peer_key is not the same")

@@ -1,7 +1,4 @@
-"""What the balancer answers itself: probes, metrics, and its state for the others.
-
-One balancer: who may ask, where requests go, and what is under way.
-"""
+"""Balancer: admits requests of clients, sends each to a replica, and answers probes itself."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
-from typing import Protocol
 
 from msgspec import structs
 
@@ -25,69 +21,24 @@ from banaserve.balancer.auth import (
     check_peer,
 )
 from banaserve.balancer.config import BalancerSettings
+from banaserve.balancer.dispatcher import Dispatcher
 from banaserve.balancer.http import replies
-from banaserve.balancer.http.client_connection import ClientConnection
+from banaserve.balancer.http.client_connection import ClientConnection, RequestHandler
 from banaserve.balancer.http.request import ClientRequest, RequestRefusedError
 from banaserve.balancer.membership import TargetRegistry, shared_prefixes
 from banaserve.balancer.metrics import Metrics
 from banaserve.balancer.peers import PEER_PATHS, PREFIXES_PATH, STATE_PATH, encode_state
 from banaserve.balancer.proxy import ProxiedRequest
-from banaserve.balancer.queue import RequestQueue, Waker
-from banaserve.balancer.routing_request import blind_request, read_request, without_tried
+from banaserve.balancer.queue import QueueScheduler, RequestQueue
+from banaserve.balancer.routing_request import blind_request, read_request
 from banaserve.balancer.state_file import StateFile
-from banaserve.balancer.targets import Target
 from banaserve.balancer.tracing import observers
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
-from banaserve.orchestrator.replicas import registry
 from banaserve.orchestrator.replicas.fleet import Fleet
-from banaserve.orchestrator.replicas.interface import Need, Request, RoutingDecision
-from banaserve.orchestrator.replicas.peer_prefixes import PeerPrefixes
+from banaserve.orchestrator.replicas.interface import Need
+from banaserve.orchestrator.replicas.registry import make
 from banaserve.types import RequestId
-
-
-class House(Protocol):
-    """The balancer, as far as it tells of itself.
-
-    Attributes:
-        prefixes: What it tells peers of its replicas' caches; None where the policy uses none.
-    """
-
-    line: RequestQueue
-    metrics: Metrics
-    prefixes: PeerPrefixes | None
-    roster: TargetRegistry
-
-    @property
-    def is_ready(self) -> bool: ...
-
-
-def own_answer(house: House, message: ClientRequest, closes: bool) -> bytes:
-    """Returns the whole answer to ``message``, whose path is one of ours."""
-    if message.method == b"HEAD":
-        head, end, _ = _answer_get(house, message, closes).partition(b"\r\n\r\n")
-        return head + end
-    if message.method != b"GET":
-        return replies.error(405, "GET only", closes=closes)
-    return _answer_get(house, message, closes)
-
-
-def _answer_get(house: House, message: ClientRequest, closes: bool) -> bytes:
-    if message.path == b"/metrics":
-        kind = b"text/plain; version=0.0.4; charset=utf-8"
-        return replies.answer(200, kind, house.metrics.page(), closes)
-    if message.path == STATE_PATH:
-        state = encode_state(house.roster.state(len(house.line)))
-        return replies.answer(200, b"application/json", state, closes)
-    if message.path == PREFIXES_PATH:
-        if house.prefixes is None:
-            return replies.error(404, "prefixes are not told here", closes=closes)
-        kind = b"application/octet-stream"
-        return replies.answer(200, kind, house.prefixes.snapshot(), closes)
-    if message.path == b"/ready" and not house.is_ready:
-        return replies.error(503, "no replica is available", closes=closes, retry_after_s=1.0)
-    return replies.answer(200, b"application/json", b"{}", closes)
-
 
 FIXED = (
     "region",
@@ -104,12 +55,16 @@ FIXED = (
 Say = Callable[[str], None]
 
 
-class Balancer:
+class Balancer(RequestHandler):
     """Takes requests from clients and sends each to one replica.
 
     Everything runs in the callbacks of one event loop; nothing here waits.
 
     Attributes:
+        fleet: Counters of the targets, and the policy.
+        queue: Requests that wait for a target.
+        registry: Targets, and the probers that look at them.
+        prefixes: Shared with peers; None where the policy shares none.
         is_leaving: No more requests are taken.
     """
 
@@ -123,7 +78,7 @@ class Balancer:
         self.log = log
         policy = settings.policy
         self.fleet = Fleet(
-            registry.make(
+            make(
                 policy.name,
                 random.Random(policy.seed),
                 preset=policy.preset or None,
@@ -137,10 +92,11 @@ class Balancer:
             self._state = StateFile(Path(policy.state_file), policy.name, self.fleet.policy)
             self._state.restore(log)
         self.prefixes = shared_prefixes(self.fleet.policy, settings)
-        self.line, self.metrics = RequestQueue(), Metrics()
-        self.wake = Waker(self.line, self.fleet).wake
-        self.roster = TargetRegistry(self.fleet, log, self.wake, self.prefixes)
-        self.targets = self.roster.targets
+        self.queue, self.metrics = RequestQueue(), Metrics()
+        self._schedule_pass = QueueScheduler(self.queue, self.fleet).schedule
+        self.registry = TargetRegistry(self.fleet, log, self._schedule_pass, self.prefixes)
+        self.targets = self.registry.targets
+        self._dispatcher = Dispatcher(self.fleet, self.registry, self.queue, log)
         self.is_leaving = False
         self._buffered_bytes = 0
         self._peer_keys = Keys([settings.peer_key] if settings.peer_key else [])
@@ -150,15 +106,13 @@ class Balancer:
         self._num_requests = 0
         self._idle: asyncio.Event | None = None
         self.metrics.targets = self.targets.values
-        self.metrics.line_length = lambda: len(self.line)
+        self.metrics.queue_length = lambda: len(self.queue)
         self.metrics.num_under_way = lambda: len(self._under_way)
         self._take_settings(settings)
 
     def _take_settings(self, settings: BalancerSettings) -> None:
         self.settings, limits = settings, settings.limits
         self.max_body_bytes = parse_size(limits.max_body)
-        self.max_attempts = limits.max_attempts
-        self.max_queue = limits.max_queue
         self._max_buffered_bytes = parse_size(limits.max_buffered)
         self._keys = Keys([*settings.api_keys, *(one.key for one in settings.tenants)])
         self._regions = Regions(settings.tenants)
@@ -167,7 +121,8 @@ class Balancer:
         self.fleet.policy.hold_safe(settings.policy.hold_safe)
         reads_requests = Need.REQUEST in self.fleet.policy.needs
         self._is_blind = not reads_requests and not has_models and is_alone
-        self.roster.take_settings(settings)
+        self.registry.take_settings(settings)
+        self._dispatcher.take_settings(settings)
 
     def change(self, settings: BalancerSettings) -> None:
         """Go over to ``settings`` while serving; requests under way go on as they are.
@@ -184,13 +139,13 @@ class Balancer:
         if fixed:
             raise UserError(f"{', '.join(fixed)} cannot change while serving: start again")
         self._take_settings(settings)
-        self.wake()
+        self._schedule_pass()
 
     async def start(self) -> None:
         """Look at every target once, then go on looking."""
-        await self.roster.start()
+        await self.registry.start()
 
-    # For connections of clients.
+    # Requests of clients, in the order of their coming.
 
     def opened(self, client: ClientConnection) -> bool:
         self._clients.add(client)
@@ -226,7 +181,7 @@ class Balancer:
 
     def take(self, client: ClientConnection, message: ClientRequest) -> ProxiedRequest | None:
         if message.path in OPEN_PATHS or message.path in PEER_PATHS:
-            client.write(own_answer(self, message, closes=not client.can_go_on))
+            client.write(self._answer(message, closes=not client.can_go_on))
             client.done(message)
             return None
         if message.is_http10 or self.is_leaving:
@@ -240,58 +195,65 @@ class Balancer:
             was_forwarded = PEER_FIELD in message.seen
             allowed = self._regions.allowed(message, was_forwarded)
             request = read_request(request_id, message, now_s, allowed, was_forwarded)
-        exchange = ProxiedRequest(self, client, message, request, now_s + limits.request_timeout_s)
+        deadline_s = now_s + limits.request_timeout_s
+        proxied = ProxiedRequest(
+            self._dispatcher, client, message, request, deadline_s, self._ended
+        )
         for observer in self.observers:
-            observer.began(exchange)
-        self._under_way[exchange] = None
-        exchange.start(now_s + limits.queue_timeout_s)
-        self.fleet.queue_length = len(self.line)
-        return exchange
+            observer.began(proxied)
+        self._under_way[proxied] = None
+        proxied.start(now_s + limits.queue_timeout_s)
+        self.fleet.queue_length = len(self.queue)
+        return proxied
+
+    def _ended(self, proxied: ProxiedRequest) -> None:
+        now_s = monotonic()
+        self._under_way.pop(proxied, None)
+        self.metrics.ended(
+            proxied.status,
+            proxied.request.arrived_s,
+            now_s,
+            proxied.num_reads,
+            proxied.flights,
+        )
+        for observer in self.observers:
+            observer.ended(proxied, now_s)
+        if self.queue:
+            self._schedule_pass()
+        if self._idle is not None and not self._under_way:
+            self._idle.set()
+
+    # Answers of the balancer itself.
+
+    def _answer(self, message: ClientRequest, closes: bool) -> bytes:
+        """Returns the whole answer to ``message``, whose path is one of the balancer's own."""
+        if message.method == b"HEAD":
+            head, end, _ = self._answer_get(message, closes).partition(b"\r\n\r\n")
+            return head + end
+        if message.method != b"GET":
+            return replies.error(405, "GET only", closes=closes)
+        return self._answer_get(message, closes)
+
+    def _answer_get(self, message: ClientRequest, closes: bool) -> bytes:
+        if message.path == b"/metrics":
+            kind = b"text/plain; version=0.0.4; charset=utf-8"
+            return replies.answer(200, kind, self.metrics.page(), closes)
+        if message.path == STATE_PATH:
+            state = encode_state(self.registry.state(len(self.queue)))
+            return replies.answer(200, b"application/json", state, closes)
+        if message.path == PREFIXES_PATH:
+            if self.prefixes is None:
+                return replies.error(404, "prefixes are not told here", closes=closes)
+            kind = b"application/octet-stream"
+            return replies.answer(200, kind, self.prefixes.snapshot(), closes)
+        if message.path == b"/ready" and not self.is_ready:
+            return replies.error(503, "no replica is available", closes=closes, retry_after_s=1.0)
+        return replies.answer(200, b"application/json", b"{}", closes)
 
     @property
     def is_ready(self) -> bool:
         """Whether a request would find a replica."""
-        return not self.is_leaving and self.roster.is_ready
-
-    # For exchanges.
-
-    def decide(self, request: Request, without: set[str]) -> RoutingDecision:
-        view = self.fleet.view(monotonic())
-        if without and self.has_other(request, without):
-            view = without_tried(view, without)
-        return self.fleet.policy.choose(request, view)
-
-    def has_other(self, request: Request, tried: set[str]) -> bool:
-        return self.roster.has_other(request, tried)
-
-    def fields(self, exchange: ProxiedRequest, target: Target) -> bytes:
-        message, regions = exchange.message, exchange.request.allowed_regions
-        fields = target.fields
-        is_for_replica = not self._keys or PEER_FIELD in message.seen
-        if not target.has_key and is_for_replica and (key := message.seen.get(b"authorization")):
-            fields += b"Authorization: %b\r\n" % key
-        if target.is_peer and regions is not None:
-            fields += b"%b: %b\r\n" % (REGIONS_FIELD, ",".join(sorted(regions)).encode())
-        if exchange.parent:
-            fields += b"traceparent: %b\r\n" % exchange.parent
-        return fields
-
-    def ended(self, exchange: ProxiedRequest) -> None:
-        now_s = monotonic()
-        self._under_way.pop(exchange, None)
-        self.metrics.ended(
-            exchange.status,
-            exchange.request.arrived_s,
-            now_s,
-            exchange.num_reads,
-            exchange.flights,
-        )
-        for observer in self.observers:
-            observer.ended(exchange, now_s)
-        if self.line:
-            self.wake()
-        if self._idle is not None and not self._under_way:
-            self._idle.set()
+        return not self.is_leaving and self.registry.is_ready
 
     # Time and ends.
 
@@ -301,15 +263,15 @@ class Balancer:
         for target in self.targets.values():
             if target.breaker.is_open:
                 target.refresh(now_s)
-        self.line.sweep(now_s)
-        self.wake()
+        self.queue.sweep(now_s)
+        self._schedule_pass()
 
     def tick_slowly(self) -> None:
         """What may wait a second."""
         now_s = monotonic()
-        for exchange in list(self._under_way):
-            if exchange.deadline_s <= now_s:
-                exchange.expire()
+        for proxied in list(self._under_way):
+            if proxied.deadline_s <= now_s:
+                proxied.expire()
         for client in list(self._clients):
             client.sweep(now_s)
         for target in self.targets.values():
@@ -317,7 +279,7 @@ class Balancer:
         self.fleet.policy.tick(now_s)
         if self._state is not None:
             self._state.tick(now_s, self.log)
-        self.roster.look_after(now_s)
+        self.registry.look_after(now_s)
 
     async def idle(self) -> None:
         """Return when no request is under way."""
@@ -333,11 +295,11 @@ class Balancer:
 
     def close(self) -> None:
         """Break off what is under way and close every connection."""
-        for exchange in list(self._under_way):
-            exchange.cancel()
+        for proxied in list(self._under_way):
+            proxied.cancel()
         for client in list(self._clients):
             client.abort()
-        self.roster.stop()
+        self.registry.stop()
         for observer in self.observers:
             observer.close()
         if self._state is not None:

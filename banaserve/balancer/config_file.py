@@ -1,7 +1,4 @@
-"""``--config FILE``: TOML or YAML as settings, with mistakes named by file and key.
-
-Hot reload: a changed file becomes the balancer's settings, or a line in the log.
-"""
+"""Settings from a TOML or YAML file, read again when it changes; mistakes are named by key."""
 
 from __future__ import annotations
 
@@ -29,6 +26,7 @@ from banaserve.balancer.health import run_periodically
 from banaserve.errors import UserError
 
 _MAX_BYTES = 4 * 1024 * 1024
+_LOOK_S = 0.5
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "$": BalancerSettings,
     "$.policy": PolicySettings,
@@ -106,9 +104,6 @@ def _explain(message: str) -> str:
     hint = f"; did you mean {near[0]}?" if near else ""
     where = place.removeprefix("$").removeprefix(".")
     return f"unknown key {where}{'.' if where else ''}{key}{hint}"
-
-
-_LOOK_S = 0.5
 
 
 async def follow(path: Path, balancer: Balancer) -> None:

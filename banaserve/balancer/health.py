@@ -1,9 +1,4 @@
-"""What a balancer does over and over as long as it runs.
-
-Small requests of the balancer's own: looks at health, metrics, peers.
-
-Looks at replicas: whether they are there, and what they say of their load.
-"""
+"""Health probes of replicas, and reads of the load that they report."""
 
 from __future__ import annotations
 
@@ -19,116 +14,7 @@ from banaserve.balancer.http.response import ResponseHead
 from banaserve.balancer.targets import Target
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
 
-
-async def run_periodically(
-    step: Callable[[], Awaitable[None]],
-    interval_s: float,
-    log: Callable[[str], None],
-    what: str,
-) -> None:
-    """Do ``step`` every ``interval_s`` until cancelled, whatever it raises.
-
-    Nobody awaits these tasks: without this, one surprise would end a look at a replica for good,
-    and nothing would say so. A step that fails anew in the same words is not logged again.
-    """
-    complaint = ""
-    while True:
-        began_s = monotonic()
-        try:
-            await step()
-            complaint = ""
-        except Exception as error:
-            if (words := f"{what} failed: {error!r}") != complaint:
-                complaint = words
-                log(words)
-        await asyncio.sleep(max(0.0, interval_s - (monotonic() - began_s)))
-
-
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
-
-
-class ProbeAnswer(NamedTuple):
-    """An answer and how long it took on an open connection, in milliseconds."""
-
-    status: int
-    body: bytes
-    took_ms: float
-
-
-class _Collector:
-    """A sink that keeps everything."""
-
-    def __init__(self, upstream: ReplicaConnection) -> None:
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.status = 0
-        self.was_reused = False
-        self.parts: list[bytes] = []
-        self._size = 0
-        self._upstream = upstream
-
-    def on_head(self, head: ResponseHead, data: bytes) -> None:
-        self.status = head.status
-        self.on_body(data)
-
-    def on_body(self, data: bytes) -> None:
-        self._size += len(data)
-        self.parts.append(data)
-        if self._size > MAX_ANSWER_BYTES:
-            self._upstream.abort()
-            self._fail(f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
-
-    def on_end(self) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
-
-    def on_broken(self, why: str, was_reused: bool) -> None:
-        self.was_reused = was_reused
-        self._fail(why)
-
-    def _fail(self, why: str) -> None:
-        if not self.done.done():
-            self.done.set_exception(ConnectionError(why))
-
-
-async def fetch(
-    pool: ConnectionPool, method: str, path: str, fields: bytes, timeout_s: float, body: bytes = b""
-) -> ProbeAnswer:
-    """Returns the answer to one small request.
-
-    A chunked body comes as it was framed: enough for reading numbers out of it.
-
-    Args:
-        fields: Header lines, with Host.
-
-    Raises:
-        OSError: No answer, or not in time.
-    """
-    length = b"Content-Length: %d\r\n" % len(body) if method != "GET" else b""
-    start = b"%b %b HTTP/1.1\r\n" % (method.encode(), path.encode())
-    parts = [start, fields, length, b"\r\n", body]
-    async with asyncio.timeout(timeout_s):
-        answer = await _try(pool, parts)
-        return answer or await _try(pool, parts, is_last=True)  # type: ignore[return-value]
-
-
-async def _try(
-    pool: ConnectionPool, parts: list[bytes], is_last: bool = False
-) -> ProbeAnswer | None:
-    """Returns None where a connection had been closed while it was idle."""
-    upstream = (None if is_last else pool.take()) or await pool.connect()
-    started_s = monotonic()
-    sink = _Collector(upstream)
-    upstream.send(parts, sink, to_head=False)
-    try:
-        await sink.done
-    except BaseException:
-        upstream.abort()
-        if sink.was_reused:
-            return None
-        raise
-    return ProbeAnswer(sink.status, b"".join(sink.parts), (monotonic() - started_s) * 1e3)
-
-
 _GAUGES = re.compile(
     rb"^(vllm:num_requests_waiting|sglang:num_queue_reqs|vllm:num_requests_running|"
     rb"sglang:num_running_reqs|vllm:kv_cache_usage_perc|sglang:token_usage)"
@@ -140,32 +26,8 @@ _RUNNING = (b"vllm:num_requests_running", b"sglang:num_running_reqs")
 _MAX_REQUESTS = 10**6
 
 
-def read_report(page: bytes, at_s: float) -> Report | None:
-    """Returns what a metrics page of vLLM or SGLang says, engines summed; None where nothing."""
-    waiting = running = 0.0
-    used: list[float] = []
-    found = False
-    for name, digits in _GAUGES.findall(page):
-        try:
-            value = float(digits)
-        except ValueError:
-            continue
-        if not 0 <= value <= _MAX_REQUESTS:
-            continue
-        found = True
-        if name in _WAITING:
-            waiting += value
-        elif name in _RUNNING:
-            running += value
-        else:
-            used.append(min(value, 1.0))
-    if not found:
-        return None
-    return Report(at_s, int(waiting), int(running), max(used, default=0.0))
-
-
 class Prober:
-    """Looks at one replica as long as it runs.
+    """Periodic looks at one replica: its health, and its load where the policy reads it.
 
     Attributes:
         health: How often and how long.
@@ -228,3 +90,133 @@ class Prober:
         if report is not None:
             self._fleet.reported(target.view.id, report)
             self._on_report()
+
+
+def read_report(page: bytes, at_s: float) -> Report | None:
+    """Returns what a metrics page of vLLM or SGLang says, engines summed; None where nothing."""
+    waiting = running = 0.0
+    used: list[float] = []
+    found = False
+    for name, digits in _GAUGES.findall(page):
+        try:
+            value = float(digits)
+        except ValueError:
+            continue
+        if not 0 <= value <= _MAX_REQUESTS:
+            continue
+        found = True
+        if name in _WAITING:
+            waiting += value
+        elif name in _RUNNING:
+            running += value
+        else:
+            used.append(min(value, 1.0))
+    if not found:
+        return None
+    return Report(at_s, int(waiting), int(running), max(used, default=0.0))
+
+
+async def run_periodically(
+    step: Callable[[], Awaitable[None]],
+    interval_s: float,
+    log: Callable[[str], None],
+    what: str,
+) -> None:
+    """Do ``step`` every ``interval_s`` until cancelled, whatever it raises.
+
+    These tasks are not awaited: without this, one surprise would end the looks at a replica for
+    good, and nothing would say so. A step that fails anew in the same words is not logged again.
+    """
+    complaint = ""
+    while True:
+        began_s = monotonic()
+        try:
+            await step()
+            complaint = ""
+        except Exception as error:
+            if (words := f"{what} failed: {error!r}") != complaint:
+                complaint = words
+                log(words)
+        await asyncio.sleep(max(0.0, interval_s - (monotonic() - began_s)))
+
+
+class ProbeAnswer(NamedTuple):
+    """An answer and how long it took on an open connection, in milliseconds."""
+
+    status: int
+    body: bytes
+    took_ms: float
+
+
+async def fetch(
+    pool: ConnectionPool, method: str, path: str, fields: bytes, timeout_s: float, body: bytes = b""
+) -> ProbeAnswer:
+    """Returns the answer to one small request.
+
+    A chunked body comes as it was framed: enough for reading numbers out of it.
+
+    Args:
+        fields: Header lines, with Host.
+
+    Raises:
+        OSError: No answer, or not in time.
+    """
+    length = b"Content-Length: %d\r\n" % len(body) if method != "GET" else b""
+    start = b"%b %b HTTP/1.1\r\n" % (method.encode(), path.encode())
+    parts = [start, fields, length, b"\r\n", body]
+    async with asyncio.timeout(timeout_s):
+        answer = await _try(pool, parts)
+        return answer or await _try(pool, parts, is_last=True)  # type: ignore[return-value]
+
+
+async def _try(
+    pool: ConnectionPool, parts: list[bytes], is_last: bool = False
+) -> ProbeAnswer | None:
+    """Returns None where a connection had been closed while it was idle."""
+    upstream = (None if is_last else pool.take()) or await pool.connect()
+    started_s = monotonic()
+    sink = _Collector(upstream)
+    upstream.send(parts, sink, to_head=False)
+    try:
+        await sink.done
+    except BaseException:
+        upstream.abort()
+        if sink.was_reused:
+            return None
+        raise
+    return ProbeAnswer(sink.status, b"".join(sink.parts), (monotonic() - started_s) * 1e3)
+
+
+class _Collector:
+    """A sink that keeps everything."""
+
+    def __init__(self, upstream: ReplicaConnection) -> None:
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.status = 0
+        self.was_reused = False
+        self.parts: list[bytes] = []
+        self._size = 0
+        self._upstream = upstream
+
+    def on_head(self, head: ResponseHead, data: bytes) -> None:
+        self.status = head.status
+        self.on_body(data)
+
+    def on_body(self, data: bytes) -> None:
+        self._size += len(data)
+        self.parts.append(data)
+        if self._size > MAX_ANSWER_BYTES:
+            self._upstream.abort()
+            self._fail(f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
+
+    def on_end(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def on_broken(self, why: str, was_reused: bool) -> None:
+        self.was_reused = was_reused
+        self._fail(why)
+
+    def _fail(self, why: str) -> None:
+        if not self.done.done():
+            self.done.set_exception(ConnectionError(why))

@@ -1,7 +1,4 @@
-"""Who looks after the replicas of a balancer that is dead.
-
-The targets of one balancer: its own replicas, those it looks after for others, and peers.
-"""
+"""Registry of the targets of one balancer: its replicas, those of dead balancers, and peers."""
 
 from __future__ import annotations
 
@@ -32,39 +29,11 @@ from banaserve.orchestrator.replicas.interface import (
 from banaserve.orchestrator.replicas.peer_prefixes import PeerPrefixes, SharesPrefixes
 from banaserve.orchestrator.replicas.policy import may_serve
 
-
-def failover_owner(distances_ms: Mapping[str, float]) -> str:
-    """Returns the region that is nearest to the dead one; the first by name among equals.
-
-    Every living balancer asks this with the same distances and so comes to the same answer. Where
-    they differ for a moment, two of them serve a replica, which loses and doubles nothing.
-
-    Args:
-        distances_ms: From each living region to the dead one, as each measured it; at least one.
-    """
-    return min(distances_ms, key=lambda region: (distances_ms[region], region))
-
-
 PEER_PREFIX = "region:"
 
 
-def shared_prefixes(policy: ReplicaPolicy, settings: BalancerSettings) -> PeerPrefixes | None:
-    """Returns what the policy shares with peers, and lets it read that; None where it does not."""
-    if not settings.peers or Need.PEER_PREFIXES not in policy.needs:
-        return None
-    assert isinstance(policy, SharesPrefixes), "checked when the policy is registered"
-    prefixes = PeerPrefixes(settings.peer_key)
-    policy.share_prefixes(prefixes)
-    return prefixes
-
-
-def place_of(one: ReplicaSettings) -> tuple[str, Endpoint]:
-    """Returns what a replica is known by: its id and where it listens."""
-    return replica_id(one), parse_endpoint(one.url)
-
-
 class TargetRegistry:
-    """Who may be sent requests, and who looks at them.
+    """Targets that requests may be sent to, and the probers that look at them.
 
     Attributes:
         adopted: Ids of replicas by the region whose balancer is dead.
@@ -149,7 +118,7 @@ class TargetRegistry:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would find somebody."""
+        """Whether a request would find a target."""
         return any(one.is_healthy and not one.breaker.is_open for one in self.targets.values())
 
     def state(self, queue_length: int) -> PeerState:
@@ -272,3 +241,30 @@ class TargetRegistry:
             target.was_refused = False
             self._fleet.restarted(target.view.id)
         self._on_change()
+
+
+def failover_owner(distances_ms: Mapping[str, float]) -> str:
+    """Returns the region that is nearest to the dead one; the first by name among equals.
+
+    Every living balancer asks this with the same distances and so comes to the same answer. Where
+    they differ for a moment, two of them serve a replica, which loses and doubles nothing.
+
+    Args:
+        distances_ms: From each living region to the dead one, as each measured it; at least one.
+    """
+    return min(distances_ms, key=lambda region: (distances_ms[region], region))
+
+
+def shared_prefixes(policy: ReplicaPolicy, settings: BalancerSettings) -> PeerPrefixes | None:
+    """Returns what the policy shares with peers, and lets it read that; None where it does not."""
+    if not settings.peers or Need.PEER_PREFIXES not in policy.needs:
+        return None
+    assert isinstance(policy, SharesPrefixes), "checked when the policy is registered"
+    prefixes = PeerPrefixes(settings.peer_key)
+    policy.share_prefixes(prefixes)
+    return prefixes
+
+
+def place_of(one: ReplicaSettings) -> tuple[str, Endpoint]:
+    """Returns what a replica is known by: its id and where it listens."""
+    return replica_id(one), parse_endpoint(one.url)

@@ -1,4 +1,4 @@
-"""What happened, as plain counters that are made into Prometheus metrics when somebody asks.
+"""Counters of one balancer, made into Prometheus metrics on request.
 
 Counting with a library's thread-safe metrics costs more than relaying a chunk.
 """
@@ -55,7 +55,7 @@ class Metrics(Collector):
         self._num_cancelled = 0
         self._num_reads = 0
         self.targets: Callable[[], Iterable[Target]] = tuple
-        self.line_length: Callable[[], int] = int
+        self.queue_length: Callable[[], int] = int
         self.num_under_way: Callable[[], int] = int
 
     def ended(
@@ -86,7 +86,7 @@ class Metrics(Collector):
         self._refused[status] += 1
 
     def page(self) -> bytes:
-        """Returns everything in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         registry = CollectorRegistry()
         registry.register(self)
         return generate_latest(registry)
@@ -103,7 +103,7 @@ class Metrics(Collector):
         yield self._waits.family(name + "wait_seconds", "From the whole request to its place.")
         yield self._first.family(name + "first_byte_seconds", "To the answer's first byte.")
         yield self._durations.family(name + "duration_seconds", "To the answer's last byte.")
-        yield GaugeMetricFamily(name + "waiting", "Requests in line.", value=self.line_length())
+        yield GaugeMetricFamily(name + "waiting", "Requests in line.", value=self.queue_length())
         yield GaugeMetricFamily(
             name + "under_way", "Requests under way.", value=self.num_under_way()
         )

@@ -1,4 +1,4 @@
-"""What balancers of different regions tell each other, ten times a second, behind a shared key."""
+"""State that balancers of different regions exchange, ten times a second, behind a shared key."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ReplicaState(msgspec.Struct, frozen=True):
 
 
 class PeerState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a balancer says of itself.
+    """State of a balancer, as it tells its peers.
 
     Attributes:
         num_available: Replicas that may be sent a request at once.
@@ -74,7 +74,7 @@ def is_free(view: ReplicaView) -> bool:
 
 
 class PeerProber:
-    """Looks at one peer as long as it runs.
+    """Periodic looks at one peer.
 
     Attributes:
         state: What it last said.

@@ -1,26 +1,18 @@
-"""What an exchange needs of its balancer.
-
-One request on its way to one target.
-
-One request's way: a place, an attempt, another one if need be, and the answer.
-"""
+"""One request on its way: a target, attempts until one answers, and the answer to the client."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from time import monotonic
-from typing import Protocol
 
+from banaserve.balancer.dispatcher import Dispatcher
 from banaserve.balancer.http import replies
 from banaserve.balancer.http.client_connection import ClientConnection
 from banaserve.balancer.http.replica_connection import ReplicaConnection, Sink
 from banaserve.balancer.http.request import ClientRequest
 from banaserve.balancer.http.response import Body, ChunkedBody, ResponseHead, UntilClose
-from banaserve.balancer.metrics import Metrics
-from banaserve.balancer.queue import RequestQueue
-from banaserve.balancer.targets import Target
-from banaserve.orchestrator.replicas.fleet import Fleet
 from banaserve.orchestrator.replicas.interface import (
     Flight,
     Request,
@@ -28,150 +20,20 @@ from banaserve.orchestrator.replicas.interface import (
     RoutingReason,
 )
 
-
-class Office(Protocol):
-    """The balancer, as one request's exchange sees it."""
-
-    fleet: Fleet
-    line: RequestQueue
-    metrics: Metrics
-    targets: dict[str, Target]
-    max_attempts: int
-    max_queue: int
-
-    def decide(self, request: Request, without: set[str]) -> RoutingDecision:
-        """Asks the policy, leaving out ``without`` where other targets are left."""
-        ...
-
-    def has_other(self, request: Request, tried: set[str]) -> bool:
-        """Returns whether a target that is not in ``tried`` may serve ``request`` at present."""
-        ...
-
-    def fields(self, exchange: ProxiedRequest, target: Target) -> bytes:
-        """Returns the header lines that this hop alone needs."""
-        ...
-
-    def log(self, text: str) -> None: ...
-
-    def ended(self, exchange: ProxiedRequest) -> None: ...
-
-
 FAULTS = frozenset((502, 503, 504))
 """Answers that speak against the replica. Not 500: one bad request would open every circuit."""
-
-_USAGE = re.compile(rb'"(completion_tokens|cached_tokens)"\s*:\s*(\d{1,9})')
-_TAIL_BYTES = 4096
-
-
-class UpstreamAttempt:
-    """Counted as sent when it is made, and as ended exactly once.
-
-    Attributes:
-        flight: What the policy is told of it.
-    """
-
-    __slots__ = ("_connecting", "_office", "_upstream", "flight", "is_over", "target")
-
-    def __init__(self, office: Office, request: Request, decision: RoutingDecision) -> None:
-        """``decision`` has a target."""
-        assert decision.target is not None
-        now_s = monotonic()
-        self._office = office
-        self._upstream: ReplicaConnection | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self.is_over = False
-        self.target = office.targets[decision.target]
-        self.flight = office.fleet.sent(request, decision, now_s)
-        self.target.sent(now_s)
-
-    def start(self, parts: list[bytes], sink: Sink, to_head: bool) -> None:
-        """Send the request, on an idle connection or on a fresh one."""
-        upstream = self.target.pool.take()
-        if upstream is not None:
-            self._upstream = upstream
-            upstream.send(parts, sink, to_head)
-            return
-        connecting = self._connect(parts, sink, to_head)
-        self._connecting = asyncio.get_running_loop().create_task(connecting)
-
-    async def _connect(self, parts: list[bytes], sink: Sink, to_head: bool) -> None:
-        try:
-            upstream = await self.target.pool.connect()
-        except OSError as error:
-            if not self.is_over:
-                why = "timed out" if isinstance(error, TimeoutError) else error.strerror or "failed"
-                sink.on_broken(f"cannot connect ({why.lower()})", was_reused=False)
-            return
-        if self.is_over:
-            self.target.pool.give_back(upstream)
-        else:
-            self._upstream = upstream
-            upstream.send(parts, sink, to_head)
-
-    def first_byte(self, now_s: float) -> None:
-        """The answer has begun."""
-        self._office.fleet.first_token(self.flight, now_s)
-
-    def answered(self, status: int, now_s: float, last: bytes = b"", num_reads: int = 0) -> None:
-        """The answer is complete, or another one is wanted.
-
-        Args:
-            last: Its last bytes, which may say how many tokens it had.
-            num_reads: In how many parts it came: about one a token of a stream.
-        """
-        self._end()
-        self.target.answered(status, status in FAULTS, now_s)
-        if status >= 400:
-            self._office.fleet.failed(self.flight, now_s, is_fault=status in FAULTS)
-            return
-        usage = dict(_USAGE.findall(last[-_TAIL_BYTES:]))
-        cached = usage.get(b"cached_tokens")
-        tokens = int(usage.get(b"completion_tokens", num_reads))
-        cached_tokens = None if cached is None else int(cached)
-        self._office.fleet.finished(self.flight, now_s, tokens, cached_tokens)
-
-    def broke(self, is_fault: bool) -> None:
-        """There will be no whole answer; a connection under way is closed.
-
-        Args:
-            is_fault: It says something of the target: not a client that went away.
-        """
-        now_s = monotonic()
-        self._office.fleet.failed(self.flight, now_s, is_fault)
-        self.target.broke(is_fault, now_s)
-        self.drop()
-
-    def drop(self) -> None:
-        """Close the connection: what else comes on it is of no use."""
-        upstream = self._upstream
-        if self._connecting is not None:
-            self._connecting.cancel()
-        self._end()
-        if upstream is not None:
-            upstream.abort()
-
-    def _end(self) -> None:
-        self.is_over = True
-        self._upstream = None
-
-    def pause(self) -> None:
-        if self._upstream is not None:
-            self._upstream.pause()
-
-    def resume(self) -> None:
-        if self._upstream is not None:
-            self._upstream.resume()
-
 
 RETRIED = frozenset((429, 502, 503, 504))
 """Answers that another replica may not give: too busy, or not there."""
 
 _BACKOFF_S = 0.1
 _EVENTS = re.compile(rb"\r\ncontent-type:[ \t]*text/event-stream", re.IGNORECASE)
+_USAGE = re.compile(rb'"(completion_tokens|cached_tokens)"\s*:\s*(\d{1,9})')
+_TAIL_BYTES = 4096
 
 
 class ProxiedRequest:
-    """From the whole request to the last byte of the answer. Answers exactly once.
+    """A request from its last byte to the last byte of its answer. It is answered exactly once.
 
     Attributes:
         flights: One for each attempt, in their order.
@@ -185,10 +47,11 @@ class ProxiedRequest:
         "_backoff",
         "_body",
         "_client",
+        "_dispatcher",
         "_had_free_try",
         "_is_events",
         "_last",
-        "_office",
+        "_on_ended",
         "_tried",
         "_why",
         "deadline_s",
@@ -206,14 +69,16 @@ class ProxiedRequest:
 
     def __init__(
         self,
-        office: Office,
+        dispatcher: Dispatcher,
         client: ClientConnection,
         message: ClientRequest,
         request: Request,
         deadline_s: float,
+        on_ended: Callable[[ProxiedRequest], None],
     ) -> None:
-        self._office, self._client, self.message = office, client, message
-        self.request = request
+        """``on_ended`` is called once, after the answer or where the client went away."""
+        self._dispatcher, self._client, self.message = dispatcher, client, message
+        self.request, self._on_ended = request, on_ended
         self.kind = (request.model, request.allowed_regions, request.was_forwarded)
         self.deadline_s = self.waits_until_s = deadline_s
         self.is_over = False
@@ -228,21 +93,21 @@ class ProxiedRequest:
         self._why = ""
         self._is_events = self._had_free_try = False
 
-    # A place.
+    # Finding a target.
 
     def start(self, waits_until_s: float) -> None:
-        """Send the request, or let it wait in the line."""
+        """Send the request, or let it wait in the queue."""
         self.waits_until_s = min(waits_until_s, self.deadline_s)
-        line = self._office.line
-        if not line.is_ahead_of(self.kind) and self.place():
+        queue = self._dispatcher.queue
+        if not queue.has_waiting(self.kind) and self.place():
             return
-        if len(line) >= self._office.max_queue:
-            self._answer(429, f"{len(line)} requests wait already; try again shortly", 1.0)
+        if len(queue) >= self._dispatcher.max_queue:
+            self._answer(429, f"{len(queue)} requests wait already; try again shortly", 1.0)
             return
-        line.join(self)
+        queue.join(self)
 
     def place(self) -> bool:
-        decision = self._office.decide(self.request, self._tried)
+        decision = self._dispatcher.decide(self.request, self._tried)
         if decision.target is not None:
             self._send(decision)
             return True
@@ -258,14 +123,14 @@ class ProxiedRequest:
         self._answer(503, self._why or "no replica became free in time; try again shortly", 2.0)
 
     def _send(self, decision: RoutingDecision) -> None:
-        office, message = self._office, self.message
-        attempt = self._attempt = UpstreamAttempt(office, self.request, decision)
+        dispatcher, message = self._dispatcher, self.message
+        attempt = self._attempt = UpstreamAttempt(dispatcher, self.request, decision)
         self.flights.append(attempt.flight)
         self.num_attempts += 1
-        parts = message.parts(office.fields(self, attempt.target))
+        parts = message.parts(dispatcher.fields(attempt.target, message, self.request, self.parent))
         attempt.start(parts, self, message.method == b"HEAD")
 
-    # The answer, as a sink of the connection.
+    # The answer, from the replica's connection.
 
     def on_head(self, head: ResponseHead, data: bytes) -> None:
         client, attempt = self._client, self._attempt
@@ -278,7 +143,7 @@ class ProxiedRequest:
             self._again(attempt)
             return
         if self.message.is_http10 and isinstance(body, ChunkedBody):
-            # uvicorn answers so whatever it is asked by: no fault of the replica's.
+            # uvicorn answers so in either version of HTTP: no fault of the replica's.
             self._release()
             self._answer(505, "the answer comes in chunks: ask by HTTP/1.1", None)
             return
@@ -318,8 +183,8 @@ class ProxiedRequest:
         else:
             attempt.broke(is_fault=True)
             self._why = f"{attempt.target.name}: {why}"
-            self._office.log(self._why)
-            if self.num_attempts < self._office.max_attempts:
+            self._dispatcher.log(self._why)
+            if self.num_attempts < self._dispatcher.max_attempts:
                 self._again(attempt)
             else:
                 self._answer(502, f"{self._why}, after {self.num_attempts} attempts", 1.0)
@@ -328,13 +193,13 @@ class ProxiedRequest:
 
     def _may_go_on(self, attempt: UpstreamAttempt) -> bool:
         tried = {*self._tried, attempt.target.view.id}
-        is_left = self.num_attempts < self._office.max_attempts
-        return is_left and self._office.has_other(self.request, tried)
+        is_left = self.num_attempts < self._dispatcher.max_attempts
+        return is_left and self._dispatcher.has_other(self.request, tried)
 
     def _again(self, attempt: UpstreamAttempt) -> None:
         attempt.target.num_retried += 1
         self._tried.add(attempt.target.view.id)
-        if self._office.has_other(self.request, self._tried):
+        if self._dispatcher.has_other(self.request, self._tried):
             self._rejoin()
             return
         self._tried.clear()
@@ -344,7 +209,7 @@ class ProxiedRequest:
     def _rejoin(self) -> None:
         self._backoff = None
         if not self.is_over and not self.place():
-            self._office.line.join(self, at_front=True)
+            self._dispatcher.queue.join(self, at_front=True)
 
     # Ends.
 
@@ -352,7 +217,7 @@ class ProxiedRequest:
         """The answer has begun, so it cannot be begun elsewhere."""
         client, body = self._client, self._body
         attempt.broke(is_fault=True)
-        self._office.log(f"{attempt.target.name}: {why} in mid-answer")
+        self._dispatcher.log(f"{attempt.target.name}: {why} in mid-answer")
         self.is_over, self.status = True, 502
         if self._is_events and body is not None and body.at_boundary:
             client.can_go_on = False
@@ -360,7 +225,7 @@ class ProxiedRequest:
             client.done(self.message)
         else:
             client.abort()
-        self._office.ended(self)
+        self._on_ended(self)
 
     def _answer(self, status: int, why: str, retry_after_s: float | None) -> None:
         """Answer without a replica."""
@@ -375,7 +240,7 @@ class ProxiedRequest:
     def _end(self, status: int) -> None:
         self.is_over, self.status = True, status
         self._client.done(self.message)
-        self._office.ended(self)
+        self._on_ended(self)
 
     def expire(self) -> None:
         """The request has had all its time."""
@@ -383,7 +248,7 @@ class ProxiedRequest:
         if self.status:
             self.is_over, self.status = True, 504
             self._client.abort()
-            self._office.ended(self)
+            self._on_ended(self)
         else:
             self._answer(504, "the request ran out of time", None)
 
@@ -392,11 +257,11 @@ class ProxiedRequest:
             return
         self.is_over, self.status = True, 0
         self._release()
-        self._office.ended(self)
+        self._on_ended(self)
 
     def _release(self) -> None:
-        """Let go of the attempt under way, or of the place in the line."""
-        self._office.line.leave(self)
+        """Let go of the attempt under way, or of the place in the queue."""
+        self._dispatcher.queue.leave(self)
         if self._backoff is not None:
             self._backoff.cancel()
         attempt, self._attempt = self._attempt, None
@@ -410,3 +275,102 @@ class ProxiedRequest:
     def resume(self) -> None:
         if self._attempt is not None:
             self._attempt.resume()
+
+
+class UpstreamAttempt:
+    """One attempt at one target: counted as sent when it is made, and as ended exactly once.
+
+    Attributes:
+        flight: What the policy is told of it.
+    """
+
+    __slots__ = ("_connecting", "_dispatcher", "_upstream", "flight", "is_over", "target")
+
+    def __init__(self, dispatcher: Dispatcher, request: Request, decision: RoutingDecision) -> None:
+        """``decision`` has a target."""
+        now_s = monotonic()
+        self._dispatcher = dispatcher
+        self._upstream: ReplicaConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self.is_over = False
+        self.target = dispatcher.target(decision)
+        self.flight = dispatcher.fleet.sent(request, decision, now_s)
+        self.target.sent(now_s)
+
+    def start(self, parts: list[bytes], sink: Sink, to_head: bool) -> None:
+        """Send the request, on an idle connection or on a fresh one."""
+        upstream = self.target.pool.take()
+        if upstream is not None:
+            self._upstream = upstream
+            upstream.send(parts, sink, to_head)
+            return
+        connecting = self._connect(parts, sink, to_head)
+        self._connecting = asyncio.get_running_loop().create_task(connecting)
+
+    async def _connect(self, parts: list[bytes], sink: Sink, to_head: bool) -> None:
+        try:
+            upstream = await self.target.pool.connect()
+        except OSError as error:
+            if not self.is_over:
+                why = "timed out" if isinstance(error, TimeoutError) else error.strerror or "failed"
+                sink.on_broken(f"cannot connect ({why.lower()})", was_reused=False)
+            return
+        if self.is_over:
+            self.target.pool.give_back(upstream)
+        else:
+            self._upstream = upstream
+            upstream.send(parts, sink, to_head)
+
+    def first_byte(self, now_s: float) -> None:
+        """The answer has begun."""
+        self._dispatcher.fleet.first_token(self.flight, now_s)
+
+    def answered(self, status: int, now_s: float, last: bytes = b"", num_reads: int = 0) -> None:
+        """The answer is complete, or another one is wanted.
+
+        Args:
+            last: Its last bytes, which may say how many tokens it had.
+            num_reads: In how many parts it came: about one a token of a stream.
+        """
+        self._end()
+        self.target.answered(status, status in FAULTS, now_s)
+        if status >= 400:
+            self._dispatcher.fleet.failed(self.flight, now_s, is_fault=status in FAULTS)
+            return
+        usage = dict(_USAGE.findall(last[-_TAIL_BYTES:]))
+        cached = usage.get(b"cached_tokens")
+        tokens = int(usage.get(b"completion_tokens", num_reads))
+        cached_tokens = None if cached is None else int(cached)
+        self._dispatcher.fleet.finished(self.flight, now_s, tokens, cached_tokens)
+
+    def broke(self, is_fault: bool) -> None:
+        """There will be no whole answer; a connection under way is closed.
+
+        Args:
+            is_fault: It says something of the target: not a client that went away.
+        """
+        now_s = monotonic()
+        self._dispatcher.fleet.failed(self.flight, now_s, is_fault)
+        self.target.broke(is_fault, now_s)
+        self.drop()
+
+    def drop(self) -> None:
+        """Close the connection: what else comes on it is of no use."""
+        upstream = self._upstream
+        if self._connecting is not None:
+            self._connecting.cancel()
+        self._end()
+        if upstream is not None:
+            upstream.abort()
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._upstream = None
+
+    def pause(self) -> None:
+        if self._upstream is not None:
+            self._upstream.pause()
+
+    def resume(self) -> None:
+        if self._upstream is not None:
+            self._upstream.resume()

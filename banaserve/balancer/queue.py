@@ -1,7 +1,4 @@
-"""The waiting line: first come, first served among requests that may go to the same places.
-
-When the requests of the line are asked about.
-"""
+"""Queue of requests without a target: first come, first served among those of one kind."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ REFUSALS_AT_A_TIME = 64
 
 
 class Waiting(Protocol):
-    """A request that waits for a replica.
+    """A request that waits for a target.
 
     Attributes:
-        kind: Requests of one kind may go to the same places.
-        is_over: It needs no place any more.
+        kind: Requests of one kind may go to the same targets.
+        is_over: It needs no target any more.
         waits_until_s: When waiting has no point any more.
     """
 
@@ -41,7 +38,7 @@ class Waiting(Protocol):
 class RequestQueue:
     """Requests in the order in which they came, a lane for each kind.
 
-    Nobody overtakes within a lane; a lane that waits for one replica does not hold up another.
+    No request overtakes within a lane; a lane that waits for one target does not hold up another.
     """
 
     def __init__(self) -> None:
@@ -52,8 +49,8 @@ class RequestQueue:
     def __len__(self) -> int:
         return self._length
 
-    def is_ahead_of(self, kind: Hashable) -> bool:
-        """Returns whether somebody of that kind waits already."""
+    def has_waiting(self, kind: Hashable) -> bool:
+        """Returns whether a request of that kind waits."""
         return kind in self._lanes
 
     def join(self, one: Waiting, at_front: bool = False) -> None:
@@ -74,17 +71,17 @@ class RequestQueue:
         if not lane:
             del self._lanes[one.kind]
 
-    def wake(self) -> bool:
-        """Place whoever can be placed; called whenever something may have become free.
+    def start_pass(self) -> bool:
+        """Place the requests that can be placed.
 
-        Lanes take turns, a request each. Returns whether lanes are left to ask: who waits in vain
-        costs a decision, and clients can make as many lanes as there are places in the line.
+        Lanes take turns, a request each. Returns whether lanes are left to ask: a request that
+        waits in vain costs a decision, and clients can make as many lanes as the queue has places.
         """
         self._to_ask = deque(self._lanes)
-        return self.go_on()
+        return self.continue_pass()
 
-    def go_on(self) -> bool:
-        """Ask further lanes of the last ``wake``; returns whether more are left."""
+    def continue_pass(self) -> bool:
+        """Ask further lanes of the last pass; returns whether more are left."""
         num_refused = 0
         while self._to_ask and num_refused < REFUSALS_AT_A_TIME:
             kind = self._to_ask.popleft()
@@ -100,39 +97,42 @@ class RequestQueue:
         return bool(self._to_ask)
 
     def sweep(self, now_s: float) -> None:
-        """Send away who has waited too long."""
+        """Answer the requests that have waited too long."""
         late = [one for lane in self._lanes.values() for one in lane if one.waits_until_s <= now_s]
         for one in late:
             self.leave(one)
             one.waited_too_long()
 
 
-class Waker:
-    """Looks through the line soon after something may have become free."""
+class QueueScheduler:
+    """Passes over a queue on the event loop, a bounded part at a time."""
 
-    def __init__(self, line: RequestQueue, fleet: Fleet) -> None:
-        self._line, self._fleet = line, fleet
-        self._is_awake = self._goes_on = False
+    def __init__(self, queue: RequestQueue, fleet: Fleet) -> None:
+        self._queue, self._fleet = queue, fleet
+        self._is_scheduled = self._is_continuing = False
 
-    def wake(self) -> None:
-        """Look through the line soon; once, however often this is called."""
-        if self._line and not self._is_awake:
-            self._is_awake = True
-            asyncio.get_running_loop().call_soon(self._begin)
+    def schedule(self) -> None:
+        """Begin a pass soon, because a target may have become free.
 
-    def _begin(self) -> None:
-        self._is_awake = False
-        self._ask(self._line.wake)
+        One pass begins, however often this is called before.
+        """
+        if self._queue and not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._start)
 
-    def _go_on(self) -> None:
-        self._goes_on = False
-        self._ask(self._line.go_on)
+    def _start(self) -> None:
+        self._is_scheduled = False
+        self._run(self._queue.start_pass)
 
-    def _ask(self, ask: Callable[[], bool]) -> None:
-        # The one that is asked about does not count.
-        self._fleet.queue_length = max(0, len(self._line) - 1)
-        is_more = ask()
-        self._fleet.queue_length = len(self._line)
-        if is_more and not self._goes_on:
-            self._goes_on = True
-            asyncio.get_running_loop().call_soon(self._go_on)
+    def _continue(self) -> None:
+        self._is_continuing = False
+        self._run(self._queue.continue_pass)
+
+    def _run(self, part: Callable[[], bool]) -> None:
+        # The request that is asked about does not count.
+        self._fleet.queue_length = max(0, len(self._queue) - 1)
+        is_more = part()
+        self._fleet.queue_length = len(self._queue)
+        if is_more and not self._is_continuing:
+            self._is_continuing = True
+            asyncio.get_running_loop().call_soon(self._continue)

@@ -1,4 +1,4 @@
-"""What routing may know of a request, read from its body without changing a byte of it."""
+"""Request as a policy sees it, read from the body without changing a byte of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process: a socket, an event loop, and an end that lets requests finish."""
+"""Process of a balancer: a socket, an event loop, and an end that lets requests finish."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy has learned, kept over restarts."""
+"""File of what a policy has learned, which survives restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of each request: spans for OpenTelemetry, lines for the decision log. No prompt text.
+"""Records of requests: spans for OpenTelemetry, lines for the decision log. No prompt text.
 
 The SDK is an extra (``pip install banaserve[tracing]``); without it W3C trace context passes on
 unchanged.
@@ -9,30 +9,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from banaserve.balancer.config import BalancerSettings
+from banaserve.balancer.proxy import ProxiedRequest
 from banaserve.errors import UserError
 from banaserve.orchestrator.replicas.interface import Flight
 
-if TYPE_CHECKING:
-    from banaserve.balancer.proxy import ProxiedRequest
-
 
 class Observer(Protocol):
-    """Is told of each request twice."""
+    """Records each request, at its beginning and its end."""
 
-    def began(self, exchange: ProxiedRequest) -> None: ...
+    def began(self, proxied: ProxiedRequest) -> None: ...
 
-    def ended(self, exchange: ProxiedRequest, now_s: float) -> None: ...
+    def ended(self, proxied: ProxiedRequest, now_s: float) -> None: ...
 
     def close(self) -> None: ...
 
 
 def observers(settings: BalancerSettings, log: Callable[[str], None]) -> list[Observer]:
-    """Returns those that ``settings`` asks for.
+    """Returns the observers that ``settings`` asks for.
 
     Raises:
         UserError: A file cannot be written, or a library is not installed.
@@ -87,20 +85,20 @@ class RoutingLog:
         self._has_failed = False
         self._encode = msgspec.json.Encoder().encode
 
-    def began(self, exchange: ProxiedRequest) -> None: ...
+    def began(self, proxied: ProxiedRequest) -> None: ...
 
-    def ended(self, exchange: ProxiedRequest, now_s: float) -> None:
-        request = exchange.request
+    def ended(self, proxied: ProxiedRequest, now_s: float) -> None:
+        request = proxied.request
         line = {
             "at": time.time(),
             "region": self._region,
-            "trace": exchange.parent.decode("latin-1"),
+            "trace": proxied.parent.decode("latin-1"),
             "was_forwarded": request.was_forwarded,
             "model": request.model,
             "prompt_tokens": request.num_tokens,
-            "status": exchange.status,
+            "status": proxied.status,
             "took_ms": _ms(now_s - request.arrived_s),
-            "attempts": [describe(flight) for flight in exchange.flights],
+            "attempts": [describe(flight) for flight in proxied.flights],
         }
         try:
             if not self._has_failed:
@@ -151,10 +149,10 @@ class Spans:
         self._extract, self._inject = extract, inject
         self._open: dict[ProxiedRequest, Any] = {}
 
-    def began(self, exchange: ProxiedRequest) -> None:
+    def began(self, proxied: ProxiedRequest) -> None:
         from opentelemetry.trace import SpanKind, set_span_in_context
 
-        seen = exchange.message.seen
+        seen = proxied.message.seen
         carrier = {
             name: seen[name.encode()].decode("latin-1")
             for name in ("traceparent", "tracestate")
@@ -165,13 +163,13 @@ class Spans:
         )
         onward: dict[str, str] = {}
         self._inject(onward, context=set_span_in_context(span))
-        exchange.parent = onward.get("traceparent", "").encode()
-        self._open[exchange] = span
+        proxied.parent = onward.get("traceparent", "").encode()
+        self._open[proxied] = span
 
-    def ended(self, exchange: ProxiedRequest, now_s: float) -> None:
+    def ended(self, proxied: ProxiedRequest, now_s: float) -> None:
         from opentelemetry.trace import SpanKind, set_span_in_context
 
-        span = self._open.pop(exchange, None)
+        span = self._open.pop(proxied, None)
         if span is None:
             return
         now_ns = time.time_ns()
@@ -180,16 +178,16 @@ class Spans:
             return now_ns - int((now_s - at_s) * 1e9)
 
         context = set_span_in_context(span)
-        for flight in exchange.flights:
+        for flight in proxied.flights:
             attempt = self._tracer.start_span(
                 "attempt", context, SpanKind.CLIENT, start_time=at_ns(flight.sent_s)
             )
             for key, value in describe(flight).items():
                 attempt.set_attribute(f"banaserve.{key}", value)
             attempt.end(at_ns(flight.ended_s or now_s))
-        span.set_attribute("http.response.status_code", exchange.status)
-        span.set_attribute("banaserve.was_forwarded", exchange.request.was_forwarded)
-        span.set_attribute("banaserve.prompt_tokens", exchange.request.num_tokens)
+        span.set_attribute("http.response.status_code", proxied.status)
+        span.set_attribute("banaserve.was_forwarded", proxied.request.was_forwarded)
+        span.set_attribute("banaserve.prompt_tokens", proxied.request.num_tokens)
         span.end(now_ns)
 
     def close(self) -> None:

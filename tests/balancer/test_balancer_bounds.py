@@ -219,8 +219,8 @@ class Pipe:
 
 
 def connected(pipe):
-    desk = SimpleNamespace(opened=lambda _: True, hold=lambda _: None)
-    client = ClientConnection(desk)
+    handler = SimpleNamespace(opened=lambda _: True, hold=lambda _: None)
+    client = ClientConnection(handler)
     client.connection_made(pipe)
     return client
 

@@ -161,7 +161,7 @@ async def test_a_peer_that_brings_a_surprise_is_looked_at_again(house, monkeypat
         peer_key="k",
         health=HEALTH,
     )
-    prober = balancer.roster._peers["us"]
+    prober = balancer.registry._peers["us"]
     monkeypatch.setattr(prober, "_take", lambda *_: 1 / 0)
     await house.until(lambda: any("ZeroDivisionError" in line for line in house.log))
     monkeypatch.undo()

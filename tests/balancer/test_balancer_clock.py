@@ -35,7 +35,7 @@ async def test_the_time_of_day_may_jump(house, monkeypatch, tmp_path):
     began_s, jumps = time.time(), cycle((DAY_S, -DAY_S, 0.0, 400 * DAY_S))
     monkeypatch.setattr(time, "time", lambda: began_s + next(jumps))
     asked = [asyncio.create_task(house.ask(body=b"%d" % number)) for number in range(3)]
-    await house.until(lambda: len(balancer.line) == 2)
+    await house.until(lambda: len(balancer.queue) == 2)
     go_on.set()
     assert [(await one).status for one in asked] == [200] * 3
     assert len(replica.asked) == 3
@@ -60,7 +60,7 @@ async def test_who_was_asleep_takes_nobody_for_dead(house, monkeypatch):
         peers=(PeerSettings(region="us", url=f"http://127.0.0.1:{port}"),),
         health=HealthSettings(interval_s=0.05, report_interval_s=0.02),
     )
-    us = balancer.roster._peers["us"]
+    us = balancer.registry._peers["us"]
     await house.until(lambda: us.state.replicas)
     assert not us.is_dead(monotonic() + DAY_S)
     kill()

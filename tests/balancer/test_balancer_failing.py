@@ -130,7 +130,7 @@ async def test_a_replica_that_comes_back_on_its_port_is_found(house):
     await house.until(lambda: not balancer.targets[replica.id].is_healthy)
     assert (await house.ask("/ready", method="GET")).status == 503
     pending = asyncio.create_task(house.ask())
-    await house.until(lambda: len(balancer.line) == 1)
+    await house.until(lambda: len(balancer.queue) == 1)
     again = await house.replica(port=replica.port)
     assert (await pending).status == 200
     assert len(again.asked) == 1
@@ -197,7 +197,7 @@ async def test_every_policy_gets_requests_served_over_a_failing_replica(house, p
     bodies = [b'{"prompt": "the same beginning %d", "max_tokens": 4}' % i for i in range(12)]
     replies = await asyncio.gather(*(house.ask(body=body) for body in bodies))
     assert [(one.status, one.body) for one in replies] == [(200, body) for body in bodies]
-    assert len(balancer.line) == 0
+    assert len(balancer.queue) == 0
 
 
 @pytest.mark.parametrize("name", registry.names())

@@ -165,14 +165,14 @@ async def test_a_request_waits_for_its_turn_and_no_longer_than_it_may(house):
     first = asyncio.create_task(house.ask(body=b"first"))
     await house.until(lambda: replica.asked)
     waiting = [asyncio.create_task(house.ask(body=b"late")) for _ in range(2)]
-    await house.until(lambda: len(balancer.line) == 2)
+    await house.until(lambda: len(balancer.queue) == 2)
     refused = await house.ask(body=b"too many")
     assert (refused.status, refused.fields["retry-after"]) == (429, "1")
     for exchange in list(balancer._under_way)[1:]:
         exchange.waits_until_s = 0.0
     assert [(await one).status for one in waiting] == [503, 503]
     second = asyncio.create_task(house.ask(body=b"second"))
-    await house.until(lambda: len(balancer.line) == 1)
+    await house.until(lambda: len(balancer.queue) == 1)
     go_on.set()
     assert [(await one).body for one in (first, second)] == [b"first", b"second"]
     assert len(replica.asked) == 2
@@ -191,9 +191,9 @@ async def test_who_hangs_up_in_line_is_never_sent(house):
     await house.until(lambda: replica.asked)
     caller = await house.caller()
     await caller.send(b"POST /v1/completions HTTP/1.1\r\nHost: b\r\nContent-Length: 0\r\n\r\n")
-    await house.until(lambda: len(balancer.line) == 1)
+    await house.until(lambda: len(balancer.queue) == 1)
     caller.hang_up()
-    await house.until(lambda: len(balancer.line) == 0)
+    await house.until(lambda: len(balancer.queue) == 0)
     go_on.set()
     assert (await first).status == 200
     assert (await house.ask()).status == 200

@@ -65,7 +65,7 @@ class World:
             lambda: all(
                 peer.state.replicas
                 for one in self.balancers.values()
-                for peer in one.roster._peers.values()
+                for peer in one.registry._peers.values()
             )
         )
 
@@ -135,17 +135,17 @@ async def test_a_region_that_is_busy_pushes_on_and_only_then(house):
     asked = world.replicas["us"][0].asked[0]
     assert asked.body == b'{"prompt": "a"}'
     assert not [name for name, _ in asked.fields if name.lower().startswith("x-banaserve")]
-    assert world.balancers["eu"].line.__len__() == 0
+    assert world.balancers["eu"].queue.__len__() == 0
 
 
 async def test_a_forwarded_request_waits_where_it_is_and_goes_no_further(house):
     world = await World(house, ("eu", "us", "asia")).start()
     await world.make_busy("us")
     waiting = asyncio.create_task(world.ask("us", fields=f"X-Banaserve-Peer: {KEY}\r\n"))
-    await house.until(lambda: len(world.balancers["us"].line) == 1)
+    await house.until(lambda: len(world.balancers["us"].queue) == 1)
     # One that comes from a client goes on to a region that is free.
     assert (await world.ask("us")).status == 200
-    assert len(world.balancers["us"].line) == 1
+    assert len(world.balancers["us"].queue) == 1
     await world.make_busy("us", page=IDLE)
     assert (await waiting).status == 200
     assert len(world.replicas["us"][0].asked) == 1
@@ -161,7 +161,7 @@ async def test_a_request_stays_where_it_may_be(house):
     home = asyncio.create_task(world.ask("eu", fields="Authorization: Bearer home\r\n"))
     narrowed = "Authorization: Bearer any\r\nX-Banaserve-Regions: eu, mars\r\n"
     asked = asyncio.create_task(world.ask("eu", fields=narrowed))
-    await house.until(lambda: len(world.balancers["eu"].line) == 2)
+    await house.until(lambda: len(world.balancers["eu"].queue) == 2)
     # Nobody else has to wait for them.
     assert (await world.ask("eu", fields="Authorization: Bearer any\r\n")).status == 200
     assert len(world.replicas["us"][0].asked) == 1

@@ -1,7 +1,4 @@
-"""What a client's connection needs of its balancer.
-
-Connections from clients: bytes to messages, and what a client may take its time with.
-"""
+"""Client connections: bytes to requests, and limits on the time that a client takes."""
 
 from __future__ import annotations
 
@@ -15,9 +12,18 @@ import httptools
 from banaserve.balancer.http import replies
 from banaserve.balancer.http.request import MAX_HEAD_BYTES, ClientRequest, RequestRefusedError
 
+MAX_PIPELINED = 16
+HEAD_TIMEOUT_S = 10.0
+BODY_SILENCE_S = 30.0
+KEEP_ALIVE_S = 75.0
+_LINGER_S = 2.0
+UNREAD_S = 75.0
+_CHUNK_LINES_BYTES = 64
+_RETRY_AFTER_S = 1.0
 
-class Cancellable(Protocol):
-    """One request on its way, as its connection sees it."""
+
+class ActiveRequest(Protocol):
+    """A request under way, as its connection sees it."""
 
     def cancel(self) -> None:
         """The client has gone."""
@@ -30,8 +36,11 @@ class Cancellable(Protocol):
     def resume(self) -> None: ...
 
 
-class Desk(Protocol):
-    """Who takes the requests.
+class RequestHandler(Protocol):
+    """Server behind the connections of clients.
+
+    The balancer implements it. It is named here because HTTP is below the balancer, whose modules
+    import this one: a connection that named its balancer would close a circle of imports.
 
     Attributes:
         max_body_bytes: Of one request.
@@ -49,7 +58,7 @@ class Desk(Protocol):
         """Returns if the body of ``message`` may come.
 
         Raises:
-            RefusedError: It may not.
+            RequestRefusedError: It may not.
         """
         ...
 
@@ -57,34 +66,24 @@ class Desk(Protocol):
         """Counts bytes of bodies in memory; a negative number gives them back.
 
         Raises:
-            RefusedError: There is no room for them.
+            RequestRefusedError: There is no room for them.
         """
         ...
 
-    def take(self, client: ClientConnection, message: ClientRequest) -> Cancellable | None:
+    def take(self, client: ClientConnection, message: ClientRequest) -> ActiveRequest | None:
         """Takes a whole request; None where it is answered already."""
         ...
 
     def refused(self, error: RequestRefusedError) -> None: ...
 
 
-MAX_PIPELINED = 16
-HEAD_TIMEOUT_S = 10.0
-BODY_SILENCE_S = 30.0
-KEEP_ALIVE_S = 75.0
-_LINGER_S = 2.0
-UNREAD_S = 75.0
-_CHUNK_LINES_BYTES = 64
-_RETRY_AFTER_S = 1.0
-
-
 class ClientConnection(asyncio.Protocol):
     """One connection from a client: requests come one after another, answers likewise."""
 
     __slots__ = (
+        "_active",
         "_closes_at_s",
-        "_desk",
-        "_exchange",
+        "_handler",
         "_head_bytes",
         "_held_bytes",
         "_in_head",
@@ -101,12 +100,12 @@ class ClientConnection(asyncio.Protocol):
         "can_go_on",
     )
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, handler: RequestHandler) -> None:
+        self._handler = handler
         self._parser = httptools.HttpRequestParser(self)
         self._message = ClientRequest()
         self._waiting: deque[ClientRequest] = deque()
-        self._exchange: Cancellable | None = None
+        self._active: ActiveRequest | None = None
         self._refusal: RequestRefusedError | None = None
         self._closes_at_s = 0.0
         self._head_bytes = self._held_bytes = self._unread_bytes = 0
@@ -118,7 +117,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._within(HEAD_TIMEOUT_S)
-        if not self._desk.opened(self):
+        if not self._handler.opened(self):
             self._refuse(
                 RequestRefusedError(503, "too many connections are open; try again shortly")
             )
@@ -127,10 +126,10 @@ class ClientConnection(asyncio.Protocol):
         self.can_go_on = False
         self._waiting.clear()
         self._give_back(self._held_bytes)
-        self._desk.closed(self)
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            exchange.cancel()
+        self._handler.closed(self)
+        active, self._active = self._active, None
+        if active is not None:
+            active.cancel()
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
@@ -179,18 +178,18 @@ class ClientConnection(asyncio.Protocol):
         self._in_head = False
         keep_alive = parser.should_keep_alive()
         message.head_complete(parser.get_method(), parser.get_http_version(), keep_alive)
-        if message.announced_bytes > self._desk.max_body_bytes:
-            limit = self._desk.max_body_bytes
+        if message.announced_bytes > self._handler.max_body_bytes:
+            limit = self._handler.max_body_bytes
             raise RequestRefusedError(
                 413, f"the body is larger than {limit} bytes (--max-body-size)"
             )
-        self._desk.check_head(message)
+        self._handler.check_head(message)
         if message.expects_continue and not self._is_busy:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
-        self._message.add_body(data, self._desk.max_body_bytes)
-        self._desk.hold(len(data))
+        self._message.add_body(data, self._handler.max_body_bytes)
+        self._handler.hold(len(data))
         self._held_bytes += len(data)
         self._head_bytes = max(0, self._head_bytes - len(data) - _CHUNK_LINES_BYTES)
 
@@ -212,12 +211,12 @@ class ClientConnection(asyncio.Protocol):
     def _begin(self, message: ClientRequest) -> None:
         self._is_busy, self._closes_at_s, self._is_head_timed = True, 0.0, False
         self.can_go_on = message.keep_alive
-        exchange = self._desk.take(self, message)
-        # An answer that came at once has ended the exchange already.
+        active = self._handler.take(self, message)
+        # An answer that came at once has ended the request already.
         if self._is_busy:
-            self._exchange = exchange
+            self._active = active
 
-    # For the exchange.
+    # For the request under way.
 
     def write(self, data: bytes) -> None:
         # Its end may not have been reported yet.
@@ -226,7 +225,7 @@ class ClientConnection(asyncio.Protocol):
 
     def done(self, message: ClientRequest) -> None:
         """The answer to ``message`` is complete."""
-        self._exchange, self._is_busy = None, False
+        self._active, self._is_busy = None, False
         self._give_back(message.size)
         if not self.can_go_on:
             self._leave()
@@ -241,13 +240,13 @@ class ClientConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _begin_next(self) -> None:
-        # An answer on top of answers that nobody reads would make a buffer without bound.
+        # An answer on top of answers that are not read would make a buffer without bound.
         if self._waiting and not self._is_busy and not self._is_choked:
             self._begin(self._waiting.popleft())
 
     def abort(self) -> None:
         """Break the connection, so that half an answer is not taken for a whole one."""
-        self._exchange = None
+        self._active = None
         self._transport.abort()
 
     # Time, back-pressure, ends.
@@ -277,13 +276,13 @@ class ClientConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._is_choked = True
-        if self._exchange is not None:
-            self._exchange.pause()
+        if self._active is not None:
+            self._active.pause()
 
     def resume_writing(self) -> None:
         self._is_choked = False
-        if self._exchange is not None:
-            self._exchange.resume()
+        if self._active is not None:
+            self._active.resume()
         elif self._waiting:
             asyncio.get_running_loop().call_soon(self._begin_next)
 
@@ -292,7 +291,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _refuse(self, error: RequestRefusedError) -> None:
         self._refusal = error
-        self._desk.refused(error)
+        self._handler.refused(error)
         if not self._is_busy and not self._waiting:
             self._answer_refusal(error)
 
@@ -316,4 +315,4 @@ class ClientConnection(asyncio.Protocol):
 
     def _give_back(self, num_bytes: int) -> None:
         self._held_bytes -= num_bytes
-        self._desk.hold(-num_bytes)
+        self._handler.hold(-num_bytes)

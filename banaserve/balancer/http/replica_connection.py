@@ -25,7 +25,7 @@ MAX_IDLE = 256
 
 
 class Sink(Protocol):
-    """Who gets an answer. After ``on_end`` or ``on_broken`` nothing more comes."""
+    """Receiver of an answer. After ``on_end`` or ``on_broken`` nothing more comes."""
 
     def on_head(self, head: ResponseHead, data: bytes) -> None:
         """The head has come, with the first bytes of the body, which may be none."""
@@ -88,7 +88,7 @@ class ReplicaConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         sink, body = self._sink, self._body
         if sink is None:
-            # Nobody asked: whatever it is, it must not become the answer to the next request.
+            # Unasked for: whatever it is, it must not become the answer to the next request.
             self.abort()
             return
         try:

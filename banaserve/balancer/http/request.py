@@ -1,4 +1,4 @@
-"""One client request, as parsed, and the bytes in which it goes on to a replica."""
+"""Client request as parsed, and the bytes in which it goes on to a replica."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class ClientRequest:
         """Take in one header field.
 
         Raises:
-            RefusedError: Too many, or one that would make the request mean two things.
+            RequestRefusedError: Too many, or one that would make the request mean two things.
         """
         self._num_fields += 1
         self._head_bytes += len(name) + len(value)
@@ -154,7 +154,7 @@ class ClientRequest:
         """Check the head as a whole.
 
         Raises:
-            RefusedError: It is not one that may go on.
+            RequestRefusedError: It is not one that may go on.
         """
         self.method, self.keep_alive = method, keep_alive
         if version not in ("1.1", "1.0"):
@@ -185,7 +185,7 @@ class ClientRequest:
         """Take in a part of the body.
 
         Raises:
-            RefusedError: It is longer than ``max_bytes``.
+            RequestRefusedError: It is longer than ``max_bytes``.
         """
         self._size += len(data)
         if self._size > max_bytes:

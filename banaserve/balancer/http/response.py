@@ -1,4 +1,4 @@
-"""How an answer is cut out of the bytes of a connection (RFC 9112), strictly.
+"""Strict framing of answers in the bytes of a connection (RFC 9112).
 
 Bodies are measured, never copied: what a replica frames goes on to the client as it came.
 """

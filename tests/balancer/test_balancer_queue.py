@@ -1,4 +1,4 @@
-"""The waiting line and the circuit breaker, in virtual time."""
+"""The queue and the circuit breaker, in virtual time."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ def places():
     return {"went": [], "late": []}
 
 
-def fill(line, places, names):
+def fill(queue, places, names):
     made = [One(name, name[0], places) for name in names]
     for one in made:
-        line.join(one)
+        queue.join(one)
     return made
 
 
 def test_nobody_overtakes_within_a_lane_and_lanes_do_not_hold_each_other_up(places):
-    line = RequestQueue()
-    fill(line, places, ["a1", "b1", "a2", "b2"])
+    queue = RequestQueue()
+    fill(queue, places, ["a1", "b1", "a2", "b2"])
     places["b"] = 1
-    line.wake()
+    queue.start_pass()
     assert places["went"] == ["b1"]
     places["a"] = 5
-    line.wake()
+    queue.start_pass()
     assert places["went"] == ["b1", "a1", "a2"]
-    assert len(line) == 1
-    assert line.is_ahead_of("b")
-    assert not line.is_ahead_of("a")
+    assert len(queue) == 1
+    assert queue.has_waiting("b")
+    assert not queue.has_waiting("a")
 
 
 def test_lanes_take_turns(places):
-    line = RequestQueue()
+    queue = RequestQueue()
 
     class Few(One):
         def place(self):
@@ -65,18 +65,18 @@ def test_lanes_take_turns(places):
                 self.kind = own
 
     for name in ("a1", "a2", "a3", "b1", "c1"):
-        line.join(Few(name, name[0], places))
+        queue.join(Few(name, name[0], places))
     for number, expected in enumerate((["a1"], ["a1", "b1"], ["a1", "b1", "c1"])):
         places["shared"] = 1
-        line.wake()
+        queue.start_pass()
         assert places["went"] == expected, number
     places["shared"] = 2
-    line.wake()
+    queue.start_pass()
     assert places["went"][3:] == ["a2", "a3"]
 
 
 def test_a_line_of_very_many_lanes_is_asked_a_part_at_a_time_and_all_of_it(places):
-    line, asked = RequestQueue(), []
+    queue, asked = RequestQueue(), []
 
     class Refused(One):
         def place(self):
@@ -84,49 +84,49 @@ def test_a_line_of_very_many_lanes_is_asked_a_part_at_a_time_and_all_of_it(place
             return super().place()
 
     for number in range(1000):
-        line.join(Refused(str(number), number, places))
+        queue.join(Refused(str(number), number, places))
     places[999] = 1
-    is_more, parts = line.wake(), []
+    is_more, parts = queue.start_pass(), []
     while is_more:
         parts.append(len(asked))
-        is_more = line.go_on()
+        is_more = queue.continue_pass()
     assert max(later - before for before, later in pairwise([0, *parts])) <= REFUSALS_AT_A_TIME
     assert sorted(asked, key=int) == [str(number) for number in range(1000)]
     assert places["went"] == ["999"]
 
 
 def test_what_becomes_free_in_the_middle_is_offered_to_all_again(places):
-    line = RequestQueue()
-    fill(line, places, [f"{letter}1" for letter in "abc"])
+    queue = RequestQueue()
+    fill(queue, places, [f"{letter}1" for letter in "abc"])
     for number in range(200):
-        line.join(One(str(number), number, places))
-    assert line.wake()
+        queue.join(One(str(number), number, places))
+    assert queue.start_pass()
     places["a"] = 1
-    while line.wake():
+    while queue.start_pass():
         if places["went"]:
             break
     assert places["went"] == ["a1"]
 
 
 def test_who_has_waited_before_stands_in_front(places):
-    line = RequestQueue()
-    fill(line, places, ["a1", "a2"])
-    line.join(One("a0", "a", places), at_front=True)
+    queue = RequestQueue()
+    fill(queue, places, ["a1", "a2"])
+    queue.join(One("a0", "a", places), at_front=True)
     places["a"] = 3
-    line.wake()
+    queue.start_pass()
     assert places["went"] == ["a0", "a1", "a2"]
 
 
 def test_who_is_over_or_late_leaves(places):
-    line = RequestQueue()
-    first, second, third = fill(line, places, ["a1", "a2", "a3"])
+    queue = RequestQueue()
+    first, second, third = fill(queue, places, ["a1", "a2", "a3"])
     first.is_over, second.waits_until_s = True, 1.0
-    line.sweep(1.0)
+    queue.sweep(1.0)
     assert places["late"] == ["a2"]
-    line.leave(third)
-    line.leave(third)
-    line.wake()
-    assert len(line) == 0
+    queue.leave(third)
+    queue.leave(third)
+    queue.start_pass()
+    assert len(queue) == 0
     assert places["went"] == []
 
 

@@ -1,0 +1,81 @@
+"""Dispatcher of requests: asks the policy where each goes, under the limits of this balancer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+
+from banaserve.balancer.auth import PEER_FIELD, REGIONS_FIELD
+from banaserve.balancer.config import BalancerSettings
+from banaserve.balancer.http.request import ClientRequest
+from banaserve.balancer.membership import TargetRegistry
+from banaserve.balancer.queue import RequestQueue
+from banaserve.balancer.routing_request import without_tried
+from banaserve.balancer.targets import Target
+from banaserve.orchestrator.replicas.fleet import Fleet
+from banaserve.orchestrator.replicas.interface import Request, RoutingDecision
+
+
+class Dispatcher:
+    """Shared part of all requests under way: targets, policy, queue and limits.
+
+    Attributes:
+        fleet: The targets' counters, and the policy.
+        queue: Requests that wait for a target.
+        log: Gets one line an event.
+        max_attempts: Targets tried for one request before the first byte of an answer.
+        max_queue: Requests that may wait.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        targets: TargetRegistry,
+        queue: RequestQueue,
+        log: Callable[[str], None],
+    ) -> None:
+        self.fleet, self.queue, self.log = fleet, queue, log
+        self._targets = targets
+        self.take_settings(BalancerSettings())
+
+    def take_settings(self, settings: BalancerSettings) -> None:
+        """Let the limits of ``settings`` hold from here on."""
+        self.max_attempts = settings.limits.max_attempts
+        self.max_queue = settings.limits.max_queue
+        self._has_keys = bool(settings.api_keys or settings.tenants)
+
+    def decide(self, request: Request, without: set[str]) -> RoutingDecision:
+        """Returns the policy's decision, leaving out ``without`` where other targets are left."""
+        view = self.fleet.view(monotonic())
+        if without and self.has_other(request, without):
+            view = without_tried(view, without)
+        return self.fleet.policy.choose(request, view)
+
+    def has_other(self, request: Request, tried: set[str]) -> bool:
+        """Returns whether a target that is not in ``tried`` may serve ``request`` at present."""
+        return self._targets.has_other(request, tried)
+
+    def target(self, decision: RoutingDecision) -> Target:
+        """Returns the target of ``decision``, which has one."""
+        assert decision.target is not None
+        return self._targets.targets[decision.target]
+
+    def fields(
+        self, target: Target, message: ClientRequest, request: Request, parent: bytes
+    ) -> bytes:
+        """Returns the header lines that the hop to ``target`` alone needs.
+
+        Args:
+            parent: W3C trace context for the next hop; empty for none.
+        """
+        fields = target.fields
+        # A key of this balancer's clients is not shown to a replica.
+        is_for_replica = not self._has_keys or PEER_FIELD in message.seen
+        if not target.has_key and is_for_replica and (key := message.seen.get(b"authorization")):
+            fields += b"Authorization: %b\r\n" % key
+        regions = request.allowed_regions
+        if target.is_peer and regions is not None:
+            fields += b"%b: %b\r\n" % (REGIONS_FIELD, ",".join(sorted(regions)).encode())
+        if parent:
+            fields += b"traceparent: %b\r\n" % parent
+        return fields
