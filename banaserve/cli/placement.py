@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 import typer
@@ -95,16 +94,11 @@ def _rows(instance: InstancePlacement) -> Iterator[tuple[str, ...]]:
     )
     for unit in instance.units:
         size = format_size(unit.num_bytes)
-        yield "", "", _words(unit.modules), unit.at, size, str(unit.epoch), ""
+        yield "", "", unit.words, unit.at, size, str(unit.epoch), ""
 
 
 def _at_home(instance: InstancePlacement) -> str:
-    away = {
-        layer
-        for unit in instance.units
-        if unit.modules["type"] == "layers"
-        for layer in range(unit.modules["start"], unit.modules["end"])
-    }
+    away = {layer for unit in instance.units for layer in unit.whole_layers}
     spans: list[list[int]] = []
     for layer in range(instance.num_layers):
         if layer in away:
@@ -114,13 +108,3 @@ def _at_home(instance: InstancePlacement) -> str:
         else:
             spans.append([layer, layer + 1])
     return "layers " + " ".join(f"{start}:{end}" for start, end in spans)
-
-
-def _words(modules: dict[str, Any]) -> str:
-    if modules["type"] == "layers":
-        return f"layers {modules['start']}:{modules['end']}"
-    if modules["type"] == "context":
-        return f"older blocks of layers {modules['start']}:{modules['end']}"
-    return "heads " + " ".join(
-        f"{layer}/{','.join(map(str, heads))}" for layer, heads in modules["heads"]
-    )

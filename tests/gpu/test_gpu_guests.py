@@ -12,9 +12,9 @@ import torch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
-from banaserve.engine.vllm.migration.guest.kv_staging import StagingBuffer, make_kv
 from banaserve.engine.vllm.migration.host.block_mover import BlockMover
 from banaserve.engine.vllm.migration.kv.host_kv import HostKv
+from banaserve.engine.vllm.migration.kv.kv_staging import StagingBuffer, make_kv
 from banaserve.engine.vllm.migration.kv.remote_kv import StagedRemoteKv
 from banaserve.engine.vllm.migration.modules.paged_attention import (
     KernelsAttention,
@@ -23,7 +23,9 @@ from banaserve.engine.vllm.migration.modules.paged_attention import (
 )
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.tensors import to_device, to_host
-from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, Modules
+from banaserve.engine.vllm.migration.units.base import MigrationUnit
+from banaserve.engine.vllm.migration.units.heads import HeadSet
+from banaserve.engine.vllm.migration.units.layers import LayerRange
 from banaserve.kernels.interface import Heads
 from banaserve.kernels.reference import ReferenceKernels
 from banaserve.kernels.registry import pick
@@ -39,7 +41,7 @@ NAMES = [f"l{i}" for i in range(LAYERS)]
 @pytest.mark.parametrize(
     "modules", [LayerRange(0, LAYERS), HeadSet({0: (1,), 2: (0, 3)})], ids=["layers", "heads"]
 )
-def test_blocks_go_to_a_guest_and_home(modules: Modules, tmp_path: Path) -> None:
+def test_blocks_go_to_a_guest_and_home(modules: MigrationUnit, tmp_path: Path) -> None:
     kernels = pick(CUDA).kernels
     host = HostKv({n: torch.empty(SHAPE, device=CUDA) for n in NAMES}, 1.0, kernels)
     draws = torch.Generator(CUDA).manual_seed(1)

@@ -15,10 +15,11 @@ import msgspec
 from banaserve.engine.vllm.migration.api import Migration, MoveLayers
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration.controller.guest_pool import GuestHandle, GuestPool
-from banaserve.engine.vllm.migration.controller.planner import ModelFacts, num_pages
+from banaserve.engine.vllm.migration.controller.planner import ModelFacts
 from banaserve.engine.vllm.migration.kv.host_kv import blocks_gained
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
-from banaserve.engine.vllm.migration.types import Modules
+from banaserve.engine.vllm.migration.units.base import MigrationUnit
+from banaserve.engine.vllm.migration.units.registry import AnyUnit
 from banaserve.types import InstanceId, ModulePlacement, Role
 
 FACTS = ModelFacts(num_layers=30, num_kv_heads=3, layer_weight_bytes=1000)
@@ -41,9 +42,9 @@ def refused(reason: str) -> Plain:
     return {"type": "Refused", "reason": reason}
 
 
-def modules_of(plain: Plain) -> Modules:
+def modules_of(plain: Plain) -> MigrationUnit:
     """Modules as they travel in a call."""
-    return msgspec.convert(plain, Modules)
+    return msgspec.convert(plain, AnyUnit)
 
 
 class Engine:
@@ -223,7 +224,7 @@ class Engine:
                 move["reason"] = reason or ""
 
     def _gained(self, units: list[Plain]) -> int:
-        pages = sum(num_pages(modules_of(u["modules"]), FACTS.num_kv_heads) for u in units)
+        pages = sum(modules_of(u["modules"]).num_pages(FACTS.num_kv_heads) for u in units)
         away = round(pages * PAGE_BYTES)
         kept = FACTS.num_layers * PAGE_BYTES - away
         return blocks_gained(NUM_BLOCKS, 2 * NUM_BLOCKS, away, kept)

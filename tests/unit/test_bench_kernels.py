@@ -133,6 +133,6 @@ def test_what_is_run_on_a_gpu_machine_needs_no_vllm() -> None:
         "import banaserve.engine.vllm.migration.kv.slabs\n"
         "import banaserve.engine.vllm.migration.host.block_mover\n"
         "import banaserve.engine.vllm.migration.modules.paged_attention\n"
-        "import banaserve.engine.vllm.migration.guest.kv_staging\n"
+        "import banaserve.engine.vllm.migration.kv.kv_staging\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=environment())

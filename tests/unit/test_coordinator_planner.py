@@ -19,7 +19,6 @@ from banaserve.engine.vllm.migration.controller.planner import (
     RemoteUnit,
     _checkpoint_layer_bytes,
     check_room,
-    num_pages,
     plan_move,
     plan_return,
 )
@@ -29,8 +28,10 @@ from banaserve.engine.vllm.migration.controller.timeouts import (
     copies_again,
     timeout_s,
 )
-from banaserve.engine.vllm.migration.rpc.worker_api import KvStatus
-from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, ModelGeometry
+from banaserve.engine.vllm.migration.types import ModelGeometry
+from banaserve.engine.vllm.migration.units.heads import HeadSet
+from banaserve.engine.vllm.migration.units.layers import LayerRange
+from banaserve.engine.vllm.migration.worker_api import KvStatus
 from banaserve.errors import MigrationError
 
 SHAPE = ModelGeometry(30, 3)
@@ -123,8 +124,8 @@ def test_return_takes_whole_units():
 
 
 def test_pages():
-    assert num_pages(LAYERS(3, 7), 3) == 4.0
-    assert num_pages(HeadSet({1: (0, 2), 4: (1,)}), 3) == 1.0
+    assert LAYERS(3, 7).num_pages(3) == 4.0
+    assert HeadSet({1: (0, 2), 4: (1,)}).num_pages(3) == 1.0
 
 
 def test_timeouts_grow_with_the_bytes_and_end():

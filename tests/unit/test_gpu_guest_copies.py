@@ -13,20 +13,23 @@ import pytest
 import torch
 
 from banaserve.engine.vllm.migration.guest import kv_staging
-from banaserve.engine.vllm.migration.guest.kv_staging import StagingBuffer, make_kv
 from banaserve.engine.vllm.migration.host import block_mover
 from banaserve.engine.vllm.migration.host.block_mover import BlockMover
-from banaserve.engine.vllm.migration.host.units import Unit
 from banaserve.engine.vllm.migration.kv import host_kv
 from banaserve.engine.vllm.migration.kv.host_kv import DeviceKv, HostKv, KvRun
+from banaserve.engine.vllm.migration.kv.kv_staging import StagingBuffer, make_kv
 from banaserve.engine.vllm.migration.kv.remote_kv import StagedRemoteKv
 from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, Modules
+from banaserve.engine.vllm.migration.units.base import MigrationUnit
+from banaserve.engine.vllm.migration.units.heads import HeadSet
+from banaserve.engine.vllm.migration.units.host_unit import HostUnit
+from banaserve.engine.vllm.migration.units.layers import LayerRange
 from banaserve.errors import GuestLostError, MigrationError, ProtocolError
 from banaserve.kernels.reference import ReferenceKernels
 from banaserve.transport.interface import Transport, TransportOptions
 from banaserve.transport.memory import Memory
 from banaserve.transport.registry import create
+from unit_doubles import unit_of
 
 LAYERS, BLOCKS, HEADS, TOKENS, HEAD_SIZE = 3, 7, 3, 4, 64
 SHAPE = BLOCKS, HEADS, TOKENS, 2 * HEAD_SIZE
@@ -60,14 +63,10 @@ def random_host(seed: int) -> HostKv:
     return host
 
 
-def unit_of(modules: Modules) -> Unit:
-    return Unit("u", modules, dict(enumerate(NAMES)))
-
-
 class Guest:
     """A guest's KV, and the host's way to it without a channel."""
 
-    def __init__(self, host: HostKv, unit: Unit, transports: list[Transport]) -> None:
+    def __init__(self, host: HostKv, unit: HostUnit, transports: list[Transport]) -> None:
         heads = {n: len(unit.heads(n) or range(HEADS)) for n in unit.names}
         shape = host.shape("LBHNC", TOKENS)
         self.caches = make_kv(shape, heads, BLOCKS, torch.device("cpu"))
@@ -79,7 +78,7 @@ class Guest:
 
     def _ask(self, request: Any, expected: type[Any]) -> Any:
         try:
-            self.landing.copy(messages.decode_request(messages.encode(request)))
+            self.landing.copy(messages.request_decoder([])(messages.encode(request)))
         except ProtocolError as refused:
             raise MigrationError(str(refused)) from refused
         return messages.StepsDone()
@@ -88,9 +87,10 @@ class Guest:
 @pytest.mark.usefixtures("_pieces")
 @pytest.mark.parametrize("modules", [WHOLE, SOME], ids=["layers", "heads"])
 def test_blocks_go_to_a_guest_on_to_another_and_home(
-    modules: Modules, transports: list[Transport]
+    modules: MigrationUnit, transports: list[Transport]
 ) -> None:
-    host, unit, blocks = random_host(1), unit_of(modules), [6, 0, 3, 2]
+    host, blocks = random_host(1), [6, 0, 3, 2]
+    unit = unit_of(modules, host)
     before = {name: tensor.clone() for name, tensor in host.tensors.items()}
     one, other = (Guest(host, unit, transports) for _ in range(2))
     moved = {name: list(unit.heads(name) or range(HEADS)) for name in unit.names}
@@ -116,7 +116,8 @@ def test_what_a_step_waits_for_lands_beside_what_is_copied_in_the_background(
     transports: list[Transport],
 ) -> None:
     """As the store's copies of layers that have moved: single pages of memory of another kind."""
-    host, unit = random_host(1), unit_of(WHOLE)
+    host = random_host(1)
+    unit = unit_of(WHOLE, host)
     guest = Guest(host, unit, transports)
     pool = np.random.default_rng(3).standard_normal(9 * PAGE_BYTES // 4).astype(np.float32)
     memory, slots = Memory.of(pool), np.asarray([8, 1, 4], np.int64) * PAGE_BYTES
@@ -128,7 +129,8 @@ def test_what_a_step_waits_for_lands_beside_what_is_copied_in_the_background(
 
 
 def test_a_guest_refuses_pages_that_make_no_sense(transports: list[Transport]) -> None:
-    guest = Guest(random_host(1), unit_of(SOME), transports)
+    host = random_host(1)
+    guest = Guest(host, unit_of(SOME, host), transports)
     end = guest.landing.region.memory.num_bytes
     for wrong, why in (
         ({"epoch": 2}, "epoch 1, not 2"),

@@ -14,20 +14,23 @@ import torch
 pytest.importorskip("vllm")
 
 from banaserve.engine.vllm.launch.launcher import SpawnLauncher
-from banaserve.engine.vllm.migration.guest import units
-from banaserve.engine.vllm.migration.guest.units import ContextUnit, HeadsUnit
 from banaserve.engine.vllm.migration.host.placement import PlacementManager
-from banaserve.engine.vllm.migration.host.units import ContextThere, HeadsHere, LayersHere
 from banaserve.engine.vllm.migration.rpc import tensors
 from banaserve.engine.vllm.migration.rpc.messages import (
     AttentionSlice,
-    BuildContext,
-    BuildHeads,
     GuestAddress,
     KvShape,
 )
 from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, restore, to_wire
-from banaserve.engine.vllm.migration.types import LayerRange
+from banaserve.engine.vllm.migration.units import guest_unit
+from banaserve.engine.vllm.migration.units.context import BuildContext, GuestContext, RemoteContext
+from banaserve.engine.vllm.migration.units.heads import (
+    BuildHeads,
+    DescribedStep,
+    GuestHeads,
+    RemoteHeads,
+)
+from banaserve.engine.vllm.migration.units.layers import LayerRange, RemoteLayers
 from banaserve.kernels.interface import Batch, PartialAttention
 
 META = torch.device("meta")
@@ -77,12 +80,12 @@ def test_a_guests_answers_go_to_the_hosts_device() -> None:
     watch: Any = SimpleNamespace(num_tokens=3)
     residence: Any = SimpleNamespace(link=link_of(torch.zeros(3, 8), torch.zeros(3, 8)))
     hidden = torch.empty(3, 8, device=META)
-    layers = LayersHere(residence, watch).collect(hidden)
+    layers = RemoteLayers(residence, watch).collect(hidden)
     assert [value.device for value in layers if value is not None] == [META] * 2
-    heads = HeadsHere(residence, "l", watch)
+    heads = RemoteHeads(residence, "l", watch)
     heads._query = hidden
     assert heads.collect().device == META
-    part = ContextThere(residence, None, watch).collect(hidden)  # type: ignore[arg-type]
+    part = RemoteContext(residence, None, watch).collect(hidden)  # type: ignore[arg-type]
     assert {tensor.device for tensor in part} == {META}
 
 
@@ -107,10 +110,10 @@ class Kernels:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """Of an engine whose device is "meta"."""
     kernels = Kernels()
-    monkeypatch.setattr(units, "device_of", lambda config: META)
-    monkeypatch.setattr(units, "attends_with", lambda config: kernels)
+    monkeypatch.setattr(guest_unit, "device_of", lambda config: META)
+    monkeypatch.setattr(guest_unit, "attends_with", lambda config: kernels)
     landing = SimpleNamespace(region=None, close=lambda: None)
-    monkeypatch.setattr(units, "StagingBuffer", lambda *_: landing)
+    monkeypatch.setattr(guest_unit, "StagingBuffer", lambda *_: landing)
     return kernels
 
 
@@ -121,7 +124,7 @@ SLICE = AttentionSlice("l", HEADS, HEADS, HEAD_SIZE, 0.125, None, None)
 def test_heads_of_a_guest_are_written_and_attended_on_its_device(
     kernels: Kernels, crossed: list[Any]
 ) -> None:
-    unit = HeadsUnit(None, None, BuildHeads("u", (SLICE,), SHAPE, 2), 1)  # type: ignore[arg-type]
+    unit = GuestHeads(None, None, DescribedStep(), BuildHeads("u", SHAPE, 2, (SLICE,)), 1)  # type: ignore[arg-type]
     ints = {
         "query_start_loc": [0, 2], "query_start_loc_cpu": [0, 2], "seq_lens": [2],
         "block_table_tensor": [[1]], "slot_mapping": [4, 5],
@@ -146,7 +149,7 @@ def test_heads_of_a_guest_are_written_and_attended_on_its_device(
 
 
 def test_older_blocks_of_a_guest_are_read_on_its_device(kernels: Kernels) -> None:
-    unit = ContextUnit(None, None, BuildContext("u", (SLICE,), SHAPE), 1)  # type: ignore[arg-type]
+    unit = GuestContext(None, None, BuildContext("u", SHAPE, 0, (SLICE,)), 1)  # type: ignore[arg-type]
     ints = torch.int32
     fields = {
         "block_table": torch.tensor([[1, 2]], dtype=ints),
@@ -168,10 +171,11 @@ def test_steps_are_not_cut_where_a_guest_has_to_be_asked_for_what_the_store_load
 ) -> None:
     """A host that has posted a part holds the channel until it has been answered."""
     residence = SimpleNamespace(link=object(), has_landed=landed)
-    unit = SimpleNamespace(residence=residence, modules=LayerRange(1, 2), is_layers=True)
+    unit = SimpleNamespace(residence=residence, modules=LayerRange(1, 2), microbatch_blocker="")
     placement = PlacementManager.__new__(PlacementManager)
     placement._units = {"u": unit}  # type: ignore[dict-item]
-    placement._config = SimpleNamespace(kv_transfer_config=object() if store else None)  # type: ignore[assignment]
+    config = SimpleNamespace(kv_transfer_config=object() if store else None)
+    placement._engine = SimpleNamespace(config=config)  # type: ignore[assignment]
     assert ("what the store loads" in placement._why_wait()) is (landed and store)
 
 

@@ -13,8 +13,7 @@ pytest.importorskip("vllm")
 from banaserve.engine.vllm.kv_connector import block_hash
 from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.config import KEY
-from banaserve.engine.vllm.migration.guest import partial_model
-from banaserve.engine.vllm.migration.modules import attention_backend
+from banaserve.engine.vllm.migration.modules import attention_backend, partial_model
 from banaserve.engine.vllm.migration.modules.attention_backend import check_choice, kernels_for
 from banaserve.engine.vllm.migration.modules.head_attention import KernelsHeadAttention
 from banaserve.engine.vllm.migration.modules.head_split import SplitAttention

@@ -17,17 +17,21 @@ import torch
 from banaserve.engine.vllm.migration.host import block_mover
 from banaserve.engine.vllm.migration.host.block_mover import BlockMover
 from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
-from banaserve.engine.vllm.migration.host.units import Unit
-from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
+from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker
 from banaserve.engine.vllm.migration.kv.host_kv import HostKv, KvRun
 from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv
 from banaserve.engine.vllm.migration.kv.store_copier import StoreCopier
 from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.types import Context, HeadSet, LayerRange, Modules
+from banaserve.engine.vllm.migration.units.base import MigrationUnit
+from banaserve.engine.vllm.migration.units.context import Context
+from banaserve.engine.vllm.migration.units.heads import HeadSet
+from banaserve.engine.vllm.migration.units.host_unit import HostUnit
+from banaserve.engine.vllm.migration.units.layers import LayerRange
 from banaserve.errors import GuestLostError, MigrationError
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import OfferedRegion, Transport, TransportOptions
 from banaserve.transport.registry import create
+from unit_doubles import unit_of
 
 PAGE = mmap.PAGESIZE
 NUM_BLOCKS = 5
@@ -59,7 +63,9 @@ def transports(tmp_path: Path) -> Iterator[tuple[Transport, Transport]]:
 class Place:
     """A guest's memory, and the host's way to it."""
 
-    def __init__(self, host: HostKv, unit: Unit, transports: tuple[Transport, Transport]) -> None:
+    def __init__(
+        self, host: HostKv, unit: HostUnit, transports: tuple[Transport, Transport]
+    ) -> None:
         runs = {name: host.runs(unit.heads(name)) for name in unit.names}
         places, end = {}, 0
         for name, found in runs.items():
@@ -69,22 +75,18 @@ class Place:
         self.kv = RemoteKv(transports[0], self.offered.descriptor, places, runs)
 
 
-def unit_of(modules: Modules) -> Unit:
-    return Unit("u", modules, {i: f"l{i}" for i in range(3)})
-
-
-def heads_of(unit: Unit, name: str) -> list[int]:
+def heads_of(unit: HostUnit, name: str) -> list[int]:
     return list(unit.heads(name) or range(3))
 
 
 @pytest.mark.parametrize("modules", [LAYERS, HEADS], ids=["layers", "heads"])
 @pytest.mark.parametrize("round_bytes", [1, 64 << 20], ids=["block by block", "at once"])
 def test_blocks_go_on_to_another_guest_and_home(
-    host: HostKv, transports: tuple[Transport, Transport], modules: Modules, round_bytes: int,
+    host: HostKv, transports: tuple[Transport, Transport], modules: MigrationUnit, round_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(block_mover, "_ROUND_BYTES", round_bytes)
-    unit, blocks = unit_of(modules), [0, 1, 3]
+    unit, blocks = unit_of(modules, host), [0, 1, 3]
     before = {name: tensor.clone() for name, tensor in host.tensors.items()}
     one, other = (Place(host, unit, transports) for _ in range(2))
     one.kv.warm(blocks)
@@ -105,8 +107,9 @@ def test_blocks_go_on_to_another_guest_and_home(
 def test_older_blocks_that_have_come_home_are_left_alone(
     host: HostKv, transports: tuple[Transport, Transport]
 ) -> None:
-    away = RemoteBlocks(NUM_BLOCKS)
-    unit = Unit("u", Context(0, 3), {i: f"l{i}" for i in range(3)}, away)
+    unit = unit_of(Context(0, 3), host)
+    away = unit.single_blocks
+    assert away is not None
     before = {name: tensor.clone() for name, tensor in host.tensors.items()}
     one, other = (Place(host, unit, transports) for _ in range(2))
     assert BlockMover(unit, host, None, one.kv).copy([0, 1, 3]) == 3 * 9 * PAGE
@@ -125,9 +128,10 @@ def test_older_blocks_that_have_come_home_are_left_alone(
 def test_the_store_saves_a_block_from_where_it_lies_and_fetches_it_home(
     host: HostKv, transports: tuple[Transport, Transport]
 ) -> None:
-    written, away = DirtyBlockTracker(NUM_BLOCKS), RemoteBlocks(NUM_BLOCKS)
+    written, unit = DirtyBlockTracker(NUM_BLOCKS), unit_of(Context(0, 3), host)
+    away = unit.single_blocks
+    assert away is not None
     written.follow(away)
-    unit = Unit("u", Context(0, 3), {i: f"l{i}" for i in range(3)}, away)
     guest, page_bytes = Place(host, unit, transports).kv, host.page_bytes
     before = host.tensors["l1"].clone()
     BlockMover(unit, host, None, guest).copy([0, 1, 3])
@@ -165,7 +169,7 @@ def test_a_copy_stops_between_two_submissions(
     host: HostKv, transports: tuple[Transport, Transport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_mover, "_ROUND_BYTES", 1)
-    unit = unit_of(LAYERS)
+    unit = unit_of(LAYERS, host)
     mover = BlockMover(unit, host, None, Place(host, unit, transports).kv)
     answers = iter([False, False, True])
     assert mover.copy([0, 1, 2, 3], lambda: next(answers)) == 2 * 9 * PAGE
@@ -174,7 +178,7 @@ def test_a_copy_stops_between_two_submissions(
 def test_a_broken_connection_is_opened_again_as_long_as_the_guest_offers(
     host: HostKv, transports: tuple[Transport, Transport]
 ) -> None:
-    unit = unit_of(LAYERS)
+    unit = unit_of(LAYERS, host)
     place = Place(host, unit, transports)
     mover = BlockMover(unit, host, None, place.kv)
     mover.copy([0])
@@ -189,7 +193,7 @@ def test_a_broken_connection_is_opened_again_as_long_as_the_guest_offers(
 
 
 def test_what_is_closed_stays_closed(host: HostKv, transports: tuple[Transport, Transport]) -> None:
-    unit = unit_of(LAYERS)
+    unit = unit_of(LAYERS, host)
     place = Place(host, unit, transports)
     place.kv.close()
     with pytest.raises(GuestLostError, match="closed"):
@@ -199,7 +203,7 @@ def test_what_is_closed_stays_closed(host: HostKv, transports: tuple[Transport, 
 def test_copies_of_an_old_epoch_are_refused(
     host: HostKv, transports: tuple[Transport, Transport]
 ) -> None:
-    unit = unit_of(HEADS)
+    unit = unit_of(HEADS, host)
     place = Place(host, unit, transports)
     place.offered.advance(2, 1.0)
     mover = BlockMover(unit, host, None, place.kv)
@@ -229,10 +233,9 @@ class Link:
 
 
 def build(host: HostKv, link: Any) -> Any:
-    shape = host.shape("NHD", 16)
     written = DirtyBlockTracker(NUM_BLOCKS)
     written.mark([1])
-    return UnitBuilder("layers", shape, host, {}, False).build(unit_of(LAYERS), link, written)
+    return UnitBuilder(host).build(unit_of(LAYERS, host), link, written)
 
 
 def test_a_unit_whose_kv_cannot_be_mapped_leaves_nothing_behind(

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from banaserve.engine.vllm.migration.host.units import HeadsHere
 from banaserve.engine.vllm.migration.modules.head_split import SplitAttention, VllmHeads, _Away
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.tensors import from_wire, to_wire
+from banaserve.engine.vllm.migration.units.heads import RemoteHeads, RunHeads
+from banaserve.engine.vllm.migration.units.registry import decode_request
 from banaserve.errors import GuestLostError
 from banaserve.transport.channel import StreamChannel
 from banaserve.transport.connect import over_unix
@@ -46,8 +47,8 @@ class Echo:
             return
 
     def _answer(self, message: Message) -> None:
-        request = messages.decode_request(message.body)
-        assert isinstance(request, messages.RunHeads)
+        request = decode_request(message.body)
+        assert isinstance(request, RunHeads)
         self.asked.append(len(message.tensors[0].shape))
         outputs: Any = messages.StepOutputs(False, (0,))
         tensor = 2 * from_wire(message.tensors[0])
@@ -77,7 +78,7 @@ def attention(link: GuestClient, lost: list[str]) -> SplitAttention:
     watch: Any = SimpleNamespace(step_id=1, fields=dict, num_tokens=NUM_TOKENS)
     split = SplitAttention(None, layer, "l", watch, lambda _, e: lost.append(str(e)))
     units = [SimpleNamespace(unit_id=name, working_epoch=1, link=link) for name in ("a", "b")]
-    here = [HeadsHere(unit, "l", watch) for unit in units]  # type: ignore[arg-type]
+    here = [RemoteHeads(unit, "l", watch) for unit in units]  # type: ignore[arg-type]
     split.arrange({(0, 2): here[0], (1,): here[1]})
     return split
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,26 +12,21 @@ from hypothesis import strategies as st
 
 from banaserve.engine.vllm.migration.host.host import KEPT, MoveBook
 from banaserve.engine.vllm.migration.host.move import Move
-from banaserve.engine.vllm.migration.host.units import Unit
 from banaserve.engine.vllm.migration.types import (
     ALLOWED,
     OPEN,
-    HeadSet,
-    LayerRange,
     ModelGeometry,
-    Modules,
     MovePhase,
-    check_free,
-    check_shape,
     check_step,
-    overlap,
-    read_modules,
-    write_modules,
 )
+from banaserve.engine.vllm.migration.units.base import MigrationUnit, check_free, overlap
+from banaserve.engine.vllm.migration.units.heads import HeadSet
+from banaserve.engine.vllm.migration.units.layers import LayerRange
+from banaserve.engine.vllm.migration.units.registry import read_modules, write_modules
 from banaserve.errors import MigrationError
 
 SHAPE = ModelGeometry(num_layers=30, num_kv_heads=3)
-UNIT = Unit("m", LayerRange(3, 4), {3: "l3"})
+UNIT: Any = SimpleNamespace(unit_id="m", modules=LayerRange(3, 4), residence=None)
 
 
 def test_every_phase_is_in_the_table() -> None:
@@ -75,7 +72,7 @@ head_sets = st.dictionaries(
 modules = st.one_of(ranges, head_sets)
 
 
-def cells(modules: Modules) -> set[tuple[int, int]]:
+def cells(modules: MigrationUnit) -> set[tuple[int, int]]:
     """Every (layer, KV head) that is in it."""
     if isinstance(modules, LayerRange):
         return set(itertools.product(modules.layers, range(3)))
@@ -84,15 +81,15 @@ def cells(modules: Modules) -> set[tuple[int, int]]:
 
 @given(modules, modules)
 def test_overlap_is_a_shared_head_or_a_layer_that_goes_as_a_whole(
-    one: Modules, other: Modules
+    one: MigrationUnit, other: MigrationUnit
 ) -> None:
     assert (overlap(one, other) is not None) == bool(cells(one) & cells(other))
     assert (overlap(one, other) is None) == (overlap(other, one) is None)
 
 
 @given(st.lists(modules, max_size=8))
-def test_units_that_were_let_in_never_share_anything(wanted: list[Modules]) -> None:
-    held: dict[str, Modules] = {}
+def test_units_that_were_let_in_never_share_anything(wanted: list[MigrationUnit]) -> None:
+    held: dict[str, MigrationUnit] = {}
     for number, one in enumerate(wanted):
         try:
             check_free(one, held)
@@ -104,7 +101,7 @@ def test_units_that_were_let_in_never_share_anything(wanted: list[Modules]) -> N
 
 
 @given(modules)
-def test_modules_survive_the_wire(one: Modules) -> None:
+def test_modules_survive_the_wire(one: MigrationUnit) -> None:
     assert read_modules(write_modules(one)) == one
 
 
@@ -122,9 +119,9 @@ def test_modules_survive_the_wire(one: Modules) -> None:
         (HeadSet({30: (0,)}), "no layer 30"),
     ],
 )
-def test_what_the_model_does_not_have_is_refused(wrong: Modules, why: str) -> None:
+def test_what_the_model_does_not_have_is_refused(wrong: MigrationUnit, why: str) -> None:
     with pytest.raises(MigrationError, match=why):
-        check_shape(wrong, SHAPE)
+        wrong.check(SHAPE)
 
 
 def test_a_book_forgets_moves_that_are_over_and_no_others() -> None:

@@ -14,7 +14,6 @@ from torch import nn
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from banaserve.engine.vllm.migration.host.units import LayersHere
 from banaserve.engine.vllm.migration.kv.step_context import StepContext, common_from
 from banaserve.engine.vllm.migration.microbatch import overlap
 from banaserve.engine.vllm.migration.microbatch.overlap import Overlap
@@ -23,6 +22,8 @@ from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_channel import GuestChannel
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, restore
+from banaserve.engine.vllm.migration.units.layers import RemoteLayers, RunLayers
+from banaserve.engine.vllm.migration.units.registry import decode_request
 from banaserve.errors import GuestLostError
 from banaserve.transport.connect import over_unix
 from banaserve.transport.errors import PeerGoneError
@@ -76,8 +77,8 @@ class Guest:
         try:
             while len(self.follow) != self.dies_at:
                 message = post.receive(3600.0)
-                request = messages.decode_request(message.body)
-                assert isinstance(request, messages.RunLayers)
+                request = decode_request(message.body)
+                assert isinstance(request, RunLayers)
                 post.expect(request.num_follow)
                 self.follow.append(request.num_follow)
                 post.answer(message, self._run(request, message))
@@ -86,7 +87,7 @@ class Guest:
         post.close()
         self._channel.close()
 
-    def _run(self, request: messages.RunLayers, message: Message) -> Message:
+    def _run(self, request: RunLayers, message: Message) -> Message:
         self._common = common_from(restore(request.step, message.tensors))
         parcel = TensorBundle()
         values = self._layers.run(restore(request.arguments, message.tensors))
@@ -118,7 +119,7 @@ class Host:
             residence: Any = SimpleNamespace(
                 unit_id="u", working_epoch=1, link=guest.link, saves=False
             )
-            where = LayersHere(residence, self.watch)
+            where = RemoteLayers(residence, self.watch)
             names = [f"l{n}" for n in range(begin, end)]
             found = RemoteRange(self.layers, begin, end, names, where, self._on_lost)
             found.swap_out()
@@ -278,7 +279,7 @@ class SharedGuest(Guest):
         }
         super().__init__(0, "both")
 
-    def _run(self, request: messages.RunLayers, message: Message) -> Message:
+    def _run(self, request: RunLayers, message: Message) -> Message:
         self._layers = self._units[request.unit_id]
         return super()._run(request, message)
 

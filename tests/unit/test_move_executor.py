@@ -18,8 +18,9 @@ import executor_doubles as doubles
 from banaserve.engine.interface import Ending
 from banaserve.engine.vllm import migration_executor as executors
 from banaserve.engine.vllm.migration.api import MoveHeads, MoveLayers, Return
-from banaserve.engine.vllm.migration.types import HeadSet, LayerRange
-from banaserve.engine.vllm.migration_executor import ask_of, instance_facts, modules_of
+from banaserve.engine.vllm.migration.units.heads import HeadSet
+from banaserve.engine.vllm.migration.units.layers import LayerRange
+from banaserve.engine.vllm.migration_executor import ask_of, instance_facts
 from banaserve.errors import MigrationError, NoAnswerError, UserError
 from banaserve.orchestrator.migration.options import RepairedOptions
 from banaserve.orchestrator.model.calibration import EASED_AFTER_S
@@ -85,7 +86,7 @@ def test_what_the_coordinator_is_asked(action, ask):
     ],
 )
 def test_neighbouring_layers_with_equal_heads_are_one_module(modules, expected):
-    assert modules_of(modules) == expected
+    assert modules.as_modules() == expected
 
 
 # ---- what is seen

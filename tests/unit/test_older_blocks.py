@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.controller.planner import (
     BringBack,
     MoveOut,
@@ -22,15 +21,11 @@ from banaserve.engine.vllm.migration.controller.planner import (
     plan_return,
 )
 from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
-from banaserve.engine.vllm.migration.types import (
-    Context,
-    HeadSet,
-    LayerRange,
-    ModelGeometry,
-    check_shape,
-    read_modules,
-    write_modules,
-)
+from banaserve.engine.vllm.migration.types import ModelGeometry
+from banaserve.engine.vllm.migration.units.context import Context
+from banaserve.engine.vllm.migration.units.heads import HeadSet
+from banaserve.engine.vllm.migration.units.layers import LayerRange
+from banaserve.engine.vllm.migration.units.registry import read_modules, write_modules
 from banaserve.errors import MigrationError
 
 Write = tuple[str, list[tuple[int, int]]]
@@ -114,7 +109,7 @@ def test_modules_travel_as_they_are() -> None:
 @pytest.mark.parametrize("modules", [Context(5, 5), Context(-1, 2), Context(28, 31)])
 def test_layers_that_are_not_there_are_refused(modules: Context) -> None:
     with pytest.raises(MigrationError, match=r"older blocks .* within 0:30"):
-        check_shape(modules, ModelGeometry(30, 3))
+        modules.check(ModelGeometry(30, 3))
 
 
 def test_planning() -> None:
@@ -156,9 +151,8 @@ def test_attention_that_looks_at_more_than_keys_is_refused(
         **{"head_size": 64, "kv_cache_dtype": "auto", **layer},
         impl=SimpleNamespace(**{**plain, **impl}),
     )
-    arguments = Context(3, 4), {"l3": attention}, {3: "l3"}
     if why is None:
-        checks.check_modules(*arguments)
+        Context(3, 4).check_attention(attention, "l3")
         return
     with pytest.raises(MigrationError, match=why):
-        checks.check_modules(*arguments)
+        Context(3, 4).check_attention(attention, "l3")

@@ -14,7 +14,9 @@ from banaserve.engine.vllm.emulation import step_log
 from banaserve.engine.vllm.emulation.pacer import DeviceClock, Pacer, in_parts
 from banaserve.engine.vllm.emulation.placement_cost import ATTENTION_FRACTION, RemoteShare, modelled
 from banaserve.engine.vllm.emulation.step_log import PacedStep, StepLog, StepReader
-from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, ModelGeometry
+from banaserve.engine.vllm.migration.types import ModelGeometry
+from banaserve.engine.vllm.migration.units.heads import HeadSet
+from banaserve.engine.vllm.migration.units.layers import LayerRange
 from banaserve.kvstore.overlap import pipeline
 from banaserve.orchestrator.model.calibration import StepWork
 from banaserve.sim.system import System

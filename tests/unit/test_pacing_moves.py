@@ -12,8 +12,10 @@ from banaserve.engine.vllm.emulation.pacer import Pacer
 from banaserve.engine.vllm.migration.host.block_mover import BlockMover
 from banaserve.engine.vllm.migration.host.host import MigrationHost
 from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
-from banaserve.engine.vllm.migration.rpc.worker_api import MoveFacts
-from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, ModelGeometry
+from banaserve.engine.vllm.migration.types import ModelGeometry
+from banaserve.engine.vllm.migration.units.heads import HeadSet
+from banaserve.engine.vllm.migration.units.layers import LayerRange
+from banaserve.engine.vllm.migration.worker_api import MoveFacts
 
 TOKEN_BYTES = 8192
 COPIED_BYTES = 1_000_000

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.migration.guest.units import SlotWriter
+from banaserve.engine.vllm.migration.kv.slot_writer import SlotWriter
 from banaserve.engine.vllm.migration.rpc.messages import SlotCopies, StorePlace
 from banaserve.kvstore.interface import Slot
 from banaserve.processes import Leash

@@ -12,9 +12,6 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
-from banaserve.engine.vllm.migration.guest.units import OlderBlocks
-from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
-from banaserve.engine.vllm.migration.host.units import UnitLocation
 from banaserve.engine.vllm.migration.kv.dirty_blocks import RemoteBlocks
 from banaserve.engine.vllm.migration.kv.host_kv import HostKv
 from banaserve.engine.vllm.migration.kv.step_context import StepContext
@@ -23,7 +20,15 @@ from banaserve.engine.vllm.migration.modules.paged_attention import KvPages
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, restore
-from banaserve.engine.vllm.migration.types import Context
+from banaserve.engine.vllm.migration.units.context import (
+    Context,
+    HostContext,
+    OlderBlocks,
+    RemoteContext,
+    RunContext,
+)
+from banaserve.engine.vllm.migration.units.host_unit import UnitLocation
+from banaserve.engine.vllm.migration.units.registry import HostUnits, decode_request
 from banaserve.errors import GuestLostError, ProtocolError
 from banaserve.transport.connect import over_unix
 from banaserve.transport.errors import PeerGoneError
@@ -40,6 +45,7 @@ from split_doubles import (
     random_step,
     write,
 )
+from unit_doubles import engine_of
 
 
 class Inner:
@@ -84,7 +90,7 @@ class Ends:
         attention = ContextAttention(
             self.layer, "l", watch, lambda _, e: self.lost.append(e), pages
         )
-        attention.arrange(residence.context_of(away, watch))
+        attention.arrange(RemoteContext(residence, away, watch))
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
@@ -94,8 +100,8 @@ class Ends:
                 self._answer(self._channel.receive(3600.0))
 
     def _answer(self, message: Message) -> None:
-        request = messages.decode_request(message.body)
-        assert isinstance(request, messages.RunContext)
+        request = decode_request(message.body)
+        assert isinstance(request, RunContext)
         if request.step is not None:
             self.older.describe(request.step_id, restore(request.step, message.tensors))
         query = from_wire(message.tensors[0])
@@ -180,20 +186,18 @@ def test_only_what_is_away_is_poisoned_healed_and_given_back() -> None:
     host = HostKv({name: torch.zeros(shape) for name in ("l0", "l1", "l2")}, 1.0)
     for tensor in host.tensors.values():
         tensor[:] = 1
-    attentions = {name: SimpleNamespace(impl=Inner()) for name in host.tensors}
-    builder = UnitBuilder("layers", None, host, attentions, poisons=True)  # type: ignore[arg-type]
-    unit = builder.unit("u", Context(0, 2), dict(enumerate(host.tensors)))
-    assert unit.away is not None
-    assert unit.pages is not None
+    engine = engine_of(host, SimpleNamespace(impl=Inner()), poisons=True)
+    unit = HostUnits(engine).make("u", Context(0, 2))
+    assert isinstance(unit, HostContext)
     unit.away.set([1, 2])
-    builder.poison(unit)
+    unit.poison()
     unit.away.mark_local([2, 3])
-    freed = builder.free(unit)
+    freed = unit.free()
     assert [one.predicted_bytes for one in freed] == [host.page_bytes] * 2
     assert [one.freed_bytes for one in freed] == [host.page_bytes] * 2
     for name in unit.names:
         assert (host.tensors[name][[1, 2]] == 0).all(), "given back, and healed"
         assert (host.tensors[name][[0, 3]] == 1).all()
     assert (host.tensors["l2"] == 1).all()
-    builder.make_room(unit)
+    unit.make_room()
     assert (host.tensors["l0"][3:] == 1).all(), "what is new at home stays"

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from banaserve.config import Budget
 from banaserve.engine.vllm.engine_api import CoreApi, PoolResize, PoolStatus, WorkerApi
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress, GuestUsage
-from banaserve.engine.vllm.migration.rpc.worker_api import (
+from banaserve.engine.vllm.migration.types import Context, HeadSet, LayerRange, MovePhase
+from banaserve.engine.vllm.migration.worker_api import (
     CommitReport,
     GuestLinkStatus,
     HostStatus,
@@ -27,7 +28,6 @@ from banaserve.engine.vllm.migration.rpc.worker_api import (
     OverlapTimes,
     UnitStatus,
 )
-from banaserve.engine.vllm.migration.types import Context, HeadSet, LayerRange, MovePhase
 from banaserve.engine.vllm.typed_rpc import Call, call, implements
 from banaserve.errors import MigrationError, ProtocolError
 from banaserve.kvstore.fingerprint import Fingerprint

@@ -1,6 +1,6 @@
 """Contract of the front door with engine cores and workers, without what migration adds.
 
-Methods run between two engine steps. See ``migration.rpc.worker_api`` for migration.
+Methods run between two engine steps. See ``migration.worker_api`` for migration.
 """
 
 from __future__ import annotations

@@ -17,17 +17,11 @@ from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.instance import Instance
-from banaserve.engine.vllm.migration.api import (
-    Heads,
-    Migration,
-    MigrationRequest,
-    MoveHeads,
-    MoveLayers,
-    Return,
-)
+from banaserve.engine.vllm.migration.api import Migration, MigrationRequest
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration.controller.planner import ModelFacts
-from banaserve.engine.vllm.migration.types import Context, HeadSet, Modules, overlap
+from banaserve.engine.vllm.migration.units.base import overlap
+from banaserve.engine.vllm.migration.units.registry import unit_of
 from banaserve.engine.vllm.role_switch import Roles
 from banaserve.errors import BanaServeError, InstanceDeadError, MigrationError, NoAnswerError
 from banaserve.orchestrator.cluster_view import Known, cluster_view
@@ -87,36 +81,10 @@ def instance_facts(
 
 def ask_of(action: MoveModule | ReturnModule) -> MigrationRequest:
     """Returns what the coordinator has to be asked for an action of a plan."""
-    module = action.module
-    heads: Heads = dict.fromkeys(range(module.first_layer, module.end_layer), module.heads)
-    layers = (module.first_layer, module.end_layer)
+    unit = unit_of(action.module)
     if isinstance(action, ReturnModule):
-        return (
-            Return(action.host, heads=heads) if module.heads else Return(action.host, layers=layers)
-        )
-    if module.heads:
-        return MoveHeads(action.host, action.guest, heads)
-    return MoveLayers(action.host, action.guest, layers)
-
-
-def modules_of(modules: Modules) -> list[Module]:
-    """Returns ``modules`` as policies know them: neighbouring layers with equal heads together.
-
-    They know nothing of older blocks, which are moved by hand only.
-    """
-    if isinstance(modules, Context):
-        return []
-    if not isinstance(modules, HeadSet):
-        return [Module(modules.start, modules.end)]
-    found: list[Module] = []
-    for layer in modules.layers:
-        heads = tuple(sorted(modules.heads[layer]))
-        last = found[-1] if found else None
-        if last is not None and (last.end_layer, last.heads) == (layer, heads):
-            found[-1] = Module(last.first_layer, layer + 1, heads)
-        else:
-            found.append(Module(layer, layer + 1, heads))
-    return found
+        return unit.return_request(action.host)
+    return unit.move_request(action.host, action.guest)
 
 
 def foreign_step(migration: Migration, coordinator: Coordinator) -> Step:
@@ -125,7 +93,8 @@ def foreign_step(migration: Migration, coordinator: Coordinator) -> Step:
     It keeps its instances out of other moves; what it changes is seen when it is there.
     """
     hosted = coordinator.hosts[InstanceId(migration.host)]
-    moving = [m for modules in hosted.moving.get(migration.id, ()) for m in modules_of(modules)]
+    units = hosted.moving.get(migration.id, ())
+    moving = [module for unit in units for module in unit.as_modules()]
     module = moving[0] if moving else Module(0, 0)
     host = InstanceId(migration.host)
     if migration.to is not None:
@@ -310,8 +279,7 @@ class MoveExecutor:
         """Take home what is away of a move that has not come to its end."""
         if isinstance(action, ReturnModule):
             return False
-        asked = ask_of(action)
-        home = Return(action.host, getattr(asked, "layers", None), getattr(asked, "heads", None))
+        home = unit_of(action.module).return_request(action.host)
         try:
             migration = await self._coordinator.begin(home)
         except BanaServeError:

@@ -22,8 +22,8 @@ import msgspec
 import pytest
 
 from banaserve.engine.vllm.engine_api import CoreApi, PoolResize, PoolStatus
-from banaserve.engine.vllm.migration.rpc.worker_api import MigrationApi
 from banaserve.engine.vllm.migration.types import read_modules
+from banaserve.engine.vllm.migration.worker_api import MigrationApi
 from banaserve.engine.vllm.typed_rpc import call
 from banaserve.errors import MigrationError
 

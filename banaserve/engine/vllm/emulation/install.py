@@ -25,8 +25,9 @@ from banaserve.engine.vllm.migration.host.block_mover import BlockMover
 from banaserve.engine.vllm.migration.host.host import MigrationHost
 from banaserve.engine.vllm.migration.host.move import Move
 from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
-from banaserve.engine.vllm.migration.host.units import Unit, UnitLocation
-from banaserve.engine.vllm.migration.types import LayerRange, ModelGeometry, Modules
+from banaserve.engine.vllm.migration.types import ModelGeometry
+from banaserve.engine.vllm.migration.units.base import MigrationUnit
+from banaserve.engine.vllm.migration.units.host_unit import HostUnit, UnitLocation
 
 
 def pace_moves(pacer: Pacer, shape: ModelGeometry, token_bytes: int) -> None:
@@ -61,10 +62,12 @@ def _pace_builds(pacer: Pacer, shape: ModelGeometry) -> None:
     build, profile = UnitBuilder.build, pacer.profile
 
     @functools.wraps(build)
-    def paced_build(builder: UnitBuilder, unit: Unit, *args: Any, **kwargs: Any) -> UnitLocation:
+    def paced_build(
+        builder: UnitBuilder, unit: HostUnit, *args: Any, **kwargs: Any
+    ) -> UnitLocation:
         began_s = pacer.now_s()
         residence: UnitLocation = build(builder, unit, *args, **kwargs)
-        if isinstance(unit.modules, LayerRange):
+        if unit.modules.has_weights:
             (module,) = modelled(profile, shape, unit.modules)
             num_bytes = module.num_layers * profile.shape.layer_weight_bytes
             pacer.hold(began_s, profile.between.transfer_s(num_bytes))
@@ -176,7 +179,7 @@ class PacedSteps:
             )
 
 
-def _placed(host: MigrationHost) -> Iterator[tuple[Modules, str]]:
+def _placed(host: MigrationHost) -> Iterator[tuple[MigrationUnit, str]]:
     for unit in host.placement:
         if unit.residence is not None:
             # A guest's id ends with the instance that it runs beside.

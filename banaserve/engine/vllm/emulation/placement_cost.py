@@ -7,42 +7,22 @@ from dataclasses import dataclass
 
 from banaserve.costs import modules as costs
 from banaserve.costs.profile import Profile
-from banaserve.engine.vllm.migration.types import Context, HeadSet, Modules
-from banaserve.engine.vllm.migration.types import ModelGeometry as OwnShape
+from banaserve.engine.vllm.migration.types import ModelGeometry
+from banaserve.engine.vllm.migration.units.base import MigrationUnit
 from banaserve.types import Module
 
 ATTENTION_FRACTION = 0.3
 """Share of a layer's time that its heads take along: what the simulator assumes."""
 
 
-def modelled(profile: Profile, own: OwnShape, modules: Modules) -> list[Module]:
+def modelled(profile: Profile, own: ModelGeometry, modules: MigrationUnit) -> list[Module]:
     """The modules of the modelled model that an engine's ``modules`` stand for.
 
     Args:
         own: Of the model that really runs.
-
-    Older blocks count as nothing: what they take depends on who is served.
     """
-    if isinstance(modules, Context):
-        return []
-    layers, heads = profile.shape.num_layers, profile.shape.num_kv_heads
-
-    def layer(index: int) -> int:
-        return index * layers // own.num_layers
-
-    if not isinstance(modules, HeadSet):
-        return [Module(layer(modules.start), layer(modules.end))]
-    found = []
-    for index, chosen in sorted(modules.heads.items()):
-        taken = [
-            head
-            for one in sorted(chosen)
-            for head in range(
-                one * heads // own.num_kv_heads, (one + 1) * heads // own.num_kv_heads
-            )
-        ]
-        found.append(Module(layer(index), layer(index + 1), tuple(taken)))
-    return found
+    shape = profile.shape
+    return modules.modelled(own, ModelGeometry(shape.num_layers, shape.num_kv_heads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +48,8 @@ class RemoteShare:
     def of(
         cls,
         profile: Profile,
-        own: OwnShape,
-        placed: Iterable[tuple[Modules, str]],
+        own: ModelGeometry,
+        placed: Iterable[tuple[MigrationUnit, str]],
         max_microbatches: int = 1,
     ) -> RemoteShare:
         """Of ``placed``: what is away, each with the instance that it runs beside."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from banaserve.engine.vllm.compat.config import VllmConfig
-from banaserve.engine.vllm.migration.guest.partial_model import guest_environment
+from banaserve.engine.vllm.migration.guest.environment import guest_environment
 from banaserve.engine.vllm.migration.guest.server import GuestServer
 from banaserve.engine.vllm.migration.guest.throttle import start_threads
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress

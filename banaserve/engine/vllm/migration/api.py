@@ -10,8 +10,15 @@ Heads = dict[int, tuple[int, ...]]
 """KV heads by layer."""
 
 
+class _AdminRequest(msgspec.Struct, frozen=True):
+    @property
+    def copies_ahead(self) -> bool:
+        """Whether KV is copied while the host serves, and not all of it at a standstill."""
+        return True
+
+
 class MoveLayers(
-    msgspec.Struct,
+    _AdminRequest,
     frozen=True,
     tag="layers",
     tag_field="kind",
@@ -28,9 +35,14 @@ class MoveLayers(
     layers: tuple[int, int]
     precopy: bool = True
 
+    @property
+    def copies_ahead(self) -> bool:
+        """As asked for."""
+        return self.precopy
+
 
 class MoveHeads(
-    msgspec.Struct,
+    _AdminRequest,
     frozen=True,
     tag="heads",
     tag_field="kind",
@@ -45,7 +57,7 @@ class MoveHeads(
 
 
 class MoveContext(
-    msgspec.Struct,
+    _AdminRequest,
     frozen=True,
     tag="context",
     tag_field="kind",
@@ -63,7 +75,7 @@ class MoveContext(
 
 
 class Return(
-    msgspec.Struct,
+    _AdminRequest,
     frozen=True,
     tag="return",
     tag_field="kind",
@@ -187,10 +199,12 @@ class UnitPlace(msgspec.Struct, frozen=True):
     """A unit that is away.
 
     Attributes:
-        modules: As ``modules.write_modules`` writes them.
+        modules: As ``units.registry.write_modules`` writes them.
         at: The instance beside which it runs.
         epoch: Of the host, when it was put to work there.
         num_bytes: Weights and KV of the pool's size at the start; of older blocks what is there.
+        words: The modules in words.
+        whole_layers: Layers that run nowhere else: all of their weights and KV are there.
     """
 
     unit_id: str
@@ -199,6 +213,8 @@ class UnitPlace(msgspec.Struct, frozen=True):
     guest_id: str
     epoch: int
     num_bytes: int
+    words: str = ""
+    whole_layers: list[int] = []
 
 
 class GuestStatus(msgspec.Struct, frozen=True):

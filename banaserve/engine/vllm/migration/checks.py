@@ -10,9 +10,7 @@ from torch import nn
 
 from banaserve.engine.vllm.compat.config import CompilationMode, CUDAGraphMode, VllmConfig
 from banaserve.engine.vllm.compat.kv_cache import FullAttentionSpec, MLAAttentionSpec
-from banaserve.engine.vllm.migration.types import HeadSet, LayerRange, Modules
 from banaserve.errors import MigrationError
-from banaserve.kernels.interface import HEAD_SIZES
 
 _PARTIAL_LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "mistral", "dummy")
 LAYOUT = "LBHNC"
@@ -124,24 +122,6 @@ def find_layers(model: nn.Module, names: Mapping[int, str]) -> tuple[str, nn.Mod
     return path, layers
 
 
-def check_modules(
-    modules: Modules, attentions: Mapping[str, Any], names: Mapping[int, str]
-) -> None:
-    """Refuse to split attentions that cannot be split; whole layers can all move.
-
-    Args:
-        names: Of the attentions by layer.
-
-    Raises:
-        MigrationError: With the reason.
-    """
-    if isinstance(modules, LayerRange):
-        return
-    check = check_heads if isinstance(modules, HeadSet) else check_context
-    for layer in modules.layers:
-        check(attentions[names[layer]], names[layer])
-
-
 def check_heads(attention: Any, name: str) -> None:
     """Refuse to split an attention whose heads are not alike.
 
@@ -154,24 +134,6 @@ def check_heads(attention: Any, name: str) -> None:
             raise MigrationError(f"{name} has {what} by head: move the whole layer instead")
     if str(attention.kv_cache_dtype).startswith("fp8"):
         raise MigrationError(f"{name} keeps scaled KV: move the whole layer instead")
-
-
-def check_context(attention: Any, name: str) -> None:
-    """Refuse to split the sequences of an attention that looks at more than keys and queries.
-
-    Raises:
-        MigrationError: With the reason.
-    """
-    impl = getattr(attention.impl, "inner", attention.impl)
-    check_heads(attention, name)
-    for value, what in ((impl.sliding_window, "a sliding window"), (impl.logits_soft_cap, "a cap")):
-        if value is not None and value > 0:
-            raise MigrationError(f"{name} has {what}, so its sequences cannot be split")
-    if attention.head_size not in HEAD_SIZES:
-        raise MigrationError(
-            f"{name} has heads of size {attention.head_size}, so its sequences cannot be split: "
-            f"{', '.join(map(str, HEAD_SIZES))} can"
-        )
 
 
 def check_tensors(kv_caches: Mapping[str, Any], layout: str) -> None:

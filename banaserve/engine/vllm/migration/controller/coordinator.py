@@ -14,7 +14,6 @@ from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.migration.api import (
     Migration,
     MigrationRequest,
-    MoveContext,
     MoveStatus,
     Overlapping,
     OverlapRequest,
@@ -29,13 +28,12 @@ from banaserve.engine.vllm.migration.controller.planner import (
     ModelFacts,
     Op,
     check_room,
-    kv_bytes,
+    num_bytes,
     plan_move,
     plan_return,
-    weight_bytes,
 )
 from banaserve.engine.vllm.migration.controller.task import AbortedError, MigrationTask
-from banaserve.engine.vllm.migration.types import Context, HeadSet, LayerRange, Modules
+from banaserve.engine.vllm.migration.units.registry import unit_asked
 from banaserve.errors import BanaServeError, MigrationError
 from banaserve.names import check_known
 from banaserve.types import InstanceId
@@ -93,8 +91,7 @@ class Coordinator:
             taken = self._check_room(ops, target, hosted) if target is not None else 0
             migration = self._make(ask, ops, target, taken)
             hosted.moving[migration.id] = [op.modules for op in ops]
-        precopy = getattr(ask, "precopy", True)
-        task = asyncio.create_task(self._run(migration, ops, hosted, precopy))
+        task = asyncio.create_task(self._run(migration, ops, hosted, ask.copies_ahead))
         self._tasks[migration.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(migration.id, None))
         await asyncio.sleep(0)  # a task that is cancelled before its first step runs no handler
@@ -173,7 +170,7 @@ class Coordinator:
         return InstanceId(self._hosted(name).id)
 
     def _plan(self, ask: MigrationRequest, hosted: HostState) -> Sequence[Op]:
-        away, wanted = hosted.units(self.guests), _wanted(ask)
+        away, wanted = hosted.units(self.guests), unit_asked(ask)
         if isinstance(ask, Return):
             return plan_return(wanted, away, hosted.moving)
         assert wanted is not None
@@ -193,7 +190,7 @@ class Coordinator:
         self, ask: MigrationRequest, ops: Sequence[Op], target: InstanceId | None, taken: int
     ) -> Migration:
         migration_id = f"m{next(self._numbers)}"
-        kind = "return" if isinstance(ask, Return) else _kind(ops[0].modules)
+        kind = "return" if isinstance(ask, Return) else ops[0].modules.kind
         moves = []
         for number, op in enumerate(ops):
             move_id = f"{migration_id}.{number}"
@@ -243,15 +240,13 @@ class Coordinator:
     ) -> None:
         for op, move in zip(ops, migration.moves, strict=True):
             target = InstanceId(migration.to) if migration.to is not None else None
-            num_bytes = weight_bytes(op.modules, self.facts)
-            num_bytes += kv_bytes(op.modules, self.facts, hosted.kv)
             course = MigrationTask(
                 hosted,
                 self.guests,
                 move,
                 op,
                 target,
-                num_bytes,
+                num_bytes(op.modules, self.facts, hosted.kv),
                 lambda: migration.id in self._aborts,
                 precopy,
             )
@@ -266,25 +261,6 @@ class Coordinator:
     async def _look_again(self, hosted: HostState) -> None:
         with contextlib.suppress(BanaServeError):
             await hosted.refresh()
-
-
-def _wanted(ask: MigrationRequest) -> Modules | None:
-    layers, heads = getattr(ask, "layers", None), getattr(ask, "heads", None)
-    if layers is not None and heads is not None:
-        raise MigrationError("name layers or heads, not both")
-    if isinstance(ask, MoveContext):
-        return Context(*ask.layers)
-    if layers is not None:
-        return LayerRange(*layers)
-    if heads is not None:
-        return HeadSet({layer: tuple(sorted(of)) for layer, of in heads.items()})
-    return None
-
-
-def _kind(modules: Modules) -> str:
-    if isinstance(modules, Context):
-        return "context"
-    return "layers" if isinstance(modules, LayerRange) else "heads"
 
 
 def _count(kind: str, move: MoveStatus) -> None:

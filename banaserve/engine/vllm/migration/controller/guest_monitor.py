@@ -20,13 +20,11 @@ from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration.controller.guest_pool import GuestHandle, GuestPool
 from banaserve.engine.vllm.migration.controller.host_state import HostState
 from banaserve.engine.vllm.migration.controller.planner import (
-    kv_bytes,
     machine_available_bytes,
     model_facts,
-    weight_bytes,
+    num_bytes,
 )
-from banaserve.engine.vllm.migration.rpc.worker_api import HostStatus, LinkState
-from banaserve.engine.vllm.migration_executor import modules_of
+from banaserve.engine.vllm.migration.worker_api import HostStatus, LinkState
 from banaserve.errors import BanaServeError, MigrationError
 from banaserve.types import InstanceId, ModulePlacement
 
@@ -123,8 +121,8 @@ class GuestMonitor:
         facts, kv = self._coordinator.facts, hosted.kv
         found = []
         for unit in hosted.units(self._guests):
-            size = weight_bytes(unit.modules, facts) + kv_bytes(unit.modules, facts, kv)
-            parts = modules_of(unit.modules)
+            size = num_bytes(unit.modules, facts, kv)
+            parts = unit.modules.as_modules()
             for part in parts:
                 found.append(
                     ModulePlacement(

@@ -20,7 +20,7 @@ from banaserve.engine.vllm.migration.controller.process_stats import ProcessUsag
 from banaserve.engine.vllm.migration.controller.shares import Shares
 from banaserve.engine.vllm.migration.controller.timeouts import MoveStage, timeout_s
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
-from banaserve.engine.vllm.migration.rpc.worker_api import LinkState
+from banaserve.engine.vllm.migration.worker_api import LinkState
 from banaserve.errors import MigrationError
 from banaserve.types import InstanceId
 
@@ -121,11 +121,13 @@ class GuestPool:
         """Of its target's device, that a guest may take."""
         return self.shares.bound(guest.target) / max(1, len(self.beside(guest.target)))
 
-    def free_for(self, host: InstanceId, target: InstanceId, *, layers: bool) -> GuestHandle | None:
-        """A guest that can take another unit: one that serves would stand still to load layers."""
+    def free_for(
+        self, host: InstanceId, target: InstanceId, *, loads_weights: bool
+    ) -> GuestHandle | None:
+        """A guest that can take another unit: one that serves would stand still to load any."""
         for guest in self:
             if (guest.host, guest.target) == (host, target) and guest.can_take:
-                if guest.units and layers:
+                if guest.units and loads_weights:
                     continue
                 return guest
         return None

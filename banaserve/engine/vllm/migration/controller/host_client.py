@@ -9,14 +9,14 @@ from typing import Any, Protocol, TypeVar
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
-from banaserve.engine.vllm.migration.rpc.worker_api import (
+from banaserve.engine.vllm.migration.units.base import MigrationUnit
+from banaserve.engine.vllm.migration.worker_api import (
     CommitReport,
     HostStatus,
     MigrationApi,
     MoveReport,
     OverlapStatus,
 )
-from banaserve.engine.vllm.migration.types import Modules
 from banaserve.engine.vllm.typed_rpc import Call, call
 from banaserve.errors import InstanceDeadError, MigrationError, NoAnswerError, ProtocolError
 from banaserve.types import InstanceId, ModulePlacement, Role
@@ -93,7 +93,7 @@ class HostClient:
     async def detach(self, guest_id: str) -> None:
         await self._worker(call(MigrationApi.banaserve_migration_detach, guest_id))
 
-    async def prepare(self, move_id: str, modules: Modules, guest_id: str) -> MoveReport:
+    async def prepare(self, move_id: str, modules: MigrationUnit, guest_id: str) -> MoveReport:
         return await self._worker(
             call(MigrationApi.banaserve_migration_prepare, move_id, modules, guest_id)
         )

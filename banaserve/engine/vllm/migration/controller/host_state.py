@@ -10,12 +10,11 @@ from banaserve.engine.vllm.migration.controller.host_client import HostClient, H
 from banaserve.engine.vllm.migration.controller.planner import (
     ModelFacts,
     RemoteUnit,
-    num_pages,
 )
 from banaserve.engine.vllm.migration.controller.process_stats import CoreWaits
 from banaserve.engine.vllm.migration.kv.host_kv import blocks_gained
-from banaserve.engine.vllm.migration.rpc.worker_api import HostStatus, KvStatus
-from banaserve.engine.vllm.migration.types import Modules
+from banaserve.engine.vllm.migration.units.base import MigrationUnit
+from banaserve.engine.vllm.migration.worker_api import HostStatus, KvStatus
 
 
 class HostState:
@@ -37,7 +36,7 @@ class HostState:
         self.instance = instance
         self.turn = asyncio.Lock()
         self.planning = asyncio.Lock()
-        self.moving: dict[str, list[Modules]] = {}
+        self.moving: dict[str, list[MigrationUnit]] = {}
         self.status: HostStatus | None = None
         self.since_s: dict[str, float] = {}
         self.changed_s: float | None = None
@@ -101,10 +100,10 @@ class HostState:
 
     # ---- the scheduler's pool
 
-    def pool_with(self, away: Sequence[Modules]) -> int:
+    def pool_with(self, away: Sequence[MigrationUnit]) -> int:
         """Blocks that the pool may have while these modules are away."""
         kv = self.kv
-        pages = sum(num_pages(modules, self._facts.num_kv_heads) for modules in away)
+        pages = sum(modules.num_pages(self._facts.num_kv_heads) for modules in away)
         away_bytes = round(pages * kv.page_bytes)
         kept_bytes = kv.num_layers * kv.page_bytes - away_bytes
         return kv.num_blocks + blocks_gained(kv.num_blocks, kv.max_blocks, away_bytes, kept_bytes)

@@ -16,16 +16,9 @@ from typing import Any, NamedTuple
 import psutil
 
 from banaserve.engine.vllm.compat.config import VllmConfig
-from banaserve.engine.vllm.migration.rpc.worker_api import KvStatus
-from banaserve.engine.vllm.migration.types import (
-    Context,
-    HeadSet,
-    LayerRange,
-    ModelGeometry,
-    Modules,
-    check_shape,
-    overlap,
-)
+from banaserve.engine.vllm.migration.types import ModelGeometry
+from banaserve.engine.vllm.migration.units.base import MigrationUnit, layers_left, overlap
+from banaserve.engine.vllm.migration.worker_api import KvStatus
 from banaserve.errors import MigrationError
 from banaserve.kvstore.sizes import format_size
 
@@ -35,7 +28,7 @@ class RemoteUnit:
     """A unit that runs beside another instance, ``at``."""
 
     unit_id: str
-    modules: Modules
+    modules: MigrationUnit
     at: str
 
 
@@ -43,7 +36,7 @@ class RemoteUnit:
 class MoveOut:
     """Move modules that are at home."""
 
-    modules: Modules
+    modules: MigrationUnit
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +44,14 @@ class Relocate:
     """Move a unit that is away on to another instance; ``at`` is where it is."""
 
     unit_id: str
-    modules: Modules
+    modules: MigrationUnit
     at: str
 
 
 @dataclass(frozen=True, slots=True)
 class BringBack:
     unit_id: str
-    modules: Modules
+    modules: MigrationUnit
     at: str
 
 
@@ -66,11 +59,11 @@ Op = MoveOut | Relocate | BringBack
 
 
 def plan_move(
-    wanted: Modules,
+    wanted: MigrationUnit,
     target: str,
     shape: ModelGeometry,
     away: Sequence[RemoteUnit],
-    moving: Mapping[str, Sequence[Modules]],
+    moving: Mapping[str, Sequence[MigrationUnit]],
 ) -> list[Op]:
     """Steps after which ``wanted`` runs beside ``target``.
 
@@ -84,23 +77,23 @@ def plan_move(
     Raises:
         MigrationError: With the reason why it cannot be done.
     """
-    check_shape(wanted, shape)
+    wanted.check(shape)
     _check_not_moving(wanted, moving)
     steps: list[Op] = []
-    rest = _cells(wanted)
+    rest = wanted.cells()
     for unit in away:
         if overlap(wanted, unit.modules) is None:
             continue
-        if type(unit.modules) is not type(wanted):
+        if unit.modules.kind != wanted.kind:
             raise MigrationError(f"{_where(unit)}: return them before you move {wanted}")
-        held = _cells(unit.modules)
+        held = unit.modules.cells()
         rest -= held
         if unit.at == target:
             continue
-        if not held <= _cells(wanted):
+        if not held <= wanted.cells():
             raise MigrationError(f"{_where(unit)} as one unit: move all of it, or return it first")
         steps.append(Relocate(unit.unit_id, unit.modules, unit.at))
-    steps += [MoveOut(modules) for modules in _modules(rest, wanted)]
+    steps += [MoveOut(modules) for modules in wanted.of_cells(rest)]
     if not steps:
         raise MigrationError(f"{wanted} run beside {target} already")
     _keep_one_layer([*(s.modules for s in steps), *(u.modules for u in away)], shape)
@@ -108,7 +101,9 @@ def plan_move(
 
 
 def plan_return(
-    wanted: Modules | None, away: Sequence[RemoteUnit], moving: Mapping[str, Sequence[Modules]]
+    wanted: MigrationUnit | None,
+    away: Sequence[RemoteUnit],
+    moving: Mapping[str, Sequence[MigrationUnit]],
 ) -> list[BringBack]:
     """Steps after which ``wanted``, or everything, is at home.
 
@@ -120,21 +115,12 @@ def plan_return(
         raise MigrationError(f"nothing of {wanted} is away" if wanted else "nothing is away")
     for unit in found:
         _check_not_moving(unit.modules, moving)
-        if wanted is not None and not _covers(wanted, unit.modules):
+        if wanted is not None and not wanted.covers(unit.modules):
             raise MigrationError(f"{_where(unit)} as one unit: return all of it")
     return [BringBack(unit.unit_id, unit.modules, unit.at) for unit in found]
 
 
-def num_pages(modules: Modules, num_kv_heads: int) -> float:
-    """How many whole layers' KV modules take out of the pool; older blocks come and go."""
-    if isinstance(modules, Context):
-        return 0.0
-    if isinstance(modules, LayerRange):
-        return float(len(modules.layers))
-    return sum(len(heads) for heads in modules.heads.values()) / num_kv_heads
-
-
-def _check_not_moving(wanted: Modules, moving: Mapping[str, Sequence[Modules]]) -> None:
+def _check_not_moving(wanted: MigrationUnit, moving: Mapping[str, Sequence[MigrationUnit]]) -> None:
     for migration_id, others in moving.items():
         for other in others:
             if (shared := overlap(wanted, other)) is not None:
@@ -144,45 +130,13 @@ def _check_not_moving(wanted: Modules, moving: Mapping[str, Sequence[Modules]]) 
                 )
 
 
-def _keep_one_layer(modules: Iterable[Modules], shape: ModelGeometry) -> None:
-    gone = {n for m in modules if isinstance(m, LayerRange) for n in m.layers}
-    if len(gone) == shape.num_layers:
+def _keep_one_layer(modules: Iterable[MigrationUnit], shape: ModelGeometry) -> None:
+    if not layers_left(modules, shape.num_layers):
         raise MigrationError("every layer would be away: keep at least one on the host")
 
 
 def _where(unit: RemoteUnit) -> str:
     return f"{unit.modules} run beside {unit.at}"
-
-
-def _covers(wanted: Modules, held: Modules) -> bool:
-    if isinstance(wanted, LayerRange):
-        return set(held.layers) <= set(wanted.layers)
-    return isinstance(held, HeadSet) and _cells(held) <= _cells(wanted)
-
-
-def _cells(modules: Modules) -> set[tuple[int, int]]:
-    """Layers, or heads of layers, one by one: comparable among modules of one kind."""
-    if isinstance(modules, HeadSet):
-        return {(layer, head) for layer, heads in modules.heads.items() for head in heads}
-    return {(layer, 0) for layer in modules.layers}
-
-
-def _modules(cells: set[tuple[int, int]], like: Modules) -> list[Modules]:
-    """The inverse of ``_cells``: a range for each run of neighbouring layers, or one set."""
-    if not cells:
-        return []
-    if isinstance(like, HeadSet):
-        heads: dict[int, tuple[int, ...]] = {}
-        for layer, head in sorted(cells):
-            heads[layer] = (*heads.get(layer, ()), head)
-        return [HeadSet(heads)]
-    ranges: list[tuple[int, int]] = []
-    for layer, _ in sorted(cells):
-        if ranges and ranges[-1][1] == layer:
-            ranges[-1] = (ranges[-1][0], layer + 1)
-        else:
-            ranges.append((layer, layer + 1))
-    return [type(like)(start, end) for start, end in ranges]
 
 
 GUEST_BYTES = 160 << 20
@@ -219,27 +173,30 @@ def model_facts(config: VllmConfig) -> ModelFacts:
     return ModelFacts(layers, model.get_num_kv_heads(config.parallel_config), weights)
 
 
-def weight_bytes(modules: Modules, facts: ModelFacts) -> int:
-    """Weights that a guest has to load; heads have none."""
-    return len(modules.layers) * facts.layer_weight_bytes if isinstance(modules, LayerRange) else 0
+def weight_bytes(modules: MigrationUnit, facts: ModelFacts) -> int:
+    """Weights that a guest has to load."""
+    return modules.weight_bytes(facts.layer_weight_bytes)
 
 
-def kv_bytes(modules: Modules, facts: ModelFacts, kv: KvStatus) -> int:
-    """KV of the pool that the host started with; of older blocks the most that they can be."""
-    if isinstance(modules, Context):
-        return len(modules.layers) * kv.page_bytes * kv.num_blocks
-    return round(num_pages(modules, facts.num_kv_heads) * kv.page_bytes) * kv.num_blocks
+def kv_bytes(modules: MigrationUnit, facts: ModelFacts, kv: KvStatus) -> int:
+    """KV of the pool that the host started with: the most that a guest has to hold."""
+    return round(modules.kv_pages(facts.num_kv_heads) * kv.page_bytes) * kv.num_blocks
+
+
+def num_bytes(modules: MigrationUnit, facts: ModelFacts, kv: KvStatus) -> int:
+    """Weights and KV, as above."""
+    return weight_bytes(modules, facts) + kv_bytes(modules, facts, kv)
 
 
 def check_room(
-    modules: Modules, target: str, facts: ModelFacts, kv: KvStatus, available: AvailableBytes
+    modules: MigrationUnit, target: str, facts: ModelFacts, kv: KvStatus, available: AvailableBytes
 ) -> int:
     """Bytes that the modules take beside ``target``.
 
     Raises:
         MigrationError: It has no room for them.
     """
-    needed = weight_bytes(modules, facts) + kv_bytes(modules, facts, kv)
+    needed = num_bytes(modules, facts, kv)
     there = available(target)
     if needed + GUEST_BYTES > there:
         raise MigrationError(

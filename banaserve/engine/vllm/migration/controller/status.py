@@ -15,9 +15,10 @@ from banaserve.engine.vllm.migration.api import (
 )
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration.controller.host_state import HostState
-from banaserve.engine.vllm.migration.controller.planner import kv_bytes, weight_bytes
+from banaserve.engine.vllm.migration.controller.planner import num_bytes
 from banaserve.engine.vllm.migration.controller.shares import sharing_of
-from banaserve.engine.vllm.migration.types import Modules, write_modules
+from banaserve.engine.vllm.migration.units.base import MigrationUnit
+from banaserve.engine.vllm.migration.units.registry import write_modules
 from banaserve.errors import BanaServeError
 
 
@@ -72,10 +73,10 @@ def _units(coordinator: Coordinator, hosted: HostState) -> list[UnitPlace]:
     assert hosted.status is not None
     facts, kv = coordinator.facts, hosted.kv
 
-    def bytes_of(modules: Modules, num_older_blocks: int | None) -> int:
+    def bytes_of(modules: MigrationUnit, num_older_blocks: int | None) -> int:
         if num_older_blocks is not None:
             return num_older_blocks * len(modules.layers) * kv.page_bytes
-        return weight_bytes(modules, facts) + kv_bytes(modules, facts, kv)
+        return num_bytes(modules, facts, kv)
 
     by_id = {unit.unit_id: unit for unit in hosted.status.units}
     return [
@@ -86,6 +87,8 @@ def _units(coordinator: Coordinator, hosted: HostState) -> list[UnitPlace]:
             by_id[unit.unit_id].guest_id,
             by_id[unit.unit_id].epoch,
             bytes_of(unit.modules, by_id[unit.unit_id].num_older_blocks),
+            str(unit.modules),
+            list(unit.modules.layers) if unit.modules.has_weights else [],
         )
         for unit in hosted.units(coordinator.guests)
     ]

@@ -12,8 +12,8 @@ from banaserve.engine.vllm.migration.controller.guest_pool import GuestHandle, G
 from banaserve.engine.vllm.migration.controller.host_state import HostState
 from banaserve.engine.vllm.migration.controller.planner import BringBack, MoveOut, Op
 from banaserve.engine.vllm.migration.controller.timeouts import MoveStage, copies_again, timeout_s
-from banaserve.engine.vllm.migration.rpc.worker_api import MoveReport
-from banaserve.engine.vllm.migration.types import LayerRange, MovePhase
+from banaserve.engine.vllm.migration.types import MovePhase
+from banaserve.engine.vllm.migration.worker_api import MoveReport
 from banaserve.errors import BanaServeError, MigrationError
 from banaserve.types import InstanceId
 
@@ -95,8 +95,8 @@ class MigrationTask:
         assert self._target is not None
         async with self._phase("starting"):
             host = self._hosted.instance.id
-            layers = isinstance(self._op.modules, LayerRange)
-            guest = self._guests.free_for(host, self._target, layers=layers)
+            loads_weights = self._op.modules.has_weights
+            guest = self._guests.free_for(host, self._target, loads_weights=loads_weights)
             if guest is None:
                 guest = await self._guests.start(host, self._target, self._link, self._move.move_id)
             guest.moves.add(self._move.move_id)

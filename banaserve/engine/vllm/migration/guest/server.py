@@ -1,4 +1,4 @@
-"""Guest server: runs the layers and heads that a host has moved here, one message at a time."""
+"""Guest server: runs the units that a host has moved here, one message at a time."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import logging
 import os
 import time
 import traceback
-from typing import Any
 
 import psutil
 import torch
 
 from banaserve.engine.vllm.compat.config import VllmConfig, adopt_kv_layout
 from banaserve.engine.vllm.migration.guest.throttle import ComputeThrottle, run_low_priority
-from banaserve.engine.vllm.migration.guest.units import ContextUnit, HeadsUnit, LayersUnit
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_channel import GuestChannel
-from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire
+from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle
+from banaserve.engine.vllm.migration.units.guest_unit import GuestServices, GuestUnit
+from banaserve.engine.vllm.migration.units.registry import GuestUnits, decode_request
 from banaserve.errors import MigrationError, ProtocolError
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
 from banaserve.transport.interface import Channel, Message, Transport
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 60.0
 
-Unit = LayersUnit | HeadsUnit | ContextUnit
 Answer = tuple[messages.Reply, TensorBundle]
 
 
@@ -51,9 +50,10 @@ class GuestServer:
         self._transport = transport
         self._token = token
         self._host: str | None = None
-        self._units: dict[str, Unit] = {}
-        self._step: tuple[int, HeadsUnit.Step] | None = None
+        self._units: dict[str, GuestUnit] = {}
         self._share = ComputeThrottle()
+        self._builder = GuestUnits(self._config, transport)
+        self._services = GuestServices(self._share.computing, self._post.expect)
         self._told_busy_s = 0.0
         self._num_runs = 0
 
@@ -70,7 +70,7 @@ class GuestServer:
 
     def _answer(self, message: Message) -> None:
         try:
-            reply, parcel = self._obey(messages.decode_request(message.body), message)
+            reply, parcel = self._obey(decode_request(message.body), message)
         except (MigrationError, ProtocolError, ValueError, TypeError) as refused:
             reply, parcel = messages.RequestRefused(str(refused)), TensorBundle()
         except Exception as broken:
@@ -88,13 +88,9 @@ class GuestServer:
         if self._host is None:
             raise MigrationError("a guest answers to nobody who has not shown its token")
         match request:
-            case messages.RunLayers():
-                return self._run_layers(request, message)
-            case messages.RunHeads():
-                return self._run_heads(request, message)
-            case messages.RunContext():
-                return self._run_context(request, message)
-            case messages.BuildLayers() | messages.BuildHeads() | messages.BuildContext():
+            case messages.Run():
+                return self._run(request, message)
+            case messages.Build():
                 return self._build(request, message.epoch), TensorBundle()
             case messages.Activate():
                 self._unit(request.unit_id).activate(request.epoch)
@@ -119,17 +115,15 @@ class GuestServer:
     def _build(self, request: messages.Build, epoch: int) -> messages.Built:
         if request.unit_id in self._units:
             raise MigrationError(f"{request.unit_id} is here already")
-        if isinstance(request, messages.BuildLayers) and self._serves():
+        if request.loads_weights and self._serves():
             raise MigrationError(
                 "this guest serves and would stand still while it loads layers: start another"
             )
         began_s = time.perf_counter()
         adopt_kv_layout(self._config, request.kv.layout, request.kv.block_size_tokens)
-        kind = _KINDS[type(request)]
 
-        def make() -> Unit:
-            made: Unit = kind(self._config, self._transport, request, epoch)
-            return made
+        def make() -> GuestUnit:
+            return self._builder.build(request, epoch)
 
         # A guest that serves has its host wait for what it builds: no weights, in milliseconds.
         unit = make() if self._serves() else run_low_priority(make)
@@ -149,48 +143,15 @@ class GuestServer:
     def _serves(self) -> bool:
         return any(unit.epoch is not None for unit in self._units.values())
 
-    def _run_layers(self, request: messages.RunLayers, message: Message) -> Answer:
-        began_s = time.perf_counter()
+    def _run(self, request: messages.Run, message: Message) -> Answer:
         unit = self._unit(request.unit_id, request.epoch)
-        if not isinstance(unit, LayersUnit):
-            raise ProtocolError(f"{request.unit_id} are no layers")
-        self._post.expect(request.num_follow)
-        returned = unit.run(request.step, request.arguments, message.tensors, self._share.computing)
-        values = returned if isinstance(returned, tuple) else (returned,)
-        parcel = TensorBundle()
-        indices = tuple(None if value is None else parcel.put(value) for value in values)
+        if not isinstance(request, unit.serves):
+            raise ProtocolError(f"{request.unit_id} cannot run {type(request).__name__}")
+        outputs, parcel = unit.serve(request, message.tensors, self._services)
         self._num_runs += 1
-        seconds = time.perf_counter() - began_s
-        save_s = unit.save(request.saves, self._share.computing)
-        return messages.StepOutputs(isinstance(returned, tuple), indices, seconds, save_s), parcel
+        return outputs, parcel
 
-    def _run_heads(self, request: messages.RunHeads, message: Message) -> Answer:
-        unit = self._unit(request.unit_id, request.epoch)
-        if not isinstance(unit, HeadsUnit):
-            raise ProtocolError(f"{request.unit_id} are no heads")
-        if request.step is not None:
-            self._step = request.step_id, unit.read_step(request.step, message.tensors)
-        if self._step is None or self._step[0] != request.step_id:
-            raise ProtocolError(f"step {request.step_id} has not been described")
-        query, key, value = (from_wire(tensor) for tensor in message.tensors[:3])
-        parcel = TensorBundle()
-        with self._share.computing():
-            parcel.put(unit.run(request.name, self._step[1], query, key, value))
-        self._num_runs += 1
-        return messages.StepOutputs(False, (0,)), parcel
-
-    def _run_context(self, request: messages.RunContext, message: Message) -> Answer:
-        unit = self._unit(request.unit_id, request.epoch)
-        if not isinstance(unit, ContextUnit):
-            raise ProtocolError(f"{request.unit_id} are no older blocks")
-        with self._share.computing():
-            part = unit.run(request.name, request.step_id, request.step, message.tensors)
-        parcel = TensorBundle()
-        indices = parcel.put(part.output), parcel.put(part.lse)
-        self._num_runs += 1
-        return messages.StepOutputs(True, indices), parcel
-
-    def _unit(self, unit_id: str, epoch: int | None = None) -> Unit:
+    def _unit(self, unit_id: str, epoch: int | None = None) -> GuestUnit:
         unit = self._units.get(unit_id)
         if unit is None:
             raise MigrationError(f"{unit_id} is not here (any more)")
@@ -212,13 +173,6 @@ class GuestServer:
         self._post.close()
         self._channel.close()
         self._transport.close()
-
-
-_KINDS: dict[type[messages.Build], Any] = {
-    messages.BuildLayers: LayersUnit,
-    messages.BuildHeads: HeadsUnit,
-    messages.BuildContext: ContextUnit,
-}
 
 
 def _own_config(config: VllmConfig) -> VllmConfig:

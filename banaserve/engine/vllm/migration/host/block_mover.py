@@ -16,7 +16,9 @@ from banaserve.transport.local_region import reserve
 from banaserve.transport.memory import Memory
 
 if TYPE_CHECKING:
-    from banaserve.engine.vllm.migration.host.units import Unit  # needs vLLM, copies do not
+    from banaserve.engine.vllm.migration.units.host_unit import (
+        HostUnit,  # needs vLLM, copies do not
+    )
 
 _BOUNCE_BYTES = 8 << 20
 _ROUND_BYTES = 64 << 20
@@ -32,7 +34,7 @@ class BlockMover:
     """
 
     def __init__(
-        self, unit: Unit, host: HostKv, source: RemoteKv | None, target: RemoteKv | None
+        self, unit: HostUnit, host: HostKv, source: RemoteKv | None, target: RemoteKv | None
     ) -> None:
         assert source is not target
         self._unit = unit
@@ -76,7 +78,7 @@ class BlockMover:
         assert remote is not None
         local, starts = self._host_memory()
         each_bytes = sum(self._block_bytes.values())
-        is_guarded = self._source is not None and self._unit.away is not None
+        is_guarded = self._source is not None and self._unit.blocks_come_home
         per_time = max(1, (_BOUNCE_BYTES if is_guarded else _ROUND_BYTES) // each_bytes)
         num_bytes = 0
         for first in range(0, len(blocks), per_time):
@@ -134,9 +136,9 @@ class BlockMover:
         self, blocks: Sequence[int]
     ) -> contextlib.AbstractContextManager[Sequence[int]]:
         """Blocks that the source has: an older block that is written meanwhile is at home."""
-        if self._source is None or self._unit.away is None:
+        if self._source is None:
             return contextlib.nullcontext(blocks)
-        return self._unit.away.holding(blocks)
+        return self._unit.holding(blocks)
 
     def _host_memory(self) -> tuple[Memory, dict[str, int]]:
         """One memory over the unit's slabs, and where each begins in it.

@@ -19,20 +19,16 @@ from banaserve.engine.vllm.migration.host.move import Move
 from banaserve.engine.vllm.migration.host.placement import PlacementManager
 from banaserve.engine.vllm.migration.host.recovery import StepRecovery
 from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
-from banaserve.engine.vllm.migration.host.units import Unit
 from banaserve.engine.vllm.migration.kv.host_kv import HostKv, blocks_gained
 from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
-from banaserve.engine.vllm.migration.rpc.worker_api import GuestLinkStatus, LinkState
-from banaserve.engine.vllm.migration.types import (
-    ModelGeometry,
-    Modules,
-    MovePhase,
-    check_free,
-    check_shape,
-)
+from banaserve.engine.vllm.migration.types import ModelGeometry, MovePhase
+from banaserve.engine.vllm.migration.units.base import MigrationUnit, check_free
+from banaserve.engine.vllm.migration.units.host_unit import HostEngine, HostUnit
+from banaserve.engine.vllm.migration.units.registry import HostUnits
+from banaserve.engine.vllm.migration.worker_api import GuestLinkStatus, LinkState
 from banaserve.errors import BanaServeError, GuestLostError, MigrationError
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import Channel
@@ -87,7 +83,7 @@ class MigrationHost:
     may come in the middle of one.
 
     Attributes:
-        builder: Makes units in guests.
+        engine: Parts of it that its units use.
         epoch: Of the placement; grows with each change of it.
         links: Guests by id.
         attaching: Guests that are not linked yet, or could not be.
@@ -105,42 +101,46 @@ class MigrationHost:
         self._config = runner.vllm_config
         self.kv = host_kv
         context = self._config.compilation_config.static_forward_context
-        self._attentions = {name: context[name] for name in host_kv.tensors}
-        self._names = dict(enumerate(host_kv.tensors))
-        path, layers = checks.find_layers(runner.get_model(), self._names)
+        attentions = {name: context[name] for name in host_kv.tensors}
+        path, layers = checks.find_layers(runner.get_model(), dict(enumerate(host_kv.tensors)))
         (group,) = [g for groups in runner.attn_groups for g in groups]
         spec = group.kv_cache_spec
         self.watch = StepContext(group.get_metadata_builder(0), spec.block_size, host_kv.max_blocks)
         kv_shape = host_kv.shape(runner.cache_config.kv_cache_layout, spec.block_size)
-        self.builder = UnitBuilder(path, kv_shape, host_kv, self._attentions, settings.poison)
-        self._shape = ModelGeometry(len(self._names), host_kv.num_heads)
-        self.lost_steps = StepRecovery(runner)
-        self.placement = PlacementManager(
+        self.engine = HostEngine(
             self._config,
+            path,
             layers,
-            self._attentions,
+            attentions,
             host_kv,
+            kv_shape,
             self.watch,
             self.guest_lost,
-            settings.overlap,
+            settings.poison,
         )
+        self._builder = UnitBuilder(host_kv)
+        self._unit_makers = HostUnits(self.engine)
+        self._shape = ModelGeometry(len(attentions), host_kv.num_heads)
+        self.lost_steps = StepRecovery(runner)
+        self.placement = PlacementManager(self.engine, settings.overlap)
 
     # ---- a move, step by step
 
-    def prepare(self, move_id: str, modules: Modules, guest_id: str) -> Move:
+    def prepare(self, move_id: str, modules: MigrationUnit, guest_id: str) -> Move:
         """Begin to build ``modules``, which are at home, in a guest.
 
         Raises:
             MigrationError: They cannot move, or the guest or the move's id is not to be had.
         """
-        check_shape(modules, self._shape)
+        modules.check(self._shape)
         if any(unit.unit_id == move_id for unit in self.placement):
             raise MigrationError(f"there is a unit {move_id} already: name the move otherwise")
         away = {u.unit_id: u.modules for u in self.placement}
         moving = {m.unit.unit_id: m.unit.modules for m in self.moves if m.is_open}
         check_free(modules, away | moving)
-        checks.check_modules(modules, self._attentions, self._names)
-        unit = self.builder.unit(move_id, modules, self._names)
+        for name in self.engine.names(modules.layers):
+            modules.check_attention(self.engine.attentions[name], name)
+        unit = self._unit_makers.make(move_id, modules)
         return self._begin(move_id, unit, self._link(guest_id))
 
     def prepare_again(self, move_id: str, unit_id: str, guest_id: str | None) -> Move:
@@ -161,10 +161,10 @@ class MigrationHost:
             raise MigrationError(f"{unit_id} is in {guest_id} already")
         return self._begin(move_id, unit, target)
 
-    def _begin(self, move_id: str, unit: Unit, target: GuestClient | None) -> Move:
+    def _begin(self, move_id: str, unit: HostUnit, target: GuestClient | None) -> Move:
         move = Move(move_id, unit, target)
         self.moves.add(move)
-        move.prepare(self.builder, self.watch.written)
+        move.prepare(self._builder, self.watch.written)
         return move
 
     def precopy(self, move_id: str) -> Move:
@@ -192,8 +192,8 @@ class MigrationHost:
             self._failed(move, str(failed))
             raise MigrationError(f"move {move_id}: {failed}") from failed
         self.epoch += 1
-        if move.unit.away is not None and move.source is None:
-            move.unit.away.set(self.watch.written.full())
+        if move.source is None:
+            move.unit.left_home(self.watch.written)
         activated_s = time.perf_counter()
         self.placement.put(move.unit, move.new_residence)
         move.enter(MovePhase.COMMITTED)
@@ -206,7 +206,7 @@ class MigrationHost:
         facts.swap_s = ended_s - activated_s
         facts.stall_s = ended_s - began_s
         if move.source is None:
-            self.builder.poison(move.unit)
+            move.unit.poison()
         return move
 
     def _copy_left(self, move: Move) -> list[int]:
@@ -230,7 +230,7 @@ class MigrationHost:
             if move.source is not None:
                 move.source.leave()
                 return
-            freed = self.builder.free(move.unit)
+            freed = move.unit.free()
             move.facts.predicted_bytes = sum(f.predicted_bytes for f in freed)
             move.facts.freed_bytes = sum(f.freed_bytes for f in freed)
 
@@ -273,8 +273,7 @@ class MigrationHost:
             assert unit.residence is not None
             unit.residence.kv.close()
             self.placement.put(unit, None)
-            if self.settings.poison:
-                self.builder.heal(unit)
+            unit.heal()
         self.epoch += 1
         self.watch.written.forget()
         self.lost_steps.kv_lost()
@@ -334,7 +333,7 @@ class MigrationHost:
         """Blocks by which the pool can grow by what is away."""
         kv = self.kv
         away = round(self.placement.away_pages() * kv.page_bytes)
-        kept = len(self._names) * kv.page_bytes - away
+        kept = self.placement.num_layers * kv.page_bytes - away
         return blocks_gained(kv.num_blocks, kv.max_blocks, away, kept)
 
     def _link(self, guest_id: str) -> GuestClient:

@@ -137,4 +137,4 @@ def _join_store(runner: Any) -> None:
     connector.wrap_copier(wrap)
     if host.settings.guest_saves and runner.device.type == "cpu":
         socket, name = connector.worker.options.socket, connector.client_name
-        host.builder.store = StorePlace(socket, name, connector.fingerprint)
+        host.engine.store = StorePlace(socket, name, connector.fingerprint)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 from banaserve.engine.vllm.migration.host.block_mover import BlockMover
 from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
-from banaserve.engine.vllm.migration.host.units import Unit, UnitLocation
 from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker, Watch
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
-from banaserve.engine.vllm.migration.rpc.worker_api import MoveFacts, MoveReport
 from banaserve.engine.vllm.migration.types import OPEN, MovePhase, check_step
+from banaserve.engine.vllm.migration.units.host_unit import HostUnit, UnitLocation
+from banaserve.engine.vllm.migration.worker_api import MoveFacts, MoveReport
 from banaserve.errors import BanaServeError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Move:
         error: Why it failed.
     """
 
-    def __init__(self, move_id: str, unit: Unit, target: GuestClient | None) -> None:
+    def __init__(self, move_id: str, unit: HostUnit, target: GuestClient | None) -> None:
         self.move_id = move_id
         self.unit = unit
         self.source = unit.residence
@@ -95,7 +95,7 @@ class Move:
                 self.new_residence = builder.build(self.unit, self.target, written)
                 self.facts.weight_bytes = self.new_residence.weight_bytes
             else:
-                builder.make_room(self.unit)
+                self.unit.make_room()
             self.mover = builder.mover(self.unit, self.source, self.new_residence)
             self.facts.prepare_s = time.perf_counter() - began_s
 

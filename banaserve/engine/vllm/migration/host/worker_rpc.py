@@ -7,7 +7,8 @@ from banaserve.engine.vllm.migration.host.host import Attaching, MigrationHost
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
-from banaserve.engine.vllm.migration.rpc.worker_api import (
+from banaserve.engine.vllm.migration.units.host_unit import HostUnit
+from banaserve.engine.vllm.migration.worker_api import (
     CommitReport,
     GuestLinkStatus,
     HostStatus,
@@ -18,7 +19,6 @@ from banaserve.engine.vllm.migration.rpc.worker_api import (
     OverlapStatus,
     UnitStatus,
 )
-from banaserve.engine.vllm.migration.types import Modules
 from banaserve.engine.vllm.typed_rpc import implements
 from banaserve.errors import MigrationError
 
@@ -59,7 +59,7 @@ def status_of(host: MigrationHost, memory: bool) -> HostStatus:
                 unit.modules,
                 unit.residence.link.guest_id,
                 unit.residence.working_epoch,
-                len(unit.away) if unit.away is not None else None,
+                _num_single_blocks(unit),
             )
             for unit in host.placement
             if unit.residence is not None
@@ -82,6 +82,11 @@ def _kv(host: MigrationHost, memory: bool) -> KvStatus:
         resident_bytes=kv.resident_bytes if memory else None,
         written_blocks=len(host.watch.written),
     )
+
+
+def _num_single_blocks(unit: HostUnit) -> int | None:
+    """Blocks of a unit of which some are away and others at home; None of a whole one."""
+    return None if unit.single_blocks is None else len(unit.single_blocks)
 
 
 def _guest(link: GuestClient) -> GuestLinkStatus:
@@ -108,7 +113,7 @@ class MigrationMethods:
 
     @implements(MigrationApi.banaserve_migration_prepare)
     def banaserve_migration_prepare(
-        self, move_id: str, modules: Modules, guest_id: str
+        self, move_id: str, modules: MigrationUnit, guest_id: str
     ) -> MoveReport:
         return self._migration().prepare(move_id, modules, guest_id).report()
 

@@ -28,6 +28,7 @@ from banaserve.engine.vllm.migration.microbatch.planner import (
     StageTimes,
     plan_microbatches,
 )
+from banaserve.engine.vllm.migration.microbatch.status import OverlapStatus, OverlapTimes
 from banaserve.engine.vllm.migration.modules.layer_proxy import (
     LayerChain,
     LayerOrder,
@@ -35,7 +36,6 @@ from banaserve.engine.vllm.migration.modules.layer_proxy import (
     by_name,
     signature_of,
 )
-from banaserve.engine.vllm.migration.rpc.worker_api import OverlapStatus, OverlapTimes
 from banaserve.errors import MigrationError
 
 logger = logging.getLogger(__name__)

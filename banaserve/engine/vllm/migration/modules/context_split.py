@@ -130,17 +130,26 @@ def _without(
     return replace(common, **changed)
 
 
-class RemoteContext(Protocol):
-    """Older blocks of some layers in one guest."""
+class ContextChannel(Protocol):
+    """Steps over older blocks that lie elsewhere: what attention over a split sequence asks.
+
+    ``post`` and ``collect`` raise ``GuestLostError`` where the guest is lost.
+    """
 
     @property
     def link(self) -> GuestClient: ...
 
-    def plan(self) -> ContextPlan | None: ...
+    def plan(self) -> ContextPlan | None:
+        """How the step under way is divided: once for all layers."""
+        ...
 
-    def post(self, name: str, query: torch.Tensor) -> None: ...
+    def post(self, name: str, query: torch.Tensor) -> None:
+        """Send queries ``[num_tokens, num_heads, head_size]`` of one layer."""
+        ...
 
-    def collect(self, query: torch.Tensor) -> PartialAttention: ...
+    def collect(self, query: torch.Tensor) -> PartialAttention:
+        """Attention over the guest's blocks, float32."""
+        ...
 
 
 class ContextAttention:
@@ -170,13 +179,13 @@ class ContextAttention:
         self._name = name
         self._watch = watch
         self._on_lost = on_lost
-        self._remote: RemoteContext | None = None
+        self._remote: ContextChannel | None = None
         self.inner = layer.impl
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inner"], name)
 
-    def arrange(self, remote: RemoteContext | None) -> None:
+    def arrange(self, remote: ContextChannel | None) -> None:
         """Say which guest has older blocks; between two steps. None: all are here."""
         self._remote = remote
         set_implementation(self._layer, self.inner if remote is None else self)
@@ -216,7 +225,7 @@ class ContextAttention:
         output[plan.rows] = merged.output.to(output.dtype)
         return output
 
-    def _ask(self, remote: RemoteContext, question: Callable[[], None]) -> bool:
+    def _ask(self, remote: ContextChannel, question: Callable[[], None]) -> bool:
         """Whether the guest has taken it; where it is lost, the step's output is dropped."""
         try:
             question()

@@ -188,15 +188,22 @@ def _zeros(output: torch.Tensor, remote: Remote) -> torch.Tensor:
     return output.new_zeros(len(output), len(remote.query_heads), output.shape[2])
 
 
-class RemoteHeads(Protocol):
-    """Some heads of one layer in one guest."""
+class HeadChannel(Protocol):
+    """Steps of some heads of one layer that run elsewhere: what split attention asks of them.
+
+    ``post`` and ``collect`` raise ``GuestLostError`` where the guest is lost.
+    """
 
     @property
     def link(self) -> GuestClient: ...
 
-    def post(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None: ...
+    def post(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Send queries and new keys and values, ``[num_tokens, heads, head_size]``."""
+        ...
 
-    def collect(self) -> torch.Tensor: ...
+    def collect(self) -> torch.Tensor:
+        """Their attention's output, ``[num_tokens, query heads, head_size]``."""
+        ...
 
 
 class _Away(NamedTuple):
@@ -205,7 +212,7 @@ class _Away(NamedTuple):
     heads: tuple[int, ...]
     kv_heads: torch.Tensor
     query_heads: torch.Tensor
-    where: RemoteHeads
+    where: HeadChannel
 
 
 class _Posted(NamedTuple):
@@ -251,7 +258,7 @@ class SplitAttention:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inner"], name)
 
-    def arrange(self, remote: Mapping[Sequence[int], RemoteHeads]) -> None:
+    def arrange(self, remote: Mapping[Sequence[int], HeadChannel]) -> None:
         """Say which KV heads are where; between two steps. Nothing remote: the layer is whole."""
         away = {head for heads in remote for head in heads}
         here = [head for head in range(self._layer.num_kv_heads) if head not in away]

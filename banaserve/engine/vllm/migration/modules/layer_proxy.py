@@ -10,14 +10,14 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from banaserve.engine.vllm.compat.attention import get_forward_context
-from banaserve.engine.vllm.migration.host.units import LayersHere
 from banaserve.engine.vllm.migration.kv import store_copier
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.messages import SlotCopies
 from banaserve.errors import GuestLostError
 
@@ -77,6 +77,46 @@ def by_name(
     return arguments
 
 
+class LayerChannel(Protocol):
+    """Steps of a range of layers that runs elsewhere: what a proxy asks of the far end.
+
+    Each method raises ``GuestLostError`` where the guest is lost.
+    """
+
+    @property
+    def link(self) -> GuestClient: ...
+
+    @property
+    def can_save(self) -> bool:
+        """Whether the guest can save blocks of the layers to the store."""
+        ...
+
+    def run(
+        self, arguments: Mapping[str, Any], saves: SlotCopies | None = None
+    ) -> Sequence[torch.Tensor | None]:
+        """One step there and back: the first layer's arguments by name, the last one's values.
+
+        Args:
+            saves: Blocks that the guest copies to the store; ``link.save_s`` says whether it has.
+        """
+        ...
+
+    def post(
+        self, arguments: Mapping[str, Any], num_follow: int, saves: SlotCopies | None = None
+    ) -> None:
+        """Send a part of a step without waiting.
+
+        Args:
+            num_follow: Parts that are posted before anything else is asked of this guest.
+            saves: As for ``run``; of the whole step, with its last part.
+        """
+        ...
+
+    def collect(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        """The values for the part that was posted first, with ``hidden_states``."""
+        ...
+
+
 class RemoteRange:
     """Swaps a range of the model's layers for proxies, and back.
 
@@ -97,7 +137,7 @@ class RemoteRange:
         start: int,
         end: int,
         names: Sequence[str],
-        where: LayersHere,
+        where: LayerChannel,
         on_lost: Callable[[GuestLostError], None],
     ) -> None:
         self._layers = layers
@@ -112,7 +152,7 @@ class RemoteRange:
     def __len__(self) -> int:
         return len(self._span)
 
-    def redirect(self, where: LayersHere, on_lost: Callable[[GuestLostError], None]) -> None:
+    def redirect(self, where: LayerChannel, on_lost: Callable[[GuestLostError], None]) -> None:
         """Let another guest do the work."""
         self.where, self._on_lost = where, on_lost
 

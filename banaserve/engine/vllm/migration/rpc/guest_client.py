@@ -191,7 +191,7 @@ class GuestClient:
         self._lock.acquire()
         try:
             self._refuse_lost()
-            if isinstance(request, messages.RunLayers) and request.saves is not None:
+            if isinstance(request, messages.Run) and request.writes_store:
                 self._may_write = True
             self._send(request, parcel, self._stall_s / self.share)
             self._posted_s.append(self._sent_s)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import socket
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -157,43 +159,21 @@ class GuestHello(msgspec.Struct, frozen=True, tag=True):
     host: str
 
 
-class BuildLayers(msgspec.Struct, frozen=True, tag=True):
-    """Build layers ``start`` to ``end - 1`` of the model's list ``path`` from the checkpoint.
+class Build(msgspec.Struct, frozen=True):
+    """Build a unit; each kind of unit adds what it needs.
 
     Attributes:
         num_backed_blocks: The first ones, which get their memory before the answer.
-        store: Where the guest may save blocks itself; None where it may not.
     """
 
     unit_id: str
-    path: str
-    start: int
-    end: int
-    kv: KvShape
-    num_backed_blocks: int
-    store: StorePlace | None = None
-
-
-class BuildHeads(msgspec.Struct, frozen=True, tag=True):
-    """Build the attention of some heads; ``num_backed_blocks`` as for layers."""
-
-    unit_id: str
-    slices: tuple[AttentionSlice, ...]
     kv: KvShape
     num_backed_blocks: int
 
-
-class BuildContext(msgspec.Struct, frozen=True, tag=True):
-    """Make room for older blocks of some layers, whose slices are all KV heads.
-
-    Attributes:
-        num_backed_blocks: As for layers; copies back what they need, so as a rule none.
-    """
-
-    unit_id: str
-    slices: tuple[AttentionSlice, ...]
-    kv: KvShape
-    num_backed_blocks: int = 0
+    @property
+    def loads_weights(self) -> bool:
+        """Whether the guest reads a checkpoint, which takes seconds."""
+        return False
 
 
 class Activate(msgspec.Struct, frozen=True, tag=True):
@@ -226,56 +206,16 @@ class CopyPages(msgspec.Struct, frozen=True, tag=True):
     blocks: tuple[int, ...]
 
 
-class RunLayers(msgspec.Struct, frozen=True, tag=True):
-    """One step of a range of layers.
-
-    Attributes:
-        step: Attention metadata by field: a plain value, or a list that begins with the index of
-            a tensor.
-        arguments: Of the first layer by parameter name, likewise.
-        num_follow: Messages that the host sends next without waiting for this one's answer.
-        saves: Blocks to copy to the store before the answer, as they are after the step.
-    """
+class Run(msgspec.Struct, frozen=True):
+    """One step of a unit, or of one layer of it; each kind of unit adds what it needs."""
 
     unit_id: str
     epoch: int
-    step: dict[str, Any]
-    arguments: dict[str, Any]
-    num_follow: int = 0
-    saves: SlotCopies | None = None
 
-
-class RunHeads(msgspec.Struct, frozen=True, tag=True):
-    """One step of some heads of one layer; the first three tensors are query, key and value.
-
-    Attributes:
-        step_id: Names the step; ``step`` is None where this guest has its metadata already.
-        name: The attention on the host.
-    """
-
-    unit_id: str
-    epoch: int
-    step_id: int
-    name: str
-    step: dict[str, Any] | None
-
-
-class RunContext(msgspec.Struct, frozen=True, tag=True):
-    """One layer's step over older blocks; the first tensor is the query of those that ask.
-
-    Answered with output and log-sum-exp, float32.
-
-    Attributes:
-        step_id: Names the step; ``step`` is None where the unit knows it already.
-        step: ``block_table``, ``query_start`` and ``num_tokens`` of the sequences that ask: what
-            ``kernels.interface.Batch`` has of them where nothing is masked.
-    """
-
-    unit_id: str
-    epoch: int
-    step_id: int
-    name: str
-    step: dict[str, Any] | None
+    @property
+    def writes_store(self) -> bool:
+        """Whether the guest writes to slots of the host's store before it answers."""
+        return False
 
 
 class GetUsage(msgspec.Struct, frozen=True, tag=True):
@@ -288,9 +228,8 @@ class SetShare(msgspec.Struct, frozen=True, tag=True):
     fraction: float
 
 
-Build = BuildLayers | BuildHeads | BuildContext
-Run = RunLayers | RunHeads | RunContext
 Request = GuestHello | Build | Activate | ReleaseUnit | CopyPages | Run | GetUsage | SetShare
+_CONTROL = GuestHello | Activate | ReleaseUnit | CopyPages | GetUsage | SetShare
 
 
 class GuestReady(msgspec.Struct, frozen=True, tag=True):
@@ -364,7 +303,6 @@ class RequestRefused(msgspec.Struct, frozen=True, tag=True):
 Reply = GuestReady | Built | StepsDone | StepOutputs | GuestUsage | RequestRefused
 
 encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Request).decode
 _replies = msgspec.msgpack.Decoder(Reply)
 
 
@@ -378,3 +316,12 @@ def decode_reply(body: bytes) -> Reply:
         return _replies.decode(body)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"that is no guest's answer: {error}") from None
+
+
+def request_decoder(of_units: Iterable[type[Build] | type[Run]]) -> Callable[[bytes], Request]:
+    """What reads a host's messages: those of every guest, and those of the units that it knows.
+
+    The function that is returned raises ``msgspec.MsgspecError`` for anything else.
+    """
+    known = functools.reduce(operator.or_, of_units, _CONTROL)
+    return msgspec.msgpack.Decoder(known).decode

@@ -1,9 +1,11 @@
-"""Partial model of a guest: consecutive decoder layers, built as a pipeline stage of any range."""
+"""Consecutive decoder layers of a model, built as a pipeline stage with any range.
+
+Also the device that a guest computes on, and the kernels that it attends with.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +21,6 @@ from banaserve.engine.vllm.compat.attention import (
 from banaserve.engine.vllm.compat.config import VllmConfig, set_current_vllm_config
 from banaserve.engine.vllm.compat.model import PPMissingLayer, get_model_loader
 from banaserve.engine.vllm.migration.config import MigrationSettings, settings_of
-from banaserve.engine.vllm.migration.guest.throttle import run_low_priority
 from banaserve.engine.vllm.migration.modules.attention_backend import kernels_for
 from banaserve.engine.vllm.migration.modules.layer_proxy import Around, LayerChain
 from banaserve.engine.vllm.migration.modules.paged_attention import KernelsAttention, StepBatches
@@ -149,17 +150,3 @@ def _submodule(model: nn.Module, path: str) -> Sequence[nn.Module]:
     if not isinstance(found, nn.ModuleList):
         raise MigrationError(f"{path} of this model is no list of layers")
     return list(found)
-
-
-@contextlib.contextmanager
-def guest_environment(config: VllmConfig, rendezvous: str) -> Iterator[None]:
-    """vLLM's process groups for one process alone, as its layers expect them."""
-    device = device_of(config)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    with set_current_vllm_config(config):
-        run_low_priority(lambda: compat.start_alone(rendezvous))
-    try:
-        yield
-    finally:
-        compat.end_alone()

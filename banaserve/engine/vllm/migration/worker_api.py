@@ -6,8 +6,10 @@ from enum import Enum
 
 import msgspec
 
+from banaserve.engine.vllm.migration.microbatch.status import OverlapStatus
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress, GuestUsage
-from banaserve.engine.vllm.migration.types import Modules, MovePhase
+from banaserve.engine.vllm.migration.types import MovePhase
+from banaserve.engine.vllm.migration.units.registry import AnyUnit
 
 
 class LinkState(Enum):
@@ -117,7 +119,7 @@ class UnitStatus(msgspec.Struct, frozen=True):
     """
 
     unit_id: str
-    modules: Modules
+    modules: AnyUnit
     guest_id: str
     epoch: int
     num_older_blocks: int | None
@@ -143,44 +145,6 @@ class KvStatus(msgspec.Struct, frozen=True):
     num_layers: int
     resident_bytes: int | None
     written_blocks: int
-
-
-class OverlapTimes(msgspec.Struct):
-    """Sums over all steps that could be cut, of the time of their layers.
-
-    Attributes:
-        predicted_s: As the steps were cut.
-        waiting_s: Predicted for the same steps in one part.
-        measured_s: As it was.
-        wrong_s: By how much each prediction was off, whatever the sign.
-    """
-
-    predicted_s: float = 0.0
-    waiting_s: float = 0.0
-    measured_s: float = 0.0
-    wrong_s: float = 0.0
-
-
-class OverlapStatus(msgspec.Struct, frozen=True):
-    """Whether a host and the guests of its layers compute at once.
-
-    Attributes:
-        max_microbatches: That a step may be cut into; 1: guests are waited for.
-        blocker: Why steps are not cut; empty where they may be.
-        steps_cut: So far.
-        steps_waited: Run in one part, because no other number was predicted to be faster.
-        parts: Of all steps while layers were away.
-        prediction_error: Of the time of a step's layers, as a fraction, smoothed.
-        times: Predicted and measured.
-    """
-
-    max_microbatches: int
-    blocker: str
-    steps_cut: int
-    steps_waited: int
-    parts: int
-    prediction_error: float
-    times: OverlapTimes
 
 
 class HostStatus(msgspec.Struct, frozen=True):
@@ -224,7 +188,7 @@ class MigrationApi:
         raise NotImplementedError
 
     def banaserve_migration_prepare(
-        self, move_id: str, modules: Modules, guest_id: str
+        self, move_id: str, modules: AnyUnit, guest_id: str
     ) -> MoveReport:
         """Begin to build modules, all of them at home, in a guest.
 

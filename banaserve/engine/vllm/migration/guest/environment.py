@@ -1,0 +1,27 @@
+"""Process groups of a guest, which vLLM's layers expect to be there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from banaserve.engine.vllm.compat import model as compat
+from banaserve.engine.vllm.compat.config import VllmConfig, set_current_vllm_config
+from banaserve.engine.vllm.migration.guest.throttle import run_low_priority
+from banaserve.engine.vllm.migration.modules.partial_model import device_of
+
+
+@contextlib.contextmanager
+def guest_environment(config: VllmConfig, rendezvous: str) -> Iterator[None]:
+    """vLLM's process groups for one process alone, as its layers expect them."""
+    device = device_of(config)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with set_current_vllm_config(config):
+        run_low_priority(lambda: compat.start_alone(rendezvous))
+    try:
+        yield
+    finally:
+        compat.end_alone()

@@ -1,0 +1,398 @@
+"""Older KV blocks of some layers: a guest attends over them, the host over newer ones."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.migration import checks
+from banaserve.engine.vllm.migration.api import MoveContext, Return
+from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
+from banaserve.engine.vllm.migration.kv.host_kv import Freed
+from banaserve.engine.vllm.migration.kv.step_context import StepContext
+from banaserve.engine.vllm.migration.modules.context_split import (
+    ContextAttention,
+    ContextChannel,
+    ContextPlan,
+    split_context,
+)
+from banaserve.engine.vllm.migration.modules.head_attention import head_attention
+from banaserve.engine.vllm.migration.modules.paged_attention import Pages, kernels_of, pages_of
+from banaserve.engine.vllm.migration.rpc import messages
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
+from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, restore, to_device
+from banaserve.engine.vllm.migration.types import ModelGeometry
+from banaserve.engine.vllm.migration.units.base import LayerSpan, MigrationUnit
+from banaserve.engine.vllm.migration.units.guest_unit import Answer, GuestServices, GuestUnit
+from banaserve.engine.vllm.migration.units.host_unit import HostEngine, HostUnit, UnitLocation
+from banaserve.engine.vllm.migration.units.kind import UnitKind
+from banaserve.errors import MigrationError, ProtocolError
+from banaserve.kernels.interface import HEAD_SIZES, Batch, PartialAttention
+from banaserve.transport.interface import Tensor, Transport
+from banaserve.types import Module
+
+
+class Context(LayerSpan, frozen=True, tag="context"):
+    """Older KV blocks of layers ``start`` to ``end - 1``: those that are full when they move."""
+
+    kind: ClassVar[str] = "context"
+    has_weights: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return f"older blocks of layers {self.start}:{self.end}"
+
+    def check(self, shape: ModelGeometry) -> None:
+        if not 0 <= self.start < self.end <= shape.num_layers:
+            raise MigrationError(
+                f"{self}: name a range START:END of layers within 0:{shape.num_layers}"
+            )
+
+    def covers(self, other: MigrationUnit) -> bool:
+        return other.kind == self.kind and other.cells() <= self.cells()
+
+    def weight_bytes(self, layer_weight_bytes: int) -> int:
+        return 0
+
+    def kv_pages(self, num_kv_heads: int) -> float:
+        """The most that they can be: every block of the layers."""
+        return float(len(self.layers))
+
+    def num_pages(self, num_kv_heads: int) -> float:
+        """None: older blocks come and go."""
+        return 0.0
+
+    def move_request(self, source: str, target: str) -> MoveContext:
+        return MoveContext(source, target, (self.start, self.end))
+
+    def return_request(self, source: str) -> Return:
+        """By its layers: whatever of them is away."""
+        return Return(source, layers=(self.start, self.end))
+
+    def as_modules(self) -> list[Module]:
+        """None: only a person moves them."""
+        return []
+
+    def modelled(self, own: ModelGeometry, model: ModelGeometry) -> list[Module]:
+        """None: what they take depends on who is served."""
+        return []
+
+    def check_attention(self, attention: Any, name: str) -> None:
+        """It may look at no more than keys and queries."""
+        impl = getattr(attention.impl, "inner", attention.impl)
+        checks.check_heads(attention, name)
+        limits = (impl.sliding_window, "a sliding window"), (impl.logits_soft_cap, "a cap")
+        for value, what in limits:
+            if value is not None and value > 0:
+                raise MigrationError(f"{name} has {what}, so its sequences cannot be split")
+        if attention.head_size not in HEAD_SIZES:
+            raise MigrationError(
+                f"{name} has heads of size {attention.head_size}, so its sequences cannot be "
+                f"split: {', '.join(map(str, HEAD_SIZES))} can"
+            )
+
+
+class BuildContext(messages.Build, frozen=True, tag=True):
+    """Make room for older blocks of some layers, whose slices are all KV heads."""
+
+    slices: tuple[messages.AttentionSlice, ...]
+
+
+class RunContext(messages.Run, frozen=True, tag=True):
+    """One layer's step over older blocks; the first tensor is the query of those that ask.
+
+    Answered with output and log-sum-exp, float32.
+
+    Attributes:
+        step_id: Names the step; ``step`` is None where the unit has been told of it.
+        step: ``block_table``, ``query_start`` and ``num_tokens`` of the sequences that ask: what
+            ``kernels.interface.Batch`` has of them where nothing is masked.
+    """
+
+    step_id: int
+    name: str
+    step: dict[str, Any] | None
+
+
+# ---- on the host
+
+
+class ContextSplits:
+    """Attentions of an engine that may be split between newer blocks here and older elsewhere."""
+
+    def __init__(self, engine: HostEngine) -> None:
+        self._engine = engine
+        self._contexts: dict[str, ContextAttention] = {}
+
+    def unit(self, unit_id: str, modules: Context) -> HostContext:
+        """Older blocks that are at home.
+
+        Raises:
+            MigrationError: They cannot be read as they are kept.
+        """
+        return HostContext(unit_id, modules, self._engine, self)
+
+    def arrange(self, name: str, remote: ContextChannel | None, pages: Pages) -> None:
+        """Say where an attention's older blocks are; None: here."""
+        if name not in self._contexts:
+            engine = self._engine
+            self._contexts[name] = ContextAttention(
+                engine.attentions[name], name, engine.watch, engine.on_lost, pages
+            )
+        self._contexts[name].arrange(remote)
+
+
+class HostContext(HostUnit):
+    """Older blocks of some of this engine's layers.
+
+    Attributes:
+        away: Which of them are in the guest. Those that are overwritten lose their poison.
+        pages: How they are read.
+    """
+
+    blocks_come_home = True
+    microbatch_blocker = "older blocks of some layers are elsewhere"
+
+    def __init__(
+        self, unit_id: str, modules: Context, engine: HostEngine, splits: ContextSplits
+    ) -> None:
+        super().__init__(unit_id, modules, engine)
+        first = engine.attentions[self.names[0]]
+        impl = getattr(first.impl, "inner", first.impl)
+        tensor = engine.kv.tensors[self.names[0]]
+        self.pages = pages_of(first, impl, tensor, kernels_of(first.impl))
+        self.away = RemoteBlocks(
+            engine.kv.max_blocks, self._heal_blocks if engine.poisons else None
+        )
+        self._splits = splits
+
+    def build_request(self) -> BuildContext:
+        # Copies back the memory that they need.
+        return BuildContext(self.unit_id, self._engine.kv_shape, 0, self.attention_slices())
+
+    def install(self) -> None:
+        away, watch = self.away, self._engine.watch
+        watch.written.unfollow(away)
+        remote: ContextChannel | None = None
+        if self.residence is None:
+            away.set(())
+        else:
+            watch.written.follow(away)
+            remote = RemoteContext(self.residence, away, watch)
+        for name in self.names:
+            self._splits.arrange(name, remote, self.pages)
+
+    def left_home(self, written: DirtyBlockTracker) -> None:
+        self.away.set(written.full())
+
+    def moved_heads(self, name: str) -> Sequence[int]:
+        """None: of each head some blocks are at home."""
+        return ()
+
+    @property
+    def single_blocks(self) -> RemoteBlocks:
+        return self.away
+
+    def holding(self, blocks: Sequence[int]) -> contextlib.AbstractContextManager[Sequence[int]]:
+        return self.away.holding(blocks)
+
+    def make_room(self) -> None:
+        """Back its KV at home; whole pages come home, and beside them lie new ones."""
+        for name in self.names:
+            self._engine.kv.populate(name, self._engine.kv.num_blocks)
+
+    def free(self) -> list[Freed]:
+        return [self._free(name) for name in self.names]
+
+    def _free(self, name: str) -> Freed:
+        with self.away.holding(self.away.ids()) as blocks:
+            return self._engine.kv.free(name, None, blocks)
+
+    def _blocks_away(self) -> Iterable[int]:
+        return self.away.ids()
+
+    def _heal_blocks(self, blocks: npt.NDArray[np.int64]) -> None:
+        for name in self.names:
+            self._engine.kv.heal_blocks(name, blocks)
+
+
+class RemoteContext:
+    """Steps over older blocks of some layers in one guest; see ``ContextChannel``."""
+
+    def __init__(self, residence: UnitLocation, away: RemoteBlocks, watch: StepContext) -> None:
+        self._residence = residence
+        self._away = away
+        self._watch = watch
+        self._planned_step = self._described_step = 0
+        self._plan: ContextPlan | None = None
+
+    @property
+    def link(self) -> GuestClient:
+        return self._residence.link
+
+    def plan(self) -> ContextPlan | None:
+        """How the step under way is divided: once for all layers."""
+        watch = self._watch
+        if self._planned_step != watch.step_id:
+            assert watch.common is not None
+            self._plan = split_context(watch.common, watch.block_size, self._away)
+            self._planned_step = watch.step_id
+        return self._plan
+
+    def post(self, name: str, query: torch.Tensor) -> None:
+        """Send queries ``[num_tokens, num_heads, head_size]`` of one layer."""
+        residence, step_id = self._residence, self._watch.step_id
+        assert self._plan is not None
+        parcel = TensorBundle()
+        parcel.put(query)
+        step: dict[str, Any] | None = None
+        if self._described_step != step_id:
+            batch = self._plan.remote
+            fields = {
+                "block_table": batch.block_table,
+                "query_start": batch.query_start,
+                "num_tokens": batch.range_end,
+            }
+            step = parcel.put_all(fields)
+        self._described_step = step_id
+        request = RunContext(residence.unit_id, residence.working_epoch, step_id, name, step)
+        self.link.post(request, parcel)
+
+    def collect(self, query: torch.Tensor) -> PartialAttention:
+        """Attention over the guest's blocks, float32."""
+        outputs = self.link.collect(self._watch.num_tokens)
+        if len(outputs) != 2:
+            raise self.link.give_up("a step over older blocks was answered without log-sum-exp")
+        output, lse = outputs
+        wanted = query.float()
+        self.link.check_shape(output, wanted)
+        self.link.check_shape(lse, wanted[..., 0])
+        return PartialAttention(*(to_device(tensor, query.device) for tensor in (output, lse)))
+
+
+# ---- in the guest
+
+
+class OlderBlocks:
+    """KV of some layers that is read and never written by a step.
+
+    Args:
+        kv_caches: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]`` by attention.
+        scales: Of the scores, by attention.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        kv_caches: Mapping[str, torch.Tensor],
+        scales: Mapping[str, float],
+    ) -> None:
+        self._pages = pages
+        self._kv_caches = dict(kv_caches)
+        self._scales = dict(scales)
+        self._step: tuple[int, Batch] | None = None
+
+    def describe(self, step_id: int, fields: Mapping[str, Any]) -> None:
+        """Take what the layers of a step have in common.
+
+        Raises:
+            ProtocolError: It is no step, or names blocks that are not here.
+        """
+        try:
+            table, lengths = fields["block_table"], fields["num_tokens"]
+            batch = Batch(
+                block_table=table,
+                query_start=fields["query_start"],
+                query_position=lengths,
+                range_start=torch.zeros_like(lengths),
+                range_end=lengths,
+            )
+        except (KeyError, AttributeError, TypeError) as error:
+            raise ProtocolError(f"step {step_id} is no step over older blocks: {error}") from None
+        num_blocks, _, block_size, _ = next(iter(self._kv_caches.values())).shape
+        room = table.shape[-1] * block_size
+        if not table.numel() or not 0 <= int(table.min()) <= int(table.max()) < num_blocks:
+            raise ProtocolError(f"step {step_id} names blocks that are not here")
+        if len(lengths) != len(table) or int(lengths.max()) > room:
+            raise ProtocolError(f"step {step_id} has more tokens than blocks")
+        self._step = step_id, batch
+
+    def run(self, name: str, step_id: int, query: torch.Tensor) -> PartialAttention:
+        """Attention over the step's blocks, float32.
+
+        Raises:
+            ProtocolError: The step has not been described.
+        """
+        if self._step is None or self._step[0] != step_id:
+            raise ProtocolError(f"step {step_id} has not been described")
+        with torch.inference_mode():
+            return self._pages.attend(
+                query,
+                self._kv_caches[name],
+                self._step[1],
+                self._scales[name],
+                causal=False,
+            )
+
+
+class GuestContext(GuestUnit):
+    """Older blocks of some layers: KV that is read and never written by a step."""
+
+    serves = RunContext
+
+    def __init__(
+        self, config: VllmConfig, transport: Transport, request: BuildContext, epoch: int
+    ) -> None:
+        super().__init__(config, transport)
+        heads = {part.name: part.num_kv_heads for part in request.slices}
+        kv_caches = self._offer(request, heads, epoch)
+        one = request.slices[0]
+        first = head_attention(config, one, request.unit_id, kv_caches[one.name], self._kernels)
+        scales = {part.name: part.scale for part in request.slices}
+        self._older: OlderBlocks | None = OlderBlocks(first.pages(), kv_caches, scales)
+        first.close()
+
+    def serve(
+        self, request: RunContext, tensors: Sequence[Tensor], services: GuestServices
+    ) -> Answer:
+        with services.computing():
+            part = self.run(request.name, request.step_id, request.step, tensors)
+        parcel = TensorBundle()
+        indices = parcel.put(part.output), parcel.put(part.lse)
+        return messages.StepOutputs(True, indices), parcel
+
+    def run(
+        self,
+        name: str,
+        step_id: int,
+        step: Mapping[str, Any] | None,
+        tensors: Sequence[Tensor],
+    ) -> PartialAttention:
+        """Attention of one layer over older blocks; ``step`` as in ``RunContext``."""
+        assert self._older is not None
+        if step is not None:
+            self._older.describe(step_id, restore(step, tensors))
+        return self._older.run(name, step_id, to_device(from_wire(tensors[0]), self._device))
+
+    def close(self) -> None:
+        self._older = None
+        super().close()
+
+
+KIND = UnitKind(
+    unit=Context,
+    request=MoveContext,
+    asked=lambda ask: Context(*ask.layers),
+    asked_home=lambda ask: None,
+    of_module=lambda one: None,
+    build=BuildContext,
+    run=RunContext,
+    host_units=lambda engine: ContextSplits(engine).unit,
+    guest_units=lambda config, transport: functools.partial(GuestContext, config, transport),
+)

@@ -1,0 +1,369 @@
+"""Head sets: KV heads of some layers attend in a guest, and others stay beside them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import msgspec
+import torch
+
+from banaserve.engine.vllm.compat.attention import CommonAttentionMetadata
+from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.migration import checks
+from banaserve.engine.vllm.migration.api import MoveHeads, Return
+from banaserve.engine.vllm.migration.kv.step_context import StepContext, common_from
+from banaserve.engine.vllm.migration.modules.head_attention import HeadAttention, head_attention
+from banaserve.engine.vllm.migration.modules.head_split import HeadChannel, SplitAttention
+from banaserve.engine.vllm.migration.rpc import messages
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
+from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, restore, to_device
+from banaserve.engine.vllm.migration.types import ModelGeometry
+from banaserve.engine.vllm.migration.units.base import Cell, MigrationUnit
+from banaserve.engine.vllm.migration.units.guest_unit import Answer, GuestServices, GuestUnit
+from banaserve.engine.vllm.migration.units.host_unit import HostEngine, HostUnit, UnitLocation
+from banaserve.engine.vllm.migration.units.kind import UnitKind
+from banaserve.errors import MigrationError, ProtocolError
+from banaserve.transport.interface import Tensor, Transport
+from banaserve.types import Module
+
+
+class HeadSet(msgspec.Struct, frozen=True, tag="heads"):
+    """KV heads by layer, each with the query heads of its group: KV cache only."""
+
+    kind: ClassVar[str] = "heads"
+    has_weights: ClassVar[bool] = False
+
+    heads: dict[int, tuple[int, ...]]
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted(self.heads)
+
+    def __str__(self) -> str:
+        parts = (f"{layer}/{','.join(map(str, self.heads[layer]))}" for layer in self.layers)
+        return f"heads {' '.join(parts)}"
+
+    def check(self, shape: ModelGeometry) -> None:
+        if not self.heads:
+            raise MigrationError("no heads are named")
+        for layer, heads in self.heads.items():
+            _check_layer(layer, heads, shape)
+
+    def cells(self) -> set[Cell]:
+        return {(layer, head) for layer, heads in self.heads.items() for head in heads}
+
+    def of_cells(self, cells: set[Cell]) -> list[HeadSet]:
+        """One set of all of them."""
+        heads: dict[int, tuple[int, ...]] = {}
+        for layer, head in sorted(cells):
+            heads[layer] = (*heads.get(layer, ()), head)
+        return [HeadSet(heads)] if heads else []
+
+    def describe_cell(self, cell: Cell) -> str:
+        return f"head {cell[1]} of layer {cell[0]}"
+
+    def covers(self, other: MigrationUnit) -> bool:
+        return other.kind == self.kind and other.cells() <= self.cells()
+
+    def weight_bytes(self, layer_weight_bytes: int) -> int:
+        return 0
+
+    def kv_pages(self, num_kv_heads: int) -> float:
+        return sum(len(heads) for heads in self.heads.values()) / num_kv_heads
+
+    def num_pages(self, num_kv_heads: int) -> float:
+        return self.kv_pages(num_kv_heads)
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"heads": [[layer, list(self.heads[layer])] for layer in self.layers]}
+
+    @classmethod
+    def from_wire(cls, given: Mapping[str, Any]) -> Self:
+        pairs = msgspec.convert(given.get("heads"), list[tuple[int, tuple[int, ...]]])
+        return cls({layer: tuple(sorted(heads)) for layer, heads in pairs})
+
+    def move_request(self, source: str, target: str) -> MoveHeads:
+        return MoveHeads(source, target, self.heads)
+
+    def return_request(self, source: str) -> Return:
+        return Return(source, heads=self.heads)
+
+    def as_modules(self) -> list[Module]:
+        """Neighbouring layers with equal heads together."""
+        found: list[Module] = []
+        for layer in self.layers:
+            heads = tuple(sorted(self.heads[layer]))
+            last = found[-1] if found else None
+            if last is not None and (last.end_layer, last.heads) == (layer, heads):
+                found[-1] = Module(last.first_layer, layer + 1, heads)
+            else:
+                found.append(Module(layer, layer + 1, heads))
+        return found
+
+    def modelled(self, own: ModelGeometry, model: ModelGeometry) -> list[Module]:
+        def layer(index: int) -> int:
+            return index * model.num_layers // own.num_layers
+
+        found = []
+        for index in self.layers:
+            taken: list[int] = []
+            for head in sorted(self.heads[index]):
+                first, end = (n * model.num_kv_heads // own.num_kv_heads for n in (head, head + 1))
+                taken += range(first, end)
+            found.append(Module(layer(index), layer(index + 1), tuple(taken)))
+        return found
+
+    def check_attention(self, attention: Any, name: str) -> None:
+        """Heads have to be alike."""
+        checks.check_heads(attention, name)
+
+
+def _check_layer(layer: int, heads: tuple[int, ...], shape: ModelGeometry) -> None:
+    if not 0 <= layer < shape.num_layers:
+        raise MigrationError(f"there is no layer {layer}: the model has {shape.num_layers}")
+    if not heads:
+        raise MigrationError(f"no heads of layer {layer} are named")
+    if len(set(heads)) != len(heads):
+        raise MigrationError(f"a head of layer {layer} is named twice")
+    unknown = sorted(head for head in heads if not 0 <= head < shape.num_kv_heads)
+    if unknown:
+        raise MigrationError(
+            f"layer {layer} has no KV head {unknown[0]}: it has {shape.num_kv_heads}"
+        )
+
+
+def _sorted(heads: Mapping[int, tuple[int, ...]]) -> HeadSet:
+    return HeadSet({layer: tuple(sorted(of)) for layer, of in heads.items()})
+
+
+def _of_module(module: Module) -> HeadSet | None:
+    layers = range(module.first_layer, module.end_layer)
+    return HeadSet(dict.fromkeys(layers, module.heads)) if module.heads else None
+
+
+class BuildHeads(messages.Build, frozen=True, tag=True):
+    """Build the attention of some heads."""
+
+    slices: tuple[messages.AttentionSlice, ...]
+
+
+class RunHeads(messages.Run, frozen=True, tag=True):
+    """One step of some heads of one layer; the first three tensors are query, key and value.
+
+    Attributes:
+        step_id: Names the step; ``step`` is None where this guest has its metadata already.
+        name: The attention on the host.
+    """
+
+    step_id: int
+    name: str
+    step: dict[str, Any] | None
+
+
+# ---- on the host
+
+
+class HeadSplits:
+    """Attentions of an engine of which some heads are elsewhere, in the hands of several units."""
+
+    def __init__(self, engine: HostEngine) -> None:
+        self._engine = engine
+        self._away: dict[str, HostHeads] = {}
+        self._splits: dict[str, SplitAttention] = {}
+
+    def unit(self, unit_id: str, modules: HeadSet) -> HostHeads:
+        """Heads that are at home."""
+        return HostHeads(unit_id, modules, self._engine, self)
+
+    def put(self, unit: HostHeads) -> None:
+        """Arrange a unit's layers by where it is now."""
+        if unit.residence is None:
+            self._away.pop(unit.unit_id, None)
+        else:
+            self._away[unit.unit_id] = unit
+        for name in unit.names:
+            self._arrange(name)
+
+    def _arrange(self, name: str) -> None:
+        engine = self._engine
+        remote: dict[Sequence[int], HeadChannel] = {}
+        for unit in self._away.values():
+            if name in unit.names and unit.residence is not None:
+                remote[unit.heads(name)] = RemoteHeads(unit.residence, name, engine.watch)
+        if name not in self._splits:
+            self._splits[name] = SplitAttention(
+                engine.config, engine.attentions[name], name, engine.watch, engine.on_lost
+            )
+        self._splits[name].arrange(remote)
+
+
+class HostHeads(HostUnit):
+    """KV heads of some of this engine's layers."""
+
+    def __init__(
+        self, unit_id: str, modules: HeadSet, engine: HostEngine, splits: HeadSplits
+    ) -> None:
+        super().__init__(unit_id, modules, engine)
+        heads = (tuple(sorted(modules.heads[layer])) for layer in modules.layers)
+        self._heads = dict(zip(self.names, heads, strict=True))
+        self._splits = splits
+
+    def heads(self, name: str) -> tuple[int, ...]:
+        """Which KV heads of an attention belong to it, ascending."""
+        return self._heads[name]
+
+    def build_request(self) -> BuildHeads:
+        engine = self._engine
+        return BuildHeads(
+            self.unit_id, engine.kv_shape, engine.kv.num_blocks, self.attention_slices()
+        )
+
+    def install(self) -> None:
+        self._splits.put(self)
+
+
+class RemoteHeads:
+    """Steps of some heads of one layer in one guest; see ``HeadChannel``."""
+
+    def __init__(self, residence: UnitLocation, name: str, watch: StepContext) -> None:
+        self._residence = residence
+        self._name = name
+        self._watch = watch
+        self._query: torch.Tensor | None = None
+
+    @property
+    def link(self) -> GuestClient:
+        return self._residence.link
+
+    def post(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Send queries and new keys and values, ``[num_tokens, heads, head_size]``."""
+        residence, watch = self._residence, self._watch
+        parcel = TensorBundle()
+        for tensor in (query, key, value):
+            parcel.put(tensor)
+        self._query = query
+        link = residence.link
+        step = parcel.put_all(watch.fields()) if link.described_step != watch.step_id else None
+        link.described_step = watch.step_id
+        request = RunHeads(
+            residence.unit_id, residence.working_epoch, watch.step_id, self._name, step
+        )
+        link.post(request, parcel)
+
+    def collect(self) -> torch.Tensor:
+        """Their attention's output, ``[num_tokens, query heads, head_size]``."""
+        query, self._query = self._query, None
+        assert query is not None
+        outputs = self.link.collect(self._watch.num_tokens)
+        output = self.link.check_shape(outputs[0] if outputs else None, query)
+        return to_device(output, query.device)
+
+
+# ---- in the guest
+
+
+class HeadStep:
+    """One step's metadata, built once for all layers that have as many heads."""
+
+    def __init__(self, common: CommonAttentionMetadata) -> None:
+        self.common = common
+        self._built: dict[int, Any] = {}
+
+    def metadata(self, attention: HeadAttention, num_kv_heads: int) -> Any:
+        if num_kv_heads not in self._built:
+            self._built[num_kv_heads] = attention.metadata(self.common)
+        return self._built[num_kv_heads]
+
+
+class DescribedStep:
+    """The step that a guest was last told of: once for all units of heads that it has."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, HeadStep] | None = None
+
+    def set(self, step_id: int, step: HeadStep) -> None:
+        """A step has been described."""
+        self._last = step_id, step
+
+    def get(self, step_id: int) -> HeadStep:
+        """The step of this id.
+
+        Raises:
+            ProtocolError: It has not been described.
+        """
+        if self._last is None or self._last[0] != step_id:
+            raise ProtocolError(f"step {step_id} has not been described")
+        return self._last[1]
+
+
+class GuestHeads(GuestUnit):
+    """Heads of some layers: KV and attention, no weights."""
+
+    serves = RunHeads
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        transport: Transport,
+        described: DescribedStep,
+        request: BuildHeads,
+        epoch: int,
+    ) -> None:
+        super().__init__(config, transport)
+        heads = {part.name: part.num_kv_heads for part in request.slices}
+        kv_caches = self._offer(request, heads, epoch)
+        self._described = described
+        self._attentions: dict[str, HeadAttention] = {
+            part.name: head_attention(
+                config, part, request.unit_id, kv_caches[part.name], self._kernels
+            )
+            for part in request.slices
+        }
+
+    def serve(
+        self, request: RunHeads, tensors: Sequence[Tensor], services: GuestServices
+    ) -> Answer:
+        if request.step is not None:
+            self._described.set(request.step_id, self.read_step(request.step, tensors))
+        step = self._described.get(request.step_id)
+        query, key, value = (from_wire(tensor) for tensor in tensors[:3])
+        parcel = TensorBundle()
+        with services.computing():
+            parcel.put(self.run(request.name, step, query, key, value))
+        return messages.StepOutputs(False, (0,)), parcel
+
+    def read_step(self, step: Mapping[str, Any], tensors: Sequence[Tensor]) -> HeadStep:
+        """What describes a step, for all units of heads in this guest."""
+        return HeadStep(common_from(restore(step, tensors, self._device)))
+
+    def run(
+        self, name: str, step: HeadStep, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of one layer's heads; query, key and value as they came."""
+        query, key, value = (to_device(tensor, self._device) for tensor in (query, key, value))
+        attention = self._attentions[name]
+        metadata = step.metadata(attention, key.shape[1])
+        return attention.run(metadata, step.common.slot_mapping, query, key, value)
+
+    def close(self) -> None:
+        for attention in self._attentions.values():
+            attention.close()
+        self._attentions.clear()
+        super().close()
+
+
+KIND = UnitKind(
+    unit=HeadSet,
+    request=MoveHeads,
+    asked=lambda ask: _sorted(ask.heads),
+    asked_home=lambda ask: _sorted(ask.heads) if ask.heads is not None else None,
+    of_module=_of_module,
+    build=BuildHeads,
+    run=RunHeads,
+    host_units=lambda engine: HeadSplits(engine).unit,
+    guest_units=lambda config, transport: functools.partial(
+        GuestHeads, config, transport, DescribedStep()
+    ),
+)

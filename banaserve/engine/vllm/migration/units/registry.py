@@ -1,0 +1,118 @@
+"""Kinds of migration units. To add one: write its file, and name it here.
+
+Nothing else asks for the kind of a unit: what differs is a method of ``MigrationUnit``,
+``HostUnit`` or ``GuestUnit``.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.migration.api import MigrationRequest, Return
+from banaserve.engine.vllm.migration.rpc import messages
+from banaserve.engine.vllm.migration.units import context, heads, layers
+from banaserve.engine.vllm.migration.units.base import MigrationUnit
+from banaserve.engine.vllm.migration.units.guest_unit import GuestUnit
+from banaserve.engine.vllm.migration.units.host_unit import HostEngine, HostUnit
+from banaserve.engine.vllm.migration.units.kind import UnitKind
+from banaserve.errors import MigrationError
+from banaserve.transport.interface import Transport
+from banaserve.types import Module
+
+KINDS: tuple[UnitKind, ...] = (layers.KIND, heads.KIND, context.KIND)
+
+if TYPE_CHECKING:
+    AnyUnit = MigrationUnit
+else:
+    AnyUnit = functools.reduce(operator.or_, (kind.unit for kind in KINDS))
+    """Units as they travel between processes: structs with the kind as their tag."""
+
+_BY_NAME = {kind.name: kind for kind in KINDS}
+_BY_REQUEST = {kind.request: kind for kind in KINDS}
+
+decode_request = messages.request_decoder(
+    [kind.build for kind in KINDS] + [kind.run for kind in KINDS]
+)
+"""Reads what a host says to a guest; see ``messages.request_decoder``."""
+
+
+# ---- forms of a unit
+
+
+def read_modules(given: Mapping[str, Any]) -> MigrationUnit:
+    """A unit as a coordinator names it.
+
+    Raises:
+        ValidationError: It is malformed.
+    """
+    kind = _BY_NAME.get(str(given.get("type")))
+    if kind is None:
+        raise msgspec.ValidationError(f"type is {' or '.join(_BY_NAME)}, not {given.get('type')}")
+    return kind.unit.from_wire(given)
+
+
+def write_modules(modules: MigrationUnit) -> dict[str, Any]:
+    """The inverse of ``read_modules``."""
+    return {"type": modules.kind, **modules.to_wire()}
+
+
+def unit_asked(ask: MigrationRequest) -> MigrationUnit | None:
+    """What a request to the coordinator is about; None: all that is away.
+
+    Raises:
+        MigrationError: It names several kinds.
+    """
+    if not isinstance(ask, Return):
+        return _BY_REQUEST[type(ask)].asked(ask)
+    named = [kind.asked_home(ask) for kind in KINDS]
+    units = [unit for unit in named if unit is not None]
+    if len(units) > 1:
+        raise MigrationError("name layers or heads, not both")
+    return units[0] if units else None
+
+
+def unit_of(module: Module) -> MigrationUnit:
+    """The unit that a module of the orchestrator's is."""
+    found = (kind.of_module(module) for kind in KINDS)
+    return next(unit for unit in found if unit is not None)
+
+
+# ---- on the host and in the guest
+
+
+class HostUnits:
+    """Makes an engine's units."""
+
+    def __init__(self, engine: HostEngine) -> None:
+        self._makers = {kind.name: kind.host_units(engine) for kind in KINDS}
+
+    def make(self, unit_id: str, modules: MigrationUnit) -> HostUnit:
+        """Modules that are at home, as a unit.
+
+        Raises:
+            MigrationError: They cannot be read as they are kept.
+        """
+        return self._makers[modules.kind](unit_id, modules)
+
+
+class GuestUnits:
+    """Builds a guest's units, and lets them run."""
+
+    def __init__(self, config: VllmConfig, transport: Transport) -> None:
+        self._builders: dict[type[messages.Build], Callable[[Any, int], GuestUnit]] = {
+            kind.build: kind.guest_units(config, transport) for kind in KINDS
+        }
+
+    def build(self, request: messages.Build, epoch: int) -> GuestUnit:
+        """A unit whose KV is offered at ``epoch``.
+
+        Raises:
+            MigrationError: It cannot be built here.
+        """
+        return self._builders[type(request)](request, epoch)
