@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from banaserve.engine.vllm.migration.guest import kv_staging
 from banaserve.engine.vllm.migration.host import block_mover
 from banaserve.engine.vllm.migration.host.block_mover import BlockMover
-from banaserve.engine.vllm.migration.kv import host_kv
+from banaserve.engine.vllm.migration.kv import host_kv, kv_staging
 from banaserve.engine.vllm.migration.kv.host_kv import DeviceKv, HostKv, KvRun
 from banaserve.engine.vllm.migration.kv.kv_staging import StagingBuffer, make_kv
 from banaserve.engine.vllm.migration.kv.remote_kv import StagedRemoteKv

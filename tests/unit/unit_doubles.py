@@ -5,16 +5,21 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from banaserve.engine.vllm.migration.kv.host_kv import HostKv
-from banaserve.engine.vllm.migration.modules.paged_attention import write_tokens
+from banaserve.engine.vllm.migration.modules.paged_attention import KernelsAttention
 from banaserve.engine.vllm.migration.units.base import MigrationUnit
 from banaserve.engine.vllm.migration.units.host_unit import HostEngine, HostUnit
 from banaserve.engine.vllm.migration.units.registry import HostUnits
+from banaserve.kernels.reference import ReferenceKernels
 
 
-def write(attention: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
-    """As an attention whose keys are kept as they are written."""
-    write_tokens(cache, key, value, slots)
+def attended_by_kernels() -> Any:
+    """An attention whose pages our kernels read, whatever their shape."""
+    impl: Any = KernelsAttention.__new__(KernelsAttention)
+    impl.inner, impl.kernels = SimpleNamespace(), ReferenceKernels(torch.float32)
+    return SimpleNamespace(impl=impl)
 
 
 def engine_of(
@@ -22,7 +27,7 @@ def engine_of(
 ) -> HostEngine:
     """An engine of attentions that are all alike."""
     nothing: Any = None
-    one = attention or SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=write))
+    one = attention or attended_by_kernels()
     return HostEngine(
         config=nothing,
         path="layers",

@@ -22,7 +22,7 @@ import msgspec
 import pytest
 
 from banaserve.engine.vllm.engine_api import CoreApi, PoolResize, PoolStatus
-from banaserve.engine.vllm.migration.types import read_modules
+from banaserve.engine.vllm.migration.units.registry import read_modules
 from banaserve.engine.vllm.migration.worker_api import MigrationApi
 from banaserve.engine.vllm.typed_rpc import call
 from banaserve.errors import MigrationError
@@ -265,6 +265,29 @@ def steps(count: int) -> During:
     """Let ``count`` engine steps go by."""
     for _ in range(count):
         yield
+
+
+def all_kinds() -> list[str]:
+    """Names of the registered kinds of units."""
+    from banaserve.engine.vllm.migration.units.registry import KINDS
+
+    return [kind.name for kind in KINDS]
+
+
+def modules_of(kind_name: str, **values: Any) -> dict[str, Any]:
+    """A unit of a kind as the worker is told of it: that which its request of the admin API names.
+
+    Args:
+        values: For whatever field a request may have, such as ``layers`` and ``heads``.
+    """
+    from banaserve.engine.vllm.migration.units.registry import KINDS, unit_asked, write_modules
+
+    (kind,) = [one for one in KINDS if one.name == kind_name]
+    fields = set(kind.request.__struct_fields__) & set(values)
+    assert fields, f"give a value for what {kind.request.__name__} names"
+    unit = unit_asked(kind.request("here", "there", **{name: values[name] for name in fields}))
+    assert unit is not None
+    return write_modules(unit)
 
 
 class GuestParents:

@@ -7,23 +7,41 @@ and the same modules can leave again.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 import transport_faults as faults
+from rig import all_kinds, modules_of
 
 pytestmark = pytest.mark.e2e
 
 NUM_TOKENS = 24
-LAYERS = {"type": "layers", "start": 2, "end": 4}
-HEADS = {"type": "heads", "heads": [[1, [0, 2]], [5, [1]]]}
 MESSAGES = ("build", "activate", "step", "release")
 COPIES = ("precopy", "last copy", "copy home")
 DEADLINE_S = 60.0
 OVER = ("freed", "aborted", "failed")
 During = Generator[None, None, None]
+
+
+def sample(kind: str) -> dict[str, Any]:
+    """A unit of a kind."""
+    return modules_of(kind, layers=(2, 4), heads={1: (0, 2), 5: (1,)})
+
+
+def each_unit(places: Sequence[str], shorter: Mapping[str, Sequence[str]]) -> list[Any]:
+    """Every kind of unit with every fault at every place.
+
+    Args:
+        shorter: Faults, each with the kinds that are not marked ``long``.
+    """
+    return [
+        pytest.param(place, fault, unit, marks=[] if unit in usual else [pytest.mark.long])
+        for place in places
+        for fault, usual in shorter.items()
+        for unit in all_kinds()
+    ]
 
 
 class Armed(faults.Faults):
@@ -198,6 +216,10 @@ def travel(rig: Any, prompts: Any, modules: dict[str, Any], place: str, kind: st
 
 def check_clean(rig: Any, guest: str) -> None:
     """Nothing is left of a journey but what the rig's own calls take home."""
+    from banaserve.engine.vllm.migration.modules.context_split import ContextAttention
+    from banaserve.engine.vllm.migration.modules.head_split import SplitAttention
+    from banaserve.engine.vllm.migration.modules.layer_proxy import RangeProxy
+
     rig.do("status")
     rig.all_home()
     rig.do("detach", guest)
@@ -205,17 +227,23 @@ def check_clean(rig: Any, guest: str) -> None:
     rig.until(lambda: all(move.is_over for move in host.moves))
     assert guest not in host.links
     assert list(host.placement) == []
-    assert host.placement._ranges == {}
+    assert not any(isinstance(layer, RangeProxy) for layer in host.engine.layers)
+    split = SplitAttention, ContextAttention
+    assert not any(isinstance(one.impl, split) for one in host.engine.attentions.values())
     assert host.watch.written._watches == [], "nobody copies any more"
     rig.until(lambda: not rig.lives(guest))
 
 
-@pytest.mark.parametrize("kind", ["drop", "stall", "kill", "garble"])
-@pytest.mark.parametrize("place", MESSAGES)
+@pytest.mark.parametrize(
+    ("place", "kind", "unit"),
+    each_unit(
+        MESSAGES, {"drop": ["layers"], "stall": ["heads"], "kill": all_kinds(), "garble": ["heads"]}
+    ),
+)
 def test_a_message_goes_wrong(
-    rig: Any, prompts: Any, expected: Any, spare: str, place: str, kind: str
+    rig: Any, prompts: Any, expected: Any, spare: str, place: str, kind: str, unit: str
 ) -> None:
-    modules = HEADS if kind in ("stall", "garble") else LAYERS
+    modules = sample(unit)
     answers, phases, guest = travel(rig, prompts, modules, place, kind)
     assert rig.agrees(answers, expected)
     assert phases[-1] in OVER, phases
@@ -224,26 +252,31 @@ def test_a_message_goes_wrong(
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, rig.away(modules, spare)), expected)
 
 
-@pytest.mark.parametrize("kind", ["drop", "stall", "kill"])
-@pytest.mark.parametrize("place", COPIES)
+@pytest.mark.parametrize(
+    ("place", "kind", "unit"),
+    each_unit(COPIES, {"drop": ["heads"], "stall": ["heads"], "kill": all_kinds()}),
+)
 def test_a_copy_goes_wrong(
-    rig: Any, prompts: Any, expected: Any, spare: str, place: str, kind: str
+    rig: Any, prompts: Any, expected: Any, spare: str, place: str, kind: str, unit: str
 ) -> None:
-    answers, phases, guest = travel(rig, prompts, HEADS, place, kind)
+    modules = sample(unit)
+    answers, phases, guest = travel(rig, prompts, modules, place, kind)
     assert rig.agrees(answers, expected)
     if kind == "drop":
         assert phases == ["freed", "freed"], "the connection is opened again"
     assert phases[-1] in OVER, phases
     check_clean(rig, guest)
-    assert rig.agrees(rig.run(prompts, NUM_TOKENS, rig.away(HEADS, spare)), expected)
+    assert rig.agrees(rig.run(prompts, NUM_TOKENS, rig.away(modules, spare)), expected)
 
 
-@pytest.mark.parametrize("kind", ["duplicate", "delay"])
-@pytest.mark.parametrize("what", ["messages", "copies"])
+@pytest.mark.parametrize(
+    ("what", "kind", "unit"),
+    each_unit(["messages", "copies"], {"duplicate": ["layers"], "delay": ["layers"]}),
+)
 def test_what_comes_twice_or_late_does_no_harm(
-    rig: Any, prompts: Any, expected: Any, what: str, kind: str
+    rig: Any, prompts: Any, expected: Any, what: str, kind: str, unit: str
 ) -> None:
-    answers, phases, guest = travel(rig, prompts, LAYERS, f"all {what}", kind)
+    answers, phases, guest = travel(rig, prompts, sample(unit), f"all {what}", kind)
     assert rig.agrees(answers, expected)
     assert phases == ["freed", "freed"]
     check_clean(rig, guest)

@@ -53,30 +53,6 @@ def _home(rig: Any, expected: Any) -> Iterator[None]:
     rig.all_home()
 
 
-def test_layers_leave_go_on_and_come_home_in_mid_stream(
-    rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any
-) -> None:
-    one, other = rig.guest(), rig.guest()
-
-    def travel() -> Generator[None, None, None]:
-        yield from let_pass(3)
-        yield from rig.away(LAYERS, one, gap=2)
-        (unit,) = rig.do("status")["units"]
-        yield from rig.on(unit["unit_id"], other, gap=2)
-
-    assert rig.agrees(rig.run(prompts, NUM_TOKENS, travel()), expected)
-    status = rig.do("status")
-    assert [unit["guest_id"] for unit in status["units"]] == [other]
-    assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected), "wholly remote"
-    (unit,) = status["units"]
-    assert rig.agrees(rig.run(prompts, NUM_TOKENS, rig.on(unit["unit_id"], gap=3)), expected)
-    assert rig.do("status")["units"] == []
-    assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected), "after the return"
-    usage = rig.do("usage", other)
-    assert usage["num_runs"] > 0
-    assert usage["busy_s"] > 0
-
-
 def test_heads_and_layers_at_once(
     rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any
 ) -> None:
@@ -129,36 +105,6 @@ def test_random_plans_at_random_moments(
 
         assert rig.agrees(rig.run(prompts, NUM_TOKENS, travel()), expected), plan
         rig.do("detach", guest)
-
-
-@pytest.mark.parametrize(
-    "last_phase",
-    [
-        pytest.param("preparing", marks=pytest.mark.long),
-        pytest.param("prepared", marks=pytest.mark.long),
-        "copied",
-    ],
-)
-def test_abort_leaves_the_host_as_it_was(
-    rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any, last_phase: str
-) -> None:
-    guest, move_id = rig.guest(), rig.new_move()
-
-    def travel() -> Generator[None, None, None]:
-        yield from let_pass(3)
-        rig.do("prepare", move_id, LAYERS, guest)
-        if last_phase != "preparing":
-            yield from rig.wait(move_id, "prepared")
-        if last_phase == "copied":
-            rig.do("precopy", move_id)
-            yield from rig.wait(move_id, "copied")
-        rig.do("abort", move_id)
-        assert rig.ask("commit", move_id)["error"]
-
-    assert rig.agrees(rig.run(prompts, NUM_TOKENS, travel()), expected)
-    assert rig.phase(move_id) == "aborted"
-    # Nothing of it is left: the same modules can move again.
-    assert rig.agrees(rig.run(prompts, NUM_TOKENS, rig.away(LAYERS, rig.guest())), expected)
 
 
 @pytest.mark.parametrize(

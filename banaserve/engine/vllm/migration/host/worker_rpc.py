@@ -7,6 +7,7 @@ from banaserve.engine.vllm.migration.host.host import Attaching, MigrationHost
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+from banaserve.engine.vllm.migration.units.base import MigrationUnit
 from banaserve.engine.vllm.migration.units.host_unit import HostUnit
 from banaserve.engine.vllm.migration.worker_api import (
     CommitReport,
