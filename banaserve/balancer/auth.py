@@ -30,7 +30,7 @@ _MAX_REGIONS = 64
 
 
 class Keys:
-    """The keys that clients may show; none: nobody needs one."""
+    """API keys that clients may show; none: no key is needed."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
@@ -84,7 +84,7 @@ def check_peer(keys: Keys, message: ClientRequest) -> None:
 
 
 class Regions:
-    """Where requests may be served: what the tenant allows, narrowed by the request."""
+    """Regions where requests may be served: as the tenant allows, narrowed by the request."""
 
     def __init__(self, tenants: Sequence[TenantSettings]) -> None:
         self._by_digest = {

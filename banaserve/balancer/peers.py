@@ -125,7 +125,7 @@ class PeerProber:
             self.start()
 
     def is_dead(self, now_s: float) -> bool:
-        """Whether it has been silent for long, and not only because nobody here has asked."""
+        """Whether it has been silent for long, and not only because it was not asked."""
         has_failed = self._target.num_failed_looks >= _FAILED_LOOKS
         return has_failed and now_s - self._heard_at_s > DEAD_AFTER_S
 

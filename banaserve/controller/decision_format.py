@@ -1,4 +1,4 @@
-"""A turn of the loop as words and numbers for the decision log. Pure."""
+"""Turn of the control loop as words and numbers for the decision log. Pure."""
 
 from __future__ import annotations
 

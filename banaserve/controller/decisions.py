@@ -1,4 +1,4 @@
-"""The decision log: bounded in memory, and every line of it in a file where one is asked for."""
+"""Decision log: bounded in memory, and complete in a file where one is asked for."""
 
 from __future__ import annotations
 

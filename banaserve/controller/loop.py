@@ -1,4 +1,4 @@
-"""The control loop: look, decide, begin, and keep what came of it. Serving never depends on it."""
+"""Control loop: look, decide, begin, and keep the outcome. Serving never depends on it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LEARNT = {"link_bytes_per_s": "bytes_per_s", "link_sync_s": "sync_s", "link_hop
 
 @dataclass(frozen=True, slots=True)
 class ControllerOptions:
-    """How the loop runs.
+    """Options of the loop.
 
     Attributes:
         policy: Name of the migration policy.

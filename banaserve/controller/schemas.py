@@ -1,4 +1,4 @@
-"""What the controller tells: plain values, in memory, in a file and over HTTP as JSON."""
+"""State of the controller as plain values: in memory, in a file and over HTTP as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Numbers(msgspec.Struct, frozen=True):
-    """What a decision saw of one instance; smoothed, the shares in [0, 1].
+    """Load of one instance as a decision saw it; smoothed, the shares in [0, 1].
 
     Attributes:
         compute: Load of compute: busy time times the fill of a step.
@@ -34,7 +34,7 @@ class Numbers(msgspec.Struct, frozen=True):
 
 
 class Felt(msgspec.Struct, frozen=True):
-    """What a step was predicted to change on one instance, or what has changed on it."""
+    """Change on one instance: as predicted of a step, or as measured after it."""
 
     compute: float
     memory: float
@@ -43,7 +43,7 @@ class Felt(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct):
-    """How a step has ended, beside what was predicted.
+    """End of a step, beside the prediction.
 
     Attributes:
         ending: done, refused, failed, aborted or timed out.
@@ -121,7 +121,7 @@ class DecisionRecord(msgspec.Struct):
 
 
 class ControllerState(StrEnum):
-    """What the loop does at present."""
+    """Present state of the loop."""
 
     OFF = "off"
     STARTING = "starting"
@@ -203,7 +203,7 @@ class MoveLine(msgspec.Struct, frozen=True):
 
 
 class ServerStatus(msgspec.Struct, frozen=True):
-    """A running server on one screen."""
+    """State of a running server, for one screen."""
 
     at_s: float
     instances: list[InstanceStatus]

@@ -1,4 +1,4 @@
-"""The control loop of engines whose time is stretched."""
+"""Options of the control loop for engines whose time is stretched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what instances report and what is known of them to the view that a policy gets. Pure."""
+"""View of the cluster for a migration policy, from reports and known facts. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from banaserve.types import (
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the one who moves modules knows of an instance, beside its report.
+    """Facts that the executor of migrations knows of an instance, beside its report.
 
     Attributes:
         facts: None where it cannot take part in migrations.

@@ -1,4 +1,4 @@
-"""One turn of the control loop without its effects: what is decided, and what of it may begin.
+"""One turn of the control loop without its effects: the decision, and the steps that may begin.
 
 A policy says what would help. What may begin at this moment is decided here: not while paused, not
 in a dry run, not faster than the limits, and not what failed a moment ago.
@@ -25,7 +25,7 @@ from banaserve.types import (
 
 
 class Mode(StrEnum):
-    """What the controller does with the steps of a plan."""
+    """Treatment of the steps of a plan by the controller."""
 
     OFF = "off"
     DRY_RUN = "dry-run"
@@ -33,7 +33,7 @@ class Mode(StrEnum):
 
 
 class Held(StrEnum):
-    """Why a step of a plan does not begin: shown to people, and a metric's label."""
+    """Reason that a step of a plan does not begin: shown to people, and a metric's label."""
 
     DRY_RUN = "dry run: nothing is moved"
     PAUSED = "the orchestrator is paused"
@@ -44,7 +44,7 @@ class Held(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ControlLimits:
-    """How much may be done at once.
+    """Limits of the steps that begin and that are under way.
 
     Attributes:
         concurrent: Steps under way in the whole cluster.
@@ -70,7 +70,7 @@ class ControlLimits:
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """What one turn hands to the next; empty when the loop begins.
+    """State that one turn hands to the next; empty when the loop begins.
 
     Attributes:
         reports: Smoothed, by instance.
@@ -91,7 +91,7 @@ class Remembered:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one turn has come to.
+    """Result of one turn.
 
     Attributes:
         view: What the policy saw.

@@ -1,4 +1,4 @@
-"""From reports to loads: which instances can be judged, and how full they are.
+"""Loads of instances from their reports, and the instances that cannot be judged.
 
 BanaServe Eq. 32 adds the share of compute and the share of memory in use: U_d = C_d / C_d^max +
 M_d / M_d^max, in [0, 2]. A sum calls an instance with full memory and idle compute as loaded as
@@ -22,7 +22,7 @@ STALE_AFTER_S = 2.0
 
 
 class Scalar(StrEnum):
-    """How a load vector becomes one number."""
+    """Ways to turn a load vector into one number."""
 
     MAXIMUM = "maximum"
     SUM = "sum"
@@ -73,7 +73,7 @@ def _share(value: float) -> float:
 
 
 class LeftOut(StrEnum):
-    """Why an instance takes no part in a decision: shown to people, and a metric's label."""
+    """Reason that an instance is left out of a decision: shown to people, and a metric's label."""
 
     NOT_READY = "not ready"
     NO_REPORT = "has never reported"

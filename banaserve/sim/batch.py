@@ -1,4 +1,4 @@
-"""The requests of a simulated engine: queue, batch and KV memory. Knows no time.
+"""Requests of a simulated engine: queue, batch and KV memory. Knows no time.
 
 KV is counted in tokens; a partial block counts as its tokens. A prompt gets room for all of its
 tokens when it is admitted, so that it never waits half computed.
@@ -29,7 +29,7 @@ class EngineLimits:
 
 
 class SimBatch:
-    """What vLLM's scheduler keeps, first come, first served, preempting the last that came.
+    """State of vLLM's scheduler: first come, first served, preempting the last that came.
 
     Args:
         fetch: Called with a request whose KV lies elsewhere once there is room for it.

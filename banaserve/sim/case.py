@@ -40,7 +40,7 @@ METRICS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What a system must reach.
+    """Goal that a system must reach.
 
     Attributes:
         relative_to: A system; then the ratio of the two values is what is bounded.

@@ -1,4 +1,4 @@
-"""A group of instances under one router and one migration policy, in virtual time."""
+"""Group of instances under one router and one migration policy, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulation did, as a Chrome trace (chrome://tracing, Perfetto): steps, requests, moves."""
+"""Chrome trace of a simulation (chrome://tracing, Perfetto): steps, requests, moves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REQUESTS, _MOVES, _FIRST_INSTANCE = 0, 1, 2
 
 
 class ChromeTrace:
-    """Collects what simulated systems do; each is shown as a process, each instance as a row.
+    """Trace of simulated systems; each is shown as a process, each instance as a row.
 
     Steps that only decode are one span from one change of the batch to the next.
     """

@@ -1,4 +1,4 @@
-"""A simulated cluster: one or many cells on one timeline."""
+"""Simulated cluster: one or many cells on one timeline."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A simulated engine: iteration-level batching, chunked prefill, KV memory and preemption.
+"""Simulated engine: iteration-level batching, chunked prefill, KV memory and preemption.
 
 It steps as vLLM does: each step takes a chunk of the prompts under way and one token of every
 decoding request. Steps with nothing but decoding are taken together until a request ends, the
-memory is full or somebody arrives, at the cost of one event: their times sum up in closed form.
+memory is full or a request arrives, at the cost of one event: their times sum up in closed form.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happens to a cluster in a case, apart from its load."""
+"""Events of a case apart from its load: instances that die, or slow down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated instance: an engine with a role, its reports and what it holds for others."""
+"""Simulated instance: an engine with a role, its reports and the modules it holds for others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SMOOTHING_S = 2.0
 
 
 class SimInstance:
-    """What the router and the migration policy know of one engine.
+    """One engine as the router and the migration policy know it.
 
     Attributes:
         inflight: Requests that the router has sent there and that have not ended.

@@ -1,4 +1,4 @@
-"""What one simulation compares: systems under one load, from a case, a trace or a distribution."""
+"""Job of a simulation: systems under one load, from a case, a trace or a distribution."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class AskedSystem:
 
 @dataclass(frozen=True, slots=True)
 class SimulationJob:
-    """What is simulated.
+    """Systems and load of one simulation.
 
     Attributes:
         requests: Yields the requests of a seed.

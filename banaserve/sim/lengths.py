@@ -1,4 +1,4 @@
-"""How long prompts and answers are: measured distributions, and files that hold lengths.
+"""Lengths of prompts and answers: measured distributions, and files that hold lengths.
 
 The distributions are numbers alone, so that the simulator needs no data: quantiles of token
 counts by SmolLM2's tokenizer, read in a straight line between two of them.

@@ -1,4 +1,4 @@
-"""A large cluster simulated by several processes, each with a part of its cells."""
+"""Large cluster simulated by several processes, each with a part of its cells."""
 
 from __future__ import annotations
 

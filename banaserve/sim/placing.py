@@ -1,4 +1,4 @@
-"""Carries out the steps of migration plans in virtual time, with what they do to engines."""
+"""Steps of migration plans, carried out in virtual time with their effects on engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request on its way through the simulation."""
+"""Request on its way through the simulation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class SimRequest:
 
     Attributes:
         prompt_tokens: As it arrived.
-        output_tokens: What it will generate, known to nobody but the simulation.
+        output_tokens: What it will generate, known to the simulation alone.
         hash_ids: Ids of its prompt's blocks, prefix by prefix, where a trace has them.
         cached_tokens: Of the prompt, those that are fetched and not computed.
         to_compute: Tokens of the prompt (after a preemption: of everything so far) still to do.

@@ -1,4 +1,4 @@
-"""What came out of a simulation. Every result says that its time is simulated."""
+"""Result of a simulation, which says that its time is simulated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIMULATED = "simulated: step times come from a cost model, nothing was run"
 
 @dataclass(frozen=True, slots=True)
 class LatencyLimits:
-    """What counts as served well: goodput is the share of requests within both.
+    """Limits of good service: goodput is the share of requests within both.
 
     Attributes:
         ttft_s: Time to the first token.

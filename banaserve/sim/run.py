@@ -1,4 +1,4 @@
-"""Runs cases and workloads through simulated systems."""
+"""Runs of cases and workloads through simulated systems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefixes that are cached: the global store, or one engine's own prefix cache."""
+"""Cached prefixes: the global store, or one engine's own prefix cache."""
 
 from __future__ import annotations
 

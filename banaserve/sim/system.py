@@ -1,4 +1,4 @@
-"""The systems that are compared: one code, three configurations."""
+"""Systems that are compared: one code, three configurations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CACHES = ("global", "local", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """How a cluster is set up.
+    """Configuration of a simulated cluster.
 
     Attributes:
         kind: Names the row in results, and says which defaults hold; see ``preset``.

@@ -1,4 +1,4 @@
-"""What a simulation leaves behind: plain numbers, so that parts in several processes add up."""
+"""Totals of a simulation: plain numbers, so that parts in several processes add up."""
 
 from __future__ import annotations
 

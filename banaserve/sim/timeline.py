@@ -1,4 +1,4 @@
-"""Virtual time: a heap of what happens when. Nothing waits; time jumps from event to event."""
+"""Virtual time: a heap of events. Nothing waits; time jumps from event to event."""
 
 from __future__ import annotations
 

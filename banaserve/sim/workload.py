@@ -59,7 +59,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """When requests come.
+    """Arrivals of requests over time.
 
     Attributes:
         rate_per_s: Mean arrivals a second; gaps are gamma distributed.

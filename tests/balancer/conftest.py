@@ -77,6 +77,7 @@ class Replica:
         self.num_connections = 0
         self.health = 200
         self.metrics = b""
+        self.num_looks = self.num_reads = 0
         self.behave = behave or (lambda asked: asked.answer())
         self._writers = set()
 
@@ -102,8 +103,10 @@ class Replica:
                 asked = Asked(head[:-4], b"", reader, writer)
                 asked.body = await reader.readexactly(int(asked.field("content-length") or 0))
                 if asked.line.startswith("GET /health "):
+                    self.num_looks += 1
                     await asked.answer(self.health)
                 elif asked.line.startswith("GET /metrics "):
+                    self.num_reads += 1
                     await asked.answer(200, self.metrics)
                 else:
                     self.asked.append(asked)

@@ -208,3 +208,17 @@ def test_a_policy_gets_what_it_reads(name):
         assert Need.REPORTS in policy.needs
     if re.search(r"request\.(prompt|num_tokens|session|expected_output_tokens)\b", source):
         assert Need.REQUEST in policy.needs
+
+
+@pytest.mark.parametrize(("policy", "is_read"), [("least_load", True), ("cache_aware", False)])
+async def test_metrics_are_read_for_policies_that_need_reports(house, policy, is_read):
+    replica = await house.replica(lambda asked: asked.answer())
+    replica.metrics = b"vllm:num_requests_waiting 3\n"
+    balancer = await house.balance(replica, policy=PolicySettings(name=policy))
+    view = balancer.targets[replica.id].view
+    if is_read:
+        await house.until(lambda: view.pending == 3)
+    looks = replica.num_looks
+    await house.until(lambda: replica.num_looks >= looks + 3)
+    assert (replica.num_reads > 0) == is_read
+    assert view.pending == (3 if is_read else 0)

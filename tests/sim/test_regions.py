@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
+from banaserve.orchestrator.replicas.registry import make
+from banaserve.sim.regions.balancer import SimBalancer
 from banaserve.sim.regions.programs import chat, shared_prefixes, tree_of_thoughts
-from banaserve.sim.regions.replica import Accelerator
+from banaserve.sim.regions.replica import UNIT_BYTES, Accelerator, SimReplica
 from banaserve.sim.regions.world import RegionSystem, Setting, simulate
+from banaserve.sim.timeline import Timeline
 
 FAR = {("us", "eu"): 90.0, ("us", "asia"): 150.0, ("eu", "asia"): 220.0}
 CHAT = chat(256, 120, 150)
@@ -97,3 +101,30 @@ def test_trees_ask_level_by_level():
     sent = sorted({one.sent_s for one in outcome.records})
     counts = [sum(one.sent_s == at for one in outcome.records) for at in sent[:5]]
     assert counts == [2, 4, 8, 16, 2]
+
+
+def test_a_policy_gets_the_reports_and_the_peers_that_it_declares_to_need():
+    for policy, has_reports, has_peers in (
+        ("round_robin", False, False),
+        ("cache_aware", False, False),
+        ("least_load", True, False),
+        ("skywalker", True, True),
+    ):
+        timeline = Timeline()
+        round_trips_ms = {(one, other): 2.0 for one in ("eu", "us") for other in ("eu", "us")}
+        replica = SimReplica("us-0", "us", Accelerator(), timeline)
+        us, eu = (
+            SimBalancer(
+                region,
+                make(policy, Random(1), unit_bytes=UNIT_BYTES),
+                [replica] if region == "us" else [],
+                round_trips_ms,
+                timeline,
+            )
+            for region in ("us", "eu")
+        )
+        us.connect([eu])
+        timeline.run(1.0)
+        view = us.fleet.view(1.0)
+        assert [one.reported_at_s is not None for one in view.replicas] == [has_reports], policy
+        assert [one.id for one in view.peers] == ["balancer-eu"] * has_peers, policy

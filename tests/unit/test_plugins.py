@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import logging
 import os
 import re
 import subprocess
 import sys
+import threading
 import tomllib
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -16,15 +19,16 @@ from random import Random
 import pytest
 from typer.testing import CliRunner
 
+from banaserve.bench.loadgen.servers import free_port
 from banaserve.cli import main as cli
-from banaserve.cli.doctor import app as doctor
+from banaserve.cli.doctor.command import app as doctor
 from banaserve.cli.plugins import REGISTRIES, use_plugins
 from banaserve.cli.serve import serve_command
 from banaserve.controller.loop import ControllerOptions
 from banaserve.controller.time_scaling import dilated
 from banaserve.errors import UserError
-from banaserve.kvstore import daemon
 from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.daemon import process as daemon
 from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec, open_tier
 from banaserve.orchestrator.migration import registry as migration
 from banaserve.orchestrator.replicas import registry as replicas
@@ -378,3 +382,42 @@ def test_the_guide_s_tier_works(site: Path) -> None:
     tier = open_tier(distributed_spec("heap://here?size=64MiB"))
     assert (tier.name, tier.stats().capacity_bytes) == ("heap", 64 * 2**20)
     tier.close()
+
+
+class _Named(http.server.BaseHTTPRequestHandler):
+    """A replica that answers every request with its own port."""
+
+    def do_GET(self) -> None:
+        body = str(self.server.server_address[1]).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_request_goes_where_a_plugin_decides(site: Path) -> None:
+    install(site, "acme-replicas", REPLICAS, {f"{REPLICA_GROUP}:by_id": "acme_replicas:ById"})
+    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Named) for _ in range(2)]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    ports = sorted((server.server_port for server in servers), key=str)
+    command = [sys.executable, "-m", "banaserve", "route", "--policy", "by_id", "--preset", "last"]
+    command += ["--port", str(port := free_port())]
+    command += [word for one in ports for word in ("--replica", f"http://127.0.0.1:{one}")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        shown = list(iter(lambda: process.stdout.readline(), "  Ctrl-C ends it.\n"))
+        assert "  banaserve routes by by_id\n" in shown
+        for _ in range(3):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=20) as reply:
+                assert reply.read() == str(ports[-1]).encode()
+    finally:
+        process.kill()
+        process.wait()
+        for server in servers:
+            server.shutdown()
+            server.server_close()

@@ -20,7 +20,7 @@ _HEAD = re.compile(
     rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: ([^\r\n\0]*))?\r\n"
     rb"((?:" + _TOKEN + rb":[^\r\n\0]*\r\n)*)\r\n"
 )
-# Anchored at line starts; only these matter to whoever stands between the two ends.
+# Anchored at line starts; only these matter to an intermediary.
 _HOP = re.compile(
     rb"^(connection|keep-alive|proxy-connection|proxy-authenticate|upgrade|te|"
     rb"transfer-encoding|content-length):([^\r]*)\r\n",
@@ -32,7 +32,7 @@ _HEX = re.compile(rb"[0-9a-fA-F]{1,15}")
 
 
 class Body(Protocol):
-    """Says where a body ends.
+    """Framing of a body: finds its end.
 
     Attributes:
         is_done: The whole body has been fed.

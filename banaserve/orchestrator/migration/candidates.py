@@ -1,4 +1,4 @@
-"""Where to look for candidates: the fullest and the emptiest instances of each resource."""
+"""Search for candidates: the fullest and the emptiest instances of each resource."""
 
 from __future__ import annotations
 

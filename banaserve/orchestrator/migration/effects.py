@@ -1,4 +1,4 @@
-"""What a move changes: KV blocks, compute, step times. Nothing here judges."""
+"""Effects of a move: KV blocks, compute, step times. Nothing here judges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from banaserve.types import Influence, Module
 
 
 class MemoryEffect(NamedTuple):
-    """Of a module that goes to its guest or comes home.
+    """Change of memory when a module goes to its guest or returns to its host.
 
     Attributes:
         host_blocks: Added to the host's KV blocks; negative when a module comes home.

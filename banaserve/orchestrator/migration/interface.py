@@ -12,7 +12,7 @@ from banaserve.types import ClusterView, InstanceId, Step
 
 
 class RejectReason(StrEnum):
-    """Why a candidate was not taken: shown to people, and a metric's label."""
+    """Reason that a candidate was not taken: shown to people, and a metric's label."""
 
     NOT_SUPPORTED = "the instance does not support it"
     OTHER_MODEL = "host and guest run different models"
@@ -52,7 +52,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class MigrationPlan:
-    """What to do, in this order, and what was not done for which reason.
+    """Steps to take, in this order, and the rejected candidates with their reasons.
 
     Attributes:
         left_out: Instances that took no part in the decision.

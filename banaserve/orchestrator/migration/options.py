@@ -69,7 +69,7 @@ def check_ranges(options: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveOptions:
-    """What both presets need to predict a move.
+    """Options that both presets need to predict a move.
 
     Attributes:
         stale_after_s: An instance with an older report is left out.

@@ -1,4 +1,4 @@
-"""What forbids a move, whatever it would bring."""
+"""Conditions that forbid a move, whatever it would bring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a candidate brings and what it costs: BanaServe Eqs. 2, 29 and 35 in corrected form."""
+"""Benefit and cost of a candidate: BanaServe Eqs. 2, 29 and 35 in corrected form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many KV blocks fit, once modules are away.
+"""Number of KV blocks that fit once modules are away.
 
 The KV of one layer and one KV head lies in a slab of its own, which grows and shrinks by granules.
 A block needs its part of every slab that is at home, so bytes that one slab gives up are worth
@@ -24,7 +24,7 @@ def num_slabs(facts: InstanceFacts, module: Module) -> int:
 
 
 class Home(NamedTuple):
-    """What is left at home of an instance: the part of ``blocks`` that placements decide."""
+    """Part of an instance that has not moved: the inputs of ``blocks`` that placements decide."""
 
     layers: int
     slabs: int

@@ -1,4 +1,4 @@
-"""Step times and transfer times, learnt from what is measured."""
+"""Calibration of step times and transfer times from measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from banaserve.orchestrator.model.moving import Link
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step of an engine does, or the mean of several.
+    """Work of one step of an engine, or the mean of several.
 
     Attributes:
         prefill_tokens: Prompt tokens that it computes.

@@ -1,4 +1,4 @@
-"""A line fitted to measurements as they come. Pure: a fit is a value, a sample makes another."""
+"""Line fitted to measurements as they come. Pure: a fit is a value, a sample makes another."""
 
 from __future__ import annotations
 

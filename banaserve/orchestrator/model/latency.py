@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """What a client saw of one request.
+    """Times of one request as its client saw them.
 
     Attributes:
         ttft_s: From sending it to its first token.

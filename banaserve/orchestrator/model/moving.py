@@ -1,4 +1,4 @@
-"""What a migration costs, once and at every step: BanaServe Eqs. 2 to 5, 11, 28 and 29."""
+"""Cost of a migration, once and at every step: BanaServe Eqs. 2 to 5, 11, 28 and 29."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way between two instances.
+    """Network path between two instances.
 
     Attributes:
         bytes_per_s: B_net, for one direction.

@@ -1,4 +1,4 @@
-"""What a step in parts gains where some of its layers run elsewhere. Pure.
+"""Gain of a step in parts where some of its layers run elsewhere. Pure.
 
 A step of m parts flows through stages, a host and its guests, of which each works on one part at a
 time: sum of t_i(m) + (m - 1) max of t_i(m), where t_i(m) is what stage i takes for one part. That

@@ -1,4 +1,4 @@
-"""Whether the store's transfers hide behind computing: BanaServe Eqs. 12, 13 and 17.
+"""Overlap of the store's transfers with computing: BanaServe Eqs. 12, 13 and 17.
 
 The corrected forms are ``banaserve.kvstore.overlap.Prefill``. Here are the published Eq. 12, kept
 to show where it errs, and the time of a prefill whose prefix is fetched.

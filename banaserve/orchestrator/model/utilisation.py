@@ -1,4 +1,4 @@
-"""How full instances are, and the objectives: BanaServe Eqs. 1, 18, 24, 26, 27, 31 and 33 to 35."""
+"""Utilisation of instances, and the objectives: BanaServe Eqs. 1, 18, 24, 26, 27, 31, 33 to 35."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class ConsistentHash(Policy):
         factor = self.options.max_load_factor
         if not factor:
             return candidates
-        # The request itself counts, so that somebody always has room.
+        # The request itself counts, so that one target always has room.
         mean = (sum(view.outstanding for view in candidates) + 1) / len(candidates)
         return [view for view in candidates if view.outstanding + 1 <= max(1.0, factor * mean)] or (
             candidates

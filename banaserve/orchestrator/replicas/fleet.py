@@ -1,4 +1,4 @@
-"""The live counters of one balancer, kept in step with its policy.
+"""Live counters of one balancer, kept in step with its policy.
 
 The data plane tells what happens, in its own order and with its own times, and asks for decisions;
 the simulator drives the same code in virtual time.
@@ -31,7 +31,7 @@ View = TypeVar("View", bound=ReplicaView)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a replica says of itself, or a peer of the sum of its replicas.
+    """Load that a replica reports, or that a peer reports as the sum over its replicas.
 
     Attributes:
         queue_length: Of a peer's own queue.

@@ -41,7 +41,7 @@ class Request:
             (1), little-endian int32 tokens (4) or digests of token blocks (8). May be empty.
         num_tokens: Prompt tokens, counted or estimated; at least 1.
         expected_output_tokens: Of this request; ``max_tokens`` where nothing better is known.
-        session: Who asks: a user or a conversation. Empty where nobody says.
+        session: The user or the conversation that asks. Empty where it is not known.
         model: Empty where any will do.
         allowed_regions: Where the request may be served, or None for everywhere.
         was_forwarded: It came from another balancer and is served in this region.
@@ -141,7 +141,7 @@ class FleetView:
 
 
 class RoutingReason(StrEnum):
-    """Why a decision is what it is: for the log and as a metric's label."""
+    """Reason of a decision: for the log and as a metric's label."""
 
     ONLY_CHOICE = "only_choice"
     TURN = "turn"
@@ -165,7 +165,7 @@ HELD = frozenset({RoutingReason.ALL_BUSY, RoutingReason.NONE_AVAILABLE, RoutingR
 
 @dataclass(frozen=True, slots=True)
 class RoutingDecision:
-    """Where a request goes, or that it waits.
+    """Target of a request, or the decision that it waits.
 
     Attributes:
         target: A replica or a peer, or None: the request stays in the balancer's queue and is

@@ -24,7 +24,7 @@ class ReplicaLeastRequestsOptions:
 
     Attributes:
         counts_reported: Where a replica reports more running requests than this balancer has
-            sent, those count: somebody else sends there too.
+            sent, those count: others send there too.
     """
 
     counts_reported: bool = False

@@ -1,4 +1,4 @@
-"""SkyWalker's snapshot tries: what balancers of other regions know of each other's prefixes.
+"""SkyWalker's snapshot tries: prefixes that balancers of other regions tell each other.
 
 A balancer tells its peers, now and then, which prefixes its replicas were sent lately, and keeps
 one bounded tree of what they tell. Prompts stay where they are: what travels are hashes of whole
@@ -50,7 +50,7 @@ def units_of(prompt: bytes, key: bytes) -> bytes:
 
 
 class PeerPrefixes:
-    """What one balancer tells its peers, and what it has been told. Bounded in memory."""
+    """Prefixes that one balancer tells its peers, and that it has been told. Bounded in memory."""
 
     def __init__(self, secret: str) -> None:
         """``secret``: what the balancers share."""

@@ -27,7 +27,7 @@ class NoOptions:
     """Options of a policy that has none."""
 
 
-class Deaf:
+class NoCallbacks:
     """Callbacks of a policy that learns nothing and keeps nothing."""
 
     def on_sent(self, flight: Flight) -> None: ...
@@ -52,7 +52,7 @@ class Deaf:
             raise UserError(f"this policy keeps no state: remove {', '.join(sorted(state))}")
 
 
-class Policy(Deaf, ABC):
+class Policy(NoCallbacks, ABC):
     """A policy that a subclass completes with one choice among the replicas that are left.
 
     The subclass is registered, by ``registry.register`` or as an entry point of the group

@@ -22,7 +22,7 @@ class PowerOfTwo(Policy):
     """Two different replicas, then the one with fewer outstanding requests.
 
     Mitzenmacher 2001: the second choice brings most of the balance that looking at all would,
-    and counters that are a little old do no harm, since nobody sends all to one minimum.
+    and counters that are a little old do no harm, since the requests do not all go to one minimum.
     """
 
     PRESETS: ClassVar[Mapping[str, Any]] = {"plain": NoOptions()}

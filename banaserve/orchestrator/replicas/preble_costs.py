@@ -1,4 +1,4 @@
-"""What Preble's three costs are made of: regressions, windows of time, averages."""
+"""Parts of Preble's three costs: regressions, windows of time, averages."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class WorkWindow:
 
 
 class WindowLoad:
-    """What one replica was sent.
+    """Load that one replica was sent.
 
     Attributes:
         outstanding_ms: Work of the requests that have not ended.

@@ -1,4 +1,4 @@
-"""Preble's global tree: which replica caches what, and how often it was asked for of late.
+"""Preble's global tree: the prefixes that each replica caches, and how often they are used.
 
 Each replica's cache is modelled as the engine keeps it: so many tokens, the leaf used longest ago
 evicted first. What a request would evict is then known before it is sent.
@@ -120,7 +120,7 @@ class CacheTree:
         self._used.pop(target, None)
 
     def used_tokens(self, target: ReplicaId) -> float:
-        """Returns what of the target's cache is modelled as in use."""
+        """Returns how much of the target's cache is modelled as in use."""
         return self._used.get(target, 0.0)
 
     def check(self) -> None:
@@ -129,7 +129,7 @@ class CacheTree:
         while stack:
             node = stack.pop()
             stack += node.children.values()
-            assert node.hits, "a node of nobody"
+            assert node.hits, "a node without a target"
             assert node.parent is not None
             assert node.parent is self._root or node.hits.keys() <= node.parent.hits.keys()
         for target, nodes in self._lru.items():

@@ -1,4 +1,4 @@
-"""Snapshots of a prefix tree, for peers: bytes, and back.
+"""Snapshots of a prefix tree for peers, as bytes.
 
 Layout, little-endian: magic, unit bytes (u8), names (u16 count; u16 length and UTF-8 each), entries
 (u32 count), each entry its depth (u32), label (u32 length and bytes) and stamps (u16 count; u16

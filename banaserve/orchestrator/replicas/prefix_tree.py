@@ -1,4 +1,4 @@
-"""What a prefix tree is: which target was sent which prompts, as far as it is remembered."""
+"""Interface of prefix trees, which remember the prompts that each target was sent."""
 
 from __future__ import annotations
 

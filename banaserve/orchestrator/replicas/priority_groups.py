@@ -1,4 +1,4 @@
-"""Preble's local scheduler (Alg. 3): in which order one engine takes its waiting requests.
+"""Preble's local scheduler (Alg. 3): the order in which one engine takes its waiting requests.
 
 Requests are in groups by the cached fraction of their prompt; group ``g`` of ``P`` gets ``g``
 turns for each one of group 1, and within a group the oldest goes first. The listing gives group 0
@@ -7,8 +7,8 @@ no turns, and so starves prompts with nothing cached; here a fraction ``f`` is i
 
 Turns are those of stride scheduling: a group's clock advances by ``1 / g`` with each of its
 requests, the group whose clock is lowest goes next, and one that was empty begins at the clock of
-whoever went last. So between two requests of group ``g`` that waits, group ``h`` gets ``h / g + 1``
-turns at most, whatever arrives.
+the group that went last. So between two requests of group ``g`` that waits, group ``h`` gets
+``h / g + 1`` turns at most, whatever arrives.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class PriorityGroups(Generic[Item]):
         """Returns who is next; the same that ``pop`` takes.
 
         Raises:
-            IndexError: Nobody waits.
+            IndexError: No request waits.
         """
         return self._groups[self._next()][0][1]
 
@@ -89,7 +89,7 @@ class PriorityGroups(Generic[Item]):
         """Takes out who is next, and counts the turn.
 
         Raises:
-            IndexError: Nobody waits.
+            IndexError: No request waits.
         """
         group = self._next()
         age, item = self._groups[group].pop(0)
@@ -157,7 +157,7 @@ class PriorityGroups(Generic[Item]):
             return _RETURNING
         waiting = [group for group in range(1, self.num_groups + 1) if self._groups[group]]
         if not waiting:
-            raise IndexError("nobody waits")
+            raise IndexError("no request waits")
         return min(waiting, key=lambda group: (self._clocks[group], -group))
 
     def _put(self, item: Item, group: int, age: Any) -> None:

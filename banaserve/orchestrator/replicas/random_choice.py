@@ -1,4 +1,4 @@
-"""Random: any replica, each as likely as the other."""
+"""Random: any replica, each with the same probability."""
 
 from __future__ import annotations
 

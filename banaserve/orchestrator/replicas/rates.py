@@ -1,4 +1,4 @@
-"""What a token costs, learned from times to first token."""
+"""Cost of a token, learned from times to first token."""
 
 from __future__ import annotations
 

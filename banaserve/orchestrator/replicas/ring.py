@@ -1,4 +1,4 @@
-"""A consistent hash ring: each target owns many points, a key belongs to the next one."""
+"""Consistent hash ring: each target owns many points, a key belongs to the next one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIN_ENTRIES = 1024
 """Envoy's smallest ring, over all targets together."""
 
 PREFIX_UNITS = 256
-"""Of a prompt, that stand for a session nobody named; GORGO's."""
+"""Of a prompt, that stand for a session without a name; GORGO's."""
 
 
 def hash_of(data: bytes) -> int:

@@ -1,4 +1,4 @@
-"""Session affinity: a table of who was served where."""
+"""Session affinity: a table of sessions and the replicas that served them."""
 
 from __future__ import annotations
 

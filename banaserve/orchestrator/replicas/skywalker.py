@@ -117,7 +117,7 @@ class SkyWalker(TreePolicy):
     def choose(self, request: Request, fleet: FleetView) -> RoutingDecision:
         # Few have enough of the prompt, and one of them decides most requests: they are asked
         # first, and all the others only where they do not. Long prompts that wait are not matched
-        # again and again while nobody is free.
+        # again and again while no target is free.
         self._hits = None
         if not fleet.queue_length or any(
             view.is_available for view in self._free(fleet.replicas, fleet)
@@ -158,7 +158,7 @@ class SkyWalker(TreePolicy):
     def among(
         self, request: Request, layer: Sequence[ReplicaView], fleet: FleetView, takes_more: Filter
     ) -> RoutingDecision | None:
-        """Returns the choice in one layer, or None where nobody takes more."""
+        """Returns the choice in one layer, or None where no target takes more."""
         free = list(takes_more(layer, fleet))
         if not free:
             return None

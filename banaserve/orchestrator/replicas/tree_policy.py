@@ -1,4 +1,4 @@
-"""The frame of the policies that remember, in a prefix tree, where each prompt was sent."""
+"""Base class of the policies that remember, in a prefix tree, where each prompt was sent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TreeOptions:
         max_total_bytes: Bound of the whole tree.
         eviction: Which leaf goes first, ``lru`` or ``fifo``.
         trims: Where a replica says how much of a prompt it had cached and that is less than
-            expected, forget the rest: engines evict, and nobody else tells.
+            expected, forget the rest: engines evict without telling.
     """
 
     max_tree_bytes: int = 1 << 24

@@ -1,4 +1,4 @@
-"""Tuning weights online: a (1+1) evolution strategy that cannot be fooled by luck or by its goal.
+"""Online tuning of weights: a (1+1) evolution strategy that resists luck and a gamed goal.
 
 GORGO's, with what is wrong there put right:
   - A candidate is judged by requests that were sent under it alone, and against the incumbent
@@ -86,7 +86,7 @@ def p95(values: list[float]) -> float:
 
 
 class Tuner:
-    """Which weights are in use, and what they were measured at.
+    """Weights in use, and the times that were measured with them.
 
     Attributes:
         phase: Counts measurements. A sample belongs to the phase that its request was sent in;

@@ -1,4 +1,4 @@
-"""The frame of the policies that choose each leg's instance on its own."""
+"""Base class of the policies that choose each leg's instance on its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which legs a request has and which instances may serve each; the same for every policy."""
+"""Legs of a request and the candidates for each; the same for every policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ID = attrgetter("id")
 
 
 class LegReason(StrEnum):
-    """Why a request has the legs it has: the ``reason`` of a route, and a metric's label."""
+    """Reason for the legs of a request: the ``reason`` of a route, and a metric's label."""
 
     TWO_LEGS = "two_legs"
     COLOCATED = "colocated"
@@ -25,7 +25,7 @@ class LegReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LegOptions:
-    """How a request is split.
+    """Options of splitting a request into legs.
 
     Attributes:
         skip_prefill_below_tokens: A prompt with at most this many uncached tokens has no prefill

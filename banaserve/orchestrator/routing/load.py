@@ -1,4 +1,4 @@
-"""How loaded an instance is: a few numbers from its report and the router's own counts.
+"""Load of an instance: a few numbers from its report and the router's own counts.
 
 Staleness. A report older than ``stale_after_s``, like one that never came, is not read at all.
 What is left are the router's own counts of that instance, which are live: they stay high while

@@ -1,4 +1,4 @@
-"""Whose turn it is among instances that are equally good."""
+"""Rotation among instances that are equally good."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that come when they come: load that follows the day, and traces."""
+"""Arrivals independent of answers: load that follows the day, and traces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from banaserve.sim.regions.replica import BLOCK_TOKENS, UNIT_BYTES
 from banaserve.sim.trace import Arrival, cut
 
 Arrivals = Sequence[tuple[float, MakeProgram]]
-"""When somebody comes, in seconds, and what they do; waiting for nobody else."""
+"""Time of each arrival, in seconds, and its program; none waits for another."""
 
 HASH_TOKENS = 512
 """Of a block that ``hash_ids`` of Mooncake's traces stand for; 256 in ART-Chat's."""

@@ -1,4 +1,4 @@
-"""What clients do: programs whose next requests depend on the answers to the last ones."""
+"""Programs of clients, whose next requests depend on the answers to the last ones."""
 
 from __future__ import annotations
 

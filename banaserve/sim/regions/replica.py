@@ -1,4 +1,4 @@
-"""A simulated replica behind a balancer: batches, chunked prefill, memory, a prefix cache."""
+"""Simulated replica behind a balancer: batches, chunked prefill, memory, a prefix cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SELF = ReplicaId("self")
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """What a step costs and how much fits. The defaults are of Llama-3.1-8B on one L4.
+    """Cost of a step, and memory. The defaults are of Llama-3.1-8B on one L4.
 
     Attributes:
         step_ms: Reading the weights: 16 GB at 300 GB/s.

@@ -28,7 +28,7 @@ NEAR_MS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RegionSystem:
-    """How balancers are laid out and what they do.
+    """Layout of balancers and their policy.
 
     Attributes:
         central: One balancer, in the first region, for all replicas; else one a region.
@@ -79,7 +79,7 @@ class Setting:
 
 @dataclass(slots=True)
 class Record:
-    """What a client saw of one request; ``done_s`` is None where time ran out first."""
+    """One request as its client saw it; ``done_s`` is None where time ran out first."""
 
     region: str
     sent_s: float
@@ -92,7 +92,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """Everything that a run gave.
+    """Result of a run.
 
     Attributes:
         most_outstanding: Of each replica.
