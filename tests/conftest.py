@@ -26,6 +26,10 @@ settings.load_profile("banaserve")
 for _name in ("contract", "e2e", "e2e/migration", "property", "triton", "unit"):
     sys.path.append(str(Path(__file__).parent / _name))
 
+# Examples are packages of their own: their modules are imported as installed ones are.
+for _name in ("routing_policy", "store_tier"):
+    sys.path.append(str(Path(__file__).parents[1] / "examples" / _name))
+
 # The top of the checkout is not on the path: the link `kernels` must not be importable by that
 # name. So `benchmarks`, which lies there too, is made known by hand.
 _place = Path(__file__).parents[1] / "benchmarks"

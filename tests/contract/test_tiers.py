@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from dictionary_tier import DictionaryTier
 
 from banaserve.errors import UserError
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.tiers.dictionary import DictionaryTier
 from banaserve.kvstore.tiers.interface import (
     BlockBytes,
     BlockName,

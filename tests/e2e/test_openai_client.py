@@ -480,20 +480,18 @@ def test_too_many_requests_at_once(server, complete, poll):
 def test_the_trace_of_a_request_shows_both_legs_in_order(
     server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer = httpx.post(
-        f"{server.url}/v1/completions",
-        json={
-            "model": MODEL,
-            "prompt": [90 + i for i in range(DEFAULT_SKIP_PREFILL_BELOW_TOKENS + 300)],
-            "max_tokens": 4,
-            "temperature": 0.0,
-            "ignore_eos": True,
-        },
-        headers={"X-Request-Id": "traced-by-hand"},
-        timeout=60.0,
-    ).json()
+    stream = server.client().completions.create(
+        model=MODEL,
+        prompt=[90 + i for i in range(DEFAULT_SKIP_PREFILL_BELOW_TOKENS + 300)],
+        max_tokens=4,
+        temperature=0.0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+        extra_headers={"X-Request-Id": "traced-by-hand"},
+    )
+    (answer_id,) = {piece.id for piece in stream}
     where = ("--run-dir", str(server.run_dir))
-    assert main(["trace", answer["id"], *where]) == 0
+    assert main(["trace", answer_id, *where]) == 0
     shown = capsys.readouterr().out
     times_ms = [float(line.split()[0]) for line in shown.splitlines()[2:]]
     assert times_ms == sorted(times_ms)
@@ -519,10 +517,10 @@ def test_the_trace_of_a_request_shows_both_legs_in_order(
     assert "not known" not in shown
     assert main(["trace", "traced-by", "--json", *where]) == 0
     found = msgspec.json.decode(capsys.readouterr().out, type=RequestTrace)
-    assert found.summary.id.startswith(answer["id"])
+    assert found.summary.id.startswith(answer_id)
     assert (found.summary.instances, found.summary.output_tokens) == (["p0", "d0"], 4)
     assert main(["trace", *where]) == 0
-    assert answer["id"] in capsys.readouterr().out
+    assert answer_id in capsys.readouterr().out
     assert main(["trace", "never-sent", *where]) == 2
     assert capsys.readouterr().err == "banaserve: there is no request never-sent\n"
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 ROUTING = """
@@ -84,7 +88,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
-from banaserve.kvstore.tiers.dictionary import DictionaryTier
+from dictionary_tier import DictionaryTier
 
 
 class HeapTier(DictionaryTier):
@@ -124,3 +128,12 @@ def install(
         lines += [f"[{group}]", f"{entry} = {value}", ""]
     (info / "entry_points.txt").write_text("\n".join(lines))
     return info
+
+
+def install_example(package: Path, folder: Path) -> None:
+    """Install a package of ``examples`` to ``folder`` by pip, from a copy: builds leave files."""
+    with tempfile.TemporaryDirectory() as place:
+        copy = shutil.copytree(package, Path(place) / package.name)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        command += ["--no-build-isolation", "--target", str(folder), str(copy)]
+        subprocess.run(command, check=True, timeout=120)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -42,6 +43,7 @@ from installed_packages import MIGRATION, REPLICAS, ROUTING, TIER, install
 from store_process import start_store
 
 ROUTING_GROUP, REPLICA_GROUP, MIGRATION_GROUP, TIER_GROUP = PluginGroup
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +55,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             monkeypatch.setattr(registry, kept, dict(getattr(registry, kept)))
     folder = tmp_path / "site"
     folder.mkdir()
+    shutil.copy(EXAMPLES / "store_tier" / "dictionary_tier.py", folder)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     before = set(sys.modules)
@@ -188,10 +191,10 @@ class NoSharing(NoPresets):
     PRESETS = {"plain": Nothing()}
     needs = frozenset({"peer_prefixes"})
 
-from banaserve.kvstore.tiers.dictionary import DictionaryTier
+from dictionary_tier import DictionaryTier
 
 class NoUrl(DictionaryTier):
-    pass
+    check_url = None
 
 function = len
 """

@@ -353,7 +353,8 @@ WORDS: list[tuple[RequestEvent, str]] = [
     (FirstToken("prefill"), "first output sent to the client, its first token from prefill"),
     (
         FirstToken("decode", "sampling"),
-        "first output sent to the client, its first token from decode; prefill's could not be used: sampling",
+        "first output sent to the client, its first token from decode; "
+        "prefill's could not be used: sampling",
     ),
     (RequestEnded("length", 1), "request ended: length, 1 output token"),
     (RequestEnded("error", 0, "no time"), "request ended: error, 0 output tokens; no time"),

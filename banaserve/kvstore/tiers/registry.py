@@ -104,7 +104,6 @@ def _attribute(module: str, name: str) -> Any:
 register(
     "ssd", lambda spec: _attribute("ssd.tier", "SsdTier")(Path(spec.place), spec.capacity_bytes)
 )
-register("dictionary", lambda spec: _attribute("dictionary", "DictionaryTier")(spec.capacity_bytes))
 register(
     "mooncake",
     lambda spec: _attribute("mooncake", "MooncakeTier").from_url(spec.place),

@@ -11,7 +11,8 @@ What a tier has to do, and where to see it here:
 5. Verify what comes from outside the process (disk, network) against a checksum, off this thread.
    Here nothing does.
 
-Then add the tier to the contract suite in ``tests/contract``: one line.
+Users ask for it by a URL: ``check_url`` refuses one that makes no sense, ``from_url`` opens the
+tier. Then add the tier to the contract suite in ``tests/contract``: one line.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from urllib.parse import parse_qs, urlsplit
 
+from banaserve.errors import UserError
 from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.sizes import parse_size
 from banaserve.kvstore.tiers.chains import ChainedBlock, ChainedBlocks
 from banaserve.kvstore.tiers.counters import TierCounters
 from banaserve.kvstore.tiers.interface import (
@@ -56,7 +60,7 @@ class Transfer:
 
 
 class DictionaryTier:
-    """A tier in the daemon's own memory; see ``StoreTier``.
+    """A tier in the daemon's own memory; see ``StoreTier`` and ``UrlTier``.
 
     Args:
         capacity_bytes: For the bytes of blocks.
@@ -80,6 +84,20 @@ class DictionaryTier:
         self._under_way: list[Transfer] = []
         self._last_ticket = 0
         self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    @classmethod
+    def check_url(cls, url: str) -> None:
+        """Return if ``url`` is ``dictionary://?size=SIZE``.
+
+        Raises:
+            UserError: It is not.
+        """
+        _capacity_bytes(url)
+
+    @classmethod
+    def from_url(cls, url: str) -> DictionaryTier:
+        """The open tier that a checked URL stands for."""
+        return cls(_capacity_bytes(url))
 
     @property
     def name(self) -> str:
@@ -211,3 +229,10 @@ class DictionaryTier:
     def _forget(self, block: StoredBlock) -> None:
         self._blocks.remove(block)
         self._used_bytes -= block.num_bytes
+
+
+def _capacity_bytes(url: str) -> int:
+    query = parse_qs(urlsplit(url).query)
+    if set(query) != {"size"}:
+        raise UserError(f"{url}: write dictionary://?size=256MiB")
+    return parse_size(query["size"][0])

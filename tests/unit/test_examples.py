@@ -1,0 +1,120 @@
+"""The examples that start no engine: they run, and their packages install."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from sticky_routing import Sticky, StickyOptions
+
+from banaserve.errors import UserError
+from banaserve.orchestrator.routing.legs import LegOptions
+from banaserve.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
+from installed_packages import install_example
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def ran(*command: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_listed() -> None:
+    listed = (EXAMPLES / "README.md").read_text()
+    names = [path.name for path in EXAMPLES.iterdir() if not path.name.startswith(("_", "."))]
+    assert len(names) == 7
+    for name in names:
+        assert name == "README.md" or f"]({name}" in listed, name
+
+
+def test_the_trace_that_is_simulated_compares_all_systems(tmp_path: Path) -> None:
+    made = ran(str(EXAMPLES / "simulate_trace.py"))
+    heading, *rows = made.splitlines()
+    assert heading.split()[0] == "SYSTEM"
+    assert [row.split()[0] for row in rows] == ["colocated", "static", "banaserve"]
+    assert all(float(row.split()[1]) > 0 for row in rows)
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"t": i, "input_length": 100, "output_length": 5} for i in range(10)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    assert ran(str(EXAMPLES / "simulate_trace.py"), str(trace)) != made
+
+
+@pytest.mark.parametrize("name", ["routing_policy", "store_tier"])
+def test_a_package_names_the_modules_that_it_has(name: str) -> None:
+    project = tomllib.loads((EXAMPLES / name / "pyproject.toml").read_text())
+    modules = project["tool"]["setuptools"]["py-modules"]
+    assert sorted(path.stem for path in (EXAMPLES / name).glob("*.py")) == sorted(modules)
+    (group,) = project["project"]["entry-points"].values()
+    assert [value.partition(":")[0] for value in group.values()] == modules
+
+
+def test_installed_examples_are_found_by_the_commands(tmp_path: Path) -> None:
+    for name in ("routing_policy", "store_tier"):
+        install_example(EXAMPLES / name, tmp_path)
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    found = ran("-m", "banaserve", "doctor", PYTHONPATH=path)
+    for plugin in (
+        "sticky of example-sticky-routing 1.0",
+        "dictionary of example-dictionary-tier 1.0",
+    ):
+        assert any(plugin in line for line in found.splitlines()), found
+    assert "refused" not in found
+
+
+def views(**inflight: int) -> ClusterView:
+    return ClusterView(
+        0.0,
+        {
+            InstanceId(name): InstanceView(
+                InstanceId(name),
+                Role.PREFILL if name.startswith("p") else Role.DECODE,
+                True,
+                None,
+                count,
+                0,
+                1000.0,
+            )
+            for name, count in inflight.items()
+        },
+    )
+
+
+def test_the_sticky_policy_leaves_an_instance_that_is_busier_by_more_than_its_lead() -> None:
+    policy = Sticky(StickyOptions(max_lead_requests=2), LegOptions())
+    request = RequestView(RequestId("r"), 100)
+    first = policy.route(request, views(p0=0, p1=0, d0=0, d1=1))
+    assert (first.prefill, first.decode) == ("p0", "d0")
+    still = policy.route(request, views(p0=2, p1=0, d0=2, d1=0))
+    assert (still.prefill, still.decode) == ("p0", "d0")
+    left = policy.route(request, views(p0=3, p1=0, d0=0, d1=0))
+    assert (left.prefill, left.decode) == ("p1", "d0")
+    with pytest.raises(UserError, match="max_lead_requests is -1"):
+        StickyOptions(max_lead_requests=-1)
+
+
+@pytest.mark.parametrize("url", ["dictionary://", "dictionary://?size=none", "dictionary://?x=1"])
+def test_a_url_of_the_tier_that_makes_no_sense_is_one_line(url: str, tmp_path: Path) -> None:
+    install_example(EXAMPLES / "store_tier", tmp_path)
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        [sys.executable, "-m", "banaserve", "kvstore", "--distributed", url],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "size" in done.stderr
