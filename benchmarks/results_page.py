@@ -22,6 +22,7 @@ from banaserve.bench.results.statistics import spread_fraction
 from banaserve.errors import UserError
 from benchmarks.location import ROOT
 from benchmarks.registry import BENCHMARKS
+from benchmarks.script import run_script
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "benchmarks" / "RESULTS.md"
@@ -190,3 +191,7 @@ def _markdown(table: Sequence[Sequence[str]]) -> str:
     head, *rows = table
     lines = (head, ["---"] * len(head), *rows)
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in lines)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -61,7 +61,7 @@ def run_benchmark(argv: Sequence[str], benchmarks: Mapping[str, Benchmark], prog
     name, *rest = argv
     if name not in benchmarks and benchmarks is BENCHMARKS:
         raise UserError(
-            f"banaserve bench has no {name}, but {', '.join(BENCHMARKS)}; micro-benchmarks are run "
+            f"unknown benchmark: {name} (known: {', '.join(BENCHMARKS)}); micro-benchmarks are run "
             f"from a checkout: make bench NAME={name}"
         )
     check_known("benchmark", name, benchmarks)
