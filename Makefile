@@ -99,7 +99,7 @@ lint-docker: $(VENV_STAMP)  ## Check the Dockerfiles with hadolint, from PyPI.
 
 docs: install $(VENV)/docs/.installed  ## Build the site of the documents into build/site.
 	@$(BIN)/python -m docs.generate
-	@DISABLE_MKDOCS_2_WARNING=true $(VENV)/docs/bin/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --quiet --strict
 	@echo build/site/index.html
 
 # In an environment of its own: nothing that serves or is tested needs these packages.

@@ -1,1 +1,1 @@
-"""Commands that check the documents and build their site; ``make docs`` and ``make lint`` run them."""
+"""Commands that check the documents and build their site, for ``make lint`` and ``make docs``."""

@@ -1,7 +1,7 @@
 """Check that what the documents name is there: ``python -m docs.check``, one line a finding.
 
 Links, also their anchors; and names of code in the form ``file.py:function``, ``file.py:Class`` or
-``file.py:Class.method``, with the file's path from ``banaserve/`` or from the top of the repository.
+``file.py:Class.method``, with the file's path from ``banaserve/`` or the top of the repository.
 """
 
 from __future__ import annotations

@@ -27,12 +27,14 @@ def main(argv: list[str]) -> int:
 def generate(folder: Path) -> None:
     """Write all sources of the site into ``folder``, which is emptied first."""
     shutil.rmtree(folder, ignore_errors=True)
-    for document in documents():
-        _copy(document, folder)
-        for target in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
-            path = (document.parent / target).resolve()
-            if path.is_file() and ROOT in path.parents:
-                _copy(path, folder)
+    waiting = documents()
+    copied: set[Path] = set()
+    while waiting:
+        path = waiting.pop()
+        if path not in copied:
+            copied.add(path)
+            _copy(path, folder)
+            waiting += _linked(path)
     out = folder / REFERENCE.relative_to(ROOT)
     out.mkdir(parents=True, exist_ok=True)
     pages = reference.pages()
@@ -40,6 +42,15 @@ def generate(folder: Path) -> None:
     for name, text in pages.items():
         (out / name).write_text(text)
     (out / "openapi.json").write_text(json.dumps(reference.openapi(), indent=2) + "\n")
+
+
+def _linked(path: Path) -> list[Path]:
+    """The files of the repository that a document links to; none of another file."""
+    if path.suffix != ".md":
+        return []
+    targets = re.findall(r"\]\(([^)#\s]+)", path.read_text())
+    found = [(path.parent / target).resolve() for target in targets]
+    return [one for one in found if one.is_file() and ROOT in one.parents]
 
 
 def _copy(path: Path, folder: Path) -> None:

@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any, NamedTuple, cast, get_args, get_origin
 
 import msgspec
-from banaserve.kvstore.daemon.metrics import prometheus_text
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,6 +26,7 @@ from starlette.routing import Route
 import banaserve
 from banaserve.api.admin import admin_app
 from banaserve.api.admin_control import Control
+from banaserve.api.admin_traces import Traces
 from banaserve.balancer.config import BalancerSettings
 from banaserve.balancer.metrics import Metrics
 from banaserve.cli import bench
@@ -50,6 +50,8 @@ from banaserve.engine.vllm.migration.api import (
     OverlapRequest,
     ShareRequest,
 )
+from banaserve.engine.vllm.tracing.events import RequestSummary, RequestTrace
+from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.interface import TierStats
 
@@ -95,9 +97,13 @@ def help_of(words: Iterable[str]) -> str:
     """Return what ``banaserve WORDS --help`` prints; "" where that is no option of it."""
     printed, refusal = io.StringIO(), io.StringIO()
     plain = {"COLUMNS": _HELP_WIDTH, "TERMINAL_WIDTH": _HELP_WIDTH, "NO_COLOR": "1", "TERM": "dumb"}
-    with _environment(plain), redirect_stdout(printed), redirect_stderr(refusal):
-        with suppress(SystemExit):
-            main([*words, "--help"])
+    with (
+        _environment(plain),
+        redirect_stdout(printed),
+        redirect_stderr(refusal),
+        suppress(SystemExit),
+    ):
+        main([*words, "--help"])
     return "\n".join(line.rstrip() for line in printed.getvalue().strip("\n").splitlines())
 
 
@@ -158,6 +164,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         list[DecisionRecord],
         query={"last": "So many of the last ones, the oldest first; all that are kept without it."},
     ),
+    ("GET", "/admin/traces"): Operation(
+        "The last requests.", list[RequestSummary], query={"last": "So many; all without it."}
+    ),
+    ("GET", "/admin/traces/{id:path}"): Operation("One request, event by event.", RequestTrace),
     ("GET", "/admin/orchestrator"): Operation("The control loop.", ControllerStatus),
     ("POST", "/admin/orchestrator"): Operation("Pause or resume.", ControllerStatus, PauseRequest),
     ("GET", "/admin/roles"): Operation("The last role switches.", list[RoleChange]),
@@ -177,8 +187,8 @@ _ERRORS = {
 def admin_routes() -> set[tuple[str, str]]:
     """Return method and path of every route of the admin API, as the server has them."""
     nothing = cast(Any, None)  # The routes' functions ask it only when they are called.
-    limited = admin_app(nothing, Control(nothing, nothing, nothing))
-    app = cast(Starlette, limited)
+    control, traces = Control(nothing, nothing, nothing), Traces(nothing, nothing)
+    app = cast(Starlette, admin_app(nothing, control, traces))
     return {
         (method, route.path)
         for route in app.routes
@@ -197,7 +207,9 @@ def openapi() -> dict[str, Any]:
     by_type = dict(zip(map(str, types), schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), op in OPERATIONS.items():
-        paths.setdefault(path, {})[method.lower()] = _operation(path, op, by_type)
+        paths.setdefault(path.replace(":path}", "}"), {})[method.lower()] = _operation(
+            path, op, by_type
+        )
     return {
         "openapi": "3.1.0",
         "info": {"title": "banaserve admin API", "version": banaserve.__version__},
@@ -213,7 +225,7 @@ def openapi() -> dict[str, Any]:
 def _operation(path: str, op: Operation, by_type: Mapping[str, Any]) -> dict[str, Any]:
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in re.findall(r"{(\w+)}", path)
+        for name in re.findall(r"{(\w+)(?::path)?}", path)
     ] + [
         {"name": name, "in": "query", "description": words, "schema": {"type": "number"}}
         for name, words in op.query.items()
@@ -237,8 +249,9 @@ def admin_page() -> str:
     parts = [
         f"# Admin API\n\n{_GENERATED} As OpenAPI: [openapi.json](openapi.json).\n\n"
         "Every request needs the header `Authorization: Bearer KEY` with the admin key, which is "
-        "not one of the users' API keys. `serve` writes it into its run folder; "
-        "`--admin-key` sets it. The answer to what is refused has one line in `error.message`.",
+        "not one of the users' API keys. `serve` makes one for the run, where commands of the same "
+        "user find it; `--admin-key` sets it. What is refused is answered with one line in "
+        "`error.message`.",
         _table(
             ("Request", "What it does", "Body", "Answer"),
             (
@@ -356,9 +369,10 @@ def metrics_page() -> str:
         for one in metrics()
     ]  # fmt: skip
     return (
-        f"# Metrics\n\n{_GENERATED} `GET /metrics` of the front door has all of `serve`'s, those of "
-        "vLLM (`vllm:...`, with the instance's id beside) and those of the store; `banaserve kvstore "
-        "--metrics-port` has the store's alone. `banaserve_kvstore_up` is 1 while the store answers."
+        f"# Metrics\n\n{_GENERATED} `GET /metrics` of the front door has all of `serve`'s, those "
+        "of vLLM (`vllm:...`, with the instance's id beside) and those of the store; `banaserve "
+        "kvstore --metrics-port` has the store's alone. `banaserve_kvstore_up` is 1 while the "
+        "store answers."
         f"\n\n{_table(('Metric', 'Type', 'Labels', 'Meaning', 'Where'), rows)}\n"
     )
 
@@ -372,8 +386,8 @@ def configuration_page() -> str:
         f"# Configuration\n\n{_GENERATED} Options of `serve` are on the page of "
         "[commands](commands.md#banaserve-serve); `serve --config FILE` reads the same names from "
         "YAML.",
-        "## The balancer's file\n\n`banaserve route --config FILE`, TOML or YAML. An unknown key is "
-        "refused; the file is followed while the balancer serves.",
+        "## The balancer's file\n\n`banaserve route --config FILE`, TOML or YAML. An unknown key "
+        "is refused; the file is followed while the balancer serves.",
     ]
     parts += [_section(one) for one in _sections(BalancerSettings)]
     parts.append("## Profiles of modelled GPUs\n\n`serve --pace NAME`, `simulate`; or a TOML file.")

@@ -31,13 +31,14 @@ for _name in ("routing_policy", "store_tier"):
     sys.path.append(str(Path(__file__).parents[1] / "examples" / _name))
 
 # The top of the checkout is not on the path: the link `kernels` must not be importable by that
-# name. So `benchmarks`, which lies there too, is made known by hand.
-_place = Path(__file__).parents[1] / "benchmarks"
-_spec = importlib.util.spec_from_file_location(
-    "benchmarks", _place / "__init__.py", submodule_search_locations=[str(_place)]
-)
-assert _spec is not None
-sys.modules["benchmarks"] = importlib.util.module_from_spec(_spec)
+# name. So `benchmarks` and `docs`, which lie there too, are made known by hand.
+for _name in ("benchmarks", "docs"):
+    _place = Path(__file__).parents[1] / _name
+    _spec = importlib.util.spec_from_file_location(
+        _name, _place / "__init__.py", submodule_search_locations=[str(_place)]
+    )
+    assert _spec is not None
+    sys.modules[_name] = importlib.util.module_from_spec(_spec)
 
 
 @pytest.fixture(autouse=True)

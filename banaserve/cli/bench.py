@@ -12,6 +12,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from banaserve.errors import UserError
 from banaserve.names import check_known
 
 
@@ -58,6 +59,11 @@ def run_benchmark(argv: Sequence[str], benchmarks: Mapping[str, Benchmark], prog
             print("\nmicro-benchmarks of the parts, from a checkout: make bench NAME=NAME")
         return 0
     name, *rest = argv
+    if name not in benchmarks and benchmarks is BENCHMARKS:
+        raise UserError(
+            f"unknown benchmark: {name} (known: {', '.join(BENCHMARKS)}); micro-benchmarks are run "
+            f"from a checkout: make bench NAME={name}"
+        )
     check_known("benchmark", name, benchmarks)
     exit_code: int = import_module(benchmarks[name].module).main(rest)
     return exit_code

@@ -1,4 +1,4 @@
-"""`banaserve bench copies`: a small run of all of it, and what it refuses."""
+"""`bench copies`: a small run of all of it, and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`banaserve bench orchestrator`: it runs and writes what it says; no time is judged here."""
+"""`bench orchestrator`: it runs and writes what it says; no time is judged here."""
 
 from __future__ import annotations
 
