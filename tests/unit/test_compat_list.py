@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -117,6 +118,7 @@ def test_every_entry_names_its_module_of_compat_and_its_purpose() -> None:
 # ---- our own sources
 
 
+@functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
