@@ -12,8 +12,8 @@ import pytest
 
 from banaserve.engine.vllm.compat import __main__ as command
 from banaserve.engine.vllm.compat import wheels
-from banaserve.engine.vllm.compat.checker import Finding, check
-from banaserve.engine.vllm.compat.manifest import ENTRIES, Entry, Hook, Kind, Parameters
+from banaserve.engine.vllm.compat.checker import Comparison, check
+from banaserve.engine.vllm.compat.manifest import ENTRIES, Entry, Hook, NameKind, Parameters
 from banaserve.engine.vllm.compat.sources import Sources, WheelFiles
 from banaserve.errors import UserError
 
@@ -83,25 +83,31 @@ def sources(tmp_path: Path) -> Sources:
 
 
 def entry(
-    place: str, kind: Kind, text: str | None = None, hook: Hook = Hook.NONE, *other: str
+    place: str, kind: NameKind, text: str | None = None, hook: Hook = Hook.NONE, *other: str
 ) -> Entry:
     module, _, name = place.partition(":")
     parameters = None if text is None else Parameters.of(text)
     return Entry("engine", module, name, kind, "a test", parameters, hook, other)
 
 
-def found(sources: Sources, *entries: Entry) -> list[Finding]:
+def found(sources: Sources, *entries: Entry) -> list[Comparison]:
     return check(entries, sources)
 
 
-M, F, C, A, V = Kind.METHOD, Kind.FUNCTION, Kind.CLASS, Kind.ATTRIBUTE, Kind.VALUE
+M, F, C, A, V = (
+    NameKind.METHOD,
+    NameKind.FUNCTION,
+    NameKind.CLASS,
+    NameKind.ATTRIBUTE,
+    NameKind.VALUE,
+)
 
 
 @pytest.mark.parametrize(
     ("place", "kind", "text"),
     [
-        ("vllm.core", Kind.MODULE, None),
-        ("vllm:core", Kind.MODULE, None),
+        ("vllm.core", NameKind.MODULE, None),
+        ("vllm:core", NameKind.MODULE, None),
         ("vllm:LLM", C, "config"),
         ("vllm.exports:Motor", C, "config, log="),
         ("vllm.exports:Fields", C, "first"),
@@ -123,7 +129,9 @@ M, F, C, A, V = Kind.METHOD, Kind.FUNCTION, Kind.CLASS, Kind.ATTRIBUTE, Kind.VAL
         ("vllm.base:More", C, "first, second, third"),
     ],
 )
-def test_what_a_wheel_has_holds(sources: Sources, place: str, kind: Kind, text: str | None) -> None:
+def test_what_a_wheel_has_holds(
+    sources: Sources, place: str, kind: NameKind, text: str | None
+) -> None:
     (one,) = found(sources, entry(place, kind, text))
     assert one.breaks == ""
 
@@ -131,7 +139,7 @@ def test_what_a_wheel_has_holds(sources: Sources, place: str, kind: Kind, text: 
 @pytest.mark.parametrize(
     ("place", "kind", "text", "hook", "says"),
     [
-        ("vllm.absent", Kind.MODULE, None, Hook.NONE, "module is missing"),
+        ("vllm.absent", NameKind.MODULE, None, Hook.NONE, "module is missing"),
         ("vllm.absent:name", F, None, Hook.NONE, "module vllm.absent is missing"),
         ("vllm.core:absent", F, None, Hook.NONE, "missing"),
         ("vllm:Lost", C, None, Hook.NONE, "missing"),
@@ -153,7 +161,7 @@ def test_what_a_wheel_has_holds(sources: Sources, place: str, kind: Kind, text: 
     ],
 )
 def test_what_a_wheel_has_otherwise_breaks(
-    sources: Sources, place: str, kind: Kind, text: str | None, hook: Hook, says: str
+    sources: Sources, place: str, kind: NameKind, text: str | None, hook: Hook, says: str
 ) -> None:
     (one,) = found(sources, entry(place, kind, text, hook))
     assert one.breaks.endswith(says) or says in one.breaks

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.engine.vllm.compat.checker import check
-from banaserve.engine.vllm.compat.manifest import ENTRIES, Entry, Hook, Kind
+from banaserve.engine.vllm.compat.manifest import ENTRIES, Entry, Hook, NameKind
 from banaserve.engine.vllm.compat.sources import FolderFiles, Signature, Sources
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def object_of(entry: Entry) -> tuple[Any, bool]:
 
 def signature_of(found: Any, entry: Entry, is_static: bool) -> Signature:
     given = list(inspect.signature(found).parameters.values())
-    if entry.kind is Kind.METHOD and inspect.isfunction(found) and not is_static:
+    if entry.kind is NameKind.METHOD and inspect.isfunction(found) and not is_static:
         given = given[1:]
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -78,15 +78,15 @@ def signature_of(found: Any, entry: Entry, is_static: bool) -> Signature:
 
 
 @pytest.mark.parametrize(
-    "entry", [one for one in ENTRIES if one.kind is not Kind.ATTRIBUTE], ids=named
+    "entry", [one for one in ENTRIES if one.kind is not NameKind.ATTRIBUTE], ids=named
 )
 def test_the_installed_vllm_has_it_with_these_parameters(entry: Entry) -> None:
     found, is_static = object_of(entry)
-    if entry.kind is Kind.MODULE:
+    if entry.kind is NameKind.MODULE:
         assert inspect.ismodule(found)
-    elif entry.kind is Kind.CLASS:
+    elif entry.kind is NameKind.CLASS:
         assert inspect.isclass(found)
-    elif entry.kind in (Kind.FUNCTION, Kind.METHOD):
+    elif entry.kind in (NameKind.FUNCTION, NameKind.METHOD):
         assert callable(found)
     if entry.parameters is None:
         return

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from banaserve.engine.vllm.compat.checker import Finding, check
+from banaserve.engine.vllm.compat.checker import Comparison, check
 from banaserve.engine.vllm.compat.manifest import ENTRIES
 from banaserve.engine.vllm.compat.sources import Sources, WheelFiles
 from banaserve.engine.vllm.compat.wheels import wheel_of
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def table(findings: Sequence[Finding]) -> list[str]:
+def table(findings: Sequence[Comparison]) -> list[str]:
     """Lines with every entry, by the module of banaserve that uses it."""
     lines = []
     for group, members in itertools.groupby(findings, key=lambda one: one.entry.group):
@@ -63,7 +63,7 @@ def table(findings: Sequence[Finding]) -> list[str]:
     return lines
 
 
-def _row(finding: Finding) -> str:
+def _row(finding: Comparison) -> str:
     entry = finding.entry
     state = "BREAKS" if finding.breaks else "ok"
     kind = entry.hook.value or entry.kind.value
@@ -71,7 +71,7 @@ def _row(finding: Finding) -> str:
     return f"  {state:6}  {kind:11}  {entry.path}" + f"  {why}" * bool(why) + f"  [{entry.purpose}]"
 
 
-def summary(findings: Sequence[Finding]) -> list[str]:
+def summary(findings: Sequence[Comparison]) -> list[str]:
     """Lines with the number of entries that hold, and with those that break."""
     broken = [one for one in findings if one.breaks]
     num_held = len(findings) - len(broken)

@@ -6,15 +6,15 @@ import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from banaserve.engine.vllm.compat.manifest import Entry, Hook, Kind
-from banaserve.engine.vllm.compat.sources import Found, Function, Sources
+from banaserve.engine.vllm.compat.manifest import Entry, Hook, NameKind
+from banaserve.engine.vllm.compat.sources import Definition, Function, Sources
 
 _HOOKS_THAT_TAKE = (Hook.OVERRIDDEN, Hook.WRAPPED, Hook.REPLACED)
 _MOST_HOMES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Comparison:
     """One entry, compared.
 
     Attributes:
@@ -27,23 +27,23 @@ class Finding:
     note: str = ""
 
 
-def check(entries: Iterable[Entry], sources: Sources) -> list[Finding]:
+def check(entries: Iterable[Entry], sources: Sources) -> list[Comparison]:
     """Compare each entry with the sources, in the order of the list."""
     known = list(entries)
     return [_check(entry, sources, known) for entry in known]
 
 
-def _check(entry: Entry, sources: Sources, known: Sequence[Entry]) -> Finding:
+def _check(entry: Entry, sources: Sources, known: Sequence[Entry]) -> Comparison:
     breaks = _breaks(entry, sources, known)
     if not breaks:
-        return Finding(entry)
+        return Comparison(entry)
     for module in entry.alternatives:
         if not _breaks(entry.in_module(module), sources, known):
-            return Finding(entry, note=f"in {module}")
+            return Comparison(entry, note=f"in {module}")
     if entry.alternatives:
         places = " nor ".join([entry.module, *entry.alternatives])
         breaks = f"holds in neither {places}: {breaks}"
-    return Finding(entry, breaks)
+    return Comparison(entry, breaks)
 
 
 def _breaks(entry: Entry, sources: Sources, known: Sequence[Entry]) -> str:
@@ -72,21 +72,21 @@ def _missing(entry: Entry, sources: Sources) -> str:
     return "missing"
 
 
-def _breaks_of_kind(entry: Entry, found: Found) -> str:
+def _breaks_of_kind(entry: Entry, found: Definition) -> str:
     if found.node is None:
         return ""
     is_class, is_function = isinstance(found.node, ast.ClassDef), isinstance(found.node, Function)
-    if entry.kind is Kind.CLASS and not is_class:
+    if entry.kind is NameKind.CLASS and not is_class:
         return "is no class"
-    if entry.kind in (Kind.FUNCTION, Kind.METHOD) and not is_function:
+    if entry.kind in (NameKind.FUNCTION, NameKind.METHOD) and not is_function:
         return f"is no {entry.kind.value}"
     return ""
 
 
-def _breaks_of_parameters(entry: Entry, found: Found, sources: Sources) -> str:
+def _breaks_of_parameters(entry: Entry, found: Definition, sources: Sources) -> str:
     if entry.parameters is None or found.node is None:
         return ""
-    signature = sources.signature(found, is_member=entry.kind is Kind.METHOD)
+    signature = sources.signature(found, is_member=entry.kind is NameKind.METHOD)
     if signature is None:
         return ""
     if entry.hook in _HOOKS_THAT_TAKE:
@@ -94,7 +94,9 @@ def _breaks_of_parameters(entry: Entry, found: Found, sources: Sources) -> str:
     return signature.misfit_of_call(entry.parameters)
 
 
-def _breaks_of_base(entry: Entry, found: Found, sources: Sources, known: Sequence[Entry]) -> str:
+def _breaks_of_base(
+    entry: Entry, found: Definition, sources: Sources, known: Sequence[Entry]
+) -> str:
     """A base class must ask for nothing that its subclasses here do not define."""
     if entry.hook is not Hook.IMPLEMENTED or not isinstance(found.node, ast.ClassDef):
         return ""

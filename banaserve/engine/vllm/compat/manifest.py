@@ -16,7 +16,7 @@ import enum
 from dataclasses import dataclass, replace
 
 
-class Kind(enum.Enum):
+class NameKind(enum.Enum):
     """What a name stands for in vLLM."""
 
     MODULE = "module"
@@ -88,7 +88,7 @@ class Entry:
     group: str
     module: str
     name: str
-    kind: Kind
+    kind: NameKind
     purpose: str
     parameters: Parameters | None = None
     hook: Hook = Hook.NONE
@@ -105,7 +105,7 @@ class Entry:
 
 
 def _entry(
-    group: str, module: str, kind: Kind, text: str, purpose: str, hook: Hook = Hook.NONE
+    group: str, module: str, kind: NameKind, text: str, purpose: str, hook: Hook = Hook.NONE
 ) -> Entry:
     """Read ``Name.method(a, b=)``; without brackets no parameters are relied on."""
     name, bracket, rest = text.partition("(")
@@ -114,30 +114,32 @@ def _entry(
 
 
 def _classes(group: str, module: str, purpose: str, *texts: str) -> list[Entry]:
-    return [_entry(group, module, Kind.CLASS, text, purpose) for text in texts]
+    return [_entry(group, module, NameKind.CLASS, text, purpose) for text in texts]
 
 
 def _functions(group: str, module: str, purpose: str, *texts: str) -> list[Entry]:
-    return [_entry(group, module, Kind.FUNCTION, text, purpose) for text in texts]
+    return [_entry(group, module, NameKind.FUNCTION, text, purpose) for text in texts]
 
 
 def _methods(
     group: str, module: str, owner: str, purpose: str, *texts: str, hook: Hook = Hook.NONE
 ) -> list[Entry]:
-    return [_entry(group, module, Kind.METHOD, f"{owner}.{text}", purpose, hook) for text in texts]
+    return [
+        _entry(group, module, NameKind.METHOD, f"{owner}.{text}", purpose, hook) for text in texts
+    ]
 
 
 def _attributes(
     group: str, module: str, owner: str, purpose: str, names: str, hook: Hook = Hook.NONE
 ) -> list[Entry]:
     return [
-        _entry(group, module, Kind.ATTRIBUTE, f"{owner}.{name}", purpose, hook)
+        _entry(group, module, NameKind.ATTRIBUTE, f"{owner}.{name}", purpose, hook)
         for name in names.split()
     ]
 
 
 def _modules(group: str, purpose: str, *modules: str) -> list[Entry]:
-    return [Entry(group, module, "", Kind.MODULE, purpose) for module in modules]
+    return [Entry(group, module, "", NameKind.MODULE, purpose) for module in modules]
 
 
 def _either(entry: Entry, *modules: str) -> Entry:
@@ -154,7 +156,7 @@ _CONFIG = [
                  "OPENAI_API_SERVER"),
     *_attributes("config", "vllm.config", "CompilationMode", "refuses compiled engines", "NONE"),
     *_attributes("config", "vllm.config", "CUDAGraphMode", "refuses CUDA graphs", "NONE"),
-    Entry("config", "vllm.platforms", "current_platform", Kind.VALUE, "CPU or GPU"),
+    Entry("config", "vllm.platforms", "current_platform", NameKind.VALUE, "CPU or GPU"),
     *_methods("config", "vllm.platforms.interface", "Platform", "CPU or GPU", "is_cpu()"),
     *_functions("config", "vllm.v1.attention.backends.utils", "KV layout of a guest",
                 "record_kv_cache_layout(cache_config, layout_name)"),
@@ -228,8 +230,8 @@ _CLI_ARGS = "vllm.entrypoints.launchers.cli_args"
 _CLI_ARGS_033 = "vllm.entrypoints.common.cli_args"
 
 _SERVER = [
-    Entry("server", "vllm", "envs", Kind.MODULE, "environment of vLLM's server"),
-    Entry("server", "vllm.envs", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", Kind.VALUE,
+    Entry("server", "vllm", "envs", NameKind.MODULE, "environment of vLLM's server"),
+    Entry("server", "vllm.envs", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", NameKind.VALUE,
           "how long idle connections are kept"),
     *_classes("server", "vllm.engine.arg_utils", "options of engines", "AsyncEngineArgs"),
     *_methods("server", "vllm.engine.arg_utils", "AsyncEngineArgs", "options of engines",
@@ -258,7 +260,7 @@ _SERVER = [
               "assign_request_id(request)"),
     *_attributes("server", "vllm.v1.engine.input_processor", "InputProcessor",
                  "prepares requests once", "process_inputs_async"),
-    _entry("server", "vllm.engine.protocol", Kind.CLASS, "EngineClient",
+    _entry("server", "vllm.engine.protocol", NameKind.CLASS, "EngineClient",
            "what vLLM's server asks of an engine", Hook.IMPLEMENTED),
     *_attributes("server", "vllm.engine.protocol", "EngineClient",
                  "what vLLM's server asks of an engine", "is_running is_stopped errored dead_error",
@@ -419,7 +421,7 @@ _SCHEDULER = [
                  Hook.REPLACED),
     *_attributes("scheduler", _SCHED, "Scheduler", "budgets of a role",
                  "max_num_scheduled_tokens max_num_active_reqs", Hook.SET),
-    _entry("scheduler", "vllm.v1.core.sched.request_queue", Kind.CLASS, "RequestQueue",
+    _entry("scheduler", "vllm.v1.core.sched.request_queue", NameKind.CLASS, "RequestQueue",
            "order of waiting requests", Hook.IMPLEMENTED),
     *_methods("scheduler", "vllm.v1.core.sched.request_queue", "RequestQueue",
               "order of waiting requests", "add_request(request)", "pop_request()",
@@ -498,7 +500,7 @@ _KV_CACHE = [
                  "layer_names kv_cache_spec"),
     *_attributes("kv_cache", _KV_SPEC, "FullAttentionSpec", "shape of the KV cache",
                  "block_size num_kv_heads head_size dtype page_size_bytes"),
-    Entry("kv_cache", "vllm", "_custom_ops", Kind.MODULE, "copies of blocks on a GPU"),
+    Entry("kv_cache", "vllm", "_custom_ops", NameKind.MODULE, "copies of blocks on a GPU"),
     *_functions("kv_cache", "vllm._custom_ops", "copies of blocks on a GPU",
                 "swap_blocks_batch(src_ptrs, dst_ptrs, sizes)"),
     *_functions("kv_cache", "vllm.v1.attention.backends.cpu_attn", "layout of K on CPU",
@@ -513,15 +515,15 @@ _KV_CONNECTOR = [
                 "get_kv_transfer_group()", "has_kv_transfer_group()"),
     *_functions("kv_connector", "vllm.distributed.parallel_state", "a worker's part of a slot",
                 "get_tensor_model_parallel_rank()"),
-    _entry("kv_connector", _BASE, Kind.CLASS,
+    _entry("kv_connector", _BASE, NameKind.CLASS,
            "KVConnectorBase_V1(vllm_config, role, kv_cache_config)",
            "base of the store's connector", Hook.IMPLEMENTED),
     *_classes("kv_connector", _BASE, "sides of the connector", "KVConnectorRole"),
     *_attributes("kv_connector", _BASE, "KVConnectorRole", "sides of the connector",
                  "SCHEDULER WORKER"),
-    _entry("kv_connector", _BASE, Kind.CLASS, "KVConnectorMetadata", "copies of a step",
+    _entry("kv_connector", _BASE, NameKind.CLASS, "KVConnectorMetadata", "copies of a step",
            Hook.IMPLEMENTED),
-    _entry("kv_connector", _BASE, Kind.CLASS, "KVConnectorWorkerMetadata", "ended copies",
+    _entry("kv_connector", _BASE, NameKind.CLASS, "KVConnectorWorkerMetadata", "ended copies",
            Hook.IMPLEMENTED),
     *_methods("kv_connector", _BASE, "KVConnectorWorkerMetadata", "ended copies",
               "aggregate(other)", hook=Hook.OVERRIDDEN),
@@ -550,7 +552,7 @@ _KV_CONNECTOR = [
               "build_kv_connector_stats(data)",
               "shutdown()",
               hook=Hook.OVERRIDDEN),
-    _entry("kv_connector", _METRICS, Kind.CLASS, "KVConnectorStats(data=)",
+    _entry("kv_connector", _METRICS, NameKind.CLASS, "KVConnectorStats(data=)",
            "counts of copies in vLLM's reports", Hook.IMPLEMENTED),
     *_methods("kv_connector", _METRICS, "KVConnectorStats", "counts of copies in vLLM's reports",
               "reset()", "aggregate(other)", "reduce()", "is_empty()", hook=Hook.OVERRIDDEN),
@@ -632,11 +634,12 @@ _MODEL = [
                 "process_weights_after_loading(model, model_config, target_device)"),
     *_classes("model", "vllm.model_executor.models.utils", "layers that a guest lacks",
               "PPMissingLayer"),
-    Entry("model", "vllm.distributed", "parallel_state", Kind.MODULE, "process groups of a guest"),
+    Entry("model", "vllm.distributed", "parallel_state", NameKind.MODULE,
+          "process groups of a guest"),
     *_modules("model", "process groups of a guest", "vllm.distributed.utils"),
-    _entry("model", "vllm.distributed.utils", Kind.FUNCTION, "get_pp_indices(...)",
+    _entry("model", "vllm.distributed.utils", NameKind.FUNCTION, "get_pp_indices(...)",
            "a guest is a pipeline stage with any range of layers", Hook.REPLACED),
-    _entry("model", _STATE, Kind.VALUE, "_PP",
+    _entry("model", _STATE, NameKind.VALUE, "_PP",
            "a guest is a pipeline stage with any range of layers", Hook.REPLACED),
     *_functions("model", _STATE, "process groups of a guest",
                 "init_distributed_environment(world_size, rank, distributed_init_method, "
@@ -689,8 +692,8 @@ _RUNNER = [
 ]  # fmt: skip
 
 _OFFLINE = [
-    Entry("offline", "vllm", "LLM", Kind.CLASS, "engines of benchmarks"),
-    Entry("offline", "vllm", "SamplingParams", Kind.CLASS, "engines of benchmarks"),
+    Entry("offline", "vllm", "LLM", NameKind.CLASS, "engines of benchmarks"),
+    Entry("offline", "vllm", "SamplingParams", NameKind.CLASS, "engines of benchmarks"),
     *_methods("offline", "vllm", "LLM", "engines of benchmarks",
               "generate(prompts, sampling_params, use_tqdm=)", "collective_rpc(method, args=)"),
     *_attributes("offline", "vllm", "LLM", "engines of benchmarks", "llm_engine"),
@@ -708,7 +711,7 @@ _OFFLINE = [
 ]  # fmt: skip
 
 _NVML = [
-    Entry("nvml", "vllm.third_party", "pynvml", Kind.MODULE, "bindings of NVML"),
+    Entry("nvml", "vllm.third_party", "pynvml", NameKind.MODULE, "bindings of NVML"),
     *_functions("nvml", "vllm.third_party.pynvml", "use and memory of GPUs", "nvmlInit()",
                 "nvmlDeviceGetHandleByIndex(index)", "nvmlDeviceGetHandleByUUID(uuid)",
                 "nvmlDeviceGetUtilizationRates(handle)", "nvmlDeviceGetMemoryInfo(handle)"),

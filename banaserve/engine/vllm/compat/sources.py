@@ -131,7 +131,7 @@ class Signature:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Definition:
     """A definition.
 
     Attributes:
@@ -144,7 +144,7 @@ class Found:
     is_module: bool = False
 
 
-class Module:
+class SourceModule:
     """The names at the top level of one module, conditional ones included."""
 
     def __init__(self, name: str, text: str, is_package: bool) -> None:
@@ -218,19 +218,19 @@ class Sources:
     def __init__(self, files: Files) -> None:
         self._files = files
         self._names = frozenset(files.names())
-        self._modules: dict[str, Module | None] = {}
+        self._modules: dict[str, SourceModule | None] = {}
 
-    def module(self, name: str) -> Module | None:
+    def module(self, name: str) -> SourceModule | None:
         """The module of this name; None where there is none."""
         if name not in self._modules:
             self._modules[name] = self._load(name)
         return self._modules[name]
 
-    def _load(self, name: str) -> Module | None:
+    def _load(self, name: str) -> SourceModule | None:
         path = name.replace(".", "/")
         for file, is_package in ((f"{path}/__init__.py", True), (f"{path}.py", False)):
             if file in self._names:
-                return Module(name, self._files.read(file), is_package)
+                return SourceModule(name, self._files.read(file), is_package)
         return None
 
     def _is_module(self, name: str) -> bool:
@@ -239,7 +239,7 @@ class Sources:
 
     # ---- names
 
-    def find(self, module: str, name: str) -> Found | None:
+    def find(self, module: str, name: str) -> Definition | None:
         """The definition of a name, qualified within a module; re-exports are followed."""
         top, _, rest = name.partition(".")
         found = self._top(module, top)
@@ -249,7 +249,7 @@ class Sources:
             return self.member(found, rest)
         return None
 
-    def _top(self, module: str, name: str, hops: int = 0) -> Found | None:
+    def _top(self, module: str, name: str, hops: int = 0) -> Definition | None:
         if hops > _MAX_HOPS:
             return None
         inside = self.module(module)
@@ -262,31 +262,33 @@ class Sources:
             return self._follow(*inside.lazily(node.value), hops)
         value = getattr(node, "value", None)
         if isinstance(node, ast.Assign) and isinstance(value, ast.Name) and value.id != name:
-            return self._top(module, value.id, hops + 1) or Found(module, node)
-        return Found(module, node)
+            return self._top(module, value.id, hops + 1) or Definition(module, node)
+        return Definition(module, node)
 
-    def _elsewhere(self, module: str, name: str, inside: Module | None, hops: int) -> Found | None:
+    def _elsewhere(
+        self, module: str, name: str, inside: SourceModule | None, hops: int
+    ) -> Definition | None:
         for star in inside.stars if inside is not None else ():
             if (found := self._follow(star, name, hops)) is not None:
                 return found
         path = f"{module}.{name}"
-        return Found(path, None, is_module=True) if self._is_module(path) else None
+        return Definition(path, None, is_module=True) if self._is_module(path) else None
 
-    def _follow(self, module: str, name: str, hops: int) -> Found | None:
+    def _follow(self, module: str, name: str, hops: int) -> Definition | None:
         if module.split(".")[0] != ROOT:
-            return Found(module, None)
+            return Definition(module, None)
         if not name:
-            return Found(module, None, is_module=True) if self._is_module(module) else None
+            return Definition(module, None, is_module=True) if self._is_module(module) else None
         return self._top(module, name, hops + 1)
 
     # ---- members of classes
 
-    def member(self, owner: Found, name: str, hops: int = 0) -> Found | None:
+    def member(self, owner: Definition, name: str, hops: int = 0) -> Definition | None:
         """What a class or one of its bases calls ``name``."""
         assert isinstance(owner.node, ast.ClassDef)
         node = _members(owner.node).get(name)
         if node is not None:
-            return Found(owner.module, node)
+            return Definition(owner.module, node)
         if hops > _MAX_HOPS:
             return None
         for base in self.bases(owner):
@@ -294,7 +296,7 @@ class Sources:
                 return found
         return None
 
-    def bases(self, owner: Found) -> Iterator[Found]:
+    def bases(self, owner: Definition) -> Iterator[Definition]:
         """The base classes that are vLLM's."""
         assert isinstance(owner.node, ast.ClassDef)
         for base in owner.node.bases:
@@ -309,7 +311,7 @@ class Sources:
             if found is not None and isinstance(found.node, ast.ClassDef):
                 yield found
 
-    def abstract_members(self, owner: Found) -> set[str]:
+    def abstract_members(self, owner: Definition) -> set[str]:
         """Names of what a subclass of a class has to define."""
         assert isinstance(owner.node, ast.ClassDef)
         names: set[str] = set()
@@ -324,7 +326,7 @@ class Sources:
 
     # ---- signatures
 
-    def signature(self, found: Found, is_member: bool = False) -> Signature | None:
+    def signature(self, found: Definition, is_member: bool = False) -> Signature | None:
         """Parameters of a function or method, or of the constructor of a class.
 
         Returns:
@@ -340,7 +342,7 @@ class Sources:
             return _signature(made.node.args, skips_first=True)
         return _signature_of_fields(list(self._fields(found).items()))
 
-    def _fields(self, owner: Found) -> dict[str, bool]:
+    def _fields(self, owner: Definition) -> dict[str, bool]:
         """Fields of a data class with its bases, and whether each has a default."""
         assert isinstance(owner.node, ast.ClassDef)
         fields: dict[str, bool] = {}
