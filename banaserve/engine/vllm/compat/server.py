@@ -21,7 +21,9 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 try:  # vLLM 0.33 and later
     from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
-except ModuleNotFoundError:
+except ModuleNotFoundError as missing:
+    if not (missing.name or "").startswith("vllm."):
+        raise  # something else is not installed
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
 __all__ = [
