@@ -271,12 +271,12 @@ class Instance:
     @contextlib.contextmanager
     def holding(self, prefill_tokens: int) -> Iterator[InflightGuard]:
         """Count a leg as in flight here, with ``prefill_tokens`` still to compute."""
-        flight = InflightGuard(self, prefill_tokens)
+        guard = InflightGuard(self, prefill_tokens)
         try:
-            yield flight
+            yield guard
         finally:
-            flight.prefilled()
-            flight.end()
+            guard.prefilled()
+            guard.end()
 
     def view(self) -> InstanceView:
         return InstanceView(
