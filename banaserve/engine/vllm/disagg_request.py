@@ -32,6 +32,10 @@ from banaserve.errors import DeadlineExceededError, InstanceDeadError
 from banaserve.types import Route
 
 Output = TypeVar("Output")
+logger = logging.getLogger(__name__)
+MAX_DEATHS = 3
+"""So many instances may die one after the other under a request that comes no further."""
+DEAD = (compat.EngineDeadError, InstanceDeadError)
 
 
 class LegOutputCollector(compat.RequestOutputCollector):
@@ -79,12 +83,6 @@ async def next_output(stream: AsyncGenerator[Output, None], deadline: float) -> 
         return await anext(stream, None)
 
 
-logger = logging.getLogger(__name__)
-
-MAX_DEATHS = 3
-"""So many instances may die one after the other under a request that comes no further."""
-
-
 class EnginesDiedError(GracefulHTTPError):
     """Instances have died under a request: tried again and again, it may take down all."""
 
@@ -109,9 +107,6 @@ def given_up(request_id: str | None) -> EnginesDiedError:
     metrics.GIVEN_UP.inc()
     logger.error("request %s is given up: %d instances died under it", request_id, MAX_DEATHS)
     return EnginesDiedError()
-
-
-DEAD = (compat.EngineDeadError, InstanceDeadError)
 
 
 @dataclass

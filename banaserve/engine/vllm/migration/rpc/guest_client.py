@@ -22,6 +22,10 @@ from banaserve.transport.interface import Channel, Message, Transport
 
 _FACTOR = 10.0
 _SMOOTHING = 0.2
+R = TypeVar("R", bound=messages.Reply)
+CONTROL_TIMEOUT_S = 5.0
+_LOOKS = 4
+"""How often a guest is looked at within the time for which it may be still."""
 
 
 class AnswerTimes:
@@ -47,13 +51,6 @@ class AnswerTimes:
         if not self._seconds_per_token:
             self._seconds_per_token = sample
         self._seconds_per_token += _SMOOTHING * (sample - self._seconds_per_token)
-
-
-R = TypeVar("R", bound=messages.Reply)
-
-CONTROL_TIMEOUT_S = 5.0
-_LOOKS = 4
-"""How often a guest is looked at within the time for which it may be still."""
 
 
 class GuestClient:
