@@ -18,8 +18,8 @@ SCHEDULERS = ("vllm", "preble")
 MINIATURE = "miniature"
 """The model that runs in the place of a modelled one."""
 DEFAULT_MICROBATCHES, MAX_MICROBATCHES = 32, 64
-"""Beyond the most, a part of the largest steps is smaller than it pays to send. How many there are
-of these is computed for each step: the default bounds it where the computation might be wrong."""
+"""Beyond the most, a micro-batch of the largest steps is smaller than it pays to send. Their number
+is computed for each step: the default bounds it where the computation might be wrong."""
 MIGRATION_ATTENTION = "auto", "vllm", "kernels", "reference", "triton"
 LEAST_GUEST_SHARE = 0.05
 """With less a guest makes its host wait twenty times as long as it computes."""
@@ -92,7 +92,7 @@ class ServeConfig:
         migration: Whether layers and heads can move between instances while they serve.
         migration_kv_growth: How many times the KV blocks of the start an instance may once have.
         migration_stall_s: How long a guest may be silent beyond what its work should take.
-        migration_overlap: Parts that a step is cut into at most, so that an instance and the guests
+        migration_overlap: Micro-batches of a step at most, so that an instance and the guests
             of its layers compute at once; 1: it waits for them.
         migration_guest_share: Of an instance's device that guests beside it may take.
         migration_guest_saves: Whether guests save the KV of their layers to the store themselves.

@@ -21,7 +21,7 @@ from typing import Any, Self
 import msgspec
 
 from banaserve.arguments import Parser
-from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.loops import closed_loop, open_loop
 from banaserve.bench.loadgen.modelled_time import modelled_time
 from banaserve.bench.loadgen.servers import banaserve_server, end_on_sigterm, vllm_server
@@ -335,7 +335,9 @@ async def _send(
     client: OpenAiClient, asked: Sequence[CaseRequest], dilation: float
 ) -> list[RequestRecord]:
     calls = [
-        Call(str(n), prompt=one.prompt, max_tokens=one.output_tokens, extra={"ignore_eos": True})
+        CompletionCall(
+            str(n), prompt=one.prompt, max_tokens=one.output_tokens, extra={"ignore_eos": True}
+        )
         for n, one in enumerate(asked)
     ]
     return await open_loop(client, calls, [one.at_s * dilation for one in asked])
@@ -384,7 +386,7 @@ def num_equal(profile: Profile, answers: Sequence[Answer]) -> int:
     """Returns how many ``answers`` the profile's miniature gives in one engine of vLLM's own."""
     model = miniatures.resolve(profile, print)
     calls = [
-        Call(str(n), prompt=prompt, max_tokens=len(answer), extra={"ignore_eos": True})
+        CompletionCall(str(n), prompt=prompt, max_tokens=len(answer), extra={"ignore_eos": True})
         for n, (prompt, answer) in enumerate(answers)
     ]
     with vllm_server(model.path_or_id, _NAME, *_PLAIN_OPTIONS) as server:
@@ -392,7 +394,7 @@ def num_equal(profile: Profile, answers: Sequence[Answer]) -> int:
     return sum(one == answer for one, (_, answer) in zip(expected, answers, strict=True))
 
 
-async def _ask(url: str, calls: Sequence[Call]) -> list[list[int]]:
+async def _ask(url: str, calls: Sequence[CompletionCall]) -> list[list[int]]:
     async with OpenAiClient(url, _NAME, return_token_ids=True) as client:
         return [record.token_ids for record in await closed_loop(client, calls, 4)]
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from banaserve.arguments import Parser
-from banaserve.bench.loadgen.client import Call, OpenAiClient
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.bench.loadgen.loops import closed_loop
 from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm, vllm_server
 from banaserve.bench.results import result
@@ -129,7 +129,7 @@ async def _pass(
     """Sends ``streams`` requests at once, or some more so that there are enough to count."""
     count = max(streams, _MIN_REQUESTS)
     calls = [
-        Call(
+        CompletionCall(
             f"{number}",
             prompt=_prompt(prompt_tokens, (run, streams, output_tokens, number)),
             max_tokens=output_tokens,

@@ -21,7 +21,7 @@ from rich.progress import Progress
 from banaserve import models
 from banaserve.arguments import Parser, positive
 from banaserve.bench.datasets import prompts as datasets_prompts
-from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.loops import closed_loop
 from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm, vllm_server
 from banaserve.bench.results import result
@@ -156,7 +156,7 @@ def _prompts(options: Options, model_path: str) -> list[list[str]]:
 async def _run(server: Server, model: str, prompts: list[str], options: Options) -> HandoverRun:
     """Half of the prompts together, for CPU time; half one at a time, for time to first token."""
     calls = [
-        Call(
+        CompletionCall(
             str(i),
             prompt=text,
             max_tokens=options.output_tokens,

@@ -21,7 +21,7 @@ from rich.progress import Progress
 from banaserve import models
 from banaserve.api.admin_client import AdminClient
 from banaserve.arguments import Parser, positive
-from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median, paired_ratios
@@ -134,10 +134,10 @@ def _counts(server: Server) -> dict[str, float]:
     return {n: server.metric(f"banaserve_{n}_total", instance_id="p0") for n in names}
 
 
-def _call(given: argparse.Namespace, number: int) -> Call:
+def _call(given: argparse.Namespace, number: int) -> CompletionCall:
     ids = [1000 + (number * 977 + 37 * i) % 40000 for i in range(given.prompt_tokens)]
     tokens = given.output_tokens
-    return Call(str(number), prompt=ids, max_tokens=tokens, extra={"ignore_eos": True})
+    return CompletionCall(str(number), prompt=ids, max_tokens=tokens, extra={"ignore_eos": True})
 
 
 def _checked(record: RequestRecord) -> RequestRecord:

@@ -30,7 +30,7 @@ from banaserve import models
 from banaserve.api.admin_client import AdminClient
 from banaserve.arguments import Parser, positive
 from banaserve.bench.datasets import prompts as datasets_prompts
-from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median
@@ -272,7 +272,7 @@ async def stream(
     Raises:
         UserError: It has ended before the block did.
     """
-    call = Call("stream", list(prompt), max_tokens=max_tokens, extra={"ignore_eos": True})
+    call = CompletionCall("stream", list(prompt), max_tokens=max_tokens, extra={"ignore_eos": True})
     record = RequestRecord(id=call.id, sent_at_s=client.clock.now())
     task = asyncio.create_task(client.send_into(call, record))
     try:
@@ -460,7 +460,7 @@ async def run_batch(
 ) -> BatchRun:
     """Send all prompts at once and wait for all answers."""
     calls = [
-        Call(str(i), list(prompt), max_tokens=output_tokens, extra={"ignore_eos": True})
+        CompletionCall(str(i), list(prompt), max_tokens=output_tokens, extra={"ignore_eos": True})
         for i, prompt in enumerate(prompts)
     ]
     preempted = _preemptions(server)

@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from banaserve.arguments import Parser
 from banaserve.bench.loadgen import arrivals
-from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.loops import open_loop
 from banaserve.bench.loadgen.modelled_time import modelled_time
 from banaserve.bench.loadgen.servers import banaserve_server, end_on_sigterm
@@ -176,7 +176,7 @@ async def _send(
     client: OpenAiClient, asks: Sequence[PacedRequest], dilation: float
 ) -> list[RequestRecord]:
     calls = [
-        Call(
+        CompletionCall(
             str(number),
             prompt=ask.prompt,
             max_tokens=ask.output_tokens,

@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from banaserve import models
 from banaserve.arguments import Parser, positive
-from banaserve.bench.loadgen.client import Call, OpenAiClient
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import paired_ratios
@@ -132,7 +132,7 @@ async def _write(server: Server, model: str, prefixes: list[list[int]]) -> None:
 
 async def _ttft_s(server: Server, model: str, prompt: list[int]) -> float:
     async with OpenAiClient(server.url, model) as client:
-        record = await client.send(Call("one", prompt=prompt, max_tokens=1))
+        record = await client.send(CompletionCall("one", prompt=prompt, max_tokens=1))
     if record.error is not None or record.ttft_s is None:
         raise UserError(f"a request failed: {record.error}")
     return record.ttft_s

@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from banaserve import models
 from banaserve.arguments import Parser, positive
-from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median
@@ -93,9 +93,9 @@ async def _sample(server: Server, model: str, length: int, run: int) -> PromptSa
     return PromptSample(short.ttft_s, max(gaps, default=0.0), cpu_s)
 
 
-def _call(name: str, num_tokens: int, max_tokens: int, seed: int, run: int) -> Call:
+def _call(name: str, num_tokens: int, max_tokens: int, seed: int, run: int) -> CompletionCall:
     ids = [1000 + (seed * 131 + run * 977 + 37 * i) % 40000 for i in range(num_tokens)]
-    return Call(name, prompt=ids, max_tokens=max_tokens, extra={"ignore_eos": True})
+    return CompletionCall(name, prompt=ids, max_tokens=max_tokens, extra={"ignore_eos": True})
 
 
 def _checked(record: RequestRecord) -> RequestRecord:

@@ -17,7 +17,7 @@ from pathlib import Path
 from banaserve import models
 from banaserve.arguments import Parser, positive
 from banaserve.bench.datasets import prompts
-from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import banaserve_server, end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median
@@ -88,7 +88,7 @@ async def _gaps(
         streams = asyncio.gather(
             *(
                 client.send(
-                    Call(
+                    CompletionCall(
                         str(i),
                         prompt=f"{number} {p.text}",
                         max_tokens=200,
@@ -103,7 +103,7 @@ async def _gaps(
         await client.clock.sleep(_WINDOW_S)
         sent_s = client.clock.now()
         disturber = asyncio.create_task(
-            client.send(Call(f"long-{number}", prompt=prompt.text, max_tokens=1))
+            client.send(CompletionCall(f"long-{number}", prompt=prompt.text, max_tokens=1))
         )
         await client.clock.sleep(_WINDOW_S)
         disturber.cancel()

@@ -110,7 +110,9 @@ def take_home(
 def overlap(
     server: ServerOptions,
     instance: Annotated[str, typer.Option("--of", help="The instance whose layers are away.")],
-    parts: Annotated[int, typer.Option("--parts", help="Of a step, at most; 1: it waits.")],
+    parts: Annotated[
+        int, typer.Option("--parts", help="Micro-batches of a step, at most; 1: it waits.")
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Let an instance and the guests of its layers compute at once, until it starts again."""

@@ -284,9 +284,9 @@ def _add_migration(parser: argparse.ArgumentParser) -> None:
         "--migration-overlap",
         type=int,
         default=_DEFAULTS.migration_overlap,
-        metavar="PARTS",
-        help="cut steps into at most so many parts, so that an instance and the guests of its "
-        "layers compute at once; 1: it waits for them, which is better where they share its cores",
+        metavar="N",
+        help="cut steps into at most so many micro-batches, so that an instance and the guests of "
+        "its layers compute at once; 1: it waits for them, which is better where they share its cores",
     )
     add(
         "--migration-guest-share",

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from rich.progress import Progress
 
 from banaserve.api.admin_client import AdminClient
-from banaserve.bench.loadgen.client import Call, OpenAiClient
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.bench.loadgen.loops import closed_loop
 from banaserve.bench.loadgen.modelled_time import StretchedClock, modelled_time
 from banaserve.bench.loadgen.servers import banaserve_server
@@ -188,7 +188,7 @@ class _Measuring:
         answers: list[Any] = []
         for load in loads:
             calls = [
-                Call(
+                CompletionCall(
                     str(one),
                     prompt=prompt,
                     max_tokens=load.output_tokens,

@@ -15,7 +15,7 @@ from pathlib import Path
 from banaserve import models
 from banaserve.api.admin_client import AdminClient
 from banaserve.bench.datasets import prompts
-from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import Server
 from banaserve.engine.vllm.migration.api import (
     InstancePlacement,
@@ -89,7 +89,7 @@ class Load:
     async def _stream(self, client: OpenAiClient) -> None:
         while not self._stop.is_set():
             number = next(self._numbers) % len(self._reference.prompts)
-            call = Call(
+            call = CompletionCall(
                 str(number),
                 prompt=self._reference.prompts[number],
                 max_tokens=OUTPUT_TOKENS,
@@ -124,7 +124,9 @@ def answers(
         async with OpenAiClient(server.url, models.PACKAGED, return_token_ids=True) as client:
             return [
                 await client.send(
-                    Call(str(n), reference.prompts[n], max_tokens=OUTPUT_TOKENS, extra=extra)
+                    CompletionCall(
+                        str(n), reference.prompts[n], max_tokens=OUTPUT_TOKENS, extra=extra
+                    )
                 )
                 for n in which
             ]

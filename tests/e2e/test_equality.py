@@ -11,7 +11,7 @@ import pytest
 
 from banaserve import models
 from banaserve.bench.datasets import prompts as datasets_prompts
-from banaserve.bench.loadgen.client import Call, OpenAiClient
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.bench.loadgen.loops import closed_loop
 from banaserve.bench.loadgen.servers import Server, banaserve_server
 from banaserve.config import DEFAULT_SKIP_PREFILL_BELOW_TOKENS
@@ -84,7 +84,7 @@ def ask(
     """The token ids of the streamed answers, in the order of the prompts."""
     extra = {k: v for k, v in sampling.items() if k not in ("max_tokens", "temperature")}
     calls = [
-        Call(
+        CompletionCall(
             str(i),
             prompt=tokens,
             max_tokens=OUTPUT_TOKENS,

@@ -14,7 +14,7 @@ import pytest
 
 from banaserve import models
 from banaserve.bench.datasets import prompts
-from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import Server, banaserve_server
 from observing import until, writer, writers
 
@@ -40,22 +40,22 @@ def server(run_dir: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def calls() -> list[Call]:
+def calls() -> list[CompletionCall]:
     texts = prompts.prompts("synthetic", NUM_STREAMS, 60, 200, 4, str.split)
     return [
-        Call(str(i), prompt=prompt.text, max_tokens=48, extra={"ignore_eos": True})
+        CompletionCall(str(i), prompt=prompt.text, max_tokens=48, extra={"ignore_eos": True})
         for i, prompt in enumerate(texts)
     ]
 
 
 @pytest.fixture(scope="module")
-def expected(server: Server, calls: list[Call]) -> list[list[int]]:
+def expected(server: Server, calls: list[CompletionCall]) -> list[list[int]]:
     records = asyncio.run(stream_all(server, calls))
     assert [record.error for record in records] == [None] * NUM_STREAMS
     return [record.token_ids for record in records]
 
 
-async def stream_all(server: Server, calls: list[Call]) -> list[RequestRecord]:
+async def stream_all(server: Server, calls: list[CompletionCall]) -> list[RequestRecord]:
     async with OpenAiClient(
         server.url, "smollm2-135m", return_token_ids=True, timeout_s=DEADLINE_S
     ) as client:
@@ -84,7 +84,7 @@ def test_a_death_under_load_breaks_no_answer(
     started_tokens: int,
     server: Server,
     run_dir: Path,
-    calls: list[Call],
+    calls: list[CompletionCall],
     expected: list[list[int]],
 ) -> None:
     pid = writer(run_dir, victim)
@@ -99,7 +99,9 @@ def test_a_death_under_load_breaks_no_answer(
     # Other prompts, or the store and the caches would answer before anybody can be killed.
     if victim == "p0":
         calls = [
-            Call(c.id, prompt=f"Once more: {c.prompt}", max_tokens=c.max_tokens, extra=c.extra)
+            CompletionCall(
+                c.id, prompt=f"Once more: {c.prompt}", max_tokens=c.max_tokens, extra=c.extra
+            )
             for c in calls
         ]
         expected = []
@@ -121,7 +123,7 @@ def test_a_death_under_load_breaks_no_answer(
 
 
 def test_two_ends_one_after_the_other_break_no_answer(
-    server: Server, run_dir: Path, calls: list[Call], expected: list[list[int]]
+    server: Server, run_dir: Path, calls: list[CompletionCall], expected: list[list[int]]
 ) -> None:
     """The same streams are on both engines, and neither end is their doing."""
     first, second = writer(run_dir, "d0"), writer(run_dir, "d1")
@@ -175,7 +177,7 @@ def test_a_request_under_which_engines_die_is_given_up(server: Server, run_dir: 
 
 
 def test_answers_are_the_same_after_all_that(
-    server: Server, calls: list[Call], expected: list[list[int]]
+    server: Server, calls: list[CompletionCall], expected: list[list[int]]
 ) -> None:
     records = asyncio.run(stream_all(server, calls))
     assert [record.token_ids for record in records] == expected

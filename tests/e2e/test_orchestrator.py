@@ -19,7 +19,7 @@ import migration_load as loads
 from banaserve import models
 from banaserve.api.admin_client import AdminClient
 from banaserve.bench.datasets import prompts
-from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import Server, banaserve_server
 from banaserve.controller.schemas import DecisionRecord, RoleRequest, WantedStep
 from banaserve.engine.interface import RoleChange
@@ -83,7 +83,9 @@ class Before:
 
     async def _answer(self, client: OpenAiClient, number: int) -> RequestRecord:
         prompt, extra = self.prompts[number], {"ignore_eos": True}
-        call = Call(str(number), prompt=prompt, max_tokens=loads.OUTPUT_TOKENS, extra=extra)
+        call = CompletionCall(
+            str(number), prompt=prompt, max_tokens=loads.OUTPUT_TOKENS, extra=extra
+        )
         return await client.send(call)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from banaserve.api.admin_client import AdminClient
-from banaserve.bench.loadgen.client import Call, OpenAiClient
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.bench.loadgen.loops import closed_loop
 from banaserve.bench.loadgen.modelled_time import modelled_time
 from banaserve.bench.loadgen.servers import Server, banaserve_server
@@ -58,7 +58,7 @@ def reference(prompts: list[list[int]]) -> list[list[int]]:
 
 def ask(server: Server, prompts: list[list[int]]) -> list[list[int]]:
     calls = [
-        Call(str(i), prompt=tokens, max_tokens=OUTPUT_TOKENS, extra={"ignore_eos": True})
+        CompletionCall(str(i), prompt=tokens, max_tokens=OUTPUT_TOKENS, extra={"ignore_eos": True})
         for i, tokens in enumerate(prompts)
     ]
 

@@ -18,7 +18,7 @@ import pytest
 
 from banaserve import models
 from banaserve.bench.datasets import prompts as datasets_prompts
-from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import Server, banaserve_server
 from observing import until, writer
 from reference import reference_tokens
@@ -125,7 +125,7 @@ async def stream(
         async def one(number: int, prompt: list[int]) -> RequestRecord:
             async with limit:
                 return await client.send(
-                    Call(str(number), prompt=prompt, max_tokens=max_tokens, extra=extra)
+                    CompletionCall(str(number), prompt=prompt, max_tokens=max_tokens, extra=extra)
                 )
 
         return list(await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts))))

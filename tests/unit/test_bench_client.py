@@ -16,11 +16,11 @@ pytest.importorskip("aiohttp")
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord, _Answer
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord, _Answer
 from banaserve.bench.loadgen.loops import closed_loop, open_loop
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-CALL = Call("r0", "Once upon", max_tokens=3)
+CALL = CompletionCall("r0", "Once upon", max_tokens=3)
 
 
 class Ticks:
@@ -64,7 +64,7 @@ async def served(handler: Handler, **options: Any) -> AsyncIterator[OpenAiClient
             yield client
 
 
-async def answer(handler: Handler, call: Call = CALL, **options: Any) -> RequestRecord:
+async def answer(handler: Handler, call: CompletionCall = CALL, **options: Any) -> RequestRecord:
     async with served(handler, **options) as client:
         return await client.send(call)
 
@@ -85,7 +85,7 @@ async def test_completion_with_token_ids() -> None:
             data(b"[DONE]"),
             seen=seen,
         ),
-        Call("r0", "Once upon", max_tokens=3, extra={"ignore_eos": True}),
+        CompletionCall("r0", "Once upon", max_tokens=3, extra={"ignore_eos": True}),
         return_token_ids=True,
         api_key="secret",
     )
@@ -113,7 +113,7 @@ async def test_chat_without_token_ids() -> None:
             b"data: [DONE]",
             seen=seen,
         ),
-        Call("r0", messages=({"role": "user", "content": "Hi"},)),
+        CompletionCall("r0", messages=({"role": "user", "content": "Hi"},)),
     )
     assert (record.error, record.text, record.finish_reason) == (None, "Hello", "stop")
     assert (len(record.token_at_s), record.token_ids) == (2, [])
@@ -239,9 +239,9 @@ async def test_a_connection_that_the_system_gives_up_did_not_take_our_time(
 
 def test_a_call_is_either_completion_or_chat() -> None:
     with pytest.raises(ValueError, match="either"):
-        Call("r0")
+        CompletionCall("r0")
     with pytest.raises(ValueError, match="either"):
-        Call("r0", "text", messages=({"role": "user", "content": "Hi"},))
+        CompletionCall("r0", "text", messages=({"role": "user", "content": "Hi"},))
 
 
 class VirtualTime:
@@ -269,7 +269,7 @@ class Stub:
         self.release = asyncio.Event()
         self.three_held = asyncio.Event()
 
-    async def send_into(self, call: Call, record: RequestRecord) -> RequestRecord:
+    async def send_into(self, call: CompletionCall, record: RequestRecord) -> RequestRecord:
         self.held += 1
         self.most_held = max(self.most_held, self.held)
         if self.held == 3:
@@ -281,8 +281,8 @@ class Stub:
         return record
 
 
-def calls(count: int) -> list[Call]:
-    return [Call(f"r{n}", "x") for n in range(count)]
+def calls(count: int) -> list[CompletionCall]:
+    return [CompletionCall(f"r{n}", "x") for n in range(count)]
 
 
 async def test_open_loop_waits_for_nobody() -> None:

@@ -81,7 +81,7 @@ async def prepared(of: Any, num_tokens: int, **options: Any) -> Any:
 
 async def test_the_output_ends_with_the_context() -> None:
     job = await prepared(client(), MAX_MODEL_LEN - 1)
-    assert (job.request.sampling_params.max_tokens, job.obstacle) == (1, None)
+    assert (job.request.sampling_params.max_tokens, job.first_token_blocker) == (1, None)
 
 
 async def test_an_abort_by_id_is_told_to_the_request_and_to_both_legs() -> None:
@@ -113,7 +113,7 @@ async def test_a_pause_tells_those_that_it_ends(mode: str) -> None:
 
 async def test_a_logits_processor_of_the_users_sees_the_whole_output() -> None:
     job = await prepared(client(logits_processors=["some.Processor"]), 4)
-    assert (job.obstacle, job.one_leg_because) == ("logits_processors", None)
+    assert (job.first_token_blocker, job.one_leg_because) == ("logits_processors", None)
 
 
 async def test_what_vllms_client_offers_is_done_or_refused_in_plain_words() -> None:

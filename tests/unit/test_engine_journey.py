@@ -138,7 +138,9 @@ def job(params: SamplingParams, **more: Any) -> RequestContext:
     )
     deadline = asyncio.get_running_loop().time() + 60.0
     notes = RequestNotes(WallClock(), "r", 1, 0.0, 0.0)
-    return RequestContext(request, None, None, more.pop("obstacle", None), deadline, notes, **more)
+    return RequestContext(
+        request, None, None, more.pop("first_token_blocker", None), deadline, notes, **more
+    )
 
 
 def streamed(**options: Any) -> SamplingParams:
@@ -211,16 +213,16 @@ async def test_the_first_token_is_sent_where_decode_has_died_before_its_leg_came
     assert second.legs[0].prompt_token_ids == list(range(11))
 
 
-@pytest.mark.parametrize("obstacle", [None, "sampling"])
+@pytest.mark.parametrize("blocker", [None, "sampling"])
 async def test_a_request_that_no_engine_survives_ends_before_it_has_had_them_all(
-    obstacle: str | None, caplog: pytest.LogCaptureFixture
+    blocker: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     engines = [Engine(f"d{i}") for i in range(4)]
     whole = SamplingParams(temperature=0.0, max_tokens=10, output_kind=RequestOutputKind.FINAL_ONLY)
-    reader = Reader(job(whole, obstacle=obstacle), Engines(*engines))
+    reader = Reader(job(whole, first_token_blocker=blocker), Engines(*engines))
     for engine in engines[:3]:
         await reader.reaches(engine)
-        engine.compute(5 if obstacle or engine is engines[0] else 0)
+        engine.compute(5 if blocker or engine is engines[0] else 0)
         compat.mark_dead(engine)
     with pytest.raises(EnginesDiedError, match="3 instances died"):
         await reader.read()
@@ -255,7 +257,7 @@ async def test_cached_tokens_are_those_of_the_prefill_leg(temperature: float) ->
     prefill, decode = Engine("p0"), Engine("d0")
     params = streamed() if temperature == 0 else SamplingParams(temperature=0.5, max_tokens=10)
     why = None if temperature == 0 else "sampling"
-    reader = Reader(job(params, obstacle=why), Engines(decode, prefill=prefill))
+    reader = Reader(job(params, first_token_blocker=why), Engines(decode, prefill=prefill))
     await reader.reaches(prefill)
     prefill.compute(1, num_cached=7)
     await reader.reaches(decode)
@@ -278,7 +280,7 @@ async def test_an_abort_by_id_ends_a_request_on_its_prefill_leg() -> None:
 
 async def test_several_sequences_have_a_deadline_whoever_reads_them() -> None:
     engine = Engine("d0")
-    several = job(SamplingParams(n=2, temperature=1.0), obstacle="sampling")
+    several = job(SamplingParams(n=2, temperature=1.0), first_token_blocker="sampling")
     several.deadline = asyncio.get_running_loop().time() + 0.2
     reader = Reader(several, Engines(engine))
     await reader.read()

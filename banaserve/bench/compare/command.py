@@ -45,7 +45,7 @@ from banaserve.bench.compare.result import (
 from banaserve.bench.compare.simulated import simulated_cells
 from banaserve.bench.compare.systems import REFERENCE, ServerSystem, chosen_systems
 from banaserve.bench.datasets.items import Words
-from banaserve.bench.loadgen.client import Call, OpenAiClient
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.bench.loadgen.loops import closed_loop
 from banaserve.bench.loadgen.modelled_time import StretchedClock, modelled_time
 from banaserve.bench.loadgen.servers import Running, balanced_servers, banaserve_server
@@ -293,18 +293,18 @@ async def _reference(
     return found
 
 
-def _checked_calls(given: argparse.Namespace, workload: Workload) -> list[Call]:
+def _checked_calls(given: argparse.Namespace, workload: Workload) -> list[CompletionCall]:
     """The first requests of the first cell, which the system has served already."""
     first = workload.plan.cells()[0]
     items = workload.dataset.items(workload.plan.count(first), first.name, 0)[: given.check]
     return [_call(f"check{n}", item.prompt, CHECK_TOKENS) for n, item in enumerate(items)]
 
 
-def _call(name: str, prompt: str | list[int], max_tokens: int) -> Call:
-    return Call(name, prompt=prompt, max_tokens=max_tokens, extra={"ignore_eos": True})
+def _call(name: str, prompt: str | list[int], max_tokens: int) -> CompletionCall:
+    return CompletionCall(name, prompt=prompt, max_tokens=max_tokens, extra={"ignore_eos": True})
 
 
-async def _answers(client: OpenAiClient, calls: Sequence[Call]) -> list[list[int]]:
+async def _answers(client: OpenAiClient, calls: Sequence[CompletionCall]) -> list[list[int]]:
     records = await closed_loop(client, calls, max(1, len(calls)))
     for record in records:
         if record.error is not None:

@@ -72,7 +72,7 @@ Message = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CompletionCall:
     """A request to make.
 
     Attributes:
@@ -154,12 +154,12 @@ class OpenAiClient:
     ) -> None:
         self._streams.close()
 
-    async def send(self, call: Call, due_at_s: float | None = None) -> RequestRecord:
+    async def send(self, call: CompletionCall, due_at_s: float | None = None) -> RequestRecord:
         """Makes ``call``, waits for its end and returns its record, whatever came of it."""
         record = RequestRecord(id=call.id, due_at_s=due_at_s, sent_at_s=self.clock.now())
         return await self.send_into(call, record)
 
-    async def send_into(self, call: Call, record: RequestRecord) -> RequestRecord:
+    async def send_into(self, call: CompletionCall, record: RequestRecord) -> RequestRecord:
         """As ``send``; ``record`` can be read while the stream goes on, and after a cancel."""
         body = msgspec.json.encode(call.body(self._model, self._return_token_ids))
         answer = _Answer(record, self.clock.now, _LATE_PIECES if self._read_late else 1)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 
 INTERRUPTED = "interrupted"
 """The error of a request whose run was stopped; its record is still given to ``on_record``."""
@@ -30,7 +30,7 @@ def run_fast(main: Coroutine[Any, Any, None]) -> None:
 
 async def open_loop(
     client: OpenAiClient,
-    calls: Sequence[Call],
+    calls: Sequence[CompletionCall],
     arrivals_s: Sequence[float],
     on_record: OnRecord = _ignore,
 ) -> list[RequestRecord]:
@@ -54,7 +54,7 @@ async def open_loop(
 
 async def closed_loop(
     client: OpenAiClient,
-    calls: Sequence[Call],
+    calls: Sequence[CompletionCall],
     concurrency: int,
     on_record: OnRecord = _ignore,
 ) -> list[RequestRecord]:
@@ -75,7 +75,7 @@ async def closed_loop(
 
 
 async def _sent(
-    client: OpenAiClient, call: Call, due_at_s: float | None, on_record: OnRecord
+    client: OpenAiClient, call: CompletionCall, due_at_s: float | None, on_record: OnRecord
 ) -> RequestRecord:
     record = RequestRecord(id=call.id, due_at_s=due_at_s, sent_at_s=client.clock.now())
     try:

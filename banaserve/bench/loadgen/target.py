@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from banaserve import models
-from banaserve.bench.loadgen.client import Call, OpenAiClient
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.errors import UserError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _cards(base: str, api_key: str | None) -> list[dict[str, Any]]:
     return found
 
 
-async def try_out(client: OpenAiClient, call: Call) -> None:
+async def try_out(client: OpenAiClient, call: CompletionCall) -> None:
     """Sends ``call`` once, before anything is measured.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import IO, NamedTuple, Self
 import msgspec
 
 from banaserve.bench.datasets.items import Item
-from banaserve.bench.loadgen.client import Call, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.loops import INTERRUPTED, closed_loop, open_loop
 from banaserve.errors import UserError
 
@@ -168,9 +168,11 @@ async def run_cell(
     return CellRun([found[call.id] for call in calls], time.monotonic() - began_s, cpu_s)
 
 
-def _call(number: int, item: Item, exact_output: bool) -> Call:
+def _call(number: int, item: Item, exact_output: bool) -> CompletionCall:
     exact = {"ignore_eos": True, "min_tokens": item.output_tokens} if exact_output else {}
-    return Call(f"r{number}", prompt=item.prompt, max_tokens=item.output_tokens, extra=exact)
+    return CompletionCall(
+        f"r{number}", prompt=item.prompt, max_tokens=item.output_tokens, extra=exact
+    )
 
 
 def _sent(record: RequestRecord, item: Item, start_s: float, warm_up_s: float) -> Sent:

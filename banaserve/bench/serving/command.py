@@ -29,7 +29,7 @@ from rich.table import Table
 from banaserve.arguments import Parser
 from banaserve.bench.datasets.items import Dataset, WantedLengths, Words
 from banaserve.bench.loadgen.arrivals import KINDS
-from banaserve.bench.loadgen.client import Call, OpenAiClient
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.bench.loadgen.loops import run_fast
 from banaserve.bench.loadgen.modelled_time import modelled_time
 from banaserve.bench.loadgen.target import ServerUnderTest, find_target, load_tokenizer, try_out
@@ -301,7 +301,9 @@ async def _measure(
         async with client:
             first = dataset.items(1, "first", 0)[0]
             extra = {"ignore_eos": True, "min_tokens": 1} if plan.exact_output else {}
-            await try_out(client, Call("first", prompt=first.prompt, max_tokens=1, extra=extra))
+            await try_out(
+                client, CompletionCall("first", prompt=first.prompt, max_tokens=1, extra=extra)
+            )
             shown = _Shown(bar)
             await run_cells(plan, client, dataset, folder, shown, shown.begin)
 

@@ -177,7 +177,7 @@ class DisaggregatedClient(EngineClient):
             request=request,
             prompt=prompt,
             prompt_text=prompt_text,
-            obstacle=self._first_token_blocker(request),
+            first_token_blocker=self._first_token_blocker(request),
             deadline=self._deadline(),
             generate_options=options,
             uncached_tokens=await self._uncached_tokens(request, notes),

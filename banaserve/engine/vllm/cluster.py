@@ -30,101 +30,9 @@ from banaserve.orchestrator.routing.interface import RoutingPolicy
 from banaserve.processes import Pulse
 from banaserve.types import ClusterView, InstanceId, RequestId, RequestView, Role, Route
 
-
-class PrefixLookup:
-    """Hashes prompts as the engines do and asks the store; off the event loop."""
-
-    def __init__(self, config: VllmConfig, fingerprint: Fingerprint, socket_path: str) -> None:
-        self._block_size = fingerprint.block_size_tokens
-        self._hasher = kv_cache.block_hasher(config, self._block_size)
-        self._client = StoreClient(
-            socket_path, fingerprint, client_name="front-door", maps_pool=False
-        )
-
-    async def cached_tokens(self, request: compat.EngineCoreRequest) -> int:
-        """Tokens of the longest prefix in whole blocks that is stored or being stored."""
-        return await asyncio.to_thread(self._cached_tokens, request)
-
-    def _cached_tokens(self, request: compat.EngineCoreRequest) -> int:
-        keys = kv_cache.Request.from_engine_core_request(request, self._hasher).block_hashes
-        if not keys:
-            return 0
-        states = self._client.lookup(keys[:MAX_KEYS])
-        num_known = next((i for i, state in enumerate(states) if state is Lookup.MISS), len(states))
-        return num_known * self._block_size
-
-    def close(self) -> None:
-        self._client.close()
-
-
-class StallWatch:
-    """Watches one instance until it ends.
-
-    Args:
-        stall_s: How long an engine may be silent.
-        counts_work: A process that uses its processor is taken to compute: a step of a large model
-            on a CPU takes minutes. On a GPU the processor is busy while it waits for the device.
-    """
-
-    def __init__(self, stall_s: float, *, counts_work: bool) -> None:
-        self._stall_s = stall_s
-        self._counts_work = counts_work
-        self._pid = 0
-        self._pulse = Pulse(None)
-
-    def has_stalled(self, pid: int, heard_s: float, now_s: float) -> bool:
-        """Whether process ``pid``, last heard of at ``heard_s``, does nothing any more.
-
-        Both times are on the caller's clock; it looks at least twice within ``stall_s``.
-        """
-        if pid != self._pid:
-            self._pid, self._pulse = pid, Pulse(pid if self._counts_work else None)
-        worked_s = self._pulse.last_worked_s(now_s)
-        return bool(pid) and now_s - max(heard_s, worked_s) > self._stall_s
-
-
 logger = logging.getLogger(__name__)
-
 _PROBE_INTERVAL_S = 0.5
 _PROBE_TIMEOUT_S = 5.0
-
-
-class RestartPolicy:
-    """How often and how soon a dead instance is started again.
-
-    Args:
-        limit: Restarts within ``window_s`` after which it is given up.
-        first_s: Delay of the first restart; each further one waits twice as long.
-    """
-
-    def __init__(self, limit: int = 5, window_s: float = 300.0, first_s: float = 0.5) -> None:
-        self._limit = limit
-        self._window_s = window_s
-        self._first_s = first_s
-        self._at_s: list[float] = []
-
-    def next_delay_s(self, now_s: float) -> float | None:
-        """Seconds to wait before the next restart; None when it is to be given up."""
-        self._at_s = [at for at in self._at_s if now_s - at < self._window_s]
-        if len(self._at_s) >= self._limit:
-            return None
-        self._at_s.append(now_s)
-        return self._first_s * 2.0 ** (len(self._at_s) - 1)
-
-
-@dataclass(frozen=True)
-class ClusterTimeouts:
-    """Timeouts of the cluster, in seconds.
-
-    Attributes:
-        start_s: For an engine that starts.
-        no_instance_s: Of a request, for a restart where no instance serves its role.
-        stall_s: For a sign of life of an engine.
-    """
-
-    start_s: float = 600.0
-    no_instance_s: float = 60.0
-    stall_s: float = 600.0
 
 
 class Cluster:
@@ -315,3 +223,93 @@ class Cluster:
                 if self.has_failed or self._clock.now() >= until_s:
                     raise GracefulHTTPError(str(nobody), HTTPStatus.SERVICE_UNAVAILABLE) from None
                 await asyncio.sleep(0.1)
+
+
+class RestartPolicy:
+    """How often and how soon a dead instance is started again.
+
+    Args:
+        limit: Restarts within ``window_s`` after which it is given up.
+        first_s: Delay of the first restart; each further one waits twice as long.
+    """
+
+    def __init__(self, limit: int = 5, window_s: float = 300.0, first_s: float = 0.5) -> None:
+        self._limit = limit
+        self._window_s = window_s
+        self._first_s = first_s
+        self._at_s: list[float] = []
+
+    def next_delay_s(self, now_s: float) -> float | None:
+        """Seconds to wait before the next restart; None when it is to be given up."""
+        self._at_s = [at for at in self._at_s if now_s - at < self._window_s]
+        if len(self._at_s) >= self._limit:
+            return None
+        self._at_s.append(now_s)
+        return self._first_s * 2.0 ** (len(self._at_s) - 1)
+
+
+@dataclass(frozen=True)
+class ClusterTimeouts:
+    """Timeouts of the cluster, in seconds.
+
+    Attributes:
+        start_s: For an engine that starts.
+        no_instance_s: Of a request, for a restart where no instance serves its role.
+        stall_s: For a sign of life of an engine.
+    """
+
+    start_s: float = 600.0
+    no_instance_s: float = 60.0
+    stall_s: float = 600.0
+
+
+class PrefixLookup:
+    """Hashes prompts as the engines do and asks the store; off the event loop."""
+
+    def __init__(self, config: VllmConfig, fingerprint: Fingerprint, socket_path: str) -> None:
+        self._block_size = fingerprint.block_size_tokens
+        self._hasher = kv_cache.block_hasher(config, self._block_size)
+        self._client = StoreClient(
+            socket_path, fingerprint, client_name="front-door", maps_pool=False
+        )
+
+    async def cached_tokens(self, request: compat.EngineCoreRequest) -> int:
+        """Tokens of the longest prefix in whole blocks that is stored or being stored."""
+        return await asyncio.to_thread(self._cached_tokens, request)
+
+    def _cached_tokens(self, request: compat.EngineCoreRequest) -> int:
+        keys = kv_cache.Request.from_engine_core_request(request, self._hasher).block_hashes
+        if not keys:
+            return 0
+        states = self._client.lookup(keys[:MAX_KEYS])
+        num_known = next((i for i, state in enumerate(states) if state is Lookup.MISS), len(states))
+        return num_known * self._block_size
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class StallWatch:
+    """Watches one instance until it ends.
+
+    Args:
+        stall_s: How long an engine may be silent.
+        counts_work: A process that uses its processor is taken to compute: a step of a large model
+            on a CPU takes minutes. On a GPU the processor is busy while it waits for the device.
+    """
+
+    def __init__(self, stall_s: float, *, counts_work: bool) -> None:
+        self._stall_s = stall_s
+        self._counts_work = counts_work
+        self._pid = 0
+        self._pulse = Pulse(None)
+
+    def has_stalled(self, pid: int, heard_s: float, now_s: float) -> bool:
+        """Whether process ``pid``, last heard of at ``heard_s``, does nothing any more.
+
+        Both times are on the caller's clock; it looks at least twice within ``stall_s``.
+        """
+        if pid != self._pid:
+            self._pid, self._pulse = pid, Pulse(pid if self._counts_work else None)
+        worked_s = self._pulse.last_worked_s(now_s)
+        return bool(pid) and now_s - max(heard_s, worked_s) > self._stall_s

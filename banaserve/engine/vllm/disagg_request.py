@@ -32,6 +32,10 @@ from banaserve.errors import DeadlineExceededError, InstanceDeadError
 from banaserve.types import Route
 
 Output = TypeVar("Output")
+logger = logging.getLogger(__name__)
+MAX_DEATHS = 3
+"""So many instances may die one after the other under a request that comes no further."""
+DEAD = (compat.EngineDeadError, InstanceDeadError)
 
 
 class LegOutputCollector(compat.RequestOutputCollector):
@@ -79,12 +83,6 @@ async def next_output(stream: AsyncGenerator[Output, None], deadline: float) -> 
         return await anext(stream, None)
 
 
-logger = logging.getLogger(__name__)
-
-MAX_DEATHS = 3
-"""So many instances may die one after the other under a request that comes no further."""
-
-
 class EnginesDiedError(GracefulHTTPError):
     """Instances have died under a request: tried again and again, it may take down all."""
 
@@ -111,9 +109,6 @@ def given_up(request_id: str | None) -> EnginesDiedError:
     return EnginesDiedError()
 
 
-DEAD = (compat.EngineDeadError, InstanceDeadError)
-
-
 @dataclass
 class RequestContext:
     """A request as the front door gave it, and its progress.
@@ -121,8 +116,8 @@ class RequestContext:
     Attributes:
         request: Prepared once: tokenised, validated, with its id.
         prompt: The rendered prompt, for vLLM's own ``generate`` where it is needed (n > 1).
-        obstacle: Why the prefill leg's token may not be the first one; None where it may.
-        uncached_tokens: The router's estimate of what prefill has to compute.
+        first_token_blocker: Reason for which decode must sample the first token; None for none.
+        uncached_tokens: The router's estimate of the tokens that prefill has to compute.
         deadline: On the event loop's clock.
         state: vLLM's front-end state (detokenizer, logprobs) once output has begun.
         one_leg_because: Why this request cannot be split into legs, None where it can.
@@ -138,7 +133,7 @@ class RequestContext:
     request: compat.EngineCoreRequest
     prompt: Any
     prompt_text: str | None
-    obstacle: str | None
+    first_token_blocker: str | None
     deadline: float
     notes: RequestNotes
     generate_options: dict[str, Any] = field(default_factory=dict)
@@ -166,7 +161,7 @@ class RequestContext:
 
     @property
     def can_resume(self) -> bool:
-        return self.num_sent == 0 or (self.obstacle is None and self.state is not None)
+        return self.num_sent == 0 or (self.first_token_blocker is None and self.state is not None)
 
     @property
     def num_output_tokens(self) -> int:
@@ -184,22 +179,22 @@ class RequestContext:
         """``output`` goes to the client; ``source`` is the leg that computed it."""
         self.num_sent += 1
         if self.num_sent == 1:
-            self.notes.first_output(source, self.obstacle if self.prefilled else None)
+            self.notes.first_output(source, self.first_token_blocker if self.prefilled else None)
         if output.finished:
             self.notes.finish_reason = output.outputs[0].finish_reason
         return output
 
 
-async def prefill(job: RequestContext, instance: Instance) -> None:
-    """Run the prefill leg: afterwards the prompt lies in the store and ``job.first`` is set."""
+async def prefill(context: RequestContext, instance: Instance) -> None:
+    """Run the prefill leg: afterwards the prompt lies in the store and ``context.first`` is set."""
     llm = _client(instance)
-    keeps_token = job.obstacle is None
-    leg = prefill_leg(job.request, keeps_token)
+    keeps_token = context.first_token_blocker is None
+    leg = prefill_leg(context.request, keeps_token)
     queue = LegOutputCollector(RequestOutputKind.FINAL_ONLY, leg.request_id)
     loop = asyncio.get_running_loop()
-    with instance.holding(job.uncached_tokens), _expiring(queue, job.deadline):
+    with instance.holding(context.uncached_tokens), _expiring(queue, context.deadline):
         alone, started_s = instance.is_alone, loop.time()
-        job.notes.leg_began("prefill", instance.id, instance.incarnation, leg.request_id)
+        context.notes.leg_began("prefill", instance.id, instance.incarnation, leg.request_id)
         try:
             await compat.submit(llm, leg, None, queue)
             output = await queue.get()
@@ -207,39 +202,47 @@ async def prefill(job: RequestContext, instance: Instance) -> None:
             await _abort(llm, leg.request_id)
             raise
         if alone:
-            instance.learn_prefill_speed(job.uncached_tokens, loop.time() - started_s)
+            instance.learn_prefill_speed(context.uncached_tokens, loop.time() - started_s)
     finish_reason = output.outputs[0].finish_reason
     ended = LegEnded("prefill", instance.id, finish_reason, output.num_cached_tokens)
-    job.notes.note(ended)
-    if job.aborted:
+    context.notes.note(ended)
+    if context.aborted:
         return
     if finish_reason not in ("length", "stop"):
         raise InstanceDeadError(f"prefill on {instance.id} ended early")
-    job.prefilled, job.num_cached_tokens = True, output.num_cached_tokens or 0
+    context.prefilled, context.num_cached_tokens = True, output.num_cached_tokens or 0
     if keeps_token:
-        job.first = output
+        context.first = output
 
 
-async def decode(job: RequestContext, instance: Instance) -> AsyncGenerator[RequestOutput, None]:
+async def decode(
+    context: RequestContext, instance: Instance
+) -> AsyncGenerator[RequestOutput, None]:
     """Run the decode leg, or the whole request where nothing has been prefilled."""
-    if job.request.sampling_params is None or job.request.sampling_params.n > 1:
-        async with contextlib.aclosing(_whole(job, instance)) as outputs:
+    if context.request.sampling_params is None or context.request.sampling_params.n > 1:
+        async with contextlib.aclosing(_whole(context, instance)) as outputs:
             async for output in outputs:
                 yield output
         return
     llm = _client(instance)
-    queue = LegOutputCollector(job.request.sampling_params.output_kind, job.request.request_id)
-    waiting = 0 if job.prefilled else job.uncached_tokens
-    leg_name, num_resumed = "decode" if job.prefilled else "whole", len(job.tokens_so_far)
-    with instance.holding(waiting) as flight, _expiring(queue, job.deadline):
+    queue = LegOutputCollector(
+        context.request.sampling_params.output_kind, context.request.request_id
+    )
+    waiting = 0 if context.prefilled else context.uncached_tokens
+    leg_name, num_resumed = "decode" if context.prefilled else "whole", len(context.tokens_so_far)
+    with instance.holding(waiting) as guard, _expiring(queue, context.deadline):
         try:
-            is_sent = is_awaited = _begin(job, llm, queue)
-            num_before = len(job.tokens_so_far)
+            is_sent = is_awaited = _begin(context, llm, queue)
+            num_before = len(context.tokens_so_far)
             if is_sent:
-                job.notes.leg_began(
-                    leg_name, instance.id, instance.incarnation, job.request.request_id, num_resumed
+                context.notes.leg_began(
+                    leg_name,
+                    instance.id,
+                    instance.incarnation,
+                    context.request.request_id,
+                    num_resumed,
                 )
-                leg = decode_leg(job.request, job.tokens_so_far, job.prefilled)
+                leg = decode_leg(context.request, context.tokens_so_far, context.prefilled)
                 try:
                     await compat.send(llm, leg)
                 except compat.EngineDeadError as death:
@@ -247,49 +250,51 @@ async def decode(job: RequestContext, instance: Instance) -> AsyncGenerator[Requ
             finished = False
             while not finished:
                 output = queue.get_nowait() or await queue.get()
-                flight.prefilled()
+                guard.prefilled()
                 assert isinstance(output, RequestOutput)
                 finished = output.finished
-                if is_awaited and len(job.tokens_so_far) > num_before:
-                    job.notes.note(LegOutput(leg_name, instance.id))
+                if is_awaited and len(context.tokens_so_far) > num_before:
+                    context.notes.note(LegOutput(leg_name, instance.id))
                     is_awaited = False
                 if finished and is_sent:
-                    job.notes.note(LegEnded(leg_name, instance.id, output.outputs[0].finish_reason))
+                    context.notes.note(
+                        LegEnded(leg_name, instance.id, output.outputs[0].finish_reason)
+                    )
                 yield output
         except DEAD:
-            compat.forget(llm, job.request.request_id)
+            compat.forget(llm, context.request.request_id)
             raise
         except BaseException:
-            await _abort(llm, job.request.request_id)
+            await _abort(llm, context.request.request_id)
             raise
 
 
-def _begin(job: RequestContext, llm: compat.AsyncLLM, queue: LegOutputCollector) -> bool:
+def _begin(context: RequestContext, llm: compat.AsyncLLM, queue: LegOutputCollector) -> bool:
     """Set up the front-end state on this engine's client; False if the request is over."""
-    if job.tokens_so_far:
-        compat.adopt(llm, job.state, queue)
+    if context.tokens_so_far:
+        compat.adopt(llm, context.state, queue)
         metrics.RESUMED.inc()
         return True
-    job.state = compat.register(llm, job.request, job.prompt_text, queue)
-    if job.prefilled:  # for the client: to the decode leg all of the prompt is cached
-        compat.set_cached_tokens(job.state, job.num_cached_tokens)
-    if job.first is None:
+    context.state = compat.register(llm, context.request, context.prompt_text, queue)
+    if context.prefilled:  # for the client: to the decode leg all of the prompt is cached
+        compat.set_cached_tokens(context.state, context.num_cached_tokens)
+    if context.first is None:
         metrics.FIRST_TOKENS.labels("decode").inc()
         return True
     metrics.FIRST_TOKENS.labels("prefill").inc()
-    return _put_first_token(job, llm)
+    return _put_first_token(context, llm)
 
 
-def _put_first_token(job: RequestContext, llm: compat.AsyncLLM) -> bool:
-    assert job.first is not None
-    params, output = job.request.sampling_params, job.first.outputs[0]
+def _put_first_token(context: RequestContext, llm: compat.AsyncLLM) -> bool:
+    assert context.first is not None
+    params, output = context.request.sampling_params, context.first.outputs[0]
     assert params is not None
     finish = None
     if output.finish_reason == "stop":
         finish = compat.FinishReason.STOP
     elif params.max_tokens == 1:
         finish = compat.FinishReason.LENGTH
-    num_prompt, num_cached = len(job.request.prompt_token_ids or ()), job.num_cached_tokens
+    num_prompt, num_cached = len(context.request.prompt_token_ids or ()), context.num_cached_tokens
     stats = compat.PrefillStats(
         num_prompt_tokens=num_prompt,
         num_cached_tokens=num_cached,
@@ -297,40 +302,46 @@ def _put_first_token(job: RequestContext, llm: compat.AsyncLLM) -> bool:
     )
     token_id = output.token_ids[-1]
     return compat.put_first_token(
-        llm, job.request.request_id, token_id, finish, output.stop_reason, stats
+        llm, context.request.request_id, token_id, finish, output.stop_reason, stats
     )
 
 
-async def _whole(job: RequestContext, instance: Instance) -> AsyncGenerator[RequestOutput, None]:
+async def _whole(
+    context: RequestContext, instance: Instance
+) -> AsyncGenerator[RequestOutput, None]:
     """Run the whole request by vLLM's own path, which fans out n > 1."""
     llm = _client(instance)
-    waiting = 0 if job.prefilled else job.uncached_tokens
-    assert job.request.external_req_id is not None
-    with instance.holding(waiting) as flight:
-        job.notes.leg_began("whole", instance.id, instance.incarnation, job.request.external_req_id)
+    waiting = 0 if context.prefilled else context.uncached_tokens
+    assert context.request.external_req_id is not None
+    with instance.holding(waiting) as guard:
+        context.notes.leg_began(
+            "whole", instance.id, instance.incarnation, context.request.external_req_id
+        )
         stream = llm.generate(
-            job.prompt,
-            job.request.sampling_params,
-            job.request.external_req_id,
-            **job.generate_options,
+            context.prompt,
+            context.request.sampling_params,
+            context.request.external_req_id,
+            **context.generate_options,
         )
         async with contextlib.aclosing(stream):
-            while (output := await next_output(stream, job.deadline)) is not None:
-                flight.prefilled()
-                job.count_whole(output)
+            while (output := await next_output(stream, context.deadline)) is not None:
+                guard.prefilled()
+                context.count_whole(output)
                 yield output
 
 
-async def _ended(job: RequestContext, instance: Instance) -> RequestOutput:
+async def _ended(context: RequestContext, instance: Instance) -> RequestOutput:
     """The last output of a request that was aborted before its decode leg."""
-    assert job.request.sampling_params is not None
+    assert context.request.sampling_params is not None
     llm = _client(instance)
-    queue = LegOutputCollector(job.request.sampling_params.output_kind, job.request.request_id)
-    if job.tokens_so_far:
-        compat.adopt(llm, job.state, queue)
+    queue = LegOutputCollector(
+        context.request.sampling_params.output_kind, context.request.request_id
+    )
+    if context.tokens_so_far:
+        compat.adopt(llm, context.state, queue)
     else:
-        compat.register(llm, job.request, job.prompt_text, queue)
-    await _abort(llm, job.request.request_id)
+        compat.register(llm, context.request, context.prompt_text, queue)
+    await _abort(llm, context.request.request_id)
     output = await queue.get()
     assert isinstance(output, RequestOutput)
     return output
@@ -357,60 +368,66 @@ async def _abort(llm: compat.AsyncLLM, request_id: str) -> None:
         await llm.abort(request_id, internal=True)
 
 
-async def run_request(job: RequestContext, cluster: Cluster) -> AsyncGenerator[RequestOutput, None]:
+async def run_request(
+    context: RequestContext, cluster: Cluster
+) -> AsyncGenerator[RequestOutput, None]:
     """Run all legs, again elsewhere after a death; one clear error where that is impossible."""
     for attempt in itertools.count(1):
         leg = "route"
         try:
-            async with asyncio.timeout_at(job.deadline):
+            async with asyncio.timeout_at(context.deadline):
                 route = await cluster.route(
-                    job.request, job.uncached_tokens, job.one_leg_because, job.notes
+                    context.request, context.uncached_tokens, context.one_leg_because, context.notes
                 )
             leg = "prefill"
-            if route.prefill is not None and not job.prefilled and not job.aborted:
-                await prefill(job, cluster.instance(route.prefill))
+            if route.prefill is not None and not context.prefilled and not context.aborted:
+                await prefill(context, cluster.instance(route.prefill))
             leg = "decode"
-            if job.aborted:
-                yield job.send(await _ended(job, cluster.instance(route.decode)), "decode")
+            if context.aborted:
+                yield context.send(await _ended(context, cluster.instance(route.decode)), "decode")
                 return
             if route.prefill is not None and cluster.has_left_decode(route.decode):
-                async with asyncio.timeout_at(job.deadline):
-                    route = await cluster.route(job.request, job.uncached_tokens, None, job.notes)
-            _count_way(job, route, attempt)
-            async with contextlib.aclosing(decode(job, cluster.instance(route.decode))) as outputs:
-                source = "decode" if job.first is None else "prefill"
+                async with asyncio.timeout_at(context.deadline):
+                    route = await cluster.route(
+                        context.request, context.uncached_tokens, None, context.notes
+                    )
+            _count_way(context, route, attempt)
+            async with contextlib.aclosing(
+                decode(context, cluster.instance(route.decode))
+            ) as outputs:
+                source = "decode" if context.first is None else "prefill"
                 async for output in outputs:
-                    yield job.send(output, source)
+                    yield context.send(output, source)
             return
         except DEAD as death:
-            if not job.can_resume:
-                _note_death(job, leg, route, death, "given up: its client has had output")
+            if not context.can_resume:
+                _note_death(context, leg, route, death, "given up: its client has had output")
                 metrics.BROKEN.inc()
                 raise compat.EngineGenerateError(
                     f"instance {route.decode} died in mid-stream; send the request again"
                 ) from death
-            job.died()
-            is_last = job.num_deaths == MAX_DEATHS
-            _note_death(job, leg, route, death, "given up" if is_last else "tried again")
+            context.died()
+            is_last = context.num_deaths == MAX_DEATHS
+            _note_death(context, leg, route, death, "given up" if is_last else "tried again")
             if is_last:
-                raise given_up(job.request.external_req_id) from death
+                raise given_up(context.request.external_req_id) from death
             metrics.RETRIES.labels(leg).inc()
-            if job.obstacle is not None:
-                job.state = None  # begins again from the prompt: nothing has been sent
+            if context.first_token_blocker is not None:
+                context.state = None  # begins again from the prompt: nothing has been sent
         except (DeadlineExceededError, TimeoutError):
             raise out_of_time() from None
 
 
 def _note_death(
-    job: RequestContext, leg: str, route: Route, death: Exception, next_step: str
+    context: RequestContext, leg: str, route: Route, death: Exception, next_step: str
 ) -> None:
     instance = route.prefill if leg == "prefill" else route.decode
     assert instance is not None
     why = str(death) or type(death).__name__
-    job.notes.note(LegFailed(leg, instance, why, job.num_deaths, next_step))
+    context.notes.note(LegFailed(leg, instance, why, context.num_deaths, next_step))
 
 
-def _count_way(job: RequestContext, route: Route, attempt: int) -> None:
+def _count_way(context: RequestContext, route: Route, attempt: int) -> None:
     if attempt == 1:
         way = "one_leg" if route.prefill is None else "two_legs"
-        metrics.REQUESTS.labels(way, job.one_leg_because or str(route.reason)).inc()
+        metrics.REQUESTS.labels(way, context.one_leg_because or str(route.reason)).inc()

@@ -35,6 +35,12 @@ from banaserve.errors import InstanceDeadError
 from banaserve.orchestrator.cluster_view import with_guests
 from banaserve.types import InstanceId, InstanceView, ModulePlacement, Role
 
+_ERROR = re.compile(r"\b((?:[\w.]*(?:Error|Exception)): .{1,300})")
+_LAST_LINES = 200
+logger = logging.getLogger(__name__)
+_DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
+_SPEED_SMOOTHING = 0.2
+
 
 class Counting(Protocol):
     """The part of an ``Instance`` that a guard changes."""
@@ -58,10 +64,6 @@ class InflightGuard:
 
     def end(self) -> None:
         self._instance.add_inflight(-1, 0)
-
-
-_ERROR = re.compile(r"\b((?:[\w.]*(?:Error|Exception)): .{1,300})")
-_LAST_LINES = 200
 
 
 async def startup_handshake(socket: zmq.asyncio.Socket, addresses: dict[str, str]) -> None:
@@ -89,12 +91,6 @@ def last_error_in(log: Path) -> str:
         if errors:
             return f"{errors[-1].strip()} (log: {log})"
     return f"see {log}"
-
-
-logger = logging.getLogger(__name__)
-
-_DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
-_SPEED_SMOOTHING = 0.2
 
 
 class State(enum.Enum):
@@ -271,12 +267,12 @@ class Instance:
     @contextlib.contextmanager
     def holding(self, prefill_tokens: int) -> Iterator[InflightGuard]:
         """Count a leg as in flight here, with ``prefill_tokens`` still to compute."""
-        flight = InflightGuard(self, prefill_tokens)
+        guard = InflightGuard(self, prefill_tokens)
         try:
-            yield flight
+            yield guard
         finally:
-            flight.prefilled()
-            flight.end()
+            guard.prefilled()
+            guard.end()
 
     def view(self) -> InstanceView:
         return InstanceView(

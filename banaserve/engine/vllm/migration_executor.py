@@ -39,6 +39,11 @@ from banaserve.types import (
     SwitchRole,
 )
 
+logger = logging.getLogger(__name__)
+_FIRST_LINK = Link(bytes_per_s=200e6, sync_s=1.0, hop_s=2e-4)
+"""Before the first move: a guest that has to be forked, weights from a disk's cache, and a message
+that wakes a process."""
+
 
 def instance_facts(
     config: VllmConfig, model: ModelFacts, kv_growth: float, can_move: bool, can_switch_role: bool
@@ -119,13 +124,6 @@ def seconds_of(migration: Migration) -> float:
 
 def stall_s_of(migration: Migration) -> float:
     return float(sum(move.facts.get("stall_s", 0.0) for move in migration.moves))
-
-
-logger = logging.getLogger(__name__)
-
-_FIRST_LINK = Link(bytes_per_s=200e6, sync_s=1.0, hop_s=2e-4)
-"""Before the first move: a guest that has to be forked, weights from a disk's cache, and a message
-that wakes a process."""
 
 
 class MoveExecutor:

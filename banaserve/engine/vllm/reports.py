@@ -24,6 +24,9 @@ _FIRST = StepTime.of(5e-3, 5e-4, 1e-7, 1e-6, 5e-4, doubt=3.0)
 """A small model on a CPU: only the sizes matter, which the first dozens of steps correct."""
 _LEARNT_AFTER = 20
 """Samples before which the fill of a step would be guesswork."""
+_LEARN_EVERY_S = 0.05
+"""Learning from a step costs the front door as much as passing on a token: the short steps of a
+small model are learnt from together, longer ones each."""
 
 
 class StepMeter:
@@ -127,11 +130,6 @@ def _blended(old: StepWork, new: StepWork, weight: float) -> StepWork:
         old.decode_requests + weight * (new.decode_requests - old.decode_requests),
         old.context_tokens + weight * (new.context_tokens - old.context_tokens),
     )
-
-
-_LEARN_EVERY_S = 0.05
-"""Learning from a step costs the front door as much as passing on a token: the short steps of a
-small model are learnt from together, longer ones each."""
 
 
 class ReportBoard:

@@ -25,6 +25,10 @@ from banaserve.types import InstanceId, Role
 
 _ANSWER_S = 30.0
 """An engine answers between two steps, and one with a long prompt takes its time."""
+logger = logging.getLogger(__name__)
+_POLL_S = 0.02
+_KEPT = 200
+_ROLES = (Role.PREFILL, Role.DECODE)
 
 
 class Budgets:
@@ -86,13 +90,6 @@ def _filled(role: Role, given: Budget, own: Budget) -> Budget:
             f"--{role.value}-max-num-seqs {filled.num_requests}: each running request takes one"
         )
     return filled
-
-
-logger = logging.getLogger(__name__)
-
-_POLL_S = 0.02
-_KEPT = 200
-_ROLES = (Role.PREFILL, Role.DECODE)
 
 
 class RoleInstance(Protocol):

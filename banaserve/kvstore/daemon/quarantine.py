@@ -11,7 +11,7 @@ class Quarantine:
     """Waits for processes to die.
 
     A connection can end while its process, or another process of the same client, is still copying
-    into the slots that it had reserved. Those slots must not be given to other clients before every such
+    into the slots that it had reserved. Those slots go to no other client before every such
     process is dead.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a paced engine is told when it starts."""
+"""Settings of a paced engine, given when it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a paced engine runs in guests, in the layers and heads of the modelled model."""
+"""Remote parts of a paced engine, in the layers and heads of the modelled model."""
 
 from __future__ import annotations
 

@@ -32,6 +32,15 @@ from banaserve.kvstore.pool import PoolView
 Addresses = npt.NDArray[np.int64]
 CopyPages = Callable[[Addresses, Addresses], None]
 """``(targets, sources)``: queues the copy of one page for each pair."""
+logger = logging.getLogger(__name__)
+_ALREADY_REGISTERED = 712
+"""cudaErrorHostMemoryAlreadyRegistered."""
+QueueCopies = Callable[[Addresses, Addresses, int, int], tuple[torch.Tensor, ...]]
+"""``(targets, sources, num_bytes, stream)``; returns what the copies still read while they run."""
+MakeCopies = Callable[[], QueueCopies]
+# By arithmetic, not measured: a copy engine begins a copy in about a microsecond, in which PCIe
+# moves 16 KiB or more.
+KERNEL_BELOW_BYTES = 16 * 1024
 
 
 class GpuPages(Protocol):
@@ -107,11 +116,6 @@ class _PackedBlocks:
         for first in range(0, count, num_pages):
             part = slice(first, min(first + num_pages, count))
             yield part, pages[: part.stop - part.start]
-
-
-logger = logging.getLogger(__name__)
-_ALREADY_REGISTERED = 712
-"""cudaErrorHostMemoryAlreadyRegistered."""
 
 
 class View(Protocol):
@@ -192,16 +196,6 @@ class PinnedPool:
         """CUDA reports a failure once more, as that of this thread's next launch."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._gpu)
-
-
-QueueCopies = Callable[[Addresses, Addresses, int, int], tuple[torch.Tensor, ...]]
-"""``(targets, sources, num_bytes, stream)``; returns what the copies still read while they run."""
-
-MakeCopies = Callable[[], QueueCopies]
-
-# By arithmetic, not measured: a copy engine begins a copy in about a microsecond, in which PCIe
-# moves 16 KiB or more.
-KERNEL_BELOW_BYTES = 16 * 1024
 
 
 def choose_copies(page_bytes: int, is_pinned: bool, otherwise: MakeCopies | None) -> QueueCopies:

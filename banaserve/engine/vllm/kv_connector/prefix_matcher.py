@@ -29,6 +29,10 @@ from banaserve.kvstore.wire import MAX_KEYS
 
 _KEPT_STEPS = 64
 """Steps that the worker has not answered yet; more are never under way."""
+ASK_AGAIN_S = 0.005
+"""How long a tier gets to hear from its peers before the store is asked again."""
+UNDECIDED_FOR_S = 0.1
+"""After so long what the tiers still do not know counts as missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +132,6 @@ class EngineCostGate:
                 self._stats.add(
                     predicted_fetch_seconds=planned.fetch_s, measured_fetch_seconds=done.fetch_s
                 )
-
-
-ASK_AGAIN_S = 0.005
-"""How long a tier gets to hear from its peers before the store is asked again."""
-UNDECIDED_FOR_S = 0.1
-"""After so long what the tiers still do not know counts as missing."""
 
 
 class PrefixMatcher:

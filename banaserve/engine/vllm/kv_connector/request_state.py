@@ -23,6 +23,9 @@ SHORTEST_WAIT_S = 0.25
 LONGEST_WAIT_S = 10.0
 
 Arrivals = Callable[[Sequence[Slot]], list[Lookup]]
+_TENANT_BYTES = 16
+# What the engine client puts before the salts of an API key's requests.
+_KEY_NAME = re.compile(r"[0-9a-f]{16}:")
 
 
 class PromotionOutcome(Enum):
@@ -90,11 +93,6 @@ class PendingPromotion:
             )
         elif now_s >= self.deadline_s:
             self.outcome = PromotionOutcome.LATE
-
-
-_TENANT_BYTES = 16
-# What the engine client puts before the salts of an API key's requests.
-_KEY_NAME = re.compile(r"[0-9a-f]{16}:")
 
 
 @dataclass(frozen=True, slots=True)

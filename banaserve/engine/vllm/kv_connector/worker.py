@@ -30,6 +30,8 @@ from banaserve.engine.vllm.kv_connector.metadata import (
 from banaserve.engine.vllm.kv_connector.tracer import Moment, Tracer
 from banaserve.kvstore.client import StoreClient
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class RunningStep:
@@ -66,9 +68,6 @@ class RunningStep:
             if self.target is None:
                 self.target = MappedCopies.of(copies, client)
             return self.target
-
-
-logger = logging.getLogger(__name__)
 
 
 class StoreConnectorWorker:

@@ -144,7 +144,7 @@ class Migration(msgspec.Struct):
 
 
 class OverlapRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Cut an instance's steps into at most so many parts; 1: it waits for its guests."""
+    """Cut an instance's steps into at most so many micro-batches; 1: it waits for its guests."""
 
     instance: str
     max_microbatches: int
@@ -156,8 +156,8 @@ class Overlapping(msgspec.Struct, frozen=True):
     Attributes:
         max_microbatches: That a step may be cut into; 1: the instance waits for its guests.
         blocker: Why steps are not cut; empty where they may be.
-        steps_cut: So far; ``parts`` of all steps while layers were away.
-        steps_waited: Run in one part, because no other was predicted to be faster.
+        steps_cut: So far; ``parts``: micro-batches of all steps while layers were away.
+        steps_waited: Run as a whole, because no other was predicted to be faster.
         prediction_error: Of the time of a step's layers, smoothed over the last steps.
     """
 

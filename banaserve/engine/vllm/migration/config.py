@@ -24,7 +24,7 @@ class MigrationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         kv_growth: How many times the blocks of the start the pool may have one day: address
             space that is reserved, not memory.
         stall_s: How long a guest may neither answer nor use its processor.
-        overlap: Parts that a step is cut into at most, so that host and guests compute at once; 1:
+        overlap: Micro-batches of a step at most, so that host and guests compute at once; 1:
             guests are waited for.
         guest_saves: Whether guests copy the KV of their layers to the store themselves.
         poison: Overwrite KV that has moved away with NaN: for tests.

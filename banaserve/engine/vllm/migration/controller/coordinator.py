@@ -1,4 +1,4 @@
-"""Who moves what, when: takes requests, refuses what cannot be, and runs the rest."""
+"""Coordinator of migrations: takes requests, refuses the impossible ones, and runs the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the coordinator keeps of one instance as a host."""
+"""State that the coordinator keeps of one instance as a host."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What has to move for a request, given what is away already. Pure.
-
-How many bytes a move takes, and whether its target has room for them.
-"""
+"""Plan of moves for a request, given what is remote already, and their sizes. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How long a process waits for processors that others have, by the kernel's own accounts.
+"""Resource use of processes by the kernel's own accounts: memory, CPU time, waiting for CPUs.
 
-What a guest takes from its machine, seen from outside: asking it would cost its host a step.
+A guest is not asked, since its answer would cost its host a step.
 """
 
 from __future__ import annotations

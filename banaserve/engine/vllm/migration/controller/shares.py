@@ -1,4 +1,4 @@
-"""How much of an instance's device guests beside it may take, and what its own streams feel."""
+"""Shares of an instance's device that guests may take, and the slow-down of its streams."""
 
 from __future__ import annotations
 

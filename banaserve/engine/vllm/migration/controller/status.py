@@ -1,4 +1,4 @@
-"""What runs where, as people and programs ask for it."""
+"""Placement of all instances, for people and programs."""
 
 from __future__ import annotations
 

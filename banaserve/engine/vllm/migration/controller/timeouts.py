@@ -1,4 +1,4 @@
-"""How long each phase of a move may take: it grows with the bytes. Pure."""
+"""Timeouts of a move's phases, which grow with its bytes. Pure."""
 
 from __future__ import annotations
 

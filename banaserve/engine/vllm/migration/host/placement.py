@@ -1,4 +1,4 @@
-"""Which units are where, and the proxies in the model that make it so."""
+"""Placement of a host's units, and the proxies in its model that carry it out."""
 
 from __future__ import annotations
 

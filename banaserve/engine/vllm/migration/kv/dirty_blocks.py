@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 BlockIds = Sequence[int] | npt.NDArray[np.int64]
+_Marks = npt.NDArray[np.bool_]
 
 
 class RemoteBlocks:
@@ -71,9 +72,6 @@ class RemoteBlocks:
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self._away))
-
-
-_Marks = npt.NDArray[np.bool_]
 
 
 class DirtyBlockTracker:

@@ -26,6 +26,7 @@ _GRACE_S = 2.0
 
 _Plan = tuple[Memory, Offsets, Offsets, int, int]
 """Local memory, offsets in it and in the region, bytes at each, epoch."""
+_Offsets = npt.NDArray[np.int64]
 
 
 class RemoteKv:
@@ -229,9 +230,6 @@ def cancel_all(tickets: Sequence[Ticket]) -> None:
 def copy_deadline_s(num_bytes: int) -> float:
     """How long a copy may take before the guest is given up."""
     return _GRACE_S + num_bytes / _SLOWEST_BYTES_PER_S
-
-
-_Offsets = npt.NDArray[np.int64]
 
 
 class StagedRemoteKv(RemoteKv):

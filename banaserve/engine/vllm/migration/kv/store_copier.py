@@ -26,6 +26,10 @@ from banaserve.transport.interface import Ticket
 from banaserve.transport.memory import Memory
 
 _NOTHING = torch.empty(0)
+WhereIs = Callable[[str], Sequence[tuple[KvRun, RemoteKv | None]]]
+"""The runs of an attention's page, each with the guest that holds it; None: the host."""
+OlderBlocks = Callable[[str], tuple[RemoteBlocks, RemoteKv] | None]
+"""Which blocks of an attention are in a guest, where the others are not."""
 
 
 def _connector() -> Any | None:
@@ -82,12 +86,6 @@ def abandon_step() -> None:
     """Nothing that this step computes may reach the store."""
     if has_kv_transfer_group() and hasattr(get_kv_transfer_group(), "abandon_step"):
         get_kv_transfer_group().abandon_step()
-
-
-WhereIs = Callable[[str], Sequence[tuple[KvRun, RemoteKv | None]]]
-"""The runs of an attention's page, each with the guest that holds it; None: the host."""
-OlderBlocks = Callable[[str], tuple[RemoteBlocks, RemoteKv] | None]
-"""Which blocks of an attention are in a guest, where the others are not."""
 
 
 class StoreCopier:

@@ -50,9 +50,9 @@ _LEARN_EVERY = 8
 class Overlap:
     """Wraps each layer of the model while a range is remote and steps may be cut.
 
-    The first layer that is called runs the whole step in parts; the others pass its result on.
-    That is right for models that do nothing between their layers, which a step in one part has to
-    show before any is cut.
+    The first layer that is called runs the whole step in micro-batches; the others pass its result
+    on. That is right for models that do nothing between their layers, which a step in one
+    micro-batch has to show before any is cut.
 
     Args:
         layers: The model's list.
@@ -76,14 +76,14 @@ class Overlap:
         self._segments: list[Segment] = []
         self._order = LayerOrder(len(layers))
         self._result: Any = None
-        self._num_cut = self._num_waited = self._num_parts = self._num_small = 0
+        self._num_cut = self._num_waited = self._num_microbatches = self._num_small = 0
         self._error_fraction = 0.0
         self._sums = OverlapTimes()
 
     # ---- between two steps, and when a guest is lost in one
 
     def allow(self, max_microbatches: int) -> None:
-        """Cut steps into at most so many parts.
+        """Cut steps into at most so many micro-batches.
 
         Raises:
             MigrationError: Out of range, or steps of this engine cannot be cut.
@@ -136,7 +136,7 @@ class Overlap:
 
     @property
     def parts_allowed(self) -> int:
-        """As many parts as a step may be cut into as things lie."""
+        """As many micro-batches as a step may be cut into as things lie."""
         return 1 if self.blocker else self.max_microbatches
 
     def status(self) -> OverlapStatus:
@@ -146,7 +146,7 @@ class Overlap:
             blocker=self.blocker,
             steps_cut=self._num_cut,
             steps_waited=self._num_waited,
-            parts=self._num_parts,
+            parts=self._num_microbatches,
             prediction_error=self._error_fraction,
             times=copy.copy(self._sums),
         )
@@ -192,13 +192,13 @@ class Overlap:
         plan = plan_microbatches(
             self._times, self._stages(), seen_of(common), self.max_microbatches
         )
-        parts = cut(arguments, self._watch, context, plan.sizes)
+        batches = cut(arguments, self._watch, context, plan.sizes)
         began_s = time.perf_counter()
         spans = [s for s in self._segments if isinstance(s, RemoteRange)]
-        if not Pipeline(self._segments, self._watch, self._times).run(parts):
+        if not Pipeline(self._segments, self._watch, self._times).run(batches):
             return spans[0].zeros(arguments)
         self._count(plan, time.perf_counter() - began_s)
-        return join(parts)
+        return join(batches)
 
     def _stages(self) -> list[tuple[str, int]]:
         """Host and guests in the order in which a token passes them, each with the number of
@@ -210,7 +210,7 @@ class Overlap:
         return list(layers.items())
 
     def _count(self, plan: MicroBatchPlan, seconds: float) -> None:
-        self._num_parts += len(plan.sizes)
+        self._num_microbatches += len(plan.sizes)
         if len(plan.sizes) == 1:
             self._num_waited += 1
         else:

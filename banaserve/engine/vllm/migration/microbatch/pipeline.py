@@ -31,6 +31,121 @@ from banaserve.engine.vllm.migration.modules.layer_proxy import (
 )
 from banaserve.errors import GuestLostError
 
+Segment = LayerChain | RemoteRange
+
+
+class Pipeline:
+    """One step. All micro-batches begin first, so that guests have work, then go on in order.
+
+    No micro-batch overtakes another, here or in a guest, so each finds the KV of those before it,
+    as chunks of a prompt in separate steps do.
+
+    Args:
+        segments: Of the model.
+        times: Learn what each micro-batch takes.
+    """
+
+    def __init__(self, segments: Sequence[Segment], watch: StepContext, times: StageTimes) -> None:
+        self._segments = segments
+        self._watch = watch
+        self._times = times
+        self._waiting: deque[tuple[MicroBatch, RemoteRange]] = deque()
+
+    def run(self, batches: Sequence[MicroBatch]) -> bool:
+        """Take all micro-batches through all layers; False where a guest was lost on the way."""
+        try:
+            for batch in batches:
+                self._advance(batch)
+                while self._can_feed_another():
+                    self._advance(self._collect())
+            while self._waiting:
+                self._advance(self._collect())
+        except GuestLostError as error:
+            self._end(error, max(batch.common.num_actual_tokens for batch in batches))
+            return False
+        except BaseException:
+            # The engine ends with this, and what guests write to the store ends before it.
+            for _, span in self._waiting:
+                span.where.link.give_up("the step has failed here")
+            raise
+        finally:
+            store_copier.hold_saves(False)
+        here = sum(len(s) for s in self._segments if isinstance(s, LayerChain))
+        for batch in batches:
+            self._times.observe(HERE, here, batch.work, batch.host_s)
+        return True
+
+    def _advance(self, batch: MicroBatch) -> None:
+        """Compute a micro-batch until a guest has it, or until it is through."""
+        began_s = time.perf_counter()
+        with self._watch.part(batch.common):
+            while batch.place < len(self._segments):
+                segment = self._segments[batch.place]
+                batch.place += 1
+                if isinstance(segment, RemoteRange):
+                    self._post(batch, segment)
+                    break
+                self._compute(batch, segment)
+        batch.host_s += time.perf_counter() - began_s
+
+    def _compute(self, batch: MicroBatch, layers: LayerChain) -> None:
+        store_copier.hold_saves(batch.num_behind > 0)
+        with override_forward_context(batch.context):
+            batch.take(layers.run(batch.arguments))
+
+    def _post(self, batch: MicroBatch, span: RemoteRange) -> None:
+        span.wait_for_loads()
+        saves = None if batch.num_behind else span.slots_to_fill()
+        span.where.post(batch.arguments, batch.num_behind, saves)
+        self._waiting.append((batch, span))
+
+    def _can_feed_another(self) -> bool:
+        """Whether a micro-batch is back that another guest might be waiting for."""
+        if not self._waiting:
+            return False
+        batch, span = self._waiting[0]
+        ahead = self._segments[batch.place :]
+        return any(isinstance(s, RemoteRange) for s in ahead) and span.where.link.has_answer()
+
+    def _collect(self) -> MicroBatch:
+        """Wait for the micro-batch that was posted first."""
+        batch, span = self._waiting.popleft()
+        values = span.where.collect(batch.hidden_states)
+        batch.take(span.returned(values))
+        link = span.where.link
+        self._times.observe(link.guest_id, len(span), batch.work, link.run_s)
+        if batch.num_behind == 0:
+            store_copier.hold_saves(False)
+            span.save(batch.context.attn_metadata)
+        return batch
+
+    def _end(self, error: GuestLostError, most_tokens: int) -> None:
+        """Leave nothing on the way: the next that is asked must get its own answer."""
+        spans = {s.where.link: s for s in self._segments if isinstance(s, RemoteRange)}
+        for link in spans:
+            link.drop(most_tokens)
+        for link, span in spans.items():
+            if link.lost is not None:
+                span.lost(error)
+
+
+def segments_of(modules: Sequence[nn.Module]) -> list[Segment]:
+    """The model's list of layers as runs of layers here and ranges elsewhere, in order."""
+    found: list[Segment] = []
+    index = 0
+    while index < len(modules):
+        first = modules[index]
+        if isinstance(first, RangeProxy):
+            found.append(first.span)
+            index += len(first.span)
+            continue
+        end = index
+        while end < len(modules) and not isinstance(modules[end], RangeProxy):
+            end += 1
+        found.append(LayerChain(modules[index:end]))
+        index = end
+    return found
+
 
 @dataclass
 class MicroBatch:
@@ -38,9 +153,9 @@ class MicroBatch:
 
     Attributes:
         arguments: Of the next layer, by parameter name.
-        common: The batch that the part is.
+        common: The batch that the micro-batch is.
         context: vLLM's for these tokens.
-        num_behind: Parts of the step whose tokens come later.
+        num_behind: Micro-batches of the step whose tokens come later.
         place: Segments of the model that it has entered.
         returned: What the last layer has returned for it.
         host_s: Spent on it here.
@@ -112,15 +227,15 @@ def cut(
     assert watch.common is not None
     if len(sizes) == 1:
         return [MicroBatch(dict(arguments), watch.common, context, 0)]
-    parts = []
+    batches = []
     begin = 0
     for number, common in enumerate(split_batch(watch.common, sizes), start=1):
         end = begin + common.num_actual_tokens
         mine = {k: v[begin:end] if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
         own = _context(context, common, watch.metadata_of(common), slice(begin, end))
-        parts.append(MicroBatch(mine, common, own, len(sizes) - number))
+        batches.append(MicroBatch(mine, common, own, len(sizes) - number))
         begin = end
-    return parts
+    return batches
 
 
 def _context(
@@ -136,127 +251,11 @@ def _context(
     )
 
 
-def join(parts: Sequence[MicroBatch]) -> Any:
+def join(batches: Sequence[MicroBatch]) -> Any:
     """Output of the last layer for all micro-batches, as of one step."""
-    if len(parts) == 1:
-        return parts[0].returned
-    if not isinstance(parts[0].returned, tuple):
-        return torch.cat([part.returned for part in parts])
-    columns = zip(*(part.returned for part in parts), strict=True)
+    if len(batches) == 1:
+        return batches[0].returned
+    if not isinstance(batches[0].returned, tuple):
+        return torch.cat([batch.returned for batch in batches])
+    columns = zip(*(batch.returned for batch in batches), strict=True)
     return tuple(None if column[0] is None else torch.cat(column) for column in columns)
-
-
-Segment = LayerChain | RemoteRange
-
-
-def segments_of(modules: Sequence[nn.Module]) -> list[Segment]:
-    """The model's list of layers as runs of layers here and ranges elsewhere, in order."""
-    found: list[Segment] = []
-    index = 0
-    while index < len(modules):
-        first = modules[index]
-        if isinstance(first, RangeProxy):
-            found.append(first.span)
-            index += len(first.span)
-            continue
-        end = index
-        while end < len(modules) and not isinstance(modules[end], RangeProxy):
-            end += 1
-        found.append(LayerChain(modules[index:end]))
-        index = end
-    return found
-
-
-class Pipeline:
-    """One step. All micro-batches begin first, so that guests have work, then go on in order.
-
-    No part overtakes another, here or in a guest, so each finds the KV of those before it: what
-    chunks of a prompt in steps of their own find.
-
-    Args:
-        segments: Of the model.
-        times: Learn what each part takes.
-    """
-
-    def __init__(self, segments: Sequence[Segment], watch: StepContext, times: StageTimes) -> None:
-        self._segments = segments
-        self._watch = watch
-        self._times = times
-        self._waiting: deque[tuple[MicroBatch, RemoteRange]] = deque()
-
-    def run(self, parts: Sequence[MicroBatch]) -> bool:
-        """Take all parts through all layers; False where a guest was lost on the way."""
-        try:
-            for part in parts:
-                self._advance(part)
-                while self._can_feed_another():
-                    self._advance(self._collect())
-            while self._waiting:
-                self._advance(self._collect())
-        except GuestLostError as error:
-            self._end(error, max(part.common.num_actual_tokens for part in parts))
-            return False
-        except BaseException:
-            # The engine ends with this, and what guests write to the store ends before it.
-            for _, span in self._waiting:
-                span.where.link.give_up("the step has failed here")
-            raise
-        finally:
-            store_copier.hold_saves(False)
-        here = sum(len(s) for s in self._segments if isinstance(s, LayerChain))
-        for part in parts:
-            self._times.observe(HERE, here, part.work, part.host_s)
-        return True
-
-    def _advance(self, part: MicroBatch) -> None:
-        """Compute a part until a guest has it, or until it is through."""
-        began_s = time.perf_counter()
-        with self._watch.part(part.common):
-            while part.place < len(self._segments):
-                segment = self._segments[part.place]
-                part.place += 1
-                if isinstance(segment, RemoteRange):
-                    self._post(part, segment)
-                    break
-                self._compute(part, segment)
-        part.host_s += time.perf_counter() - began_s
-
-    def _compute(self, part: MicroBatch, layers: LayerChain) -> None:
-        store_copier.hold_saves(part.num_behind > 0)
-        with override_forward_context(part.context):
-            part.take(layers.run(part.arguments))
-
-    def _post(self, part: MicroBatch, span: RemoteRange) -> None:
-        span.wait_for_loads()
-        saves = None if part.num_behind else span.slots_to_fill()
-        span.where.post(part.arguments, part.num_behind, saves)
-        self._waiting.append((part, span))
-
-    def _can_feed_another(self) -> bool:
-        """Whether a part is back that another guest might be waiting for."""
-        if not self._waiting:
-            return False
-        part, span = self._waiting[0]
-        ahead = self._segments[part.place :]
-        return any(isinstance(s, RemoteRange) for s in ahead) and span.where.link.has_answer()
-
-    def _collect(self) -> MicroBatch:
-        """Wait for the part that was posted first."""
-        part, span = self._waiting.popleft()
-        values = span.where.collect(part.hidden_states)
-        part.take(span.returned(values))
-        link = span.where.link
-        self._times.observe(link.guest_id, len(span), part.work, link.run_s)
-        if part.num_behind == 0:
-            store_copier.hold_saves(False)
-            span.save(part.context.attn_metadata)
-        return part
-
-    def _end(self, error: GuestLostError, most_tokens: int) -> None:
-        """Leave nothing on the way: the next that is asked must get its own answer."""
-        spans = {s.where.link: s for s in self._segments if isinstance(s, RemoteRange)}
-        for link in spans:
-            link.drop(most_tokens)
-        for link, span in spans.items():
-            if link.lost is not None:
-                span.lost(error)

@@ -52,8 +52,7 @@ class StageTimes:
         self._fits: dict[str, LinearFit] = {}
 
     def predict_s(self, stage: str, num_layers: int, tokens: Floats, pairs: Floats) -> Floats:
-        """What each part takes in a stage; a guest that has not run yet is taken to be like the
-        host."""
+        """Seconds of each micro-batch in a stage; a new guest is taken to be like the host."""
         fixed_s, token_s, pair_s = self._fit(stage).coefficients
         return num_layers * np.maximum(0.0, fixed_s + token_s * tokens + pair_s * pairs)
 
@@ -79,9 +78,9 @@ class MicroBatchPlan:
     """Micro-batches of one step, with predicted times.
 
     Attributes:
-        sizes: Tokens of each part; one part where waiting is as good.
+        sizes: Tokens of each micro-batch; one micro-batch where waiting is as good.
         predicted_s: Time of its layers so.
-        waiting_s: Time of its layers in one part.
+        waiting_s: Time of its layers in one micro-batch.
     """
 
     sizes: tuple[int, ...]
@@ -127,12 +126,12 @@ def _best_of(
 
 
 def flow_makespan_s(each_s: Sequence[Floats]) -> float:
-    """Time of a step whose parts are not alike.
+    """Time of a step whose micro-batches are not alike.
 
-    A part leaves a stage C_i(k) = max(C_(i-1)(k), C_i(k-1)) + t_i(k) after the step's beginning.
+    Micro-batch k leaves stage i at C_i(k) = max(C_(i-1)(k), C_i(k-1)) + t_i(k) of the step.
 
     Args:
-        each_s: For each stage, in order, what each part takes in it; at least one of both.
+        each_s: For each stage, in order, what each micro-batch takes in it; at least one of both.
     """
     done = np.cumsum(each_s[0])
     for took in each_s[1:]:
@@ -149,7 +148,7 @@ def _marks(num_tokens: int) -> NDArray[np.int64]:
 def _rising_s(
     times: StageTimes, stage: tuple[str, int], marks: NDArray[np.int64], pairs: Floats
 ) -> Floats:
-    """What a stage takes up to each mark, without what a part takes in itself."""
+    """What a stage takes up to each mark, without what a micro-batch takes in itself."""
     upto = times.predict_s(*stage, marks.astype(float), pairs)
     return np.asarray(np.maximum.accumulate(upto - upto[0]))
 
@@ -163,7 +162,7 @@ def _cuts(cost_s: Floats, num_parts: int) -> NDArray[np.int64]:
 
 
 def _candidates(at_most: int) -> list[int]:
-    """Numbers of parts: all of the small ones, a quarter apart further up."""
+    """Numbers of micro-batches: all of the small ones, a quarter apart further up."""
     found = [1]
     while (more := max(found[-1] + 1, found[-1] * 5 // 4)) <= at_most:
         found.append(more)

@@ -22,6 +22,10 @@ from banaserve.transport.interface import Channel, Message, Transport
 
 _FACTOR = 10.0
 _SMOOTHING = 0.2
+R = TypeVar("R", bound=messages.Reply)
+CONTROL_TIMEOUT_S = 5.0
+_LOOKS = 4
+"""How often a guest is looked at within the time for which it may be still."""
 
 
 class AnswerTimes:
@@ -47,13 +51,6 @@ class AnswerTimes:
         if not self._seconds_per_token:
             self._seconds_per_token = sample
         self._seconds_per_token += _SMOOTHING * (sample - self._seconds_per_token)
-
-
-R = TypeVar("R", bound=messages.Reply)
-
-CONTROL_TIMEOUT_S = 5.0
-_LOOKS = 4
-"""How often a guest is looked at within the time for which it may be still."""
 
 
 class GuestClient:
@@ -169,17 +166,17 @@ class GuestClient:
     # ---- steps
 
     def run(
-        self, request: messages.Request, parcel: TensorBundle, num_tokens: int
+        self, request: messages.Request, bundle: TensorBundle, num_tokens: int
     ) -> list[torch.Tensor | None]:
         """One step there and back.
 
         Raises:
             GuestLostError: It is gone, stalls, or cannot do it.
         """
-        self.post(request, parcel)
+        self.post(request, bundle)
         return self.collect(num_tokens)
 
-    def post(self, request: messages.Request, parcel: TensorBundle) -> None:
+    def post(self, request: messages.Request, bundle: TensorBundle) -> None:
         """Send a step's work without waiting; ``collect`` must follow on the same thread.
 
         More may be sent before, if the guest knows how much follows: answers come in
@@ -193,7 +190,7 @@ class GuestClient:
             self._refuse_lost()
             if isinstance(request, messages.Run) and request.writes_store:
                 self._may_write = True
-            self._send(request, parcel, self._stall_s / self.share)
+            self._send(request, bundle, self._stall_s / self.share)
             self._posted_s.append(self._sent_s)
         except TransportError as error:
             self._lock.release()
@@ -262,8 +259,8 @@ class GuestClient:
                 self._leash.kill()
             self._leash.close()
 
-    def _send(self, request: messages.Request, parcel: TensorBundle, timeout_s: float) -> None:
-        message = Message(messages.encode(request), tuple(parcel.tensors), self._epoch())
+    def _send(self, request: messages.Request, bundle: TensorBundle, timeout_s: float) -> None:
+        message = Message(messages.encode(request), tuple(bundle.tensors), self._epoch())
         self._sent_s = time.perf_counter()
         self._channel.send(message, timeout_s)
 
