@@ -18,14 +18,14 @@ import pytest
 from typer.testing import CliRunner
 
 from banaserve.cli import main as cli
-from banaserve.cli.doctor import app as doctor
+from banaserve.cli.doctor.command import app as doctor
 from banaserve.cli.plugins import REGISTRIES, use_plugins
 from banaserve.cli.serve import serve_command
 from banaserve.controller.loop import ControllerOptions
 from banaserve.controller.time_scaling import dilated
 from banaserve.errors import UserError
-from banaserve.kvstore import daemon
 from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.daemon import process as daemon
 from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec, open_tier
 from banaserve.orchestrator.migration import registry as migration
 from banaserve.orchestrator.replicas import registry as replicas
