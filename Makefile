@@ -68,6 +68,7 @@ lint: install  ## Check style, types, which floor imports which, and the documen
 	@$(BIN)/ruff format --check
 	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/cuda/*
 	@$(BIN)/mypy -p banaserve -p benchmarks -p docs
+	@$(BIN)/mypy examples/*.py examples/*/*.py
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/python -m docs.check
 
