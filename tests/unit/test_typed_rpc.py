@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 
 from banaserve.config import Budget
 from banaserve.engine.vllm.engine_api import CoreApi, PoolResize, PoolStatus, WorkerApi
+from banaserve.engine.vllm.migration.microbatch.status import OverlapStatus, OverlapTimes
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress, GuestUsage
-from banaserve.engine.vllm.migration.types import Context, HeadSet, LayerRange, MovePhase
+from banaserve.engine.vllm.migration.types import MovePhase
+from banaserve.engine.vllm.migration.units.context import Context
+from banaserve.engine.vllm.migration.units.heads import HeadSet
+from banaserve.engine.vllm.migration.units.layers import LayerRange
 from banaserve.engine.vllm.migration.worker_api import (
     CommitReport,
     GuestLinkStatus,
@@ -24,8 +28,6 @@ from banaserve.engine.vllm.migration.worker_api import (
     MigrationApi,
     MoveFacts,
     MoveReport,
-    OverlapStatus,
-    OverlapTimes,
     UnitStatus,
 )
 from banaserve.engine.vllm.typed_rpc import Call, call, implements
