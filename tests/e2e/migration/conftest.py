@@ -102,6 +102,16 @@ def as_many_parts_as_can_be() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Six random layers with three KV heads: where many runs matter more than a real model."""
+    return random_llama(tmp_path_factory.mktemp("tiny-llama"), head_size=32)
+
+
+@pytest.fixture(scope="session")
+def llama_of_large_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same with heads of a size for which there are kernels, so that every unit can move."""
+    return random_llama(tmp_path_factory.mktemp("llama-64"), head_size=64)
+
+
+def random_llama(folder: Path, head_size: int) -> str:
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -111,12 +121,12 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
         num_hidden_layers=6,
         num_attention_heads=6,
         num_key_value_heads=3,
+        head_dim=head_size,
         intermediate_size=384,
         vocab_size=2048,
         max_position_embeddings=1024,
         initializer_range=0.08,
     )
-    folder = tmp_path_factory.mktemp("tiny-llama")
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     return str(folder)
 

@@ -167,9 +167,9 @@ class Journey:
 
 
 @pytest.fixture(scope="module")
-def rig(one_rig: Any, engine_arguments: Any, tiny_llama: str) -> Iterator[Any]:
+def rig(one_rig: Any, engine_arguments: Any, llama_of_large_heads: str) -> Iterator[Any]:
     arguments = engine_arguments(
-        tiny_llama,
+        llama_of_large_heads,
         {"stall_s": 0.3},
         skip_tokenizer_init=True,
         max_model_len=1024,

@@ -7,8 +7,8 @@ from banaserve.engine.vllm.migration.host.host import Attaching, MigrationHost
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
-from banaserve.engine.vllm.migration.units.base import MigrationUnit
 from banaserve.engine.vllm.migration.units.host_unit import HostUnit
+from banaserve.engine.vllm.migration.units.registry import AnyUnit
 from banaserve.engine.vllm.migration.worker_api import (
     CommitReport,
     GuestLinkStatus,
@@ -114,7 +114,7 @@ class MigrationMethods:
 
     @implements(MigrationApi.banaserve_migration_prepare)
     def banaserve_migration_prepare(
-        self, move_id: str, modules: MigrationUnit, guest_id: str
+        self, move_id: str, modules: AnyUnit, guest_id: str
     ) -> MoveReport:
         return self._migration().prepare(move_id, modules, guest_id).report()
 
