@@ -21,6 +21,8 @@ OTHERS = {
     *("--extra-index-url", "--no-build-isolation", "--no-deps", "--dtype"),
     *("--kv-transfer-config", "--scheduler-cls", "--ssl-certfile"),
     "--enable-prompt-tokens-details",
+    # Of the checker of another vLLM, which is no command.
+    *("--only-breaks", "--cache"),
 }
 WITH_OPTIONS = [
     ROOT / "README.md",
