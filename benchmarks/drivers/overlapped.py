@@ -29,7 +29,8 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from banaserve.engine.vllm.environment import set_environment
-from banaserve.engine.vllm.migration.units.layers import LayerRange, MovePhase
+from banaserve.engine.vllm.migration.types import MovePhase
+from banaserve.engine.vllm.migration.units.layers import LayerRange
 from banaserve.engine.vllm.migration.worker_api import HostStatus, LinkState, MigrationApi
 from banaserve.engine.vllm.typed_rpc import Call, call
 from banaserve.engine.vllm.worker import WorkerExtension
