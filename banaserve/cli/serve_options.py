@@ -286,7 +286,7 @@ def _add_migration(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.migration_overlap,
         metavar="N",
         help="cut steps into at most so many micro-batches, so that an instance and the guests of "
-        "its layers compute at once; 1: it waits for them, which is better where they share its cores",
+        "its layers compute at once; 1: it waits for them, which is better where they share cores",
     )
     add(
         "--migration-guest-share",
