@@ -23,7 +23,8 @@ import pytest
 
 from banaserve.engine.vllm.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.engine.vllm.migration.rpc.worker_api import MigrationApi
-from banaserve.engine.vllm.migration.types import read_modules
+from banaserve.engine.vllm.migration.time_hook import TimeHook
+from banaserve.engine.vllm.migration.types import Modules, read_modules
 from banaserve.engine.vllm.typed_rpc import call
 from banaserve.errors import MigrationError
 
@@ -33,6 +34,33 @@ DEADLINE_S = 90.0
 STEPS_A_PHASE = 6
 Answers = dict[str, tuple[list[int], list[float]]]
 During = Generator[None, None, None]
+
+
+class Pieces(TimeHook):
+    """Takes down what hosts of this process have done.
+
+    Attributes:
+        num_bytes: Copied so far.
+        built_modules: In the order in which guests have built them.
+        num_commits: So far.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = self.num_commits = 0
+        self.built_modules: list[Modules] = []
+
+    def copied(self, num_bytes: int, took_s: float) -> None:
+        self.num_bytes += num_bytes
+
+    def built(self, modules: Modules, took_s: float) -> None:
+        self.built_modules.append(modules)
+
+    def committed(self) -> None:
+        self.num_commits += 1
+
+
+_PIECES = Pieces()
+"""One for all rigs: the runner's class is prepared once."""
 
 
 class Rig:
@@ -45,7 +73,7 @@ class Rig:
         from banaserve.engine.vllm.migration.host import install
 
         runner_class = runner_hooks.cpu_model_runner()
-        install.install_runner(runner_class)
+        install.install_runner(runner_class, _PIECES)
         install.install_utilities()
         if not getattr(runner_class, "_seeds_installed", False):
             runner_hooks.rewind_discarded_draws(runner_class)
@@ -59,6 +87,7 @@ class Rig:
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.requests_at_once = 0
+        self.pieces = _PIECES
 
     @property
     def host(self) -> Any:

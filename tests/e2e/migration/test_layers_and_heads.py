@@ -77,6 +77,22 @@ def test_layers_leave_go_on_and_come_home_in_mid_stream(
     assert usage["busy_s"] > 0
 
 
+def test_the_time_hook_is_told_what_a_move_has_done(
+    rig: Any, prompts: list[list[int]], expected: Any
+) -> None:
+    from banaserve.engine.vllm.migration.types import read_modules
+
+    pieces = rig.pieces
+    before_bytes, before = pieces.num_bytes, pieces.num_commits
+    assert rig.agrees(rig.run(prompts, NUM_TOKENS, rig.away(LAYERS, rig.guest())), expected)
+    assert pieces.built_modules[-1] == read_modules(LAYERS)
+    (unit,) = rig.do("status")["units"]
+    facts = rig.do("status")["moves"][unit["unit_id"]]["facts"]
+    copied_bytes = facts.get("precopy_bytes", 0) + facts["commit_bytes"]
+    assert pieces.num_bytes - before_bytes == copied_bytes > 0
+    assert pieces.num_commits == before + 1
+
+
 def test_heads_and_layers_at_once(
     rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any
 ) -> None:

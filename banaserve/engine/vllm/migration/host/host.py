@@ -26,6 +26,7 @@ from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.engine.vllm.migration.rpc.worker_api import GuestLinkStatus, LinkState
+from banaserve.engine.vllm.migration.time_hook import REAL_TIME, TimeHook
 from banaserve.engine.vllm.migration.types import (
     ModelGeometry,
     Modules,
@@ -94,8 +95,15 @@ class MigrationHost:
         moves: Under way, and the last of those that are over.
     """
 
-    def __init__(self, runner: Any, settings: MigrationSettings, host_kv: HostKv) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        settings: MigrationSettings,
+        host_kv: HostKv,
+        time_hook: TimeHook = REAL_TIME,
+    ) -> None:
         self.settings = settings
+        self._time_hook = time_hook
         self.epoch = 1
         self.links: dict[str, GuestClient] = {}
         self.attaching: dict[str, GuestLinkStatus] = {}
@@ -112,7 +120,9 @@ class MigrationHost:
         spec = group.kv_cache_spec
         self.watch = StepContext(group.get_metadata_builder(0), spec.block_size, host_kv.max_blocks)
         kv_shape = host_kv.shape(runner.cache_config.kv_cache_layout, spec.block_size)
-        self.builder = UnitBuilder(path, kv_shape, host_kv, self._attentions, settings.poison)
+        self.builder = UnitBuilder(
+            path, kv_shape, host_kv, self._attentions, settings.poison, time_hook
+        )
         self._shape = ModelGeometry(len(self._names), host_kv.num_heads)
         self.lost_steps = StepRecovery(runner)
         self.placement = PlacementManager(
@@ -197,6 +207,7 @@ class MigrationHost:
         activated_s = time.perf_counter()
         self.placement.put(move.unit, move.new_residence)
         move.enter(MovePhase.COMMITTED)
+        self._time_hook.committed()
         ended_s = time.perf_counter()
         move.end_copies()
         facts = move.facts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv, StagedRemoteK
 from banaserve.engine.vllm.migration.modules.paged_attention import kernels_of, pages_of
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
+from banaserve.engine.vllm.migration.time_hook import REAL_TIME, TimeHook
 from banaserve.engine.vllm.migration.types import Context, LayerRange, Modules
 from banaserve.errors import MigrationError
 from banaserve.transport.errors import TransportError
@@ -43,6 +45,7 @@ class UnitBuilder:
         kv: HostKv,
         attentions: Mapping[str, Any],
         poisons: bool,
+        time_hook: TimeHook = REAL_TIME,
     ) -> None:
         self.store: messages.StorePlace | None = None
         self._poisons = poisons
@@ -50,6 +53,7 @@ class UnitBuilder:
         self._kv_shape = kv_shape
         self._kv = kv
         self._attentions = attentions
+        self._time_hook = time_hook
 
     def build(self, unit: Unit, link: GuestClient, written: DirtyBlockTracker) -> UnitLocation:
         """Let a guest build a unit, and open its KV.
@@ -61,6 +65,7 @@ class UnitBuilder:
             MigrationError: The guest refuses.
             GuestLostError: It is gone.
         """
+        began_s = time.perf_counter()
         request: messages.Request
         if isinstance(unit.modules, LayerRange):
             start, end = unit.modules.start, unit.modules.end
@@ -76,7 +81,9 @@ class UnitBuilder:
                 else messages.BuildHeads(unit.unit_id, slices, self._kv_shape, self._kv.num_blocks)
             )
         built = link.ask(request, messages.Built, BUILD_TIMEOUT_S, may_wait=True)
-        return self._open(unit, link, built, written)
+        residence = self._open(unit, link, built, written)
+        self._time_hook.built(unit.modules, time.perf_counter() - began_s)
+        return residence
 
     def _open(
         self, unit: Unit, link: GuestClient, built: messages.Built, written: DirtyBlockTracker
@@ -129,7 +136,11 @@ class UnitBuilder:
     ) -> BlockMover:
         """For the copies of a move."""
         return BlockMover(
-            unit, self._kv, source.kv if source else None, target.kv if target else None
+            unit,
+            self._kv,
+            source.kv if source else None,
+            target.kv if target else None,
+            self._time_hook,
         )
 
     def make_room(self, unit: Unit) -> None:
