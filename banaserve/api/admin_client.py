@@ -8,7 +8,7 @@ import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -37,7 +37,11 @@ _TIMEOUT_S = 60.0
 
 
 class _Error(msgspec.Struct):
-    error: dict[str, Any]
+    message: str
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
 
 
 class AdminClient:
@@ -218,6 +222,6 @@ def _message(refused: urllib.error.HTTPError) -> str:
     if refused.code == 401:
         return "the server refuses the admin key: give its --admin-key"
     try:
-        return str(msgspec.json.decode(refused.read(), type=_Error).error["message"])
-    except (msgspec.DecodeError, KeyError, OSError, http.client.HTTPException):
+        return msgspec.json.decode(refused.read(), type=_ErrorBody).error.message
+    except (msgspec.DecodeError, OSError, http.client.HTTPException):
         return f"the server answers {refused.code} {refused.reason}"

@@ -32,7 +32,7 @@ from banaserve.engine.vllm.environment import set_environment
 from banaserve.engine.vllm.migration.types import MovePhase
 from banaserve.engine.vllm.migration.units.layers import LayerRange
 from banaserve.engine.vllm.migration.worker_api import HostStatus, LinkState, MigrationApi
-from banaserve.engine.vllm.typed_rpc import Call, call
+from banaserve.engine.vllm.typed_rpc import RemoteCall, call
 from banaserve.engine.vllm.worker import WorkerExtension
 from benchmarks.drivers.answers import say, take_stdout
 
@@ -203,7 +203,7 @@ class Live(_Engine):
     def _status(self) -> HostStatus:
         return self._ask(call(MigrationApi.banaserve_migration_status))
 
-    def _ask(self, asked: Call[T]) -> T:
+    def _ask(self, asked: RemoteCall[T]) -> T:
         (reply,) = self.llm.collective_rpc(asked.name, args=asked.args)
         return asked.read(reply)
 

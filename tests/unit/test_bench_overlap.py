@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
+
+from banaserve.engine.vllm.migration.rpc.worker_api import GuestLinkStatus, LinkState
 
 from banaserve.costs import profile as profiles
 from banaserve.engine.vllm.launch import messages
@@ -138,8 +141,8 @@ def test_the_end_of_an_earlier_guest_is_no_failure_of_the_next(
     live = object.__new__(overlapped.Live)
     live._folder, live._secret, live._num = tmp_path, "secret", 1
     live._control, parent = socket.socketpair()
-    ready = {"guests": {"g2": {"state": "ready"}}}
-    monkeypatch.setattr(live, "_ask", lambda method, *args: ready)
+    ready = SimpleNamespace(guests={"g2": GuestLinkStatus(LinkState.READY)})
+    monkeypatch.setattr(live, "_ask", lambda asked: ready)
     with live._control, parent:
         messages.send(parent, messages.EngineExited(7, 0))
         messages.send(parent, messages.GuestStarted("g2", 8))

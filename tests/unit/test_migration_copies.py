@@ -22,6 +22,7 @@ from banaserve.engine.vllm.migration.kv.host_kv import HostKv, KvRun
 from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv
 from banaserve.engine.vllm.migration.kv.store_copier import StoreCopier
 from banaserve.engine.vllm.migration.rpc import messages
+from banaserve.engine.vllm.migration.time_hook import REAL_TIME, TimeHook
 from banaserve.engine.vllm.migration.units.base import MigrationUnit
 from banaserve.engine.vllm.migration.units.context import Context
 from banaserve.engine.vllm.migration.units.heads import HeadSet
@@ -232,10 +233,50 @@ class Link:
         return GuestLostError(reason)
 
 
-def build(host: HostKv, link: Any) -> Any:
+class Pieces(TimeHook):
+    """Takes down what has been done."""
+
+    def __init__(self) -> None:
+        self.done: list[object] = []
+
+    def copied(self, num_bytes: int, took_s: float) -> None:
+        assert took_s >= 0
+        self.done.append(num_bytes)
+
+    def built(self, modules: MigrationUnit, took_s: float) -> None:
+        assert took_s >= 0
+        self.done.append(modules)
+
+
+def build(host: HostKv, link: Any, time_hook: TimeHook = REAL_TIME) -> Any:
     written = DirtyBlockTracker(NUM_BLOCKS)
     written.mark([1])
-    return UnitBuilder(host).build(unit_of(LAYERS, host), link, written)
+    return UnitBuilder(host, time_hook).build(unit_of(LAYERS, host), link, written)
+
+
+def test_the_time_hook_is_told_of_each_piece_that_was_done(
+    host: HostKv, transports: tuple[Transport, Transport]
+) -> None:
+    pieces, unit = Pieces(), unit_of(LAYERS, host)
+    builder = UnitBuilder(host, pieces)
+    place: Any = Place(host, unit, transports)
+    mover = builder.mover(unit, None, place)
+    mover.copy([0, 1, 3])
+    mover.copy([])
+    assert pieces.done == [3 * 9 * PAGE, 0]
+    build(host, Link(transports[0], transports[1].offer(NUM_BLOCKS * 9 * PAGE, 1)), pieces)
+    assert pieces.done[2:] == [LAYERS]
+
+
+def test_the_time_hook_hears_nothing_of_what_failed(
+    host: HostKv, transports: tuple[Transport, Transport]
+) -> None:
+    pieces = Pieces()
+    link = Link(transports[0], transports[1].offer(NUM_BLOCKS * 9 * PAGE, 1))
+    transports[1].close()
+    with pytest.raises((MigrationError, GuestLostError)):
+        build(host, link, pieces)
+    assert pieces.done == []
 
 
 def test_a_unit_whose_kv_cannot_be_mapped_leaves_nothing_behind(

@@ -321,6 +321,18 @@ async def test_a_trace_says_whose_notes_are_not_there(
     assert {line.process for line in found.lines} == {"front door", "p0"}
 
 
+async def test_a_trace_says_whose_notes_break_their_contract() -> None:
+    async def utility(method: str, name: str) -> object:
+        return {"type": "Answered", "value": [{"request_id": name}]}
+
+    notes, prefill, _ = traced()
+    d0: Any = SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=utility))
+    found = await trace_of(notes, {"p0": live(Core(prefill)), "d0": live(d0)})
+    (missing,) = found.missing
+    assert missing.startswith("d0: banaserve_notes has a reply that breaks its contract: ")
+    assert {line.process for line in found.lines} == {"front door", "p0"}
+
+
 WORDS: list[tuple[RequestEvent, str]] = [
     (LookedUp(256, 0.0021), "store asked for the router: 256 tokens cached; took 2.1 ms"),
     (

@@ -30,7 +30,8 @@ from banaserve.engine.vllm.migration.worker_api import (
     MoveReport,
     UnitStatus,
 )
-from banaserve.engine.vllm.typed_rpc import Call, call, implements
+from banaserve.engine.vllm.tracing.events import EngineNotes
+from banaserve.engine.vllm.typed_rpc import RemoteCall, call, implements
 from banaserve.errors import MigrationError, ProtocolError
 from banaserve.kvstore.fingerprint import Fingerprint
 
@@ -60,6 +61,7 @@ STATUS = HostStatus(
     kv=KvStatus(300, 600, 150, 3000, 30, None, 42),
 )
 POOL = PoolStatus(450, 400, 3, 1, 0)
+NOTES = EngineNotes("cmpl-1-p", [], 2)
 FINGERPRINT = Fingerprint(
     **{
         field.name: {int: 16, str: "a", bool: True}.get(field.type, ())
@@ -67,7 +69,7 @@ FINGERPRINT = Fingerprint(
     }
 )
 
-CALLS: list[tuple[Call[Any], object]] = [
+CALLS: list[tuple[RemoteCall[Any], object]] = [
     (call(MigrationApi.banaserve_migration_attach, ADDRESS), None),
     (call(MigrationApi.banaserve_migration_detach, "g1"), None),
     (call(MigrationApi.banaserve_migration_prepare, "m1", LayerRange(2, 5), "g1"), MOVE),
@@ -83,6 +85,7 @@ CALLS: list[tuple[Call[Any], object]] = [
     (call(CoreApi.banaserve_pool_info), POOL),
     (call(CoreApi.banaserve_resize_pool, 450, True), PoolResize(POOL, 2)),
     (call(CoreApi.banaserve_set_budget, 2048, 16), Budget(2048, 16)),
+    (call(CoreApi.banaserve_notes, "cmpl-1"), [NOTES]),
     (call(WorkerApi.banaserve_fingerprint), FINGERPRINT),
 ]
 CONTRACTS = (MigrationApi, CoreApi, WorkerApi)
@@ -108,7 +111,9 @@ def test_every_method_is_tried_here() -> None:
 
 
 @pytest.mark.parametrize(("asked", "value"), CALLS, ids=[asked.name for asked, _ in CALLS])
-def test_arguments_and_values_arrive_as_they_were_given(asked: Call[Any], value: object) -> None:
+def test_arguments_and_values_arrive_as_they_were_given(
+    asked: RemoteCall[Any], value: object
+) -> None:
     seen: list[tuple[Any, ...]] = []
 
     def does(*args: Any) -> object:
@@ -149,7 +154,7 @@ def test_modules_of_each_kind_arrive() -> None:
     ],
 )
 def test_a_reply_that_does_not_fit_names_the_method(
-    asked: Call[Any], value: object, reply: object
+    asked: RemoteCall[Any], value: object, reply: object
 ) -> None:
     with pytest.raises(ProtocolError, match=f"^{asked.name} has a reply that breaks its contract"):
         asked.read(reply)
@@ -209,6 +214,7 @@ def test_workers_and_engine_cores_have_what_the_contracts_list() -> None:
 
     install.install_utilities()
     engine.install_budget_utility()
+    engine.install_notes_utility()
     for contract, served in (
         (MigrationApi, WorkerExtension),
         (WorkerApi, WorkerExtension),

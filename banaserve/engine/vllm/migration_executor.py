@@ -146,7 +146,7 @@ class MoveExecutor:
         self._roles = roles
         self._clock = clock
         self._kv_growth = kv_growth
-        self._cannot: dict[InstanceId, str] = {}
+        self._migration_blockers: dict[InstanceId, str] = {}
         self._asking: dict[InstanceId, asyncio.Task[None]] = {}
         self._facts: dict[tuple[InstanceId, int, bool], InstanceFacts | None] = {}
         self._active: dict[int, Step] = {}
@@ -165,17 +165,17 @@ class MoveExecutor:
         """Learn whether an instance can move modules; one that does not say so is asked again."""
         try:
             await self._coordinator.hosts[name].refresh()
-            self._cannot[name] = ""
+            self._migration_blockers[name] = ""
         except (NoAnswerError, InstanceDeadError):
             pass
         except MigrationError as reason:
-            self._cannot[name] = str(reason)
+            self._migration_blockers[name] = str(reason)
 
     def _ask_again(self) -> None:
         self._asking = {name: task for name, task in self._asking.items() if not task.done()}
         for name, host in self._coordinator.hosts.items():
-            cannot = self._cannot.get(name)
-            is_known = bool(cannot) or (cannot is not None and host.status is not None)
+            blocker = self._migration_blockers.get(name)
+            is_known = bool(blocker) or (blocker is not None and host.status is not None)
             if not is_known and name not in self._asking and host.instance.is_ready:
                 self._asking[name] = asyncio.create_task(self._ask(name))
 
@@ -192,7 +192,7 @@ class MoveExecutor:
         llm, name = instance.llm, instance.id
         if llm is None:
             return Known(None)
-        can_move = self._cannot.get(name) == ""
+        can_move = self._migration_blockers.get(name) == ""
         key = (name, instance.incarnation, can_move)
         if key not in self._facts:
             self._facts[key] = self._facts_of(llm.vllm_config, instance.role, can_move)

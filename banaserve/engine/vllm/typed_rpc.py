@@ -1,8 +1,8 @@
 """Typed calls over vLLM's RPC, which knows methods by name and carries plain values.
 
 A contract is a class whose methods have annotated arguments and replies, and no bodies. The caller
-makes a ``Call`` of such a method, the called process wraps its implementation with ``implements``.
-Both are checked against the contract by mypy, and what travels by msgspec.
+makes a ``RemoteCall`` of such a method, the called process wraps its implementation with
+``implements``. mypy checks both against the contract, and msgspec checks what travels.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[R]):
+class RemoteCall(Generic[R]):
     """A method of a contract with its arguments, ready for vLLM's RPC.
 
     Attributes:
@@ -68,11 +68,13 @@ class Call(Generic[R]):
         return value
 
 
-def call(method: Callable[Concatenate[Any, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+def call(
+    method: Callable[Concatenate[Any, P], R], /, *args: P.args, **kwargs: P.kwargs
+) -> RemoteCall[R]:
     """A call of a contract's method; arguments are given by position."""
     assert not kwargs, "vLLM's utility calls have no keywords"
     plain = tuple(msgspec.to_builtins(argument) for argument in args)
-    return Call(method.__name__, plain, _types_of(method)[1])
+    return RemoteCall(method.__name__, plain, _types_of(method)[1])
 
 
 def implements(

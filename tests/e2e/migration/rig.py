@@ -22,6 +22,8 @@ import msgspec
 import pytest
 
 from banaserve.engine.vllm.engine_api import CoreApi, PoolResize, PoolStatus
+from banaserve.engine.vllm.migration.time_hook import TimeHook
+from banaserve.engine.vllm.migration.units.base import MigrationUnit
 from banaserve.engine.vllm.migration.units.registry import read_modules
 from banaserve.engine.vllm.migration.worker_api import MigrationApi
 from banaserve.engine.vllm.typed_rpc import call
@@ -35,6 +37,33 @@ Answers = dict[str, tuple[list[int], list[float]]]
 During = Generator[None, None, None]
 
 
+class Pieces(TimeHook):
+    """Takes down what hosts of this process have done.
+
+    Attributes:
+        num_bytes: Copied so far.
+        built_modules: In the order in which guests have built them.
+        num_commits: So far.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = self.num_commits = 0
+        self.built_modules: list[MigrationUnit] = []
+
+    def copied(self, num_bytes: int, took_s: float) -> None:
+        self.num_bytes += num_bytes
+
+    def built(self, modules: MigrationUnit, took_s: float) -> None:
+        self.built_modules.append(modules)
+
+    def committed(self) -> None:
+        self.num_commits += 1
+
+
+_PIECES = Pieces()
+"""One for all rigs: the runner's class is prepared once."""
+
+
 class Rig:
     """One in-process engine, the parent of its guests, and what a coordinator would do."""
 
@@ -45,7 +74,7 @@ class Rig:
         from banaserve.engine.vllm.migration.host import install
 
         runner_class = runner_hooks.cpu_model_runner()
-        install.install_runner(runner_class)
+        install.install_runner(runner_class, _PIECES)
         install.install_utilities()
         if not getattr(runner_class, "_seeds_installed", False):
             runner_hooks.rewind_discarded_draws(runner_class)
@@ -59,6 +88,7 @@ class Rig:
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.requests_at_once = 0
+        self.pieces = _PIECES
 
     @property
     def host(self) -> Any:

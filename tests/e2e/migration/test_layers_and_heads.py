@@ -53,6 +53,22 @@ def _home(rig: Any, expected: Any) -> Iterator[None]:
     rig.all_home()
 
 
+def test_the_time_hook_is_told_what_a_move_has_done(
+    rig: Any, prompts: list[list[int]], expected: Any
+) -> None:
+    from banaserve.engine.vllm.migration.units.registry import read_modules
+
+    pieces = rig.pieces
+    before_bytes, before = pieces.num_bytes, pieces.num_commits
+    assert rig.agrees(rig.run(prompts, NUM_TOKENS, rig.away(LAYERS, rig.guest())), expected)
+    assert pieces.built_modules[-1] == read_modules(LAYERS)
+    (unit,) = rig.do("status")["units"]
+    facts = rig.do("status")["moves"][unit["unit_id"]]["facts"]
+    copied_bytes = facts.get("precopy_bytes", 0) + facts["commit_bytes"]
+    assert pieces.num_bytes - before_bytes == copied_bytes > 0
+    assert pieces.num_commits == before + 1
+
+
 def test_heads_and_layers_at_once(
     rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any
 ) -> None:

@@ -1,12 +1,8 @@
-"""Migrations of a paced engine take the time of the profile's link (BanaServe Eqs. 3, 4 and 11).
-
-Puts pacing into an engine's process before its engine is made.
-"""
+"""Put pacing into an engine's process before its engine is made."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,108 +13,38 @@ from banaserve.engine.vllm.compat import runner_hooks
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.compat.kv_connector import get_kv_transfer_group
 from banaserve.engine.vllm.emulation.config import settings_of
+from banaserve.engine.vllm.emulation.moves import PacedMoves
 from banaserve.engine.vllm.emulation.pacer import Pacer
-from banaserve.engine.vllm.emulation.placement_cost import RemoteShare, modelled
+from banaserve.engine.vllm.emulation.placement_cost import RemoteShare
 from banaserve.engine.vllm.kv_connector.metadata import StepPlan
 from banaserve.engine.vllm.kv_connector.scheduler import scheduled, work_of
-from banaserve.engine.vllm.migration.host.block_mover import BlockMover
 from banaserve.engine.vllm.migration.host.host import MigrationHost
-from banaserve.engine.vllm.migration.host.move import Move
-from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
+from banaserve.engine.vllm.migration.time_hook import REAL_TIME, TimeHook
 from banaserve.engine.vllm.migration.types import ModelGeometry
 from banaserve.engine.vllm.migration.units.base import MigrationUnit
-from banaserve.engine.vllm.migration.units.host_unit import HostUnit, UnitLocation
 
 
-def pace_moves(pacer: Pacer, shape: ModelGeometry, token_bytes: int) -> None:
-    """Hold back what moves and copies in this process.
-
-    Args:
-        shape: Of the model that really runs.
-        token_bytes: K and V of one of its tokens in all layers.
-    """
-    # A byte that is really copied stands for so many of the modelled model.
-    _pace_copies(pacer, pacer.profile.shape.token_bytes / token_bytes)
-    _pace_builds(pacer, shape)
-    _pace_commits(pacer)
-
-
-def _pace_copies(pacer: Pacer, kv_scale: float) -> None:
-    copy = BlockMover.copy
-
-    @functools.wraps(copy)
-    def paced_copy(mover: BlockMover, *args: Any, **kwargs: Any) -> int:
-        began_s = pacer.now_s()
-        num_bytes = copy(mover, *args, **kwargs)
-        copied_s = pacer.now_s()
-        pacer.hold(began_s, pacer.profile.between.transfer_s(num_bytes * kv_scale))
-        mover.seconds += pacer.now_s() - copied_s
-        return num_bytes
-
-    _replace(BlockMover, "copy", paced_copy)
-
-
-def _pace_builds(pacer: Pacer, shape: ModelGeometry) -> None:
-    build, profile = UnitBuilder.build, pacer.profile
-
-    @functools.wraps(build)
-    def paced_build(
-        builder: UnitBuilder, unit: HostUnit, *args: Any, **kwargs: Any
-    ) -> UnitLocation:
-        began_s = pacer.now_s()
-        residence: UnitLocation = build(builder, unit, *args, **kwargs)
-        if unit.modules.has_weights:
-            (module,) = modelled(profile, shape, unit.modules)
-            num_bytes = module.num_layers * profile.shape.layer_weight_bytes
-            pacer.hold(began_s, profile.between.transfer_s(num_bytes))
-        return residence
-
-    _replace(UnitBuilder, "build", paced_build)
-
-
-def _pace_commits(pacer: Pacer) -> None:
-    commit = MigrationHost.commit
-
-    @functools.wraps(commit)
-    def paced_commit(host: MigrationHost, *args: Any, **kwargs: Any) -> Move:
-        move = commit(host, *args, **kwargs)
-        swapped_s = pacer.now_s()
-        pacer.hold(swapped_s, pacer.profile.between.sync_s)
-        held_s = pacer.now_s() - swapped_s
-        move.facts.swap_s = (move.facts.swap_s or 0.0) + held_s
-        move.facts.stall_s = (move.facts.stall_s or 0.0) + held_s
-        pacer.woke()  # the engine has stood still until now
-        return move
-
-    _replace(MigrationHost, "commit", paced_commit)
-
-
-def _replace(kind: type[Any], name: str, method: Callable[..., Any]) -> None:
-    setattr(kind, name, method)
-
-
-def install(config: VllmConfig, runner_class: type[Any], instance: str) -> Pacer | None:
+def install(config: VllmConfig, runner_class: type[Any], instance: str) -> TimeHook:
     """Pace the engine that ``config`` describes, the only one of this process.
 
     Args:
         instance: Its id.
 
     Returns:
-        What paces it; None where it is not asked to.
+        For its migrations; they take the time that they take where pacing is not asked for.
 
     Raises:
         UserError: The settings or the profile cannot be used.
     """
     settings = settings_of(config)
     if settings is None:
-        return None
+        return REAL_TIME
     profile = profiles.load(settings.profile)
     pacer = Pacer(profile, instance, Path(settings.folder), settings.dilation)
     shape = _shape_of(config)
     compat.on_wake(pacer.woke)
     _install_runner(runner_class, PacedSteps(pacer, shape))
-    pace_moves(pacer, shape, _token_bytes(config, shape))
-    return pacer
+    return PacedMoves(pacer, shape, _token_bytes(config, shape))
 
 
 def _shape_of(config: VllmConfig) -> ModelGeometry:

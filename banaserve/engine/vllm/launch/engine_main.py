@@ -51,9 +51,10 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
     compat.install_notes_utility()
     compat.install_prompt_ending()
     if is_on_cpu():
-        runner_hooks.rewind_discarded_draws(runner_hooks.cpu_model_runner())
-        migration.install(config, runner_hooks.cpu_model_runner())
-        pacing.install(config, runner_hooks.cpu_model_runner(), instance_id)
+        runner_class = runner_hooks.cpu_model_runner()
+        runner_hooks.rewind_discarded_draws(runner_class)
+        time_hook = pacing.install(config, runner_class, instance_id)
+        migration.install(config, runner_class, time_hook)
     else:
         migration.install(config, runner_hooks.gpu_model_runner(config))
     if config.model_config.enforce_eager and is_on_cpu():

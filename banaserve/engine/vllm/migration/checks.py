@@ -24,12 +24,12 @@ def check_config(config: VllmConfig) -> None:
     Raises:
         MigrationError: With the reason and, where there is one, the way out.
     """
-    reason = _why_not(config)
+    reason = _config_blocker(config)
     if reason is not None:
         raise MigrationError(f"this engine cannot migrate: {reason}")
 
 
-def _why_not(config: VllmConfig) -> str | None:
+def _config_blocker(config: VllmConfig) -> str | None:
     model, parallel = config.model_config, config.parallel_config
     if model.use_mla:
         return "MLA keeps one latent for all heads, which cannot be split or moved by layer yet"
@@ -37,7 +37,7 @@ def _why_not(config: VllmConfig) -> str | None:
         return "speculative decoding reads states of layers that may be elsewhere"
     if config.compilation_config.mode != CompilationMode.NONE:
         return "compiled graphs hold the layers that would move; start it with --enforce-eager"
-    if str(config.device_config.device_type) != "cpu" and (reason := _why_not_there(config)):
+    if str(config.device_config.device_type) != "cpu" and (reason := _device_blocker(config)):
         return reason
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
         return "tensor and pipeline parallel engines need a guest for each worker"
@@ -51,7 +51,7 @@ def _why_not(config: VllmConfig) -> str | None:
     return None
 
 
-def _why_not_there(config: VllmConfig) -> str | None:
+def _device_blocker(config: VllmConfig) -> str | None:
     """On another device than a CPU."""
     kind = str(config.device_config.device_type)
     if kind != "cuda":

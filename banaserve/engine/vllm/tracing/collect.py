@@ -17,6 +17,7 @@ from banaserve.engine.vllm.tracing.events import (
 )
 from banaserve.engine.vllm.tracing.request_log import RequestNotes, TracedLeg
 from banaserve.engine.vllm.typed_rpc import call
+from banaserve.errors import ProtocolError
 from banaserve.types import InstanceId
 
 FRONT_DOOR = "front door"
@@ -78,6 +79,8 @@ async def _ask(
         return f"{name} has not answered in {_ANSWER_S:.0f} s"
     except compat.EngineDeadError:
         return f"{name} is down, and its notes with it"
+    except ProtocolError as wrong:
+        return f"{name}: {wrong}"
     if found is None:
         return f"{name} runs without a store, and so without notes"
     if not found:

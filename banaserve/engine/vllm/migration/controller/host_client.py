@@ -17,7 +17,7 @@ from banaserve.engine.vllm.migration.worker_api import (
     MoveReport,
     OverlapStatus,
 )
-from banaserve.engine.vllm.typed_rpc import Call, call
+from banaserve.engine.vllm.typed_rpc import RemoteCall, call
 from banaserve.errors import InstanceDeadError, MigrationError, NoAnswerError, ProtocolError
 from banaserve.types import InstanceId, ModulePlacement, Role
 
@@ -135,19 +135,19 @@ class HostClient:
 
     # ---- inside
 
-    async def _worker(self, asked: Call[T], timeout_s: float | None = None) -> T:
+    async def _worker(self, asked: RemoteCall[T], timeout_s: float | None = None) -> T:
         made = self._llm().collective_rpc(asked.name, timeout=None, args=asked.args)
         within_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s
         what = asked.name.removeprefix("banaserve_migration_")
         replies: list[object] = await self._within(made, within_s, what)
         return self._read(asked, replies[0])
 
-    async def _core(self, asked: Call[T]) -> T:
+    async def _core(self, asked: RemoteCall[T]) -> T:
         made = compat.call_utility(self._llm(), asked.name, *asked.args)
         reply: object = await self._within(made, CALL_TIMEOUT_S, asked.name)
         return self._read(asked, reply)
 
-    def _read(self, asked: Call[T], reply: object) -> T:
+    def _read(self, asked: RemoteCall[T], reply: object) -> T:
         try:
             return asked.read(reply)
         except ProtocolError as wrong:

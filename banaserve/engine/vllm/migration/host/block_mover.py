@@ -12,6 +12,7 @@ import torch
 
 from banaserve.engine.vllm.migration.kv.host_kv import DeviceKv, HostKv
 from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv, StagedRemoteKv, wait_all
+from banaserve.engine.vllm.migration.time_hook import REAL_TIME, TimeHook
 from banaserve.transport.local_region import reserve
 from banaserve.transport.memory import Memory
 
@@ -26,15 +27,15 @@ _ROUND_BYTES = 64 << 20
 
 
 class BlockMover:
-    """One direction of one unit: ``source`` and ``target`` are None for the host.
-
-    Attributes:
-        num_bytes: Copied so far.
-        seconds: That it took.
-    """
+    """One direction of one unit: ``source`` and ``target`` are None for the host."""
 
     def __init__(
-        self, unit: HostUnit, host: HostKv, source: RemoteKv | None, target: RemoteKv | None
+        self,
+        unit: HostUnit,
+        host: HostKv,
+        source: RemoteKv | None,
+        target: RemoteKv | None,
+        time_hook: TimeHook = REAL_TIME,
     ) -> None:
         assert source is not target
         self._unit = unit
@@ -45,8 +46,7 @@ class BlockMover:
             name: sum(run.num_bytes for run in host.runs(unit.heads(name))) for name in unit.names
         }
         self._bounce: Memory | None = None
-        self.num_bytes = 0
-        self.seconds = 0.0
+        self._time_hook = time_hook
 
     def copy(self, blocks: Sequence[int], stop: Callable[[], bool] = lambda: False) -> int:
         """Copy these blocks of every layer; blocks the caller, not the GIL.
@@ -67,8 +67,7 @@ class BlockMover:
                 copied = self._between_guests(blocks, stop)
             else:
                 copied = self._with_host(blocks, stop)
-        self.num_bytes += copied
-        self.seconds += time.perf_counter() - began_s
+        self._time_hook.copied(copied, time.perf_counter() - began_s)
         return copied
 
     def _with_host(self, blocks: Sequence[int], stop: Callable[[], bool]) -> int:

@@ -24,6 +24,7 @@ from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+from banaserve.engine.vllm.migration.time_hook import REAL_TIME, TimeHook
 from banaserve.engine.vllm.migration.types import ModelGeometry, MovePhase
 from banaserve.engine.vllm.migration.units.base import MigrationUnit, check_free
 from banaserve.engine.vllm.migration.units.host_unit import HostEngine, HostUnit
@@ -90,8 +91,15 @@ class MigrationHost:
         moves: Under way, and the last of those that are over.
     """
 
-    def __init__(self, runner: Any, settings: MigrationSettings, host_kv: HostKv) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        settings: MigrationSettings,
+        host_kv: HostKv,
+        time_hook: TimeHook = REAL_TIME,
+    ) -> None:
         self.settings = settings
+        self._time_hook = time_hook
         self.epoch = 1
         self.links: dict[str, GuestClient] = {}
         self.attaching: dict[str, GuestLinkStatus] = {}
@@ -118,7 +126,7 @@ class MigrationHost:
             self.guest_lost,
             settings.poison,
         )
-        self._builder = UnitBuilder(host_kv)
+        self._builder = UnitBuilder(host_kv, time_hook)
         self._unit_makers = HostUnits(self.engine)
         self._shape = ModelGeometry(len(attentions), host_kv.num_heads)
         self.lost_steps = StepRecovery(runner)
@@ -197,6 +205,7 @@ class MigrationHost:
         activated_s = time.perf_counter()
         self.placement.put(move.unit, move.new_residence)
         move.enter(MovePhase.COMMITTED)
+        self._time_hook.committed()
         ended_s = time.perf_counter()
         move.end_copies()
         facts = move.facts

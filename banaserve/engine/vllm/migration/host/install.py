@@ -20,13 +20,14 @@ from banaserve.engine.vllm.migration.kv.store_copier import StoreCopier
 from banaserve.engine.vllm.migration.modules.attention_backend import kernels_for
 from banaserve.engine.vllm.migration.modules.paged_attention import take_kernels
 from banaserve.engine.vllm.migration.rpc.messages import StorePlace
+from banaserve.engine.vllm.migration.time_hook import REAL_TIME, TimeHook
 from banaserve.engine.vllm.typed_rpc import implements
 from banaserve.errors import MigrationError
 
 logger = logging.getLogger(__name__)
 
 
-def install(config: VllmConfig, runner_class: type[Any]) -> bool:
+def install(config: VllmConfig, runner_class: type[Any], time_hook: TimeHook = REAL_TIME) -> bool:
     """Prepare this process for the engine that ``config`` describes.
 
     The engine's own methods are wrapped where it makes its KV cache, because nothing else runs
@@ -49,7 +50,7 @@ def install(config: VllmConfig, runner_class: type[Any]) -> bool:
     scheduler = config.scheduler_config
     scheduler.scheduler_cls = AsyncPoolScheduler if scheduler.async_scheduling else PoolScheduler
     install_utilities()
-    install_runner(runner_class)
+    install_runner(runner_class, time_hook)
     return True
 
 
@@ -71,7 +72,7 @@ def _resize_pool(core: Any, num_blocks: int, hold: bool = False) -> PoolResize:
     return outcome
 
 
-def install_runner(runner_class: type[Any]) -> None:
+def install_runner(runner_class: type[Any], time_hook: TimeHook = REAL_TIME) -> None:
     """Wrap where runners of this class make their KV cache; engines that do not migrate pass."""
     if runner_hooks.host_of(runner_class) is not None:
         return
@@ -80,7 +81,9 @@ def install_runner(runner_class: type[Any]) -> None:
     def make_tensors(make: runner_hooks.Call, runner: Any, *args: Any, **kwargs: Any) -> Any:
         kv_caches = make(runner, *args, **kwargs)
         settings = settings_of(runner.vllm_config)
-        return kv_caches if settings is None else _become_host(runner, settings, kv_caches)
+        if settings is None:
+            return kv_caches
+        return _become_host(runner, settings, kv_caches, time_hook)
 
     def make_cache(make: runner_hooks.Call, runner: Any, *args: Any, **kwargs: Any) -> Any:
         made = make(runner, *args, **kwargs)
@@ -92,7 +95,7 @@ def install_runner(runner_class: type[Any]) -> None:
 
 
 def _become_host(
-    runner: Any, settings: MigrationSettings, kv_caches: dict[str, Any]
+    runner: Any, settings: MigrationSettings, kv_caches: dict[str, Any], time_hook: TimeHook
 ) -> dict[str, Any]:
     """Give each layer's KV a slab of its own, and watch the runner's steps from the first on."""
     context = runner.vllm_config.compilation_config.static_forward_context
@@ -109,7 +112,7 @@ def _become_host(
         return kv_caches
     host_kv = HostKv(kv_caches, settings.kv_growth, kernels)
     runner_hooks.replace_kv_caches(runner, host_kv.tensors)
-    runner_hooks.set_host(runner, MigrationHost(runner, settings, host_kv))
+    runner_hooks.set_host(runner, MigrationHost(runner, settings, host_kv, time_hook))
     return host_kv.tensors
 
 

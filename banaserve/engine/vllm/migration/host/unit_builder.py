@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from banaserve.engine.vllm.migration.host.block_mover import BlockMover
@@ -10,6 +11,7 @@ from banaserve.engine.vllm.migration.kv.host_kv import HostKv, KvRun
 from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv, StagedRemoteKv
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
+from banaserve.engine.vllm.migration.time_hook import REAL_TIME, TimeHook
 from banaserve.engine.vllm.migration.units.host_unit import HostUnit, UnitLocation
 from banaserve.errors import MigrationError
 from banaserve.transport.errors import TransportError
@@ -20,8 +22,9 @@ BUILD_TIMEOUT_S = 600.0
 class UnitBuilder:
     """Called by the threads of moves."""
 
-    def __init__(self, kv: HostKv) -> None:
+    def __init__(self, kv: HostKv, time_hook: TimeHook = REAL_TIME) -> None:
         self._kv = kv
+        self._time_hook = time_hook
 
     def build(self, unit: HostUnit, link: GuestClient, written: DirtyBlockTracker) -> UnitLocation:
         """Let a guest build a unit, and open its KV.
@@ -33,9 +36,12 @@ class UnitBuilder:
             MigrationError: The guest refuses.
             GuestLostError: It is gone.
         """
+        began_s = time.perf_counter()
         request = unit.build_request()
         built = link.ask(request, messages.Built, BUILD_TIMEOUT_S, may_wait=True)
-        return self._open(unit, link, built, written)
+        residence = self._open(unit, link, built, written)
+        self._time_hook.built(unit.modules, time.perf_counter() - began_s)
+        return residence
 
     def _open(
         self, unit: HostUnit, link: GuestClient, built: messages.Built, written: DirtyBlockTracker
@@ -71,5 +77,9 @@ class UnitBuilder:
     ) -> BlockMover:
         """For the copies of a move."""
         return BlockMover(
-            unit, self._kv, source.kv if source else None, target.kv if target else None
+            unit,
+            self._kv,
+            source.kv if source else None,
+            target.kv if target else None,
+            self._time_hook,
         )
