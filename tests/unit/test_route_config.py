@@ -194,8 +194,8 @@ def test_what_a_policy_has_learned_survives_a_restart(tmp_path):
     assert all("it learns afresh" in line for line in said)
 
 
-def test_the_file_in_the_readme_is_one(tmp_path):
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    block = next(one for one in readme.split("```toml\n")[1:] if "peer_key" in one)
+def test_the_file_in_the_documents_is_one(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "balancer.md").read_text()
+    block = next(one for one in page.split("```toml\n")[1:] if "peer_key" in one)
     settings = read_settings(write(tmp_path, block.partition("```")[0]))
     assert [peer.region for peer in settings.peers] == ["us"]
