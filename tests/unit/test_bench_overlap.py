@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.migration.rpc.worker_api import GuestLinkStatus, LinkState
+from banaserve.engine.vllm.migration.worker_api import GuestLinkStatus, LinkState
 
 from banaserve.costs import profile as profiles
 from banaserve.engine.vllm.launch import messages
