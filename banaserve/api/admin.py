@@ -26,7 +26,7 @@ from banaserve.engine.vllm.migration.api import (
     ShareRequest,
 )
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
-from banaserve.engine.vllm.migration.controller.shares import share
+from banaserve.engine.vllm.migration.controller.guest_sharing import share
 from banaserve.engine.vllm.migration.controller.status import placement_of
 
 _MAX_BODY_BYTES = 1 << 20

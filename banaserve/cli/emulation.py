@@ -91,6 +91,6 @@ def begin(config: ServeConfig, world_size: int, on_cpu: bool, logs: Path) -> Non
         raise UserError(
             "--pace models one GPU an instance on a CPU: no real GPU, and no -tp or -pp"
         )
-    from banaserve.engine.vllm import metrics
+    from banaserve.engine.vllm.emulation import metrics
 
     metrics.register(profile, config.dilate, logs)

@@ -123,7 +123,7 @@ def _vllm_argv(
         argv += engine_args.store_options(store_socket, config.kv_store_salt)
     argv += config.vllm_argv
     if config.migration:
-        from banaserve.engine.vllm.migration import config as migration_config
+        from banaserve.engine.vllm import migration_settings as migration_config
 
         argv += migration_config.migration_options(
             migration_config.MigrationSettings(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,14 +92,26 @@ def _module_of(name: str, paths: dict[str, Path]) -> str | None:
     return name or None
 
 
-def folders_of(graph: Graph) -> Graph:
-    """Return the graph of the folders: a module stands for the folder that it is in."""
-    folders: Graph = {}
+def entries_of(graph: Graph, folder: str, apart: Collection[str] = ()) -> Graph:
+    """Return the edges between the entries of ``folder``: a folder in it is one entry.
+
+    Args:
+        apart: Folders of folders in it that count as entries of their own.
+    """
+
+    def entry(module: str) -> str | None:
+        if not module.startswith(f"{folder}."):
+            return None
+        first, _, rest = module.removeprefix(f"{folder}.").partition(".")
+        second = f"{first}.{rest.partition('.')[0]}"
+        return second if f"{folder}.{second}" in apart else first
+
+    edges: Graph = {}
     for module, targets in graph.items():
-        folder = module.rpartition(".")[0]
-        edges = folders.setdefault(folder, set())
-        edges |= {target.rpartition(".")[0] for target in targets} - {folder}
-    return folders
+        if (source := entry(module)) is not None:
+            found = {other for target in targets if (other := entry(target)) is not None}
+            edges.setdefault(source, set()).update(found - {source})
+    return edges
 
 
 def circles(graph: Graph) -> list[list[str]]:

@@ -14,8 +14,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from banaserve.engine.vllm.cluster import RestartPolicy
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.runner_hooks import RewindableGenerator
+from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.engine.vllm.legs import (
-    Handover,
     decode_leg,
     end_with_context,
     first_token_blocker,

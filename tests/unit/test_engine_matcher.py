@@ -13,11 +13,11 @@ pytest.importorskip("vllm")
 from vllm.sampling_params import SamplingParams
 
 from banaserve.engine.vllm.compat import kv_cache as compat
+from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.engine.vllm.kv_connector.metadata import StepResult
 from banaserve.engine.vllm.kv_connector.prefix_matcher import UNDECIDED_FOR_S
 from banaserve.engine.vllm.kv_connector.request_state import tenant_of
 from banaserve.engine.vllm.kv_connector.scheduler import StoreConnectorScheduler
-from banaserve.engine.vllm.legs import Handover
 from banaserve.kvstore.cost_gate import CostGate, FetchWork
 from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot
 

@@ -17,8 +17,9 @@ pytest.importorskip("vllm")
 import migration_doubles as doubles
 from banaserve.engine.vllm.migration.api import MoveLayers, ShareRequest
 from banaserve.engine.vllm.migration.controller.guest_monitor import GuestMonitor
+from banaserve.engine.vllm.migration.controller.guest_sharing import predicted_slow_down, share
 from banaserve.engine.vllm.migration.controller.process_stats import CoreWaits
-from banaserve.engine.vllm.migration.controller.shares import Shares, predicted_slow_down, share
+from banaserve.engine.vllm.migration.controller.shares import Shares
 from banaserve.engine.vllm.migration.controller.status import placement_of
 from banaserve.engine.vllm.migration.guest.throttle import ComputeThrottle
 from banaserve.errors import MigrationError, UserError

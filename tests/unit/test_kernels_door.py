@@ -12,9 +12,8 @@ pytest.importorskip("vllm")
 
 from banaserve.engine.vllm.kv_connector import block_hash
 from banaserve.engine.vllm.migration import checks
-from banaserve.engine.vllm.migration.config import KEY
 from banaserve.engine.vllm.migration.modules import attention_backend, partial_model
-from banaserve.engine.vllm.migration.modules.attention_backend import check_choice, kernels_for
+from banaserve.engine.vllm.migration.modules.attention_backend import kernels_for
 from banaserve.engine.vllm.migration.modules.head_attention import KernelsHeadAttention
 from banaserve.engine.vllm.migration.modules.head_split import SplitAttention
 from banaserve.engine.vllm.migration.modules.paged_attention import (
@@ -26,6 +25,7 @@ from banaserve.engine.vllm.migration.modules.paged_attention import (
     write_tokens,
 )
 from banaserve.engine.vllm.migration.rpc.messages import AttentionSlice
+from banaserve.engine.vllm.migration_settings import KEY, settings_of
 from banaserve.errors import GuestLostError, MigrationError, UserError
 from banaserve.kernels.layouts import KvLayout, key_value_views
 from banaserve.kernels.reference import ReferenceKernels
@@ -70,8 +70,9 @@ def test_what_cannot_run_is_refused() -> None:
         kernels_for("vllm", CUDA)
     with pytest.raises(MigrationError, match="triton does not run on cpu"):
         kernels_for("triton", CPU)
+    config: Any = SimpleNamespace(additional_config={KEY: {"attention": "kernel"}})
     with pytest.raises(UserError, match="did you mean kernels"):
-        check_choice("kernel")
+        settings_of(config)
 
 
 def test_a_guest_computes_where_its_engine_does() -> None:

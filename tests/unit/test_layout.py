@@ -10,10 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from import_graph import circles, entries_of, read_imports
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "banaserve"
 LINKS = ("kernels", "kvstore", "orchestrator")
+IMPORTS = read_imports(ROOT, ["banaserve", "benchmarks"])
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+
+APART = {"banaserve.engine.vllm.migration.controller"}
+"""Folders that count as entries of the folder above their own: the controller runs in the server's
+process and starts guests through the launcher, the rest of migration in engines."""
 
 
 @pytest.mark.parametrize("name", LINKS)
@@ -97,3 +104,47 @@ def test_everything_that_may_not_import_vllm_is_named_in_its_contract():
         if path.name != "__init__.py"
     }
     assert {f"banaserve.{name}" for name in names - allowed} <= set(contract["source_modules"])
+
+
+def test_no_module_imports_one_that_imports_it() -> None:
+    """Imports for types count; those inside functions do not."""
+    assert len(IMPORTS.declared) > 300
+    assert circles(IMPORTS.declared) == []
+
+
+@pytest.mark.parametrize(
+    "folder", sorted({name.rpartition(".")[0] for name in IMPORTS.declared} - {""})
+)
+def test_no_entry_of_a_folder_imports_one_that_imports_it(folder: str) -> None:
+    """A folder stands for all that it holds."""
+    assert circles(entries_of(IMPORTS.declared, folder, apart=APART)) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ({"a": "import p.b", "b": "import p.c", "c": ""}, []),
+        ({"a": "from p import b", "b": "from p.a import x"}, [["p.a", "p.b"]]),
+        ({"a": "import p.b", "b": "if TYPE_CHECKING:\n    import p.a"}, [["p.a", "p.b"]]),
+        ({"a": "import p.b", "b": "def f():\n    import p.a"}, []),
+        (
+            {"a": "from . import b", "b": "from .c.d import x", "c/d": "from ..a import y"},
+            [["p.a", "p.b", "p.c.d"]],
+        ),
+    ],
+)
+def test_the_graph_of_imports_has_the_circles_of_its_sources(
+    sources: dict[str, str], expected: list[list[str]], tmp_path: Path
+) -> None:
+    for name, source in sources.items():
+        path = tmp_path / "p" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source + "\n")
+    assert circles(read_imports(tmp_path, ["p"]).declared) == expected
+
+
+def test_a_folder_and_its_neighbour_make_a_circle() -> None:
+    graph = {"p.a.x": {"p.b"}, "p.b": {"p.a.y"}, "p.a.y": set()}
+    assert circles(graph) == []
+    assert circles(entries_of(graph, "p")) == [["a", "b"]]
+    assert circles(entries_of(graph, "p", apart={"p.a.y"})) == []

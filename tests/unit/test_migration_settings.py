@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from banaserve.engine.vllm import engine_args
-from banaserve.engine.vllm.migration.config import (
+from banaserve.engine.vllm.migration_settings import (
     KEY,
     MigrationSettings,
     migration_options,

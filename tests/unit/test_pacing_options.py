@@ -19,8 +19,8 @@ from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.config import MINIATURE, ServeConfig
 from banaserve.costs import miniatures
 from banaserve.costs import profile as profiles
+from banaserve.engine.vllm.emulation.metrics import PacedTime
 from banaserve.engine.vllm.emulation.step_log import PacedStep, StepLog
-from banaserve.engine.vllm.metrics import PacedTime
 from banaserve.errors import UserError
 from banaserve.models import miniature
 from banaserve.models.miniature import Miniature

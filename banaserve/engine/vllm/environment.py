@@ -13,6 +13,10 @@ ENVIRONMENT = {
 """Defaults that engines need when several share a machine; the user's own settings win."""
 
 
+INSTANCE_VARIABLE = "BANASERVE_INSTANCE"
+"""Names the instance to its workers: all of them are one client of the store."""
+
+
 def set_environment() -> None:
     """Set what engines inherit from this process."""
     for name, value in ENVIRONMENT.items():

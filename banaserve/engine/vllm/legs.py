@@ -1,47 +1,18 @@
-"""Two legs of a request: their parameters, the handover between them, and the first token.
+"""Two legs of a request: their parameters, and the first token.
 
-The handover travels in vLLM's ``kv_transfer_params``. ``first_token_blocker`` says whether the
-token that the prefill leg samples may go to the client at once.
+``first_token_blocker`` says whether the token that the prefill leg samples may go to the client at
+once.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sized
-from dataclasses import dataclass
+from collections.abc import Sized
 from typing import Any
 
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.requests import END_TOKENS, RequestOutputKind, SamplingParams
-
-_KEY = "banaserve_handover"
-
-
-@dataclass(frozen=True, slots=True)
-class Handover:
-    """Facts of the other leg.
-
-    Attributes:
-        leaves_tail: This is a prefill leg: the partial last block is saved too, and blocks of
-            the local prefix cache that the store lacks.
-        tokens: This is a decode leg: so many tokens lie in the store.
-    """
-
-    leaves_tail: bool = False
-    tokens: int | None = None
-
-    @classmethod
-    def of(cls, kv_transfer_params: Mapping[str, Any] | None) -> Handover:
-        """Read from a request's ``kv_transfer_params``; anything unknown means none."""
-        value = (kv_transfer_params or {}).get(_KEY)
-        if value == "prefill":
-            return cls(leaves_tail=True)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return cls(tokens=value)
-        return cls()
-
-    def to_params(self) -> dict[str, Any]:
-        return {_KEY: "prefill" if self.leaves_tail else self.tokens}
+from banaserve.engine.vllm.kv_connector.handover import Handover
 
 
 def end_with_context(request: compat.EngineCoreRequest, max_model_len: int) -> None:

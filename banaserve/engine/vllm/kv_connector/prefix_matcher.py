@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from banaserve.clock import Clock
 from banaserve.engine.vllm.compat import kv_cache as compat
 from banaserve.engine.vllm.kv_connector.block_hash import TailHasher
+from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.engine.vllm.kv_connector.metadata import ConnectorCounters, StepResult
 from banaserve.engine.vllm.kv_connector.request_notes import ConnectorNotes
 from banaserve.engine.vllm.kv_connector.request_state import (
@@ -21,7 +22,6 @@ from banaserve.engine.vllm.kv_connector.request_state import (
     SaveCandidate,
     full_block_offers,
 )
-from banaserve.engine.vllm.legs import Handover
 from banaserve.engine.vllm.tracing.events import GateDecided, PromotionEnded, StoreAsked
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.cost_gate import CostGate, FetchWork, Verdict

@@ -9,6 +9,7 @@ from banaserve.clock import Clock
 from banaserve.engine.vllm.compat.kv_cache import KVCacheBlocks
 from banaserve.engine.vllm.compat.scheduler import Request, SchedulerOutput
 from banaserve.engine.vllm.kv_connector.block_hash import TailHasher
+from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.engine.vllm.kv_connector.metadata import (
     BlockCopy,
     ConnectorCounters,
@@ -22,7 +23,6 @@ from banaserve.engine.vllm.kv_connector.request_state import (
     SaveCandidate,
     full_block_offers,
 )
-from banaserve.engine.vllm.legs import Handover
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.cost_gate import CostGate
 from banaserve.kvstore.interface import Lease

@@ -21,13 +21,12 @@ from banaserve.engine.vllm.compat import runner_hooks
 from banaserve.engine.vllm.compat.config import VllmConfig, is_on_cpu
 from banaserve.engine.vllm.emulation import install as pacing
 from banaserve.engine.vllm.engine_args import engine_config
+from banaserve.engine.vllm.environment import INSTANCE_VARIABLE
 from banaserve.engine.vllm.launch import guest_main
 from banaserve.engine.vllm.migration.host import install as migration
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 
 _PR_SET_PDEATHSIG = 1
-INSTANCE_VARIABLE = "BANASERVE_INSTANCE"
-"""Names the instance to its workers: all of them are one client of the store."""
 
 
 def die_with_parent() -> None:

@@ -15,7 +15,7 @@ from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.launch.launcher import Launcher
-from banaserve.engine.vllm.migration.controller import process_stats, shares
+from banaserve.engine.vllm.migration.controller import guest_sharing, process_stats
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration.controller.guest_pool import GuestHandle, GuestPool
 from banaserve.engine.vllm.migration.controller.host_state import HostState
@@ -81,7 +81,7 @@ class GuestMonitor:
     async def _look(self, number: int) -> None:
         await asyncio.gather(*(self._look_at(h) for h in self._coordinator.hosts.values()))
         self._end_stopped_guests()
-        await shares.settle(self._guests, self._coordinator.hosts)
+        await guest_sharing.settle(self._guests, self._coordinator.hosts)
         if number % _USAGE_EVERY == 0:
             await self._count_usage()
 
@@ -205,7 +205,7 @@ class GuestMonitor:
         for name, hosted in self._coordinator.hosts.items():
             here = self._guests.beside(name)
             hosted.slow_down = hosted.core_waits.slow_down(hosted.instance.pid)
-            shares.count(shares.sharing_of(self._coordinator, hosted))
+            guest_sharing.count(guest_sharing.sharing_of(self._coordinator, hosted))
             num_bytes = sum(guest.usage.num_bytes for guest in here)
             busy = sum(guest.usage.busy_fraction for guest in here)
             metrics.GUESTS.labels(name).set(len(here))

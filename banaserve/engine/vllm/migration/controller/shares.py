@@ -1,24 +1,10 @@
-"""Shares of an instance's device that guests may take, and the slow-down of its streams."""
+"""Bounds of what the guests beside each instance take of its device."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
 from banaserve.config import LEAST_GUEST_SHARE
-from banaserve.engine.vllm import metrics
-from banaserve.engine.vllm.migration.api import GuestSharing, ShareRequest
-from banaserve.errors import BanaServeError, MigrationError
-from banaserve.names import check_known
+from banaserve.errors import MigrationError
 from banaserve.types import InstanceId
-
-if TYPE_CHECKING:
-    from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
-    from banaserve.engine.vllm.migration.controller.guest_pool import GuestHandle, GuestPool
-    from banaserve.engine.vllm.migration.controller.host_state import HostState
-
-_MOST_BUSY = 0.99
 
 
 class Shares:
@@ -47,69 +33,3 @@ class Shares:
                 f"guests take {LEAST_GUEST_SHARE:g} to 1 of a device, not {fraction:g}"
             )
         self._own[target] = fraction
-
-
-def predicted_slow_down(busy_fraction: float) -> float:
-    """How many times as long a step takes beside guests that compute for so much of the time.
-
-    Whoever computes on a device that is taken for b of the time gets on at 1 - b of its speed.
-    """
-    return 1.0 / (1.0 - min(busy_fraction, _MOST_BUSY))
-
-
-async def share(coordinator: Coordinator, ask: ShareRequest) -> GuestSharing:
-    """Bound what guests beside an instance take, and say what they cost it.
-
-    Raises:
-        UserError: There is no such instance.
-        MigrationError: The share is out of range.
-    """
-    check_known("instance", ask.instance, coordinator.hosts)
-    target = InstanceId(ask.instance)
-    coordinator.guests.shares.set(target, ask.fraction)
-    await settle(coordinator.guests, coordinator.hosts)
-    return sharing_of(coordinator, coordinator.hosts[target])
-
-
-def sharing_of(coordinator: Coordinator, hosted: HostState) -> GuestSharing:
-    """What guests beside an instance may take, take, and cost it."""
-    target = hosted.instance.id
-    here = coordinator.guests.beside(target)
-    busy = min(1.0, sum(guest.usage.busy_fraction for guest in here))
-    return GuestSharing(
-        instance=target,
-        fraction=coordinator.guests.shares.bound(target),
-        num_guests=len(here),
-        busy_fraction=busy,
-        predicted_slow_down=predicted_slow_down(busy),
-        measured_slow_down=hosted.slow_down,
-    )
-
-
-async def settle(guests: GuestPool, hosts: Mapping[InstanceId, HostState]) -> None:
-    """Tell each guest its share, where it has been told another; one that builds hears later."""
-    for guest in guests:
-        wanted = guests.share_of(guest)
-        if guest.share != wanted and guest.detached_s is None:
-            with contextlib.suppress(BanaServeError):
-                await tell(guest, hosts[guest.host], wanted)
-
-
-async def tell(guest: GuestHandle, hosted: HostState, fraction: float) -> None:
-    """Bound one guest.
-
-    Raises:
-        MigrationError: It cannot be told at present.
-        InstanceDeadError: Its host has ended.
-    """
-    await hosted.link().set_share(guest.id, fraction)
-    guest.share = fraction
-
-
-def count(sharing: GuestSharing) -> None:
-    """Publish it."""
-    metrics.GUEST_SHARE.labels(sharing.instance).set(sharing.fraction)
-    slow_downs = metrics.SLOW_DOWN
-    slow_downs.labels(sharing.instance, "predicted").set(sharing.predicted_slow_down)
-    if sharing.measured_slow_down is not None:
-        slow_downs.labels(sharing.instance, "measured").set(sharing.measured_slow_down)

@@ -14,9 +14,9 @@ from banaserve.engine.vllm.migration.api import (
     UnitPlace,
 )
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
+from banaserve.engine.vllm.migration.controller.guest_sharing import sharing_of
 from banaserve.engine.vllm.migration.controller.host_state import HostState
 from banaserve.engine.vllm.migration.controller.planner import num_bytes
-from banaserve.engine.vllm.migration.controller.shares import sharing_of
 from banaserve.engine.vllm.migration.units.base import MigrationUnit
 from banaserve.engine.vllm.migration.units.registry import write_modules
 from banaserve.errors import BanaServeError

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from banaserve.engine.vllm.migration import checks
-from banaserve.engine.vllm.migration.config import MigrationSettings
 from banaserve.engine.vllm.migration.host.move import Move
 from banaserve.engine.vllm.migration.host.placement import PlacementManager
 from banaserve.engine.vllm.migration.host.recovery import StepRecovery
@@ -30,6 +29,7 @@ from banaserve.engine.vllm.migration.units.base import MigrationUnit, check_free
 from banaserve.engine.vllm.migration.units.host_unit import HostEngine, HostUnit
 from banaserve.engine.vllm.migration.units.registry import HostUnits
 from banaserve.engine.vllm.migration.worker_api import GuestLinkStatus, LinkState
+from banaserve.engine.vllm.migration_settings import MigrationSettings
 from banaserve.errors import BanaServeError, GuestLostError, MigrationError
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import Channel

@@ -12,7 +12,6 @@ from banaserve.engine.vllm.compat.kv_connector import get_kv_transfer_group, has
 from banaserve.engine.vllm.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.engine.vllm.kv_connector.block_copy import BlockCopier
 from banaserve.engine.vllm.migration import checks
-from banaserve.engine.vllm.migration.config import MigrationSettings, settings_of
 from banaserve.engine.vllm.migration.host.host import MigrationHost
 from banaserve.engine.vllm.migration.host.recovery import AsyncPoolScheduler, PoolScheduler
 from banaserve.engine.vllm.migration.kv.host_kv import HostKv
@@ -21,6 +20,7 @@ from banaserve.engine.vllm.migration.modules.attention_backend import kernels_fo
 from banaserve.engine.vllm.migration.modules.paged_attention import take_kernels
 from banaserve.engine.vllm.migration.rpc.messages import StorePlace
 from banaserve.engine.vllm.migration.time_hook import REAL_TIME, TimeHook
+from banaserve.engine.vllm.migration_settings import MigrationSettings, settings_of
 from banaserve.engine.vllm.typed_rpc import implements
 from banaserve.errors import MigrationError
 

@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from banaserve.config import MIGRATION_ATTENTION
+from banaserve.engine.vllm.migration_settings import ATTENTION_KERNELS
 from banaserve.errors import MigrationError, UserError
 from banaserve.kernels import registry
 from banaserve.kernels.interface import Kernels
-from banaserve.names import check_known
-
-KERNELS = tuple(choice for choice in MIGRATION_ATTENTION if choice not in ("auto", "vllm"))
-"""``kernels`` lets the registry pick; the others name what it has to pick."""
-
-
-def check_choice(choice: str) -> None:
-    """Refuse what is no choice of attention.
-
-    Raises:
-        UserError: It is none.
-    """
-    check_known("migration attention", choice, MIGRATION_ATTENTION)
 
 
 def kernels_for(choice: str, device: torch.device) -> Kernels | None:
@@ -38,7 +25,7 @@ def kernels_for(choice: str, device: torch.device) -> Kernels | None:
             f"vLLM's attention cannot be split on {device.type}: leave --migration-attention at "
             "auto"
         )
-    if choice not in KERNELS and on_cpu:
+    if choice not in ATTENTION_KERNELS and on_cpu:
         return None
     try:
         return registry.pick(device, choice if choice in registry.CHOICES else "auto").kernels

@@ -20,10 +20,10 @@ from banaserve.engine.vllm.compat.attention import (
 )
 from banaserve.engine.vllm.compat.config import VllmConfig, set_current_vllm_config
 from banaserve.engine.vllm.compat.model import PPMissingLayer, get_model_loader
-from banaserve.engine.vllm.migration.config import MigrationSettings, settings_of
 from banaserve.engine.vllm.migration.modules.attention_backend import kernels_for
 from banaserve.engine.vllm.migration.modules.layer_proxy import Around, LayerChain
 from banaserve.engine.vllm.migration.modules.paged_attention import KernelsAttention, StepBatches
+from banaserve.engine.vllm.migration_settings import MigrationSettings, settings_of
 from banaserve.errors import MigrationError
 from banaserve.kernels.interface import Kernels
 

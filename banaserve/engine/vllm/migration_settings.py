@@ -8,13 +8,17 @@ from typing import Any
 
 import msgspec
 
-from banaserve.config import DEFAULT_MICROBATCHES, MAX_MICROBATCHES
+from banaserve.config import DEFAULT_MICROBATCHES, MAX_MICROBATCHES, MIGRATION_ATTENTION
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.engine_args import section
-from banaserve.engine.vllm.migration.modules.attention_backend import KERNELS, check_choice
 from banaserve.errors import UserError
+from banaserve.names import check_known
 
 KEY = "banaserve_migration"
+ATTENTION_KERNELS = tuple(
+    choice for choice in MIGRATION_ATTENTION if choice not in ("auto", "vllm")
+)
+"""``kernels`` lets the registry pick; the others name what it has to pick."""
 
 
 class MigrationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,13 +56,13 @@ def settings_of(config: VllmConfig) -> MigrationSettings | None:
         raise UserError(f"{KEY}: kv_growth is at least 1 and stall_s above 0")
     if not 1 <= settings.overlap <= MAX_MICROBATCHES:
         raise UserError(f"{KEY}: overlap is 1 to {MAX_MICROBATCHES} parts")
-    check_choice(settings.attention)
+    check_known("migration attention", settings.attention, MIGRATION_ATTENTION)
     return settings
 
 
 def packs_nothing(settings: MigrationSettings | None) -> bool:
     """Whether KV on a CPU lies as our kernels write it, and not as vLLM's do."""
-    return settings is not None and settings.attention in KERNELS
+    return settings is not None and settings.attention in ATTENTION_KERNELS
 
 
 def migration_options(settings: MigrationSettings, given: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,36 @@
+"""Note that the two legs of a request pass each other in vLLM's ``kv_transfer_params``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_KEY = "banaserve_handover"
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Facts of the other leg.
+
+    Attributes:
+        leaves_tail: This is a prefill leg: the partial last block is saved too, and blocks of
+            the local prefix cache that the store lacks.
+        tokens: This is a decode leg: so many tokens lie in the store.
+    """
+
+    leaves_tail: bool = False
+    tokens: int | None = None
+
+    @classmethod
+    def of(cls, kv_transfer_params: Mapping[str, Any] | None) -> Handover:
+        """Read from a request's ``kv_transfer_params``; anything unknown means none."""
+        value = (kv_transfer_params or {}).get(_KEY)
+        if value == "prefill":
+            return cls(leaves_tail=True)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return cls(tokens=value)
+        return cls()
+
+    def to_params(self) -> dict[str, Any]:
+        return {_KEY: "prefill" if self.leaves_tail else self.tokens}
