@@ -75,14 +75,6 @@ class Prefill:
             raise ValueError("nothing is computed: no transfer can hide")
         return self.num_layers * self._layer_bytes() * self.cached_fraction / compute_s
 
-    def break_even_fraction(self, bytes_per_s: float) -> float:
-        """The cached fraction up to which a fetch hides (BanaServe Eq. 17, corrected).
-
-        ``r* = k / (1 + k)`` with ``k = T_F B / (N S_kv L)``.
-        """
-        k = self.full_compute_s * bytes_per_s / (self.num_layers * self._layer_bytes())
-        return k / (1 + k)
-
     def _layer_bytes(self) -> float:
         return float(self.token_layer_bytes * self.num_tokens)
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+import paper_equations
 from banaserve.kvstore.overlap import Prefill
-from banaserve.orchestrator.model import moving, shape, store
+from banaserve.orchestrator.model import moving, shape
 from banaserve.orchestrator.model.moving import Link
 
-LLAMA_8B = shape.ModelShape(32, 4096, 32, 8, shape.llama_layer_weights(4096, 14336, 32, 8))
-LLAMA_13B = shape.ModelShape(40, 5120, 40, 40, shape.llama_layer_weights(5120, 13824, 40, 40))
-OPT_13B = shape.ModelShape(40, 5120, 40, 40, shape.opt_layer_weights(5120, 20480))
+LLAMA_8B = shape.ModelShape(
+    32, 4096, 32, 8, paper_equations.llama_layer_weights(4096, 14336, 32, 8)
+)
+LLAMA_13B = shape.ModelShape(
+    40, 5120, 40, 40, paper_equations.llama_layer_weights(5120, 13824, 40, 40)
+)
+OPT_13B = shape.ModelShape(40, 5120, 40, 40, paper_equations.opt_layer_weights(5120, 20480))
 GBPS_200 = 25e9
 EQUATION_17 = Prefill(0.270, 32, 1000, 0.5, 4096)
 
@@ -53,19 +58,21 @@ def test_weights_of_a_layer() -> None:
 def test_kv_outweighs_the_matrices_of_a_layer_from_here_on(
     matrices: int, layer_token_bytes: int, tokens: int
 ) -> None:
-    assert shape.crossover_tokens(2 * matrices, layer_token_bytes) == tokens
-    below = moving.layers_bytes(1, 2 * matrices, layer_token_bytes, tokens)
+    assert paper_equations.crossover_tokens(2 * matrices, layer_token_bytes) == tokens
+    below = paper_equations.layers_bytes(1, 2 * matrices, layer_token_bytes, tokens)
     assert below == 2 * (2 * matrices)
 
 
 def test_kv_of_one_layer_of_a_full_decode_instance() -> None:
-    assert moving.heads_bytes(1, 40, 40, 20480, 66_144) == 1_354_629_120
-    assert moving.heads_bytes(10, 10, 40, 20480, 66_144) == 10 * 1_354_629_120 // 4
+    assert paper_equations.heads_bytes(1, 40, 40, 20480, 66_144) == 1_354_629_120
+    assert paper_equations.heads_bytes(10, 10, 40, 20480, 66_144) == 10 * 1_354_629_120 // 4
 
 
 def test_memory_footprint() -> None:
     """40 layers of 629 MB, 1 GB apart from them, 10,000 tokens at 800 KiB."""
-    total = shape.memory_bytes(10**9, 40, OPT_13B.layer_weight_bytes, 10_000, OPT_13B.token_bytes)
+    total = paper_equations.memory_bytes(
+        10**9, 40, OPT_13B.layer_weight_bytes, 10_000, OPT_13B.token_bytes
+    )
     assert total == 10**9 + 25_171_148_800 + 8_192_000_000
 
 
@@ -87,7 +94,7 @@ def test_impossible_shapes_are_refused(wrong: dict[str, int]) -> None:
 
 def test_equations_4_and_28() -> None:
     link = Link(GBPS_200, sync_s=0.002)
-    payload = moving.layers_bytes(10, 629_145_600, 20480, 30_720)
+    payload = paper_equations.layers_bytes(10, 629_145_600, 20480, 30_720)
     assert payload == 20 * 629_145_600
     assert moving.migration_s(payload, link) == pytest.approx(0.50332 + 0.002, rel=1e-4)
     # As printed, ten modules would synchronise and reallocate ten times.
@@ -98,10 +105,10 @@ def test_equations_4_and_28() -> None:
 def test_a_live_migration_stops_for_what_was_written_last() -> None:
     """10 GB at 10 GB/s while 1 GB/s is written: 1 GB, 0.1 GB, 0.01 GB; then 1 ms of copying."""
     link = Link(1e10, sync_s=0.001)
-    assert moving.live_stall_s(8e9, 2e9, 1e9, link) == pytest.approx(0.001 + 0.001)
-    assert moving.live_stall_s(8e9, 2e9, 0.0, link) == 0.001
+    assert paper_equations.live_stall_s(8e9, 2e9, 1e9, link) == pytest.approx(0.001 + 0.001)
+    assert paper_equations.live_stall_s(8e9, 2e9, 0.0, link) == 0.001
     with pytest.raises(ValueError, match="as fast"):
-        moving.live_stall_s(8e9, 2e9, 1e10, link)
+        paper_equations.live_stall_s(8e9, 2e9, 1e10, link)
 
 
 def test_what_a_remote_range_adds_to_each_step() -> None:
@@ -150,7 +157,7 @@ def test_equation_12_as_printed_is_right_at_one_half_only(
     cached_fraction: float, equal: bool
 ) -> None:
     prefill = Prefill(0.270, 32, 1000, cached_fraction, 4096)
-    published_s = store.published_compute_layer_s(prefill)
+    published_s = paper_equations.published_compute_layer_s(prefill)
     assert (published_s == pytest.approx(prefill.compute_layer_s())) is equal
     if cached_fraction == 0.9:
         assert published_s == pytest.approx(7.594e-3, abs=1e-6)
@@ -166,12 +173,15 @@ def test_equation_12_as_printed_is_right_at_one_half_only(
     ],
 )
 def test_where_fetches_stop_hiding(prefill: Prefill, bytes_per_s: float, fraction: float) -> None:
-    assert prefill.break_even_fraction(bytes_per_s) == pytest.approx(fraction, abs=5e-4)
+    assert paper_equations.break_even_fraction(prefill, bytes_per_s) == pytest.approx(
+        fraction, abs=5e-4
+    )
 
 
 def test_the_published_break_even_does_not_depend_on_the_hit_rate() -> None:
     published = [
-        store.published_break_even_bytes_per_s(opt_13b_prefill(r)) for r in (0.1, 0.5, 0.9)
+        paper_equations.published_break_even_bytes_per_s(opt_13b_prefill(r))
+        for r in (0.1, 0.5, 0.9)
     ]
     assert published == [published[0]] * 3
     assert published[0] == pytest.approx(opt_13b_prefill(0.5).break_even_bytes_per_s())
@@ -179,10 +189,10 @@ def test_the_published_break_even_does_not_depend_on_the_hit_rate() -> None:
 
 def test_a_prefill_with_a_fetched_prefix() -> None:
     """Hidden: 32 layers of 4.22 ms, one fetch before and one store after them."""
-    took_s = store.prefill_s(EQUATION_17, GBPS_200, GBPS_200)
+    took_s = paper_equations.prefill_s(EQUATION_17, GBPS_200, GBPS_200)
     assert took_s == pytest.approx(0.135 + 2 * 0.082e-3, abs=1e-6)
     # Not hidden: 40 fetches of 0.9 x 20.48 MB, then one layer computed and one stored.
     bound = opt_13b_prefill(0.9)
-    assert store.prefill_s(bound, GBPS_200, GBPS_200) == pytest.approx(
+    assert paper_equations.prefill_s(bound, GBPS_200, GBPS_200) == pytest.approx(
         40 * 0.73728e-3 + 0.1 * 0.127132 / 40 + 0.08192e-3, rel=1e-6
     )

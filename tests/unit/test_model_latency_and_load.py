@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+import paper_equations
 from banaserve.errors import UserError
 from banaserve.orchestrator import measure
 from banaserve.orchestrator.measure import LeftOut, ScalarLoad
-from banaserve.orchestrator.model import latency, utilisation
-from banaserve.orchestrator.model.latency import Latency
+from banaserve.orchestrator.model import utilisation
 from banaserve.types import (
     ClusterView,
     InstanceFacts,
@@ -18,6 +18,7 @@ from banaserve.types import (
     Load,
     Role,
 )
+from paper_equations import Latency
 
 FIGURE_2B_PREFILL = Load(0.95, 0.35)
 FIGURE_2B_DECODE = Load(0.35, 0.95)
@@ -27,56 +28,60 @@ def test_latency_of_a_request_and_of_many() -> None:
     short = Latency(0.25, 0.1, 11)
     assert short.end_to_end_s == pytest.approx(1.25)
     # As printed, (0.25 + 0.1) and so on: one token's time for all of them.
-    assert latency.mean_latency_s([short, Latency(0.35, 0.05, 1)]) == pytest.approx(0.8)
+    assert paper_equations.mean_latency_s([short, Latency(0.35, 0.05, 1)]) == pytest.approx(0.8)
     with pytest.raises(ValueError, match="no requests"):
-        latency.mean_latency_s([])
+        paper_equations.mean_latency_s([])
 
 
 def test_ttft_has_the_queue_of_prefill_and_the_hand_over_delays_the_second_token() -> None:
-    assert latency.ttft_s(0.2, 0.01, 0.127) == pytest.approx(0.337)
-    assert latency.first_gap_s(0.03, 0.05, 0.025) == pytest.approx(0.105)
+    assert paper_equations.ttft_s(0.2, 0.01, 0.127) == pytest.approx(0.337)
+    assert paper_equations.first_gap_s(0.03, 0.05, 0.025) == pytest.approx(0.105)
 
 
 def test_a_decode_step_is_bound_by_memory_or_by_compute() -> None:
     """OPT-13B on 312 Tflop/s and 2 TB/s: 25.2 GB of weights, 48 contexts of 300 tokens."""
     kv_bytes = 48 * 300 * 819_200
-    step_s = latency.tpot_s(48 * 25.2e9, 312e12, 25.2e9, kv_bytes, 2e12, overhead_s=0.002)
+    step_s = paper_equations.tpot_s(48 * 25.2e9, 312e12, 25.2e9, kv_bytes, 2e12, overhead_s=0.002)
     assert step_s == pytest.approx(0.0184983 + 0.002, rel=1e-5)
-    large_s = latency.tpot_s(4096 * 25.2e9, 312e12, 25.2e9, 0, 2e12)
+    large_s = paper_equations.tpot_s(4096 * 25.2e9, 312e12, 25.2e9, 0, 2e12)
     assert large_s == pytest.approx(0.330831, rel=1e-5)
 
 
 def test_a_closed_loop() -> None:
     """Ten clients, 101 tokens each in 1 + 100 x 0.04 s."""
-    assert latency.closed_loop_tokens_per_s(10, Latency(1.0, 0.04, 101)) == pytest.approx(202)
+    assert paper_equations.closed_loop_tokens_per_s(10, Latency(1.0, 0.04, 101)) == pytest.approx(
+        202
+    )
 
 
 def test_work_and_utilisation() -> None:
     """629 Mflop a layer and token; 1,000 tokens in 127 ms on 312 Tflop/s."""
-    flops = utilisation.prefill_flops(40, 629e6, 1000)
+    flops = paper_equations.prefill_flops(40, 629e6, 1000)
     assert flops == pytest.approx(25.16e12)
-    assert utilisation.compute_utilisation(flops, 312e12, 0.127132) == pytest.approx(0.6343, 1e-3)
-    assert utilisation.compute_utilisation(flops, 312e12, 0.01) == 1.0
-    assert utilisation.decode_step_flops(40, 629e6, 48) == pytest.approx(1.20768e12)
-    assert utilisation.attention_flops(40, 5120, 1000, 500) == pytest.approx(4.096e11)
+    assert paper_equations.compute_utilisation(flops, 312e12, 0.127132) == pytest.approx(
+        0.6343, 1e-3
+    )
+    assert paper_equations.compute_utilisation(flops, 312e12, 0.01) == 1.0
+    assert paper_equations.decode_step_flops(40, 629e6, 48) == pytest.approx(1.20768e12)
+    assert paper_equations.attention_flops(40, 5120, 1000, 500) == pytest.approx(4.096e11)
     with pytest.raises(ValueError, match="above 0"):
-        utilisation.compute_utilisation(flops, 312e12, 0)
+        paper_equations.compute_utilisation(flops, 312e12, 0)
 
 
 def test_figure_2b_as_published_has_no_gap() -> None:
     published = ScalarLoad("sum")
     loads = {"p": published.of(FIGURE_2B_PREFILL), "d": published.of(FIGURE_2B_DECODE)}
     assert loads == {"p": pytest.approx(1.30), "d": pytest.approx(1.30)}
-    assert utilisation.overloaded(loads, 0.1) == utilisation.underloaded(loads, 0.1) == []
+    assert paper_equations.overloaded(loads, 0.1) == paper_equations.underloaded(loads, 0.1) == []
 
 
 def test_overloaded_and_underloaded_may_share_members() -> None:
     loads = {"a": 0.9, "b": 0.5, "c": 0.1}
-    assert utilisation.overloaded(loads, 0.3) == ["a", "b"]
-    assert utilisation.underloaded(loads, 0.3) == ["b", "c"]
-    assert utilisation.worst(loads) == 0.9
-    assert utilisation.mean(loads) == pytest.approx(0.5)
-    assert utilisation.worst({}) == utilisation.mean({}) == 0
+    assert paper_equations.overloaded(loads, 0.3) == ["a", "b"]
+    assert paper_equations.underloaded(loads, 0.3) == ["b", "c"]
+    assert paper_equations.worst(loads) == 0.9
+    assert paper_equations.mean(loads) == pytest.approx(0.5)
+    assert paper_equations.worst({}) == paper_equations.mean({}) == 0
 
 
 @pytest.mark.parametrize(
@@ -120,7 +125,7 @@ def test_efficiency_as_published_and_with_a_unit() -> None:
 
 
 def test_the_joint_objective_has_no_unit() -> None:
-    objective = utilisation.Objective(latency_s=2.0, tokens_per_s=1000.0, beta=0.5, gamma=2.0)
+    objective = paper_equations.Objective(latency_s=2.0, tokens_per_s=1000.0, beta=0.5, gamma=2.0)
     assert objective.value(0.6, 4.0, 500.0) == pytest.approx(0.6 - 0.5 * 2 + 2 * 0.5)
 
 

@@ -1,4 +1,4 @@
-"""Cost of a migration, once and at every step: BanaServe Eqs. 2 to 5, 11, 28 and 29."""
+"""Cost of a migration, once and at every step: BanaServe Eqs. 4, 5, 11, 28 and 29."""
 
 from __future__ import annotations
 
@@ -28,20 +28,6 @@ class Link:
         return num_bytes / self.bytes_per_s
 
 
-def layers_bytes(
-    num_layers: int, layer_weight_bytes: int, layer_token_bytes: int, kv_tokens: int
-) -> int:
-    """Payload of whole layers: S_w + S_kv of each (BanaServe Eq. 3)."""
-    return num_layers * (layer_weight_bytes + kv_tokens * layer_token_bytes)
-
-
-def heads_bytes(
-    num_layers: int, num_heads: int, num_kv_heads: int, layer_token_bytes: int, kv_tokens: int
-) -> int:
-    """Payload of ``num_heads`` of ``num_kv_heads`` KV heads: S_kv of BanaServe Eq. 11."""
-    return num_layers * kv_tokens * layer_token_bytes * num_heads // num_kv_heads
-
-
 def migration_s(num_bytes: float, link: Link, realloc_s: float = 0.0) -> float:
     """Seconds of one migration: S / B + T_sync (BanaServe Eqs. 4 and 11).
 
@@ -50,25 +36,6 @@ def migration_s(num_bytes: float, link: Link, realloc_s: float = 0.0) -> float:
     reallocation: sum of bytes / B + T_sync + T_realloc.
     """
     return link.transfer_s(num_bytes) + link.sync_s + realloc_s
-
-
-def live_stall_s(
-    weight_bytes: float, kv_bytes: float, dirty_bytes_per_s: float, link: Link, rounds: int = 3
-) -> float:
-    """Seconds that a live migration stops its host: the KV written in the last round of copies.
-
-    Not in the paper, whose Eq. 4 is the whole copy. Weights never change, so round 1 carries
-    weights and KV, each later one what was written meanwhile; the last is copied while stopped.
-
-    Raises:
-        ValueError: KV is written as fast as it is copied, so the rounds do not shrink.
-    """
-    if dirty_bytes_per_s >= link.bytes_per_s:
-        raise ValueError("KV is written as fast as the link copies it")
-    left_bytes = (weight_bytes + kv_bytes) * dirty_bytes_per_s / link.bytes_per_s
-    for _ in range(rounds - 1):
-        left_bytes *= dirty_bytes_per_s / link.bytes_per_s
-    return link.transfer_s(min(left_bytes, kv_bytes)) + link.sync_s
 
 
 def layers_step_s(batch_tokens: float, hidden_size: int, element_bytes: int, link: Link) -> float:

@@ -1,4 +1,4 @@
-"""Bytes of a model: BanaServe Eqs. 3, 14 to 16, 23 and 25."""
+"""Dimensions of a model, and their bytes: BanaServe Eqs. 3 and 14 to 16."""
 
 from __future__ import annotations
 
@@ -59,39 +59,3 @@ class ModelShape:
     def layer_weight_bytes(self) -> int:
         """S_w of BanaServe Eq. 3."""
         return self.layer_weights * self.element_bytes
-
-
-def llama_layer_weights(hidden_size: int, mlp_size: int, num_heads: int, num_kv_heads: int) -> int:
-    """Parameters of a Llama decoder layer: Q, K, V, O, gate, up, down and two RMS norms."""
-    kv_size = hidden_size // num_heads * num_kv_heads
-    attention = 2 * hidden_size * hidden_size + 2 * hidden_size * kv_size
-    return attention + 3 * hidden_size * mlp_size + 2 * hidden_size
-
-
-def opt_layer_weights(hidden_size: int, mlp_size: int) -> int:
-    """Parameters of an OPT decoder layer: Q, K, V, O, two MLP matrices, biases, two norms."""
-    attention = 4 * (hidden_size * hidden_size + hidden_size)
-    mlp = 2 * hidden_size * mlp_size + mlp_size + hidden_size
-    return attention + mlp + 4 * hidden_size
-
-
-def crossover_tokens(layer_weight_bytes: int, layer_token_bytes: int) -> float:
-    """Cached tokens above which a layer's KV outweighs its weights.
-
-    The paper says with Eq. 4 that weights dominate in most cases. On a loaded decode instance of
-    a 13B model they do not: the two are equal at about 30,700 tokens.
-    """
-    return layer_weight_bytes / layer_token_bytes
-
-
-def memory_bytes(
-    fixed_bytes: int, num_layers: int, layer_weight_bytes: int, kv_tokens: int, token_bytes: int
-) -> int:
-    """Memory footprint M_0 + n M_l + K (BanaServe Eqs. 23 and 25), K spelled out.
-
-    The paper leaves K a constant; it is ``kv_tokens`` (batch times length) of the layers held.
-
-    Args:
-        token_bytes: KV of one token over those ``num_layers``.
-    """
-    return fixed_bytes + num_layers * layer_weight_bytes + kv_tokens * token_bytes
