@@ -63,19 +63,6 @@ class Timeline:
             self.now_s = max(self.now_s, until_s)
 
 
-class VirtualClock:
-    """The ``Clock`` of a timeline; ``sleep`` works inside ``run_virtual``."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
-
-    def now(self) -> float:
-        return self._timeline.now_s
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
-
 class _JumpingSelector(selectors.DefaultSelector):
     """Where an event loop would wait, lets the timeline run instead."""
 

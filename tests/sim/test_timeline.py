@@ -7,7 +7,20 @@ import asyncio
 import pytest
 
 from banaserve.clock import Clock
-from banaserve.sim.timeline import Timeline, VirtualClock, run_virtual
+from banaserve.sim.timeline import Timeline, run_virtual
+
+
+class VirtualClock:
+    """The ``Clock`` of a timeline; ``sleep`` works inside ``run_virtual``."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+
+    def now(self) -> float:
+        return self._timeline.now_s
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
 
 
 def test_events_happen_in_the_order_of_time_and_then_of_entry() -> None:

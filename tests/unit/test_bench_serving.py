@@ -21,11 +21,15 @@ from aiohttp import web
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from banaserve.bench.results import result
-from banaserve.bench.serving.cell import Sent, read_cell
+from banaserve.bench.serving.cell import Sent
 from banaserve.bench.serving.command import main
 from banaserve.errors import UserError
 
 KEY = "secret"
+
+
+def _lines_of(path: Path) -> list[Sent]:
+    return [msgspec.json.decode(line, type=Sent) for line in path.read_bytes().splitlines()]
 
 
 class CannedServer:
@@ -140,7 +144,7 @@ def cells(folder: Path) -> list[str]:
 
 
 def records(folder: Path, name: str) -> list[Sent]:
-    return read_cell(folder / "records" / f"{name}.jsonl")
+    return _lines_of(folder / "records" / f"{name}.jsonl")
 
 
 def test_a_sweep(bench: Any, server: CannedServer, tmp_path: Path) -> None:
@@ -216,7 +220,7 @@ def test_interrupted_and_taken_up_again(bench: Any, server: CannedServer, tmp_pa
         bench(*options)
     folder = tmp_path / "run"
     assert cells(folder) == ["500rps-seed0.jsonl", "800rps-seed0.part.jsonl"]
-    kept = read_cell(folder / "records" / "800rps-seed0.part.jsonl")
+    kept = _lines_of(folder / "records" / "800rps-seed0.part.jsonl")
     assert {one.record.error for one in kept} == {"interrupted"}
     record = result.read(folder / "result.json")
     assert record.raw["is_complete"] is False

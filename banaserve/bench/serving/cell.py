@@ -100,26 +100,6 @@ class CellFile:
             self._part.replace(self._whole)
 
 
-def read_cell(path: Path) -> list[Sent]:
-    """Reads the records of a cell.
-
-    Raises:
-        UserError: The file is missing or holds something else; names the line.
-    """
-    decoder = msgspec.json.Decoder(Sent)
-    found = []
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            found.append(decoder.decode(line))
-        except msgspec.DecodeError as error:
-            raise UserError(f"{path}, line {number}: no record of a request: {error}") from error
-    return found
-
-
 class Progress:
     """Progress of a cell; this one reports nothing."""
 
