@@ -40,7 +40,7 @@ from banaserve.controller.schemas import (
 )
 from banaserve.costs import profile
 from banaserve.engine.interface import RoleChange
-from banaserve.engine.vllm.metrics import PacedTime
+from banaserve.engine.vllm.emulation.metrics import PacedTime
 from banaserve.engine.vllm.migration.api import (
     ClusterPlacement,
     GuestSharing,
