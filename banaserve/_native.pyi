@@ -2,7 +2,7 @@ import numpy as np
 import numpy.typing as npt
 
 from banaserve.orchestrator.replicas.interface import ReplicaId
-from banaserve.orchestrator.replicas.prefix_tree import TreeEntry
+from banaserve.orchestrator.replicas.prefixes.tree import TreeEntry
 
 def copy_instructions() -> list[str]:
     """What streaming copies may use on this processor, widest first: avx512, avx2."""
@@ -72,7 +72,7 @@ class DiskQueue:
     def close(self) -> None: ...
 
 class PrefixTree:
-    """See ``banaserve.orchestrator.replicas.prefix_tree.PrefixTree``.
+    """See ``banaserve.orchestrator.replicas.prefixes.tree.PrefixTree``.
 
     Raises:
         ValueError: ``unit_bytes`` is not 1, 2, 4 or 8.

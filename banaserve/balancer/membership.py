@@ -26,8 +26,8 @@ from banaserve.orchestrator.replicas.interface import (
     ReplicaView,
     Request,
 )
-from banaserve.orchestrator.replicas.peer_prefixes import PeerPrefixes, SharesPrefixes
 from banaserve.orchestrator.replicas.policy import may_serve
+from banaserve.orchestrator.replicas.prefixes.peers import PeerPrefixes, SharesPrefixes
 
 PEER_PREFIX = "region:"
 

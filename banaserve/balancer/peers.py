@@ -20,7 +20,7 @@ from banaserve.balancer.targets import Target
 from banaserve.errors import UserError
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
 from banaserve.orchestrator.replicas.interface import ReplicaView
-from banaserve.orchestrator.replicas.peer_prefixes import PeerPrefixes
+from banaserve.orchestrator.replicas.prefixes.peers import PeerPrefixes
 
 STATE_PATH = b"/_banaserve/state"
 PREFIXES_PATH = b"/_banaserve/prefixes"

@@ -13,10 +13,9 @@ from banaserve.costs.profile import Profile
 from banaserve.errors import UserError
 from banaserve.sim.cluster import ClusterPart, cells_of
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import LatencyLimits
+from banaserve.sim.result import LatencyLimits, Tally, added_up
 from banaserve.sim.run import tallied, told
 from banaserve.sim.system import System
-from banaserve.sim.tally import Tally, added_up
 
 Load = Callable[[], Iterable[SimRequest]]
 

@@ -10,9 +10,8 @@ from banaserve.sim.case import Case
 from banaserve.sim.cluster import WHOLE, ClusterPart, SimCluster
 from banaserve.sim.events import Event, arrange
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import SIMULATED, LatencyLimits, summary
+from banaserve.sim.result import SIMULATED, LatencyLimits, Tally, summary, tally
 from banaserve.sim.system import System
-from banaserve.sim.tally import Tally, tally
 from banaserve.sim.timeline import Timeline
 
 

@@ -18,7 +18,7 @@ import psutil
 from banaserve.bench.results.result import Figure, figure
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
 from banaserve.orchestrator.replicas.interface import Flight, ReplicaId, ReplicaView, Request
-from banaserve.orchestrator.replicas.prefix_tree import make_tree
+from banaserve.orchestrator.replicas.prefixes.tree import make_tree
 from banaserve.orchestrator.replicas.registry import make
 from banaserve.types import RequestId
 

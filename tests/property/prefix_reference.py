@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from banaserve.orchestrator.replicas.interface import ReplicaId
-from banaserve.orchestrator.replicas.prefix_tree import ENTRY_BYTES, FIFO, LRU, TreeEntry
+from banaserve.orchestrator.replicas.prefixes.tree import ENTRY_BYTES, FIFO, LRU, TreeEntry
 
 
 @dataclass(eq=False, slots=True)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from banaserve._native import PrefixTree as NativeTree
 from banaserve.orchestrator.replicas.interface import ReplicaId
-from banaserve.orchestrator.replicas.prefix_tree import ENTRY_BYTES, FIFO, LRU, ORDERS, make_tree
+from banaserve.orchestrator.replicas.prefixes.tree import ENTRY_BYTES, FIFO, LRU, ORDERS, make_tree
 from prefix_reference import ReferencePrefixTree
 
 A, B, C = (ReplicaId(name) for name in "abc")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from banaserve.errors import UserError
-from banaserve.orchestrator.replicas.priority_groups import PriorityGroups, group_of
+from banaserve.orchestrator.replicas.preble.priority_groups import PriorityGroups, group_of
 
 
 @pytest.mark.parametrize(

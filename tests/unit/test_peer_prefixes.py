@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from banaserve.errors import ProtocolError
-from banaserve.orchestrator.replicas import peer_prefixes, prefix_snapshot
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
 from banaserve.orchestrator.replicas.interface import (
     Need,
@@ -18,14 +17,15 @@ from banaserve.orchestrator.replicas.interface import (
     Request,
     RoutingReason,
 )
-from banaserve.orchestrator.replicas.peer_prefixes import (
+from banaserve.orchestrator.replicas.prefixes import peers, snapshot
+from banaserve.orchestrator.replicas.prefixes.peers import (
     BLOCK_BYTES,
     MAX_SNAPSHOT_BYTES,
     PeerPrefixes,
     units_of,
 )
-from banaserve.orchestrator.replicas.prefix_snapshot import MAGIC
-from banaserve.orchestrator.replicas.prefix_tree import TreeEntry
+from banaserve.orchestrator.replicas.prefixes.snapshot import MAGIC
+from banaserve.orchestrator.replicas.prefixes.tree import TreeEntry
 from banaserve.orchestrator.replicas.registry import make
 from banaserve.types import RequestId
 
@@ -112,14 +112,14 @@ def test_memory_and_messages_are_bounded() -> None:
         data = own.snapshot()
         sizes.append(len(data))
         here.take(US, data)
-        assert here._theirs.num_bytes <= peer_prefixes.MAX_TREE_BYTES
+        assert here._theirs.num_bytes <= peers.MAX_TREE_BYTES
     assert max(sizes) <= MAX_SNAPSHOT_BYTES + 1000
-    assert own._told.num_bytes <= peer_prefixes.MAX_TREE_BYTES
+    assert own._told.num_bytes <= peers.MAX_TREE_BYTES
 
 
 def test_of_a_long_prompt_the_start_is_told() -> None:
     prompt = text(1, 100_000)
-    assert len(units_of(prompt, b"k")) // 8 == peer_prefixes.MAX_PROMPT_BYTES // BLOCK_BYTES
+    assert len(units_of(prompt, b"k")) // 8 == peers.MAX_PROMPT_BYTES // BLOCK_BYTES
     here = PeerPrefixes("s")
     here.take(US, told(prompt))
     assert here.hits(request(prompt))[US] == pytest.approx(32 * 1024 / 4, abs=2)
@@ -130,7 +130,7 @@ def test_of_a_long_prompt_the_start_is_told() -> None:
     [
         (b"", "ends early"),
         (b"bnpt9" + bytes(20), "another version"),
-        (prefix_snapshot.encode([], 4, 100), "4-byte units"),
+        (snapshot.encode([], 4, 100), "4-byte units"),
         (bytes(2 * MAX_SNAPSHOT_BYTES + 1), "bytes"),
         (MAGIC + b"\x08\0\0\xff\xff\xff\xff", "4294967295 entries"),
     ],
@@ -150,23 +150,23 @@ def test_a_deep_snapshot_that_stands_for_very_much_is_taken_in_part() -> None:
         TreeEntry(256, number.to_bytes(8, "big"), {A: 5000 + number}) for number in range(5000)
     ]
     here = PeerPrefixes("s")
-    data = prefix_snapshot.encode(entries, 8, 10 * MAX_SNAPSHOT_BYTES)
+    data = snapshot.encode(entries, 8, 10 * MAX_SNAPSHOT_BYTES)
     assert 0 < here.take(US, data) < 5000
-    assert here._theirs.num_bytes <= peer_prefixes.MAX_TREE_BYTES
+    assert here._theirs.num_bytes <= peers.MAX_TREE_BYTES
 
 
 def test_depth_is_bounded() -> None:
     entries = [TreeEntry(depth, bytes(8), {A: 1}) for depth in range(258)]
     with pytest.raises(ProtocolError, match="make no tree"):
-        prefix_snapshot.decode(prefix_snapshot.encode(entries, 8, 1 << 30), 8)
+        snapshot.decode(snapshot.encode(entries, 8, 1 << 30), 8)
 
 
 def test_stamps_are_bounded_as_well() -> None:
     names = {ReplicaId(str(number)): 1 for number in range(4096)}
     entries = [TreeEntry(0, number.to_bytes(8, "big"), names) for number in range(20)]
-    data = prefix_snapshot.encode(entries, 8, 1 << 30)
+    data = snapshot.encode(entries, 8, 1 << 30)
     with pytest.raises(ProtocolError, match="more than 65536 stamps"):
-        prefix_snapshot.decode(data, 8)
+        snapshot.decode(data, 8)
 
 
 def forwarded(preset: str, prompt: bytes) -> tuple[object, RoutingReason]:

@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from banaserve.errors import ProtocolError
-from banaserve.orchestrator.replicas import prefix_snapshot
 from banaserve.orchestrator.replicas.interface import ReplicaId
-from banaserve.orchestrator.replicas.prefix_snapshot import decode, encode, load
-from banaserve.orchestrator.replicas.prefix_tree import PrefixTree, make_tree
+from banaserve.orchestrator.replicas.prefixes import snapshot
+from banaserve.orchestrator.replicas.prefixes.snapshot import decode, encode, load
+from banaserve.orchestrator.replicas.prefixes.tree import PrefixTree, make_tree
 
 A, B = ReplicaId("a"), ReplicaId("b")
 ROOMY = 1 << 30
@@ -94,7 +94,7 @@ def test_refusals_say_why(data, words):
 
 
 def test_a_small_snapshot_that_stands_for_very_much_is_loaded_in_part(monkeypatch):
-    monkeypatch.setattr(prefix_snapshot, "MAX_LOADED_BYTES", 5000)
+    monkeypatch.setattr(snapshot, "MAX_LOADED_BYTES", 5000)
     tree = make_tree(1, ROOMY, ROOMY)
     for number in range(50):
         tree.add(b"x" * 900 + bytes([number]), A)

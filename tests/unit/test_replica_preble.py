@@ -18,12 +18,8 @@ from banaserve.orchestrator.replicas.interface import (
     RoutingDecision,
     RoutingReason,
 )
-from banaserve.orchestrator.replicas.preble_costs import (
-    REGRESSIONS,
-    WindowSum,
-    mistral_7b_a6000,
-)
-from banaserve.orchestrator.replicas.preble_tree import CacheTree, common_bytes
+from banaserve.orchestrator.replicas.preble.costs import REGRESSIONS, WindowSum, mistral_7b_a6000
+from banaserve.orchestrator.replicas.preble.tree import CacheTree, common_bytes
 from banaserve.orchestrator.replicas.registry import make
 from banaserve.types import RequestId
 

@@ -22,7 +22,7 @@ from banaserve.engine.vllm.compat.scheduler import (
     check_first_come,
     use_waiting_queue,
 )
-from banaserve.orchestrator.replicas.priority_groups import NUM_GROUPS, PriorityGroups
+from banaserve.orchestrator.replicas.preble.priority_groups import NUM_GROUPS, PriorityGroups
 
 LOOKS_A_STEP = 16
 """Waiting requests whose cached part is measured again before a step: tens of microseconds each."""

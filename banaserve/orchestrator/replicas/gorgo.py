@@ -27,9 +27,9 @@ from banaserve.orchestrator.replicas.interface import (
 )
 from banaserve.orchestrator.replicas.papers.tuner_coded import CodedTuner
 from banaserve.orchestrator.replicas.policy import check_choice, check_range
+from banaserve.orchestrator.replicas.prefixes.tree_policy import TreeOptions, TreePolicy
 from banaserve.orchestrator.replicas.rates import Rates
 from banaserve.orchestrator.replicas.registry import register
-from banaserve.orchestrator.replicas.tree_policy import TreeOptions, TreePolicy
 from banaserve.orchestrator.replicas.tuner import Tuner, TunerOptions, numbers
 
 FIXED, REPAIRED, CODED = "fixed", "repaired", "as-coded"

@@ -9,8 +9,8 @@ from typing import Any
 from banaserve.errors import UserError
 from banaserve.names import check_known
 from banaserve.orchestrator.replicas.interface import Generator, Need, ReplicaPolicy
-from banaserve.orchestrator.replicas.peer_prefixes import SharesPrefixes
 from banaserve.orchestrator.replicas.policy import Policy
+from banaserve.orchestrator.replicas.prefixes.peers import SharesPrefixes
 from banaserve.registry import Registry, build_options, check_class, option_names
 
 BUILT_IN = (
@@ -22,7 +22,7 @@ BUILT_IN = (
     "load_aware",
     "papers.gorgo_v1",
     "power_of_two",
-    "preble",
+    "preble.policy",
     "prefix_cache",
     "random_choice",
     "round_robin",

@@ -21,12 +21,12 @@ from banaserve.orchestrator.replicas.interface import (
     RoutingDecision,
     RoutingReason,
 )
-from banaserve.orchestrator.replicas.peer_prefixes import PeerPrefixes
 from banaserve.orchestrator.replicas.policy import Policy, check_choice, check_range, may_serve
-from banaserve.orchestrator.replicas.prefix_tree import FIFO
+from banaserve.orchestrator.replicas.prefixes.peers import PeerPrefixes
+from banaserve.orchestrator.replicas.prefixes.tree import FIFO
+from banaserve.orchestrator.replicas.prefixes.tree_policy import TreeOptions, TreePolicy
 from banaserve.orchestrator.replicas.registry import register
 from banaserve.orchestrator.replicas.ring import Ring, session_key
-from banaserve.orchestrator.replicas.tree_policy import TreeOptions, TreePolicy
 
 PENDING, OUTSTANDING, BLIND = "pending", "outstanding", "blind"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from banaserve.orchestrator.replicas.interface import ReplicaId, Request
-from banaserve.orchestrator.replicas.preble_tree import CacheTree
+from banaserve.orchestrator.replicas.preble.tree import CacheTree
 from banaserve.sim.timeline import Timeline
 
 BLOCK_TOKENS = 16

@@ -23,8 +23,8 @@ from banaserve.orchestrator.replicas.interface import (
     RoutingReason,
 )
 from banaserve.orchestrator.replicas.policy import check_range
+from banaserve.orchestrator.replicas.prefixes.tree_policy import TreeOptions, TreePolicy
 from banaserve.orchestrator.replicas.registry import register
-from banaserve.orchestrator.replicas.tree_policy import TreeOptions, TreePolicy
 
 _MEAN_WEIGHT = 0.02
 

@@ -14,7 +14,7 @@ from banaserve.orchestrator.replicas.interface import (
     Request,
 )
 from banaserve.orchestrator.replicas.policy import Policy, check_choice, check_range
-from banaserve.orchestrator.replicas.prefix_tree import LRU, ORDERS, make_tree
+from banaserve.orchestrator.replicas.prefixes.tree import LRU, ORDERS, make_tree
 
 
 @dataclass(frozen=True, slots=True)

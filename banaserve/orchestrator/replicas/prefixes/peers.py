@@ -13,9 +13,9 @@ from hashlib import blake2b
 from typing import Protocol, runtime_checkable
 
 from banaserve.errors import ProtocolError
-from banaserve.orchestrator.replicas import prefix_snapshot
 from banaserve.orchestrator.replicas.interface import ReplicaId, Request
-from banaserve.orchestrator.replicas.prefix_tree import make_tree
+from banaserve.orchestrator.replicas.prefixes import snapshot as prefixes_snapshot
+from banaserve.orchestrator.replicas.prefixes.tree import make_tree
 
 BLOCK_BYTES = 256
 """Of a prompt, in one unit of a snapshot."""
@@ -84,7 +84,7 @@ class PeerPrefixes:
             start, replica = self._news.popleft()
             self._told.add(units_of(start, self._key), replica)
         self._news_bytes = 0
-        return prefix_snapshot.encode(self._told.dump(), UNIT_BYTES, MAX_SNAPSHOT_BYTES)
+        return prefixes_snapshot.encode(self._told.dump(), UNIT_BYTES, MAX_SNAPSHOT_BYTES)
 
     def take(self, peer: ReplicaId, data: bytes) -> int:
         """Takes in what ``peer`` tells, in the place of what it told before.
@@ -97,9 +97,9 @@ class PeerPrefixes:
         """
         if len(data) > 2 * MAX_SNAPSHOT_BYTES:
             raise ProtocolError(f"a prefix snapshot of {len(data)} bytes")
-        entries = prefix_snapshot.decode(data, UNIT_BYTES)
+        entries = prefixes_snapshot.decode(data, UNIT_BYTES)
         self._theirs.forget(peer)
-        return prefix_snapshot.load(self._theirs, entries, lambda _: peer)
+        return prefixes_snapshot.load(self._theirs, entries, lambda _: peer)
 
     def hits(self, request: Request) -> dict[ReplicaId, int]:
         """Returns how many of the prompt's tokens each peer's replicas were sent before."""

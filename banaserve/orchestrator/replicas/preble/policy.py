@@ -23,8 +23,8 @@ from banaserve.orchestrator.replicas.interface import (
     RoutingReason,
 )
 from banaserve.orchestrator.replicas.policy import Policy, check_choice, check_range
-from banaserve.orchestrator.replicas.preble_costs import REGRESSIONS, WindowLoad
-from banaserve.orchestrator.replicas.preble_tree import CacheTree, Node
+from banaserve.orchestrator.replicas.preble.costs import REGRESSIONS, WindowLoad
+from banaserve.orchestrator.replicas.preble.tree import CacheTree, Node
 from banaserve.orchestrator.replicas.rates import Rates
 from banaserve.orchestrator.replicas.registry import register
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from banaserve.orchestrator.replicas.interface import ReplicaId
-from banaserve.orchestrator.replicas.preble_costs import WindowSum
+from banaserve.orchestrator.replicas.preble.costs import WindowSum
 
 MIN_TOKENS = 16
 """Charged for a node at least: an engine caches whole blocks, and short nodes need memory too."""

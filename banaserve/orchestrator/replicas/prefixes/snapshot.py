@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from banaserve.errors import ProtocolError
 from banaserve.orchestrator.replicas.interface import ReplicaId
-from banaserve.orchestrator.replicas.prefix_tree import PrefixTree, TreeEntry
+from banaserve.orchestrator.replicas.prefixes.tree import PrefixTree, TreeEntry
 
 MAGIC = b"bnpt1"
 MAX_NAMES = 4096
