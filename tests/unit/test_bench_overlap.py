@@ -12,10 +12,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.migration.rpc.worker_api import GuestLinkStatus, LinkState
-
 from banaserve.costs import profile as profiles
 from banaserve.engine.vllm.launch import messages
+from banaserve.engine.vllm.migration.worker_api import GuestLinkStatus, LinkState
 from banaserve.errors import UserError
 from benchmarks.drivers import overlapped
 from benchmarks.overlap import __main__, paced
