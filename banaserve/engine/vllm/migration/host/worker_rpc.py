@@ -1,4 +1,4 @@
-"""Worker's side of the contract with the front door: see ``rpc.worker_api``."""
+"""Worker's side of the contract with the front door: see ``migration.worker_api``."""
 
 from __future__ import annotations
 
