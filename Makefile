@@ -70,7 +70,7 @@ lint: install  ## Check style, types, which floor imports which, and the documen
 	@$(BIN)/mypy -p banaserve -p benchmarks -p docs
 	@$(BIN)/mypy examples/*.py examples/*/*.py
 	@$(BIN)/lint-imports --no-logo
-	@$(BIN)/python -m docs.check
+	@PYTHONSAFEPATH= $(BIN)/python -m docs.check
 
 format: install  ## Rewrite the sources as lint wants them.
 	@$(BIN)/ruff check --fix
@@ -78,10 +78,10 @@ format: install  ## Rewrite the sources as lint wants them.
 	@$(BIN)/clang-format -i csrc/*.cpp csrc/*.h csrc/cuda/*
 
 bench: install  ## Run the benchmark NAME.
-	@exec $(BIN)/python -m benchmarks '$(NAME)' $(ARGS)
+	@PYTHONSAFEPATH= exec $(BIN)/python -m benchmarks '$(NAME)' $(ARGS)
 
 bench-gpu:  ## Time the kernels on a GPU with GPU_PYTHON into benchmarks/results/kernels.json.
-	@timeout 480 $(GPU_PYTHON) -m benchmarks.kernel_bandwidth --json benchmarks/results/kernels.json $(ARGS)
+	@PYTHONSAFEPATH= timeout 480 $(GPU_PYTHON) -m benchmarks.kernel_bandwidth --json benchmarks/results/kernels.json $(ARGS)
 
 wheel: install  ## Build a wheel into dist/; BANASERVE_CUDA=1 adds the CUDA part, with nvcc.
 	@rm -rf build/lib* build/bdist* # what an earlier wheel left would go into this one
@@ -99,7 +99,7 @@ lint-docker: $(VENV_STAMP)  ## Check the Dockerfiles with hadolint, from PyPI.
 	@$(VENV)/hadolint/bin/hadolint -c docker/hadolint.yaml docker/Dockerfile.cpu docker/Dockerfile.cuda
 
 docs: install $(VENV)/docs/.installed  ## Build the site of the documents into build/site.
-	@$(BIN)/python -m docs.generate
+	@PYTHONSAFEPATH= $(BIN)/python -m docs.generate
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --quiet --strict
 	@echo build/site/index.html
 
