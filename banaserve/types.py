@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, NewType
@@ -17,6 +17,22 @@ class Role(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     COLOCATED = "colocated"
+
+    @classmethod
+    def of(cls, word: str) -> Role:
+        """The role that people call ``word``; ``both`` is a name of ``colocated``.
+
+        Raises:
+            ValueError: There is none.
+        """
+        return cls.COLOCATED if word == "both" else cls(word)
+
+    @property
+    def legs(self) -> frozenset[Role]:
+        """The legs that it serves: prefill, decode or both of them."""
+        if self is Role.COLOCATED:
+            return frozenset((Role.PREFILL, Role.DECODE))
+        return frozenset((self,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +193,16 @@ class SwitchRole:
     role: Role
 
 
-Action = MoveModule | ReturnModule | SwitchRole
+@dataclass(frozen=True, slots=True)
+class SetStepTokens:
+    """Let ``instance`` take at most ``tokens`` in a step from its next one on: its chunk size."""
+
+    instance: InstanceId
+    old: int
+    tokens: int
+
+
+Action = MoveModule | ReturnModule | SwitchRole | SetStepTokens
 
 
 class Attempt(NamedTuple):
@@ -196,6 +221,8 @@ class Attempt(NamedTuple):
         """The attempt that ``action`` is, whatever its size."""
         if isinstance(action, SwitchRole):
             return cls("role", action.instance, action.role.value)
+        if isinstance(action, SetStepTokens):
+            return cls("chunk", action.instance, str(action.tokens))
         if isinstance(action, ReturnModule):
             return cls("return", action.guest, action.host)
         return cls("heads" if action.module.heads else "layers", action.host, action.guest)
@@ -242,7 +269,7 @@ class Step:
     @property
     def instances(self) -> tuple[InstanceId, ...]:
         """Those that take part, and not those that only feel it."""
-        if isinstance(self.action, SwitchRole):
+        if isinstance(self.action, SwitchRole | SetStepTokens):
             return (self.action.instance,)
         return (self.action.host, self.action.guest)
 
@@ -252,6 +279,9 @@ class Step:
         if isinstance(action, SwitchRole):
             view = cluster.instances.get(action.instance)
             return view is not None and view.role is action.role
+        if isinstance(action, SetStepTokens):
+            view = cluster.instances.get(action.instance)
+            return view is not None and view.step_tokens == action.tokens
         host = cluster.instances.get(action.host)
         if host is None:
             return False
@@ -276,6 +306,7 @@ class InstanceView:
         placements: Its modules that run elsewhere; what is not listed is at home.
         epoch: Rises with each change of its placements.
         changed_s: When its placements, guests or role last changed; None where never.
+        step_tokens: Most tokens that it takes in a step; 0 where that is not known.
     """
 
     id: InstanceId
@@ -289,10 +320,33 @@ class InstanceView:
     placements: tuple[ModulePlacement, ...] = ()
     epoch: int = 0
     changed_s: float | None = None
+    step_tokens: int = 0
 
     def report_age_s(self, now_s: float) -> float | None:
         """Seconds since the report was made; None where there is none."""
         return None if self.report is None else now_s - self.report.at_s
+
+
+class ObservedRequest(NamedTuple):
+    """A request as the router has seen it so far.
+
+    Attributes:
+        arrival_s: On the router's clock.
+        cached_tokens: Of the prompt, those that were found in the store.
+        output_tokens: Generated so far; of one that has ended, all of them.
+        instance: Where it is at present: whoever computes its prompt, or decodes it; None when it
+            has ended.
+        first_s: When its first token came; None before.
+        end_s: When it ended; None before.
+    """
+
+    arrival_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    instance: InstanceId | None
+    first_s: float | None
+    end_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +357,9 @@ class ClusterView:
         under_way: Steps that have begun and are not finished.
         is_balancing: What the last migration plan said of itself; see its thresholds.
         failed: What has failed a moment ago and is not to be tried again yet.
+        requests: Those of the last while, in the order of their arrivals; empty where nobody
+            collects them.
+        memory: What the last plan of the same policy asked to be handed back.
     """
 
     now_s: float
@@ -310,6 +367,8 @@ class ClusterView:
     under_way: tuple[Step, ...] = ()
     is_balancing: bool = False
     failed: frozenset[Attempt] = frozenset()
+    requests: Sequence[ObservedRequest] = ()
+    memory: object = None
 
     def serving(self, role: Role) -> tuple[InstanceView, ...]:
         """Ready instances of ``role``, in the order of their ids."""

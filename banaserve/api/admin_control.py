@@ -105,7 +105,9 @@ def _role_begin(control: Control) -> Endpoint:
     @refusing
     async def begin(request: Request) -> Response:
         ask = msgspec.json.decode(await request.body(), type=RoleRequest)
-        change = control.roles.begin(ask.instance, ask.role, ask.timeout_s)
+        change = control.roles.begin(
+            ask.instance, ask.role, ask.timeout_s, step_tokens=ask.max_num_batched_tokens
+        )
         return answer(change, HTTPStatus.ACCEPTED)
 
     return begin

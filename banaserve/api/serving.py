@@ -39,6 +39,7 @@ from banaserve.engine.vllm.migration.controller.guest_monitor import live_migrat
 from banaserve.engine.vllm.migration_executor import MoveExecutor
 from banaserve.engine.vllm.reports import SharedPrometheus
 from banaserve.engine.vllm.role_switch import Budgets, Roles
+from banaserve.engine.vllm.tracing.request_log import RequestLog
 from banaserve.engine.vllm.typed_rpc import call
 from banaserve.errors import BanaServeError, UserError
 from banaserve.kvstore.admin import fetch_stats
@@ -101,7 +102,9 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
                 parts.config.migration_guest_share,
             )
         )
-        control = await stack.enter_async_context(_controlling(parts.config, cluster, coordinator))
+        control = await stack.enter_async_context(
+            _controlling(parts.config, cluster, coordinator, client.requests)
+        )
         traces = Traces(client.requests, cluster.instances)
         app = await _app(parts, client, cluster)
         app = _with_admin(parts, app, coordinator, control, traces)
@@ -205,7 +208,7 @@ async def _connect(parts: Parts, cluster: Cluster) -> DisaggregatedClient:
         lookup_above_tokens=parts.config.skip_prefill_below_tokens,
     )
     await client.adopt_engine_facts()
-    if parts.config.kv_store and not parts.config.colocated:
+    if parts.config.kv_store:  # colocated instances may once hand over: roles change
         asked = call(WorkerApi.banaserve_fingerprint)
         fingerprint = asked.read((await client.collective_rpc(asked.name))[0])
         assert fingerprint is not None, "with a store every worker has a connector"
@@ -232,12 +235,14 @@ async def _app(parts: Parts, client: DisaggregatedClient, cluster: Cluster) -> A
 
 @contextlib.asynccontextmanager
 async def _controlling(
-    config: ServeConfig, cluster: Cluster, coordinator: Coordinator
+    config: ServeConfig, cluster: Cluster, coordinator: Coordinator, requests: RequestLog
 ) -> AsyncIterator[Control]:
     """Who decides what moves; ends what it has under way when the block ends."""
     clock, chosen = WallClock(), config.orchestrator
     roles = Roles(cluster.instances, clock)
-    executor = MoveExecutor(cluster, coordinator, roles, clock, config.migration_kv_growth)
+    executor = MoveExecutor(
+        cluster, coordinator, roles, clock, config.migration_kv_growth, requests.observed
+    )
     options = ControllerOptions(
         mode=Mode(chosen.mode),
         policy=chosen.policy,

@@ -1,4 +1,4 @@
-"""``banaserve role``: prefill or decode for an instance of a running server, without a restart."""
+"""``banaserve role``: prefill, decode or both for an instance of a running server, without a restart."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from banaserve.cli.migrate import JsonOption
 from banaserve.controller.schemas import RoleRequest
 from banaserve.engine.interface import RoleChange
 from banaserve.errors import UserError
+from banaserve.types import Role
 
 app = typer.Typer(name="role", add_completion=False)
 _EXIT_FAILED = 2
@@ -28,15 +29,18 @@ _LOOK_S = 0.5
 def role(
     server: ServerOptions,
     instance: Annotated[str, typer.Argument(help="Such as p1; it keeps its name.")],
-    new_role: Annotated[str, typer.Argument(metavar="ROLE", help="prefill or decode.")],
+    new_role: Annotated[str, typer.Argument(metavar="ROLE", help="prefill, decode or both.")],
     timeout_s: Annotated[
         float, typer.Option("--timeout", help="It keeps its role if it is not drained by then.")
     ] = 300.0,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Most tokens of its steps from then on; 0: those of its role.")
+    ] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Give a running instance another role once the requests that it has have ended."""
     client = server.client()
-    change = client.begin_role(RoleRequest(instance, new_role, timeout_s))
+    change = client.begin_role(RoleRequest(instance, new_role, timeout_s, max_num_batched_tokens))
     try:
         while change.is_open:
             if not as_json:
@@ -47,7 +51,8 @@ def role(
     if as_json:
         typer.echo(json.dumps(msgspec.to_builtins(change), indent=2))
     elif change.state == "done":
-        typer.echo(f"{instance} is for {new_role} after {change.seconds:.1f} s")
+        now = "does both" if change.role == Role.COLOCATED.value else f"is for {change.role}"
+        typer.echo(f"{instance} {now} after {change.seconds:.1f} s")
     if change.state != "done":
         print_error(f"role switch {change.id} {change.state}: {change.reason or 'by hand'}")
         raise typer.Exit(_EXIT_FAILED)

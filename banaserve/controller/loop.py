@@ -19,9 +19,19 @@ from banaserve.controller.schemas import (
     DecisionRecord,
     WantedStep,
 )
+from banaserve.elastic.policy import Elastic, plan_of
+from banaserve.elastic.process import DecisionProcess
 from banaserve.engine.interface import Ending, Executor, StepOutcome
-from banaserve.orchestrator.control import ControlLimits, Mode, Remembered, kind_of, turn
+from banaserve.orchestrator.control import (
+    ControlLimits,
+    Mode,
+    Remembered,
+    concluded,
+    kind_of,
+    to_plan_for,
+)
 from banaserve.orchestrator.migration import registry
+from banaserve.orchestrator.migration.interface import MigrationPlan, MigrationPolicy
 from banaserve.types import ClusterView, InstanceId, Step
 
 logger = logging.getLogger(__name__)
@@ -89,6 +99,7 @@ class Controller:
         self._is_paused = False
         self._remembered = Remembered()
         self._settling: list[_Settling] = []
+        self._deciding = DecisionProcess()
         self._carrying: set[asyncio.Task[None]] = set()
         self._loop: asyncio.Task[None] | None = None
         self._num_turns = 0
@@ -109,6 +120,7 @@ class Controller:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._deciding.stop()
         self._enter(ControllerState.OFF)
 
     def set_paused(self, paused: bool) -> None:
@@ -181,20 +193,18 @@ class Controller:
         self._enter(self._running_state)
         while True:
             await self._clock.sleep(self._options.interval_s)
-            self._turn()
+            await self._turn()
 
-    def _turn(self) -> None:
+    async def _turn(self) -> None:
         began_s = self._clock.now()
         policy = registry.make(self._options.policy, **self._section())
         options = self._options
-        found = turn(
-            self._executor.view(),
-            policy,
-            options.mode,
-            self._is_paused,
-            options.limits,
-            self._remembered,
-        )
+        seen = self._executor.view()
+        view, _ = to_plan_for(seen, options.limits, self._remembered)
+        plan = await self._plan(policy, view)
+        # What has failed or begun meanwhile counts.
+        _, before = to_plan_for(seen, options.limits, self._remembered)
+        found = concluded(view, plan, options.mode, self._is_paused, options.limits, before)
         self._remembered = found.after
         mode = "paused" if self._is_paused else options.mode.value
         decision = decision_of(found, mode, options.policy, self._wall())
@@ -209,9 +219,16 @@ class Controller:
             task.add_done_callback(self._carrying.discard)
         metrics.UNDER_WAY.set(len(found.view.under_way) + len(found.begin))
 
+    async def _plan(self, policy: MigrationPolicy, view: ClusterView) -> MigrationPlan:
+        """The policy's plan; one that takes seconds is made in a process of its own."""
+        if isinstance(policy, Elastic):
+            decision = await self._deciding.decide(policy.situation(view), policy.options)
+            return plan_of(decision, view, policy.options)
+        return policy.plan(view)
+
     def _section(self) -> dict[str, Any]:
         section, link = dict(self._options.section), self._executor.link()
-        if self._options.policy != "still":
+        if self._options.policy not in ("still", "elastic"):
             for option, name in _LEARNT.items():
                 section.setdefault(option, getattr(link, name))
         return section

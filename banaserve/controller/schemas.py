@@ -218,8 +218,15 @@ class PauseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RoleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Give ``instance`` another role once what it runs has ended."""
+    """Give ``instance`` another role once what it runs has ended.
+
+    Attributes:
+        role: ``prefill``, ``decode`` or ``both``.
+        max_num_batched_tokens: Most tokens of its steps from then on; 0 is what its role has. With
+            it ``role`` may be the one that it has.
+    """
 
     instance: str
     role: str
     timeout_s: float = 300.0
+    max_num_batched_tokens: int = 0

@@ -48,7 +48,7 @@ class RoleChange(msgspec.Struct):
     """An instance on its way to another role; over HTTP as JSON.
 
     Attributes:
-        old, role: ``prefill`` or ``decode``.
+        old, role: ``prefill``, ``decode`` or ``colocated``, which does both.
         state: draining, done, aborted, failed or timed out.
         num_left: Requests that are still on it; when it is done, those that run on beside the role.
     """

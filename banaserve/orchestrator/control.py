@@ -19,6 +19,7 @@ from banaserve.types import (
     Attempt,
     ClusterView,
     MoveModule,
+    SetStepTokens,
     Step,
     SwitchRole,
 )
@@ -74,13 +75,14 @@ class Remembered:
 
     Attributes:
         reports: Smoothed, by instance.
-        is_balancing: What the last plan said of itself.
+        is_balancing, memory: What the last plan said of itself.
         begun_s: When steps began, of the last minute.
         failed_s: What failed, and when.
     """
 
     reports: Reports = field(default_factory=dict)
     is_balancing: bool = False
+    memory: object = None
     begun_s: tuple[float, ...] = ()
     failed_s: Mapping[Attempt, float] = field(default_factory=dict)
 
@@ -116,10 +118,34 @@ def turn(
     before: Remembered,
 ) -> Turn:
     """Returns what to do about the cluster as ``seen``. Pure: equal arguments, equal result."""
+    view, before = to_plan_for(seen, limits, before)
+    return concluded(view, policy.plan(view), mode, is_paused, limits, before)
+
+
+def to_plan_for(
+    seen: ClusterView, limits: ControlLimits, before: Remembered
+) -> tuple[ClusterView, Remembered]:
+    """Returns the cluster as a policy sees it, and what to hand to ``concluded``."""
     before = _forgetting(before, seen.now_s, limits)
-    known = replace(seen, is_balancing=before.is_balancing, failed=frozenset(before.failed_s))
+    known = replace(
+        seen,
+        is_balancing=before.is_balancing,
+        memory=before.memory,
+        failed=frozenset(before.failed_s),
+    )
     view, reports = smoothed(known, before.reports, limits.smoothing_s)
-    plan = policy.plan(view)
+    return view, replace(before, reports=reports)
+
+
+def concluded(
+    view: ClusterView,
+    plan: MigrationPlan,
+    mode: Mode,
+    is_paused: bool,
+    limits: ControlLimits,
+    before: Remembered,
+) -> Turn:
+    """Returns the turn that ``plan``, made for ``view``, leads to."""
     begin: list[Step] = []
     held: list[tuple[Step, Held]] = []
     for step in plan.steps:
@@ -131,9 +157,9 @@ def turn(
             held.append((step, reason))
     after = replace(
         before,
-        reports=reports,
         is_balancing=plan.is_balancing,
-        begun_s=(*before.begun_s, *(view.now_s for _ in begin)),
+        memory=plan.memory,
+        begun_s=(*before.begun_s, *(view.now_s for step in begin if not _is_free(step))),
     )
     return Turn(view, plan, tuple(begin), tuple(held), after)
 
@@ -153,11 +179,19 @@ def _held(
         return Held.PAUSED
     if Attempt.of(step.action) in before.failed_s:
         return Held.FAILED
-    if len(view.under_way) + len(begin) >= limits.concurrent:
+    if _is_free(step):
+        return None
+    num_begun = sum(not _is_free(other) for other in begin)
+    if len(view.under_way) + num_begun >= limits.concurrent:
         return Held.CONCURRENT
-    if len(before.begun_s) + len(begin) >= limits.per_minute:
+    if len(before.begun_s) + num_begun >= limits.per_minute:
         return Held.RATE
     return None
+
+
+def _is_free(step: Step) -> bool:
+    """Whether nothing is copied or drained for ``step``, so that no limit is meant for it."""
+    return isinstance(step.action, SetStepTokens)
 
 
 def _forgetting(before: Remembered, now_s: float, limits: ControlLimits) -> Remembered:
@@ -173,7 +207,7 @@ def _forgetting(before: Remembered, now_s: float, limits: ControlLimits) -> Reme
 
 
 def kind_of(action: Action) -> str:
-    """Returns ``layers``, ``heads``, ``return`` or ``role``: a metric's label."""
+    """Returns ``layers``, ``heads``, ``return``, ``role`` or ``chunk``: a metric's label."""
     return Attempt.of(action).kind
 
 
@@ -181,6 +215,8 @@ def words(action: Action) -> str:
     """Returns ``action`` as a policy names its candidates."""
     if isinstance(action, SwitchRole):
         return f"switch {action.instance} from {action.old.value} to {action.role.value}"
+    if isinstance(action, SetStepTokens):
+        return f"steps of {action.tokens} tokens on {action.instance} instead of {action.old}"
     if isinstance(action, MoveModule):
         return words_of("move", action.module, action.host, action.guest)
     return words_of("return", action.module, action.guest, action.host)

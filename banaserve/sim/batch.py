@@ -129,6 +129,12 @@ class SimBatch:
         request.kv_tokens += steps
         request.joined_step = self._steps_done
 
+    def generated_by(self, request: SimRequest) -> int:
+        """Tokens that ``request`` has by now, as of the last step that is over."""
+        if self.decoding.get(request.id) is not request:
+            return request.generated
+        return request.generated + self._steps_done - request.joined_step
+
     def _leave(self, request: SimRequest) -> None:
         del self.decoding[request.id]
         self._context -= request.kv_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from banaserve.costs.profile import Profile
 from banaserve.costs.steps import StepCosts
@@ -18,7 +19,15 @@ from banaserve.sim.request import SimRequest
 from banaserve.sim.store import HASH_BLOCK_TOKENS, SimPrefixCache
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
-from banaserve.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
+from banaserve.types import (
+    ClusterView,
+    InstanceId,
+    InstanceView,
+    ObservedRequest,
+    RequestId,
+    RequestView,
+    Role,
+)
 
 _REPEAT_S = 0.5
 """A request that no instance can take is tried again after this."""
@@ -63,6 +72,7 @@ class Cell:
         self.caches: dict[InstanceId, SimPrefixCache] = {}
         self.load = 0
         self.finished: list[SimRequest] = []
+        self._seen: list[SimRequest] = []
         self.num_refused = 0
         self.num_restarted = 0
         self._num_returning = 0
@@ -104,7 +114,27 @@ class Cell:
             self.num_refused += 1
             return
         self.load += 1
+        if self._system.history_s:
+            self._seen.append(request)
         self._send(request)
+
+    def adopt(self, request: SimRequest, name: InstanceId, generated: int) -> None:
+        """Take over a request that decodes at ``name`` and has ``generated`` tokens by now."""
+        instance = self.instances[name]
+        request.generated, request.to_compute = generated, 0
+        request.first_s = self._timeline.now_s
+        request.kv_tokens = request.all_tokens
+        request.decode = instance
+        self.load += 1
+        instance.inflight += 1
+        instance.is_dirty = True
+        instance.engine.submit(request)
+
+    def observed(self) -> tuple[ObservedRequest, ...]:
+        """Returns the requests of the last while, as the router has seen them."""
+        since_s = self._timeline.now_s - self._system.history_s
+        self._seen = [one for one in self._seen if one.end_s < 0 or one.arrival_s >= since_s]
+        return tuple(_observed(request) for request in self._seen)
 
     def view(self) -> ClusterView:
         """Returns the instances as router and policy see them at this moment."""
@@ -133,7 +163,7 @@ class Cell:
         request.prefill = first
         if (cache := self.caches.get(first.id)) is not None and request.hash_ids:
             cached = min(cache.lookup(request.hash_ids, request.prompt_tokens), tokens - 1)
-        request.cached_tokens = cached
+        request.cached_tokens = request.found_tokens = cached
         request.to_compute = tokens - cached
         request.uncounted_tokens = request.to_compute
         first.inflight += 1
@@ -169,6 +199,9 @@ class Cell:
 
     def _fetch(self, engine: SimEngine, request: SimRequest) -> None:
         """The engine has room: fetches queue up at its link."""
+        if request.prefill is None:  # adopted: its KV is here already
+            self._timeline.at(self._timeline.now_s, engine.join, request)
+            return
         instance = self.instances[engine.name]
         start_s = max(self._timeline.now_s, instance.link_free_s)
         done_s = start_s + request.kv_tokens * self._token_s + 2 * self._hop_s
@@ -207,7 +240,8 @@ class Cell:
         """One turn of the control loop, the one that serves."""
         self.placing.bend()
         limits = self._system.control_limits
-        turn = control.turn(self.view(), self._migration, Mode.ON, False, limits, self._memory)
+        view = replace(self.view(), requests=self.observed())
+        turn = control.turn(view, self._migration, Mode.ON, False, limits, self._memory)
         self._memory = turn.after
         for step in turn.begin:
             self.placing.begin(step)
@@ -244,3 +278,20 @@ class Cell:
             whole = (request.all_tokens - 1) // self._block_tokens * self._block_tokens
             request.cached_tokens, request.to_compute = whole, request.all_tokens - whole
         self._send(request)
+
+
+def _observed(request: SimRequest) -> ObservedRequest:
+    has_ended = request.end_s >= 0
+    at = request.prefill if request.first_s < 0 else request.decode
+    generated = request.generated
+    if at is not None and not has_ended:
+        generated = at.engine.generated_by(request)
+    return ObservedRequest(
+        request.arrival_s,
+        request.prompt_tokens,
+        request.found_tokens,
+        generated,
+        None if has_ended or at is None else at.id,
+        request.first_s if request.first_s >= 0 else None,
+        request.end_s if has_ended else None,
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from banaserve.orchestrator.migration import slabs
 from banaserve.sim.engine import SimEngine
 from banaserve.types import InstanceFacts, InstanceReport, InstanceView, ModulePlacement, Role
@@ -44,13 +46,21 @@ class SimInstance:
         self.view_old_s = 0.0
         self.busy_fraction = 0.0
         self._fill = 1.0
-        limits = engine.limits
-        step_s, work_s = engine.costs.mixed_s(limits.step_tokens, 0, 0, 0)
-        self._full = work_s / step_s
+        self._fill_of_full_step()
         self._tokens_per_s = tokens_per_s
         self._last = (0.0, 0.0, 0.0)
         self._report: InstanceReport | None = None
         self._view: InstanceView | None = None
+
+    def set_step_tokens(self, tokens: int) -> None:
+        """Let its next steps take at most ``tokens``."""
+        self.engine.limits = replace(self.engine.limits, step_tokens=tokens)
+        self._fill_of_full_step()
+        self.is_dirty = True
+
+    def _fill_of_full_step(self) -> None:
+        step_s, work_s = self.engine.costs.mixed_s(self.engine.limits.step_tokens, 0, 0, 0)
+        self._full = work_s / step_s
 
     @property
     def kv_blocks(self) -> int:
@@ -85,6 +95,7 @@ class SimInstance:
             self.placements,
             self.epoch,
             self.changed_s,
+            self.engine.limits.step_tokens,
         )
         return self._view
 

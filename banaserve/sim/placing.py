@@ -15,6 +15,7 @@ from banaserve.types import (
     ModulePlacement,
     MoveModule,
     ReturnModule,
+    SetStepTokens,
     Step,
     SwitchRole,
 )
@@ -52,10 +53,13 @@ class Placing:
         self.on_begin: list[Callable[[Step], None]] = []
 
     def begin(self, step: Step) -> None:
-        """Start ``step``: a role changes at once, modules are copied while serving goes on."""
-        if isinstance(step.action, SwitchRole):
+        """Start ``step``: a role or a step's size changes at once, modules are copied while serving goes on."""
+        if isinstance(step.action, SwitchRole | SetStepTokens):
             instance = self._instances[step.action.instance]
-            instance.role = step.action.role
+            if isinstance(step.action, SwitchRole):
+                instance.role = step.action.role
+            else:
+                instance.set_step_tokens(step.action.tokens)
             self._changed(instance)
             self._count(step)
             return
@@ -146,7 +150,7 @@ class Placing:
         """Returns the start, the time and the words of each step that was committed."""
         return [
             (at_s, 0.0, words(step.action))
-            if isinstance(step.action, SwitchRole)
+            if isinstance(step.action, SwitchRole | SetStepTokens)
             else (at_s - step.cost_s, step.cost_s, words(step.action))
             for at_s, step in self.done
         ]

@@ -13,6 +13,7 @@ class SimRequest:
         output_tokens: What it will generate, known to the simulation alone.
         hash_ids: Ids of its prompt's blocks, prefix by prefix, where a trace has them.
         cached_tokens: Of the prompt, those that are fetched and not computed.
+        found_tokens: Of the prompt, those that were cached when it was routed.
         to_compute: Tokens of the prompt (after a preemption: of everything so far) still to do.
         computed: Tokens whose KV it has, in the prefill under way.
         generated: Output tokens so far, as of the last join or preemption.
@@ -31,6 +32,7 @@ class SimRequest:
         "end_s",
         "end_step",
         "first_s",
+        "found_tokens",
         "generated",
         "hash_ids",
         "held_by",
@@ -59,6 +61,7 @@ class SimRequest:
         self.output_tokens = output_tokens
         self.hash_ids = hash_ids
         self.cached_tokens = 0
+        self.found_tokens = 0
         self.to_compute = prompt_tokens
         self.computed = 0
         self.generated = 0

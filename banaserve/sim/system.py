@@ -29,6 +29,7 @@ class System:
         cache: Where prefixes are found: in one store, in each engine, or nowhere.
         store_tokens: Capacity of the store.
         control_s: Period of the control loop.
+        history_s: How long requests are kept for the policy to look at; 0 is not at all.
         control_limits: What it may begin, and over which time reports are smoothed.
         cell_size: Instances that one router and one policy look after; 0 is all of them. Requests
             go to the cell with the fewest.
@@ -49,6 +50,7 @@ class System:
     cache: str = "none"
     store_tokens: int = 4_000_000
     control_s: float = 2.0
+    history_s: float = 0.0
     control_limits: ControlLimits = field(default_factory=ControlLimits)
     cell_size: int = 0
     overlap_fraction: float = 0.0

@@ -38,13 +38,14 @@ class Instance(doubles.Instance):
         self.inflight_requests = 0
         self.num_changes = 0
         self.budget = self.role
+        self.step_tokens = 0
         self.board = SimpleNamespace(meter=SimpleNamespace(call_s=None, overlap_fraction=float))
 
     def set_role(self, role: Role) -> None:
         self.role = role
 
-    async def take_budget(self, role: Role) -> None:
-        self.budget = role
+    async def take_budget(self, role: Role, step_tokens: int = 0) -> None:
+        self.budget, self.step_tokens = role, step_tokens
 
     def has_changed(self) -> None:
         self.num_changes += 1

@@ -172,7 +172,12 @@ async def test_a_role_over_the_api(served):
     ("body", "status", "words"),
     [
         ({"instance": "p9", "role": "decode"}, 400, "unknown instance: p9"),
-        ({"instance": "p1", "role": "both"}, 400, "unknown role: both"),
+        ({"instance": "p1", "role": "either"}, 400, "unknown role: either"),
+        (
+            {"instance": "p1", "role": "both", "max_num_batched_tokens": -1},
+            400,
+            "max_num_batched_tokens=-1: give 0 or more",
+        ),
         ({"instance": "p1", "role": "prefill"}, 409, "for prefill already"),
         ({"instance": "p1", "role": "decode", "timeout_s": 0}, 400, "more than 0"),
         ({"instance": "p1"}, 400, "missing required field `role`"),

@@ -93,15 +93,15 @@ def test_neighbouring_layers_with_equal_heads_are_one_module(modules, expected):
 
 
 def test_facts_of_an_engine():
-    facts = instance_facts(CONFIG, FACTS, 2.0, True, False)
+    facts = instance_facts(CONFIG, FACTS, 2.0, True)
     assert facts is not None
     assert (facts.layer_token_bytes, facts.hidden_bytes, facts.queries_a_head) == (1536, 2304, 3)
     assert (facts.kv_bytes, facts.max_kv_blocks) == (300 * 16 * 1536 * 30, 600)
-    assert (facts.can_move_heads, facts.can_switch_role) == (True, False)
+    assert (facts.can_move_heads, facts.can_switch_role) == (True, True)
     empty = SimpleNamespace(
         **{**vars(CONFIG), "cache_config": SimpleNamespace(num_gpu_blocks=0, block_size=16)}
     )
-    assert instance_facts(empty, FACTS, 2.0, True, True) is None
+    assert instance_facts(empty, FACTS, 2.0, True) is None
 
 
 async def test_who_cannot_migrate_may_still_switch_roles(world):
@@ -216,6 +216,39 @@ async def test_a_role_changes_when_nothing_is_left(world):
     assert (p1.role, p1.is_draining, p1.num_changes) == (Role.DECODE, False, 1)
     (change,) = world.roles.recent()
     assert (change.state, change.old, change.role) == ("done", "prefill", "decode")
+
+
+async def test_one_that_does_both_drains_nothing_and_lets_the_last_of_a_role_go(world):
+    d0, p0 = InstanceId("d0"), InstanceId("p0")
+    for name, one in world.instances.items():
+        one.role = Role.DECODE if name != p0 else Role.PREFILL
+    world.instances[p0].inflight_requests = 7
+    with pytest.raises(MigrationError, match="the only one that serves prefill"):
+        world.roles.begin("p0", "decode", 20.0)
+    change = await world.roles.wait(world.roles.begin("p0", "both", 20.0).id)
+    assert (change.state, change.num_left, world.instances[p0].role) == ("done", 7, Role.COLOCATED)
+    with pytest.raises(MigrationError, match="p0 does both already"):
+        world.roles.begin("p0", "colocated", 20.0)
+    change = await world.roles.wait(world.roles.begin("d0", "both", 20.0).id)
+    assert change.state == "done"
+    world.instances[p0].inflight_requests = 0
+    change = await world.roles.wait(world.roles.begin("p0", "decode", 20.0).id)
+    assert (change.state, world.instances[d0].role) == ("done", Role.COLOCATED)
+
+
+async def test_a_step_size_changes_alone_and_with_a_role(world):
+    d0 = world.instances[InstanceId("d0")]
+    d0.inflight_requests = 3
+    change = world.roles.begin("d0", d0.role.value, 20.0, step_tokens=512)
+    assert not d0.is_draining
+    assert (await world.roles.wait(change.id)).state == "done"
+    assert (d0.role, d0.step_tokens) == (Role.DECODE, 512)
+    with pytest.raises(MigrationError, match="for decode already"):
+        world.roles.begin("d0", "decode", 20.0, step_tokens=512)
+    await world.roles.wait(world.roles.begin("d0", "both", 20.0, step_tokens=1024).id)
+    assert (d0.role, d0.step_tokens) == (Role.COLOCATED, 1024)
+    await world.roles.wait(world.roles.begin("d0", "both", 20.0).id)
+    assert d0.step_tokens == 0
 
 
 async def test_a_switch_that_takes_too_long_leaves_the_role(world):

@@ -131,6 +131,7 @@ class DisaggregatedClient(EngineClient):
         num_tokens = len(request.prompt_token_ids or ())
         with self.requests.following(request_id, num_tokens, arrived_s, arrived_at_s) as notes:
             context = await self._prepare(request, prompt, prompt_text, options, notes)
+            notes.tokens_so_far = lambda: context.num_output_tokens
             stream = run_request(context, self._cluster)
             self._contexts[id(stream)] = context
             try:

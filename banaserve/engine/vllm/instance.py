@@ -107,6 +107,7 @@ class Instance:
         role: What the router sends it; the engine does not know it.
         is_draining: The router sends it nothing, what it has goes on.
         inflight_requests: Legs that it has been sent and that have not ended.
+        step_tokens: Most tokens of its steps; 0 where they are those of its role.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class Instance:
         self._inflight_gauge = metrics.IN_FLIGHT.labels(self.id)
         self._inflight_prefill_tokens = 0
         self._prefill_tokens_per_s = _DEFAULT_PREFILL_TOKENS_PER_S
+        self.step_tokens = 0
         self._guests = (0, 0.0)
         self._placements: tuple[ModulePlacement, ...] = ()
         self._epoch = 0
@@ -170,7 +172,7 @@ class Instance:
             context.term()
         self.llm = await self._connected(addresses)
         compat.start_output_handler(self.llm)
-        await self.take_budget(self.role)
+        await self.take_budget(self.role, self.step_tokens)
         self._board.answered(idle=True)
         self.state = State.READY
         metrics.UP.labels(self.id, self.role.value).set(1)
@@ -286,6 +288,7 @@ class Instance:
             placements=self._placements,
             epoch=self._epoch,
             changed_s=self._changed_s,
+            step_tokens=self._budgets.of_steps(self.role, self.step_tokens).num_tokens,
         )
 
     def _new_board(self) -> ReportBoard:
@@ -304,15 +307,22 @@ class Instance:
             self._board.meter.remote_calls = calls
         self._placements, self._epoch = placements, epoch
 
-    async def take_budget(self, role: Role) -> None:
+    async def take_budget(self, role: Role, step_tokens: int = 0) -> None:
         """Let the engine work with the budget of ``role`` from its next step on.
+
+        Args:
+            step_tokens: Most tokens of a step; 0 is what the role has.
 
         Raises:
             NoAnswerError: It does not answer; it may work with that budget or the old one.
         """
         if self.llm is not None:
-            budget = await self._budgets.give(self.llm, role)
+            is_changed = bool(step_tokens or self.step_tokens)
+            budget = await self._budgets.give(self.llm, role, step_tokens, always=is_changed)
             self._board.meter.set_full_step(budget.num_tokens)
+        if step_tokens != self.step_tokens:
+            self.step_tokens = step_tokens
+            self.has_changed()
 
     def set_role(self, role: Role) -> None:
         """Let the router send it other legs from here on."""

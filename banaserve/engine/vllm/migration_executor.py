@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -33,20 +34,24 @@ from banaserve.types import (
     InstanceId,
     Module,
     MoveModule,
+    ObservedRequest,
     ReturnModule,
     Role,
+    SetStepTokens,
     Step,
     SwitchRole,
 )
 
 logger = logging.getLogger(__name__)
+_HISTORY_S = 300.0
+"""Requests of so long ago are of interest to no policy."""
 _FIRST_LINK = Link(bytes_per_s=200e6, sync_s=1.0, hop_s=2e-4)
 """Before the first move: a guest that has to be forked, weights from a disk's cache, and a message
 that wakes a process."""
 
 
 def instance_facts(
-    config: VllmConfig, model: ModelFacts, kv_growth: float, can_move: bool, can_switch_role: bool
+    config: VllmConfig, model: ModelFacts, kv_growth: float, can_move: bool
 ) -> InstanceFacts | None:
     """Returns the facts of an engine that runs ``config``; None where nothing can be said of it.
 
@@ -80,7 +85,6 @@ def instance_facts(
         max_kv_blocks=max(num_blocks, int(num_blocks * kv_growth)),
         can_move_layers=can_move,
         can_move_heads=can_move,
-        can_switch_role=can_switch_role,
     )
 
 
@@ -131,6 +135,7 @@ class MoveExecutor:
 
     Args:
         kv_growth: How many times the KV blocks of the start an instance may once have.
+        requests: Returns those under way, and those that have arrived since a time of ``clock``.
     """
 
     def __init__(
@@ -140,12 +145,14 @@ class MoveExecutor:
         roles: Roles,
         clock: Clock,
         kv_growth: float,
+        requests: Callable[[float], Sequence[ObservedRequest]] = lambda _: (),
     ) -> None:
         self._cluster = cluster
         self._coordinator = coordinator
         self._roles = roles
         self._clock = clock
         self._kv_growth = kv_growth
+        self._requests = requests
         self._migration_blockers: dict[InstanceId, str] = {}
         self._asking: dict[InstanceId, asyncio.Task[None]] = {}
         self._facts: dict[tuple[InstanceId, int, bool], InstanceFacts | None] = {}
@@ -184,9 +191,9 @@ class MoveExecutor:
         self._ask_again()
         instances = self._cluster.instances.values()
         known = {instance.id: self._known(instance) for instance in instances}
-        return cluster_view(
-            self._clock.now(), (i.view() for i in instances), known, self._under_way()
-        )
+        now_s = self._clock.now()
+        view = cluster_view(now_s, (i.view() for i in instances), known, self._under_way())
+        return replace(view, requests=self._requests(now_s - _HISTORY_S))
 
     def _known(self, instance: Instance) -> Known:
         llm, name = instance.llm, instance.id
@@ -195,18 +202,14 @@ class MoveExecutor:
         can_move = self._migration_blockers.get(name) == ""
         key = (name, instance.incarnation, can_move)
         if key not in self._facts:
-            self._facts[key] = self._facts_of(llm.vllm_config, instance.role, can_move)
+            self._facts[key] = instance_facts(
+                llm.vllm_config, self._coordinator.facts, self._kv_growth, can_move
+            )
         hosted = self._coordinator.hosts[name]
         blocks = (llm.vllm_config.cache_config.num_gpu_blocks or 0) + hosted.grown_blocks
         parts = hosted.max_microbatches
         overlap = instance.board.meter.overlap_fraction(parts) if parts > 1 else None
         return Known(self._facts[key], blocks, overlap)
-
-    def _facts_of(self, config: VllmConfig, role: Role, can_move: bool) -> InstanceFacts | None:
-        can_switch = role is not Role.COLOCATED
-        return instance_facts(
-            config, self._coordinator.facts, self._kv_growth, can_move, can_switch
-        )
 
     def _under_way(self) -> list[Step]:
         """Own steps as they were decided, and what people have begun."""
@@ -230,6 +233,10 @@ class MoveExecutor:
         try:
             if isinstance(step.action, SwitchRole):
                 outcome = await self._switch(step.action, step)
+            elif isinstance(step.action, SetStepTokens):
+                instance = self._cluster.instance(step.action.instance)
+                await instance.take_budget(instance.role, step.action.tokens)
+                outcome = StepOutcome(Ending.DONE, "")
             else:
                 outcome = await self._move(step.action, step.timeout_s)
         except BanaServeError as refused:

@@ -1,4 +1,4 @@
-"""Role switches: drain an instance, then give it the other role. Nothing restarts.
+"""Role switches: drain an instance, then give it another role. Nothing restarts.
 
 ``Budgets`` bounds an engine's steps by its role.
 """
@@ -28,7 +28,7 @@ _ANSWER_S = 30.0
 logger = logging.getLogger(__name__)
 _POLL_S = 0.02
 _KEPT = 200
-_ROLES = (Role.PREFILL, Role.DECODE)
+_WORDS = (Role.PREFILL.value, Role.DECODE.value, "both", Role.COLOCATED.value)
 
 
 class Budgets:
@@ -52,15 +52,33 @@ class Budgets:
     def of_role(self, role: Role) -> Budget:
         return self._given.get(role, self._own)
 
-    async def give(self, llm: Any, role: Role) -> Budget:
+    def of_steps(self, role: Role, step_tokens: int) -> Budget:
+        """The budget of ``role`` in steps of ``step_tokens`` tokens, as near as engines can.
+
+        A step has room for a token of each running request, and never more than the engines are
+        made for.
+        """
+        budget = self.of_role(role)
+        if not step_tokens:
+            return budget
+        tokens = min(max(step_tokens, budget.num_requests), self._own.num_tokens)
+        return Budget(tokens, budget.num_requests)
+
+    async def give(
+        self, llm: Any, role: Role, step_tokens: int = 0, *, always: bool = False
+    ) -> Budget:
         """Let the engine behind ``llm`` work with the budget of ``role`` from its next step on.
+
+        Args:
+            step_tokens: Of its steps; 0 is what the role has.
+            always: Say so even where no role has a budget of its own.
 
         Raises:
             NoAnswerError: It does not say in time that it does.
             ProtocolError: It says something else.
         """
-        budget = self.of_role(role)
-        if self._given:
+        budget = self.of_steps(role, step_tokens)
+        if self._given or always:
             asked = call(CoreApi.banaserve_set_budget, budget.num_tokens, budget.num_requests)
             try:
                 async with asyncio.timeout(_ANSWER_S):
@@ -99,20 +117,21 @@ class RoleInstance(Protocol):
     role: Role
     is_draining: bool
     inflight_requests: int
+    step_tokens: int
 
     @property
     def is_ready(self) -> bool: ...
 
     def set_role(self, role: Role) -> None: ...
 
-    async def take_budget(self, role: Role) -> None: ...
+    async def take_budget(self, role: Role, step_tokens: int = 0) -> None: ...
 
 
 class Roles:
-    """Drains instances and gives them the other role.
+    """Drains instances and gives them another role.
 
     The engine knows no role, so a leg that comes late is served all the same: draining keeps the
-    work of one role from slowing down that of the other.
+    work of one role from slowing down that of the other. One that will do both drains nothing.
 
     Args:
         instances: By id; they may die and come back.
@@ -124,13 +143,21 @@ class Roles:
         self._numbers = itertools.count(1)
         self._changes: dict[str, RoleChange] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._changing: set[InstanceId] = set()
 
     def begin(
-        self, name: str, role_name: str, timeout_s: float, drain_s: float = inf
+        self,
+        name: str,
+        role_name: str,
+        timeout_s: float,
+        drain_s: float = inf,
+        step_tokens: int = 0,
     ) -> RoleChange:
         """Begin to drain an instance; it has the new role when nothing is left on it.
 
         Args:
+            step_tokens: Most tokens of its steps from then on; 0 is what the role has. With a size
+                it may be the role that it has: then nothing is drained.
             timeout_s: After this it keeps its role, if it is not drained.
             drain_s: After this it has the new role, whatever is left: that runs on beside it.
 
@@ -139,11 +166,13 @@ class Roles:
             MigrationError: It cannot have it at present.
         """
         check_known("instance", name, self._instances)
-        check_known("role", role_name, [role.value for role in _ROLES])
+        check_known("role", role_name, _WORDS)
         if not timeout_s > 0:
             raise UserError(f"timeout_s={timeout_s:g}: give more than 0 seconds")
-        instance, role = self._instances[InstanceId(name)], Role(role_name)
-        self._check(instance, role)
+        if step_tokens < 0:
+            raise UserError(f"max_num_batched_tokens={step_tokens}: give 0 or more")
+        instance, role = self._instances[InstanceId(name)], Role.of(role_name)
+        self._check(instance, role, step_tokens)
         change = RoleChange(
             f"r{next(self._numbers)}", name, instance.role.value, role.value, "draining"
         )
@@ -151,8 +180,12 @@ class Roles:
         for old in list(self._changes)[:-_KEPT]:
             if not self._changes[old].is_open:
                 del self._changes[old]
-        instance.is_draining = True
-        task = asyncio.create_task(self._run(change, instance, role, timeout_s, drain_s))
+        if role in (Role.COLOCATED, instance.role):
+            drain_s = 0.0
+        else:
+            instance.is_draining = True
+        self._changing.add(instance.id)
+        task = asyncio.create_task(self._run(change, instance, role, timeout_s, drain_s, step_tokens))
         self._tasks[change.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(change.id, None))
         return change
@@ -191,29 +224,27 @@ class Roles:
 
     # ---- checks
 
-    def _check(self, instance: RoleInstance, role: Role) -> None:
-        if instance.role not in _ROLES:
-            raise MigrationError(f"instance {instance.id} does both: it has no role to switch")
-        if instance.role is role:
-            raise MigrationError(f"instance {instance.id} is for {role.value} already")
-        if instance.is_draining:
+    def _check(self, instance: RoleInstance, role: Role, step_tokens: int) -> None:
+        if instance.role is role and step_tokens == instance.step_tokens:
+            does = "does both" if role is Role.COLOCATED else f"is for {role.value}"
+            raise MigrationError(f"instance {instance.id} {does} already")
+        if instance.id in self._changing:
             raise MigrationError(f"instance {instance.id} is switching its role already")
         if not instance.is_ready:
             raise MigrationError(f"instance {instance.id} does not serve at present")
-        if not self._has_peer(instance):
+        if left := self._left_alone(instance, role):
             raise MigrationError(
-                f"instance {instance.id} is the only one that serves {instance.role.value}: "
+                f"instance {instance.id} is the only one that serves {left.value}: "
                 "switch another one to it first"
             )
 
-    def _has_peer(self, instance: RoleInstance) -> bool:
-        return any(
-            other is not instance
-            and other.role is instance.role
-            and other.is_ready
-            and not other.is_draining
-            for other in self._instances.values()
-        )
+    def _left_alone(self, instance: RoleInstance, role: Role) -> Role | None:
+        """The leg that nobody would serve if ``instance`` had ``role``; None where all is well."""
+        served = set(role.legs)
+        for other in self._instances.values():
+            if other is not instance and other.is_ready and not other.is_draining:
+                served |= other.role.legs
+        return next((leg for leg in (Role.PREFILL, Role.DECODE) if leg not in served), None)
 
     # ---- running
 
@@ -224,17 +255,18 @@ class Roles:
         role: Role,
         timeout_s: float,
         drain_s: float,
+        step_tokens: int,
     ) -> None:
         began_s = self._clock.now()
         try:
             while True:
                 change.num_left = instance.inflight_requests
                 change.seconds = self._clock.now() - began_s
-                if ending := self._ending(change, instance, timeout_s):
+                if ending := self._ending(change, instance, role, timeout_s):
                     change.state, change.reason = ending
                     break
                 if not change.num_left or change.seconds >= drain_s:
-                    await self._adopt(change, instance, role)
+                    await self._adopt(change, instance, role, step_tokens)
                     break
                 await self._clock.sleep(_POLL_S)
         except asyncio.CancelledError:
@@ -245,32 +277,37 @@ class Roles:
             change.state, change.reason = "failed", f"{type(broken).__name__}: {broken}"
         finally:
             instance.is_draining = False
+            self._changing.discard(instance.id)
 
-    async def _adopt(self, change: RoleChange, instance: RoleInstance, role: Role) -> None:
+    async def _adopt(
+        self, change: RoleChange, instance: RoleInstance, role: Role, step_tokens: int
+    ) -> None:
         """Budget first: the engine is asked, and the router does what it likes."""
+        before = instance.step_tokens
         try:
-            await instance.take_budget(role)
+            await instance.take_budget(role, step_tokens)
             change.num_left = instance.inflight_requests
-            if ending := self._ending(change, instance, inf):
+            if ending := self._ending(change, instance, role, inf):
                 change.state, change.reason = ending
                 return
-            instance.set_role(role)
+            if role is not instance.role:
+                instance.set_role(role)
             change.state = "done"
             logger.info("instance %s is for %s from here on", instance.id, role.value)
         finally:
             if instance.role is not role and instance.is_ready:
-                await instance.take_budget(instance.role)
+                await instance.take_budget(instance.role, before)
 
     def _ending(
-        self, change: RoleChange, instance: RoleInstance, timeout_s: float
+        self, change: RoleChange, instance: RoleInstance, role: Role, timeout_s: float
     ) -> tuple[str, str] | None:
         """State and reason where the role is to stay what it is."""
         if not change.is_open:
             return change.state, change.reason
         if not instance.is_ready:
             return "failed", "the instance has ended"
-        if not self._has_peer(instance):
-            return "failed", f"no other instance serves {change.old} any more"
+        if left := self._left_alone(instance, role):
+            return "failed", f"no other instance serves {left.value} any more"
         if change.num_left and change.seconds >= timeout_s:
             return "timed out", f"{change.num_left} requests are left after {timeout_s:g} s"
         return None

@@ -58,6 +58,7 @@ class MigrationPlan:
         left_out: Instances that took no part in the decision.
         gap: Greatest difference of load between two instances, as the policy measures it.
         is_balancing: To be handed back in the next ``ClusterView``.
+        memory: The same: what the policy wants to know again, immutable.
         reason: Why there are no more steps than these.
     """
 
@@ -67,6 +68,7 @@ class MigrationPlan:
     gap: float = 0.0
     is_balancing: bool = False
     reason: str = ""
+    memory: object = None
 
 
 class MigrationPolicy(Protocol):

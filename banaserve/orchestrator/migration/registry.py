@@ -26,7 +26,9 @@ def _check(name: str, found: object) -> MigrationPolicyClass:
     return policy
 
 
-POLICIES: Registry[MigrationPolicyClass] = Registry("migration policy", _check)
+POLICIES: Registry[MigrationPolicyClass] = Registry(
+    "migration policy", _check, ["banaserve.elastic.registration"]
+)
 POLICIES.add("published", Published)
 POLICIES.add("repaired", Repaired)
 POLICIES.add("still", Still)

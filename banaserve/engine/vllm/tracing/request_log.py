@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from banaserve.engine.vllm.tracing.events import (
     Routed,
 )
 from banaserve.errors import UserError
-from banaserve.types import ClusterView, Route
+from banaserve.types import ClusterView, InstanceId, ObservedRequest, Route
 
 _NAMED = 5
 _PREFIXES = ("chatcmpl-", "cmpl-")
@@ -76,6 +76,7 @@ class RequestNotes:
 
     Attributes:
         output_tokens: That have gone to the client; known when the request has ended.
+        tokens_so_far: Tells how many there are before that.
         num_dropped: Events beyond ``MAX_EVENTS``.
     """
 
@@ -94,6 +95,7 @@ class RequestNotes:
         self.arrived_at_s = arrived_at_s
         self.cached_tokens = 0
         self.output_tokens = 0
+        self.tokens_so_far: Callable[[], int] = lambda: 0
         self.legs: list[TracedLeg] = []
         self.num_dropped = 0
         self.first_output_s: float | None = None
@@ -140,6 +142,19 @@ class RequestNotes:
             for at_s, event in self._events
         ]
         return [*found, self.ended] if self.ended is not None else found
+
+    def observed(self) -> ObservedRequest:
+        """What a policy may know of it; a request that decodes is where its last leg is."""
+        has_ended = self.ended is not None
+        return ObservedRequest(
+            self.arrived_s,
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.output_tokens if has_ended else self.tokens_so_far(),
+            InstanceId(self.legs[-1].instance) if self.legs and not has_ended else None,
+            self.first_output_s,
+            self.ended[0] if self.ended is not None else None,
+        )
 
     def summary(self) -> RequestSummary:
         ended_s = self.ended[0] if self.ended is not None else self._clock.now()
@@ -193,6 +208,12 @@ class RequestLog:
         known = sorted(self._all(), key=lambda notes: notes.arrived_s)
         first = 0 if count is None else max(0, len(known) - count)
         return [notes.summary() for notes in known[first:]]
+
+    def observed(self, since_s: float) -> list[ObservedRequest]:
+        """Requests under way and those that have arrived since, in the order of their arrivals."""
+        found = [notes.observed() for notes in self._ended if notes.arrived_s >= since_s]
+        found += [notes.observed() for notes in self._open.values()]
+        return sorted(found, key=lambda request: request.arrival_s)
 
     def find(self, wanted: str) -> RequestNotes | None:
         """The request of this id, or the only one whose id begins so; None where there is none.

@@ -1,0 +1,112 @@
+"""Arrangements: how many instances prefill, decode or do both, and in steps of which size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from banaserve.types import InstanceId, InstanceView, Role
+
+PREFILL_STEP_TOKENS = 2048
+"""Fewest tokens of a step where nobody decodes beside it: small chunks would only cost."""
+
+
+class Arrangement(NamedTuple):
+    """Roles by their numbers; which instance has which does not matter where all are alike.
+
+    Attributes:
+        step_tokens: Most tokens of a step where prompts are computed.
+    """
+
+    num_prefill: int
+    num_decode: int
+    num_both: int
+    step_tokens: int
+
+    @property
+    def size(self) -> int:
+        return self.num_prefill + self.num_decode + self.num_both
+
+    def tokens_of(self, role: Role) -> int:
+        """Most tokens of a step of an instance of ``role``."""
+        if role is Role.PREFILL:
+            return max(PREFILL_STEP_TOKENS, self.step_tokens)
+        return self.step_tokens
+
+    def roles(self) -> tuple[Role, ...]:
+        """The role of each instance, those that prefill first."""
+        return (
+            *(Role.PREFILL for _ in range(self.num_prefill)),
+            *(Role.DECODE for _ in range(self.num_decode)),
+            *(Role.COLOCATED for _ in range(self.num_both)),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_prefill} prefill, {self.num_decode} decode, {self.num_both} both, "
+            f"steps of {self.step_tokens}"
+        )
+
+
+def arrangements(size: int, chunks: Sequence[int]) -> Iterator[Arrangement]:
+    """Yields every arrangement of ``size`` instances in which each has something to do.
+
+    Instances that only decode get their requests from those that only prefill; one that does both
+    keeps its own.
+    """
+    for num_prefill in range(size):
+        for num_decode in range(size - num_prefill + 1):
+            num_both = size - num_prefill - num_decode
+            if (num_decode and not num_prefill) or not num_decode + num_both:
+                continue
+            for step_tokens in chunks:
+                yield Arrangement(num_prefill, num_decode, num_both, step_tokens)
+
+
+def arrangement_of(views: Sequence[InstanceView]) -> Arrangement:
+    """Returns the present arrangement; step sizes that differ count as the smallest of both."""
+    roles = [view.role for view in views]
+    prompts = [view for view in views if view.role is Role.COLOCATED] or [
+        view for view in views if view.role is Role.PREFILL
+    ]
+    return Arrangement(
+        roles.count(Role.PREFILL),
+        roles.count(Role.DECODE),
+        roles.count(Role.COLOCATED),
+        min((view.step_tokens for view in prompts), default=0),
+    )
+
+
+def assign(wanted: Arrangement, views: Sequence[InstanceView]) -> Mapping[InstanceId, Role]:
+    """Returns the new roles of those that change, as few as can be.
+
+    Who prefills only afterwards is taken from those that decode least, who decodes only from
+    those with the least left to prefill: what they still have runs on beside the new work.
+    """
+    open_ = {
+        Role.PREFILL: wanted.num_prefill,
+        Role.DECODE: wanted.num_decode,
+        Role.COLOCATED: wanted.num_both,
+    }
+    changes: list[InstanceView] = []
+    for role in open_:
+        having = [view for view in views if view.role is role]
+        # Those stay that have the most of what the role does.
+        having.sort(key=lambda view: (-_work(view, role), view.id))
+        changes += having[open_[role] :]
+        open_[role] -= min(open_[role], len(having))
+    found = {}
+    for role in (Role.PREFILL, Role.DECODE, Role.COLOCATED):
+        other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+        changes.sort(key=lambda view: (_work(view, other), view.id))
+        for view in changes[: open_[role]]:
+            found[view.id] = role
+        changes = changes[open_[role] :]
+    return found
+
+
+def _work(view: InstanceView, role: Role) -> float:
+    """How much ``view`` has of what ``role`` does; only compared."""
+    if role is Role.PREFILL:
+        return view.inflight_prefill_tokens
+    return view.report.kv_used_fraction if view.report is not None else view.inflight_requests

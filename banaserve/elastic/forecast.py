@@ -1,0 +1,187 @@
+"""Forecast of an arrangement: the last minute's requests, simulated under it once more.
+
+The simulator is the model: it shares step costs and routing with what serves. Requests under way
+come first, where they are and as far as they are; those of the last while arrive once more behind
+them, with the lengths that were seen. What an unfinished request will generate is drawn from those
+that have ended and from those already drawn, longest first (the estimator of Kaplan and Meier, as
+Efron's redistribution to the right).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import log
+from typing import NamedTuple
+
+from banaserve.costs.profile import Profile
+from banaserve.elastic.arrangement import Arrangement
+from banaserve.sim.cell import Cell
+from banaserve.sim.request import SimRequest
+from banaserve.sim.system import System
+from banaserve.sim.timeline import Timeline
+from banaserve.types import InstanceId, ObservedRequest, Role
+
+_GOLDEN = 0.6180339887498949
+_STEEPNESS = 10
+_MARGIN_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    """Limits of a request that is served well; None where latency alone counts."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def value(self, ttft_s: float, tpot_s: float, e2e_s: float) -> float:
+        """Worth of a request; greater is better.
+
+        A forecast errs, so a request just within its limits counts for about a half, and margin
+        still counts a little where all are well within.
+        """
+        if self.ttft_s is None and self.tpot_s is None:
+            return -log(max(e2e_s, 1e-3))
+        ratio = max(
+            ttft_s / self.ttft_s if self.ttft_s is not None else 0.0,
+            tpot_s / self.tpot_s if self.tpot_s is not None else 0.0,
+        )
+        within = 1 / (1 + ratio**_STEEPNESS) if ratio < 100 else 0.0
+        return (1 - _MARGIN_SHARE) * within + _MARGIN_SHARE / (1 + ratio)
+
+
+class FutureRequest(NamedTuple):
+    """A request of a forecast.
+
+    Attributes:
+        at_s: When it arrives, from the start of the forecast on; 0 of one under way.
+        age_s: How long ago it arrived, of one under way.
+        generated: Tokens it has; with at least one it decodes at ``instance``.
+    """
+
+    at_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    generated: int = 0
+    age_s: float = 0.0
+    instance: InstanceId | None = None
+
+
+class Forecast(NamedTuple):
+    """Worth of each request that arrives in the forecast, and when the last one is done."""
+
+    values: tuple[float, ...]
+    total_s: float
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values) if self.values else 0.0
+
+
+def future_of(
+    requests: Sequence[ObservedRequest], since_s: float, now_s: float
+) -> list[FutureRequest]:
+    """Returns what to simulate: requests under way, then those that arrived from ``since_s`` on."""
+    lengths = _output_lengths(requests)
+    under_way = [
+        FutureRequest(
+            0.0,
+            request.prompt_tokens,
+            request.cached_tokens,
+            max(lengths[place], request.output_tokens + 1),
+            request.output_tokens,
+            now_s - request.arrival_s,
+            request.instance,
+        )
+        for place, request in enumerate(requests)
+        if request.end_s is None
+    ]
+    again = [
+        FutureRequest(
+            request.arrival_s - since_s,
+            request.prompt_tokens,
+            request.cached_tokens,
+            lengths[place],
+        )
+        for place, request in enumerate(requests)
+        if since_s <= request.arrival_s < now_s
+    ]
+    return under_way + again
+
+
+def _output_lengths(requests: Sequence[ObservedRequest]) -> list[int]:
+    """Output tokens of each request: as seen, or drawn where it has not ended."""
+    known = sorted(request.output_tokens for request in requests if request.end_s is not None)
+    lengths = [request.output_tokens for request in requests]
+    open_places = [place for place, request in enumerate(requests) if request.end_s is None]
+    open_places.sort(key=lambda place: (-requests[place].output_tokens, place))
+    for number, place in enumerate(open_places):
+        generated = requests[place].output_tokens
+        first = bisect_right(known, generated)
+        longer = len(known) - first
+        if longer:
+            share = (number + 1) * _GOLDEN % 1.0
+            lengths[place] = known[first + int(share * longer)]
+        else:
+            lengths[place] = generated + max(8, generated // 2)
+        insort(known, lengths[place])
+    return lengths
+
+
+def forecast(
+    profile: Profile,
+    system: System,
+    roles: Sequence[tuple[InstanceId, Role, int]],
+    future: Sequence[FutureRequest],
+    limits: ServiceLimits,
+    patience_s: float,
+) -> Forecast:
+    """Simulates ``future`` on instances of ``roles``, each with its step's tokens.
+
+    Args:
+        system: Routing, handover and limits of the engines.
+        patience_s: After the last arrival; what is not done then counts as ending then.
+    """
+    timeline = Timeline()
+    cell = Cell(
+        timeline,
+        profile,
+        replace(system, migration="still", migration_options={}),
+        [(name, role) for name, role, _ in roles],
+        None,
+        0,
+        lambda _: None,
+    )
+    for name, _, step_tokens in roles:
+        cell.instances[name].set_step_tokens(step_tokens)
+    coming: list[tuple[FutureRequest, SimRequest]] = []
+    for number, one in enumerate(future):
+        request = SimRequest(number, one.at_s, one.prompt_tokens, one.output_tokens)
+        request.cached_tokens = min(one.cached_tokens, one.prompt_tokens - 1)
+        request.to_compute = one.prompt_tokens - request.cached_tokens
+        coming.append((one, request))
+        if one.generated and one.instance in cell.instances:
+            cell.adopt(request, one.instance, one.generated)
+        else:
+            timeline.at(one.at_s, cell.submit, request)
+    end_s = (future[-1].at_s if future else 0.0) + patience_s
+    timeline.run(until_s=end_s)
+    values = []
+    total_s = 0.0
+    for one, request in coming:
+        done_s = request.end_s if request.end_s >= 0 else end_s
+        total_s = max(total_s, done_s)
+        if one.age_s or one.generated:
+            continue
+        first_s = request.first_s if request.first_s >= 0 else end_s
+        tokens = max(1, request.output_tokens - 1)
+        values.append(
+            limits.value(
+                first_s - one.at_s,
+                (done_s - first_s) / tokens if request.output_tokens > 1 else 0.0,
+                done_s - one.at_s,
+            )
+        )
+    return Forecast(tuple(values), total_s)

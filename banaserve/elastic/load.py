@@ -1,0 +1,69 @@
+"""Statistics of a load, and the test whether one stretch of it is another load than the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import NamedTuple
+
+from banaserve.types import ObservedRequest
+
+
+class Moments(NamedTuple):
+    """Mean of a quantity a second, and the variance of that mean."""
+
+    mean: float
+    variance: float
+
+    def differs(self, other: Moments, least_fraction: float, deviations: float) -> bool:
+        """Whether the two means differ by more than chance and by more than a share of them."""
+        gap = abs(self.mean - other.mean)
+        if gap <= least_fraction * max(self.mean, other.mean):
+            return False
+        return gap > deviations * sqrt(self.variance + other.variance)
+
+
+class LoadStats(NamedTuple):
+    """Load of a stretch of time: requests, prompt tokens to compute and output tokens a second."""
+
+    requests: Moments
+    prompt_tokens: Moments
+    prompt_length: Moments
+
+    def differs(self, other: LoadStats, least_fraction: float, deviations: float) -> bool:
+        """Whether the two are different loads."""
+        return any(
+            one.differs(two, least_fraction, deviations)
+            for one, two in zip(self, other, strict=True)
+        )
+
+
+def load_stats(
+    requests: Sequence[ObservedRequest], start_s: float, end_s: float, num_bins: int = 10
+) -> LoadStats:
+    """Returns the load of those of ``requests`` that arrived from ``start_s`` to ``end_s``.
+
+    The variance comes from bins of time, so that it is larger where arrivals come in bursts.
+    """
+    width_s = (end_s - start_s) / num_bins
+    counts, tokens = [0.0] * num_bins, [0.0] * num_bins
+    lengths = []
+    for request in requests:
+        if start_s <= request.arrival_s < end_s:
+            place = min(num_bins - 1, int((request.arrival_s - start_s) / width_s))
+            length = request.prompt_tokens - request.cached_tokens
+            counts[place] += 1 / width_s
+            tokens[place] += length / width_s
+            lengths.append(float(length))
+    return LoadStats(_moments(counts), _moments(tokens), _moments(lengths))
+
+
+def _moments(values: Sequence[float]) -> Moments:
+    count = len(values)
+    if not count:
+        return Moments(0.0, 0.0)
+    mean = sum(values) / count
+    if count == 1:
+        return Moments(mean, mean * mean)
+    spread = sum((value - mean) ** 2 for value in values) / (count - 1)
+    return Moments(mean, spread / count)
