@@ -52,6 +52,7 @@ class OrchestratorConfig:
 
     Attributes:
         mode: ``off``, ``dry-run`` (decides and moves nothing) or ``on``.
+        slo_ttft_s, slo_tpot_s: Limits of a request that is served well; 0 is none.
         policy: Name of the migration policy; ``options`` are its.
         interval_s: From one decision to the next.
         concurrent: Steps that may be under way at once.
@@ -60,6 +61,8 @@ class OrchestratorConfig:
     """
 
     mode: str = "dry-run"
+    slo_ttft_s: float = 0.0
+    slo_tpot_s: float = 0.0
     policy: str = "repaired"
     options: Options = ()
     interval_s: float = 2.0
@@ -266,6 +269,12 @@ def _check_parts(config: ServeConfig) -> None:
     orchestrator = config.orchestrator
     if not orchestrator.interval_s > 0:
         raise UserError(f"--orchestrator-interval {orchestrator.interval_s:g}: must be above 0")
+    for option, limit_s in (
+        ("--slo-ttft", orchestrator.slo_ttft_s),
+        ("--slo-tpot", orchestrator.slo_tpot_s),
+    ):
+        if not limit_s >= 0:
+            raise UserError(f"{option} {limit_s:g}: seconds above 0, or 0 for no limit")
     if orchestrator.mode != "off" and not config.kv_store:
         raise UserError(
             f"--orchestrator {orchestrator.mode} needs the store, with which steps are measured: "

@@ -53,6 +53,8 @@ from banaserve.run_dir import AdminAccess, RunDir, write_admin
 
 Say = Callable[[str], None]
 _MIN_STEP_TIMEOUT_S = 60.0
+_UNPACED_PROFILE = "smollm2-135m-cpu"
+"""What the elastic policy forecasts with where nothing is said: the model that comes along."""
 _HOP_BYTES_PER_S = 2e9
 
 
@@ -246,7 +248,7 @@ async def _controlling(
     options = ControllerOptions(
         mode=Mode(chosen.mode),
         policy=chosen.policy,
-        section={**_section(chosen.policy), **dict(chosen.options)},
+        section={**_section(config), **dict(chosen.options)},
         interval_s=chosen.interval_s,
         limits=ControlLimits(concurrent=chosen.concurrent, per_minute=chosen.per_minute),
     )
@@ -261,12 +263,20 @@ async def _controlling(
         await roles.stop()
 
 
-def _section(policy: str) -> dict[str, Any]:
+def _section(config: ServeConfig) -> dict[str, Any]:
     """What policies assume of real engines: a guest has to be forked and to load weights.
 
     Messages between steps wait for neither: they are copies in memory.
     """
-    if policy == "still":
+    chosen = config.orchestrator
+    if chosen.policy == "elastic":
+        return {
+            "profile": config.pace or _UNPACED_PROFILE,
+            "dilation": config.dilate,
+            "ttft_s": chosen.slo_ttft_s,
+            "tpot_s": chosen.slo_tpot_s,
+        }
+    if chosen.policy == "still":
         return {}
     return {"min_timeout_s": _MIN_STEP_TIMEOUT_S, "hop_bytes_per_s": _HOP_BYTES_PER_S}
 

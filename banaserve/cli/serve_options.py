@@ -31,6 +31,7 @@ from banaserve.types import Role
 _DEFAULTS = ServeConfig()
 _ROLES = (Role.PREFILL, Role.DECODE)
 _ORCHESTRATOR = OrchestratorConfig()
+_ANY = 10_000
 
 
 def parse_serve_argv(argv: Sequence[str]) -> ServeConfig:
@@ -53,10 +54,23 @@ def parse_serve_argv(argv: Sequence[str]) -> ServeConfig:
     if known.model and positional and known.model != positional:
         raise UserError(f"two models: {positional} and --model {known.model}")
     known.model = known.model or positional
-    if known.pd and known.colocated:
-        raise UserError("--pd and --colocated exclude each other")
+    _check_instances(known)
     _catch_misspelt(parser, unknown)
     return _config(known, (*unknown, *for_vllm))
+
+
+def _check_instances(known: argparse.Namespace) -> None:
+    given = [name for name in ("pd", "colocated", "instances") if getattr(known, name)]
+    if len(given) > 1:
+        raise UserError(f"--{given[0]} and --{given[1]} exclude each other")
+    if known.elastic and known.orchestrator not in (None, "on"):
+        raise UserError(f"--elastic and --orchestrator {known.orchestrator} exclude each other")
+    if (known.elastic or known.instances) and known.no_kv_store:
+        raise UserError("--no-kv-store: instances that change their roles need the store")
+    if known.elastic and known.orchestrator_policy not in (None, "elastic"):
+        raise UserError(
+            f"--elastic and --orchestrator-policy {known.orchestrator_policy} exclude each other"
+        )
 
 
 def _flags_and_valued(parser: argparse.ArgumentParser) -> tuple[set[str], set[str]]:
@@ -77,14 +91,14 @@ def _catch_misspelt(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
 
 def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfig:
     prefill, decode = parse_pd(known.pd or "1:1")
-    if known.colocated:
+    if known.colocated or known.instances:
         prefill = decode = 0
     keys = known.api_key or [key for key in [os.environ.get("BANASERVE_API_KEY", "")] if key]
     return ServeConfig(
         model=known.model or (MINIATURE if known.pace else _DEFAULTS.model),
         prefill=prefill,
         decode=decode,
-        colocated=known.colocated,
+        colocated=known.colocated or known.instances,
         host=known.host,
         port=known.port,
         api_keys=tuple(keys),
@@ -153,6 +167,18 @@ def _add_instances(parser: argparse.ArgumentParser) -> None:
     add("--model", help="smollm2-135m, llama-13b, opt-13b, a Hugging Face id or a folder")
     add("--pd", metavar="P:D", help="prefill and decode instances (1:1)")
     add("--colocated", type=int, default=0, metavar="N", help="N instances that do both")
+    add(
+        "--instances",
+        type=int,
+        default=0,
+        metavar="N",
+        help="N instances that begin as both; what each does is left to the elastic policy",
+    )
+    add(
+        "--elastic",
+        action="store_true",
+        help="let roles and step sizes follow the load: --orchestrator on with the policy elastic",
+    )
     add("--devices", default="", help="CUDA devices of each instance, such as '0;1;2,3;4,5'")
     add("--engine-start", default=_DEFAULTS.engine_start, help="auto, fork (CPU) or spawn (GPU)")
     add(
@@ -359,9 +385,22 @@ def add_orchestrator(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--orchestrator-policy",
-        default=_ORCHESTRATOR.policy,
         metavar="NAME",
-        help=f"one of {', '.join(migration_policies.names())}",
+        help=f"one of {', '.join(migration_policies.names())} ({_ORCHESTRATOR.policy})",
+    )
+    add(
+        "--slo-ttft",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="time to first token of a request that is served well (0: no limit)",
+    )
+    add(
+        "--slo-tpot",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="mean time of an output token after the first (0: no limit)",
     )
     add(
         "--orchestrator-option",
@@ -379,31 +418,44 @@ def add_orchestrator(parser: argparse.ArgumentParser) -> None:
     add(
         "--orchestrator-concurrent",
         type=int,
-        default=_ORCHESTRATOR.concurrent,
         metavar="N",
-        help="steps that may be under way at once",
+        help=f"steps that may be under way at once ({_ORCHESTRATOR.concurrent}; elastic: any)",
     )
     add(
         "--orchestrator-per-minute",
         type=int,
-        default=_ORCHESTRATOR.per_minute,
         metavar="N",
-        help="steps that may begin within a minute",
+        help=f"steps that may begin within a minute ({_ORCHESTRATOR.per_minute}; elastic: any)",
     )
     add("--decision-log", type=Path, metavar="FILE", help="append every decision, as JSON lines")
 
 
 def orchestrator_of(known: argparse.Namespace) -> OrchestratorConfig:
     """Returns what the options say; without a store nothing is measured, so the default is off."""
+    is_elastic = known.elastic or (known.instances and known.orchestrator is None)
+    usual = "off" if known.no_kv_store else "on" if is_elastic else _ORCHESTRATOR.mode
+    policy = known.orchestrator_policy or ("elastic" if is_elastic else _ORCHESTRATOR.policy)
+    # A role that changes by that policy drains nothing: a plan is carried out as a whole.
+    concurrent, per_minute = (
+        (_ANY, _ANY)
+        if policy == "elastic"
+        else (_ORCHESTRATOR.concurrent, _ORCHESTRATOR.per_minute)
+    )
     return OrchestratorConfig(
-        mode=known.orchestrator or ("off" if known.no_kv_store else _ORCHESTRATOR.mode),
-        policy=known.orchestrator_policy,
+        mode=known.orchestrator or usual,
+        slo_ttft_s=known.slo_ttft,
+        slo_tpot_s=known.slo_tpot,
+        policy=policy,
         options=tuple(read_pair("--orchestrator-option", o) for o in known.orchestrator_option),
         interval_s=known.orchestrator_interval,
-        concurrent=known.orchestrator_concurrent,
-        per_minute=known.orchestrator_per_minute,
+        concurrent=_given(known.orchestrator_concurrent, concurrent),
+        per_minute=_given(known.orchestrator_per_minute, per_minute),
         decision_log=known.decision_log,
     )
+
+
+def _given(value: int | None, usual: int) -> int:
+    return usual if value is None else value
 
 
 def check_orchestrator(config: OrchestratorConfig) -> None:

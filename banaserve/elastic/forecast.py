@@ -81,9 +81,13 @@ class Forecast(NamedTuple):
 
 
 def future_of(
-    requests: Sequence[ObservedRequest], since_s: float, now_s: float
+    requests: Sequence[ObservedRequest], since_s: float, now_s: float, dilation: float = 1.0
 ) -> list[FutureRequest]:
-    """Returns what to simulate: requests under way, then those that arrived from ``since_s`` on."""
+    """Returns what to simulate: requests under way, then those that arrived from ``since_s`` on.
+
+    Args:
+        dilation: Seconds of the requests' clock in one of the forecast.
+    """
     lengths = _output_lengths(requests)
     under_way = [
         FutureRequest(
@@ -92,7 +96,7 @@ def future_of(
             request.cached_tokens,
             max(lengths[place], request.output_tokens + 1),
             request.output_tokens,
-            now_s - request.arrival_s,
+            (now_s - request.arrival_s) / dilation,
             request.instance,
         )
         for place, request in enumerate(requests)
@@ -100,7 +104,7 @@ def future_of(
     ]
     again = [
         FutureRequest(
-            request.arrival_s - since_s,
+            (request.arrival_s - since_s) / dilation,
             request.prompt_tokens,
             request.cached_tokens,
             lengths[place],

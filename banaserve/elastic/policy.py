@@ -43,6 +43,7 @@ class ElasticOptions:
 
     Attributes:
         profile: Device and model of the forecast: a built-in profile's name, or its file.
+        dilation: Seconds on the wall of one modelled second; 1 where time is not stretched.
         ttft_s, tpot_s: Limits of a request that is served well; 0 is none, and with neither the
             forecast looks at latency.
         chunks: Tokens of a step to choose from, separated by commas.
@@ -57,6 +58,7 @@ class ElasticOptions:
     """
 
     profile: str = "opt-13b-a100"
+    dilation: float = 1.0
     ttft_s: float = 0.0
     tpot_s: float = 0.0
     chunks: str = "512,1024,2048"
@@ -73,7 +75,7 @@ class ElasticOptions:
         for name in ("ttft_s", "tpot_s"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}: give 0 or more")
-        for name in ("first_plan_s", "settled_s", "window_s", "max_requests", "recent_s"):
+        for name in ("first_plan_s", "settled_s", "window_s", "max_requests", "recent_s", "dilation"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} is {getattr(self, name)}: give more than 0")
         if not self.step_sizes or min(self.step_sizes) < 1:
@@ -88,7 +90,8 @@ class ElasticOptions:
 
     @property
     def limits(self) -> ServiceLimits:
-        return ServiceLimits(self.ttft_s or None, self.tpot_s or None)
+        ttft_s, tpot_s = self.ttft_s / self.dilation, self.tpot_s / self.dilation
+        return ServiceLimits(ttft_s or None, tpot_s or None)
 
 
 class Memory(NamedTuple):
@@ -232,7 +235,7 @@ class _Search:
         lately = [one for one in requests if one.arrival_s >= since_s]
         if len(lately) > options.max_requests:
             since_s = lately[-options.max_requests].arrival_s
-        self._future = future_of(requests, since_s, now_s)
+        self._future = future_of(requests, since_s, now_s, options.dilation)
 
     def best(self, memory: Memory) -> Decision:
         options, views = self._options, self._views
@@ -263,7 +266,7 @@ class _Search:
             role = changed.get(view.id, view.role)
             roles.append((view.id, role, wanted.tokens_of(role)))
         system = System(kind="banaserve", colocated=len(views), handover="store")
-        patience_s = max(30.0, 4 * options.ttft_s)
+        patience_s = max(30.0, 4 * (options.limits.ttft_s or 0.0))
         return forecast(self._profile, system, roles, self._future, options.limits, patience_s)
 
 

@@ -1,0 +1,72 @@
+"""Roles and step sizes that change at random under streams: no token changes.
+
+Greedy, float32, SmolLM2, two prefill and two decode instances and nobody who decides but this test.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import migration_load as loads
+from banaserve import models
+from banaserve.api.admin_client import AdminClient
+from banaserve.bench.loadgen.servers import Server, banaserve_server
+from banaserve.controller.schemas import RoleRequest
+from banaserve.errors import UserError
+from banaserve.run_dir import find_admin
+
+pytestmark = pytest.mark.e2e
+
+OPTIONS = (
+    *("--pd", "2:2", "--dtype", "float32", "--max-model-len", "1024"),
+    *("--kv-store-size", "512MiB", "--kv-cache-memory-bytes", str(96 << 20)),
+    *("--max-num-batched-tokens", "1024", "--max-num-seqs", "32", "--orchestrator", "off"),
+)
+NUM_CHANGES = 100
+NUM_STREAMS = 16
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("elastic") / "run"
+
+
+@pytest.fixture(scope="module")
+def server(run_dir: Path) -> Iterator[Server]:
+    with banaserve_server(models.PACKAGED, *OPTIONS, "--run-dir", str(run_dir)) as started:
+        yield started
+
+
+def test_tokens_stay_the_same_while_roles_and_step_sizes_change_at_random(server, run_dir):
+    admin = AdminClient(*find_admin(run_dir))
+    reference = loads.Reference(24, 500, seed=11)
+    draws = random.Random(17)
+    seen: set[str] = set()
+    num_refused = 0
+    with loads.streaming(server, reference, NUM_STREAMS) as load:
+        for number in range(NUM_CHANGES):
+            instance = draws.choice(["p0", "p1", "d0", "d1"])
+            role = draws.choice(["prefill", "decode", "both"])
+            tokens = draws.choice([0, 64, 256, 1024])
+            ask = RoleRequest(instance, role, 100.0, max_num_batched_tokens=tokens)
+            try:
+                change = admin.begin_role(ask)
+                while change.is_open:
+                    change = admin.show_role(change.id, wait_s=10.0)
+            except UserError as refused:
+                assert "already" in str(refused) or "only one that serves" in str(refused)
+                num_refused += 1
+                continue
+            assert change.state == "done", change
+            seen.add(change.role)
+            if number % 10 == 0:
+                load.wait_tokens(20)
+    assert seen == {"prefill", "decode", "colocated"}
+    assert num_refused < NUM_CHANGES / 2
+    assert len({record.id for record in load.records}) == len(reference.prompts)
+    assert server.metric("banaserve_leg_retries_total") == 0
+    assert server.metric("banaserve_instance_restarts_total") == 0
