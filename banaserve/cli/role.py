@@ -1,4 +1,4 @@
-"""``banaserve role``: prefill, decode or both for an instance of a running server, without a restart."""
+"""``banaserve role``: prefill, decode or both, for an instance of a running server."""
 
 from __future__ import annotations
 

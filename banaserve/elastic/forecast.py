@@ -16,7 +16,6 @@ from math import log
 from typing import NamedTuple
 
 from banaserve.costs.profile import Profile
-from banaserve.elastic.arrangement import Arrangement
 from banaserve.sim.cell import Cell
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import System

@@ -16,12 +16,11 @@ from banaserve.costs import profile as profiles
 from banaserve.elastic.arrangement import Arrangement, arrangement_of, arrangements, assign
 from banaserve.elastic.forecast import (
     Forecast,
-    FutureRequest,
     ServiceLimits,
     forecast,
     future_of,
 )
-from banaserve.elastic.load import LoadStats, load_stats
+from banaserve.elastic.load import load_stats
 from banaserve.errors import UserError
 from banaserve.orchestrator.migration.interface import MigrationPlan, Rejected, RejectReason
 from banaserve.sim.system import System
@@ -75,7 +74,14 @@ class ElasticOptions:
         for name in ("ttft_s", "tpot_s"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}: give 0 or more")
-        for name in ("first_plan_s", "settled_s", "window_s", "max_requests", "recent_s", "dilation"):
+        for name in (
+            "first_plan_s",
+            "settled_s",
+            "window_s",
+            "max_requests",
+            "recent_s",
+            "dilation",
+        ):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} is {getattr(self, name)}: give more than 0")
         if not self.step_sizes or min(self.step_sizes) < 1:
@@ -162,9 +168,7 @@ class Elastic:
         return Situation(cluster.now_s, ready, cluster.requests, memory)
 
 
-def plan_of(
-    decision: Decision, cluster: ClusterView, options: ElasticOptions
-) -> MigrationPlan:
+def plan_of(decision: Decision, cluster: ClusterView, options: ElasticOptions) -> MigrationPlan:
     """Returns ``decision`` as steps for ``cluster``; what is so already needs none."""
     steps = []
     for change in decision.changes:

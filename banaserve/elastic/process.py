@@ -47,7 +47,8 @@ class DecisionProcess:
         """
         async with self._lock:
             process = await self._running()
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None
+            assert process.stdout is not None
             try:
                 async with asyncio.timeout(_ANSWER_S):
                     body = msgspec.msgpack.encode(_Ask(situation, options))

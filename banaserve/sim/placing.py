@@ -53,7 +53,10 @@ class Placing:
         self.on_begin: list[Callable[[Step], None]] = []
 
     def begin(self, step: Step) -> None:
-        """Start ``step``: a role or a step's size changes at once, modules are copied while serving goes on."""
+        """Start ``step``: roles and sizes of steps change at once.
+
+        Modules are copied while serving goes on.
+        """
         if isinstance(step.action, SwitchRole | SetStepTokens):
             instance = self._instances[step.action.instance]
             if isinstance(step.action, SwitchRole):

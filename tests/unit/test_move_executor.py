@@ -297,7 +297,7 @@ async def test_a_death_ends_a_switch(world, ends, left):
 async def test_switches_that_cannot_be(world):
     for name, role, error, said in [
         ("q0", "decode", UserError, "unknown instance: q0"),
-        ("p1", "both", UserError, "unknown role: both"),
+        ("p1", "either", UserError, "unknown role: either"),
         ("p1", "prefill", MigrationError, "for prefill already"),
     ]:
         with pytest.raises(error, match=said):

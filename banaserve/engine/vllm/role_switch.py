@@ -185,7 +185,9 @@ class Roles:
         else:
             instance.is_draining = True
         self._changing.add(instance.id)
-        task = asyncio.create_task(self._run(change, instance, role, timeout_s, drain_s, step_tokens))
+        task = asyncio.create_task(
+            self._run(change, instance, role, timeout_s, drain_s, step_tokens)
+        )
         self._tasks[change.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(change.id, None))
         return change
