@@ -14,6 +14,10 @@ BENCHMARKS = {
     "copies": Benchmark(
         "benchmarks.copies", "How near do copies of scattered blocks come to memcpy?"
     ),
+    "elastic": Benchmark(
+        "benchmarks.elastic.__main__",
+        "Does the elastic policy keep up with the best fixed arrangement in hindsight?",
+    ),
     "front": Benchmark("benchmarks.front", "What does the front door cost beside vLLM's own?"),
     "handover": Benchmark("benchmarks.handover", "What does a request cost that is handed over?"),
     "handover-moved": Benchmark(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import log
+from math import ceil, log
 from typing import NamedTuple
 
 from banaserve.costs.profile import Profile
@@ -80,11 +80,21 @@ class Forecast(NamedTuple):
 
 
 def future_of(
-    requests: Sequence[ObservedRequest], since_s: float, now_s: float, dilation: float = 1.0
+    requests: Sequence[ObservedRequest],
+    since_s: float,
+    now_s: float,
+    horizon_s: float,
+    max_requests: int,
+    dilation: float = 1.0,
 ) -> list[FutureRequest]:
     """Returns what to simulate: requests under way, then those that arrived from ``since_s`` on.
 
+    The latter come again and again until the horizon, so that a queue that grows is seen to grow
+    though the load has not lasted long.
+
     Args:
+        horizon_s: In the time of the forecast, as all of the result.
+        max_requests: That arrive.
         dilation: Seconds of the requests' clock in one of the forecast.
     """
     lengths = _output_lengths(requests)
@@ -101,7 +111,7 @@ def future_of(
         for place, request in enumerate(requests)
         if request.end_s is None
     ]
-    again = [
+    once = [
         FutureRequest(
             (request.arrival_s - since_s) / dilation,
             request.prompt_tokens,
@@ -111,7 +121,12 @@ def future_of(
         for place, request in enumerate(requests)
         if since_s <= request.arrival_s < now_s
     ]
-    return under_way + again
+    lasts_s = (now_s - since_s) / dilation
+    num_times = ceil(horizon_s / lasts_s) if once else 0
+    arriving = [
+        one._replace(at_s=one.at_s + turn * lasts_s) for turn in range(num_times) for one in once
+    ]
+    return under_way + arriving[:max_requests]
 
 
 def _output_lengths(requests: Sequence[ObservedRequest]) -> list[int]:

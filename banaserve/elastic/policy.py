@@ -46,14 +46,17 @@ class ElasticOptions:
         ttft_s, tpot_s: Limits of a request that is served well; 0 is none, and with neither the
             forecast looks at latency.
         chunks: Tokens of a step to choose from, separated by commas.
+        roles: ``any``, or ``fixed`` where they stay what they are and only step sizes change.
         first_plan_s: A load's first plan comes when it has lasted this long.
         settled_s: After this a load is known; it is planned for again when it changes.
         window_s: Requests of at most so long ago are forecast.
+        horizon_s: So far a forecast looks.
         max_requests: Most requests of a forecast, the latest.
         recent_s: Stretch that is compared with what came before it.
         least_change_fraction: A load that changes by less is the same.
-        deviations: Of chance, by which a load must change, and an arrangement be better.
+        deviations: Of chance, by which a load must change.
         margin: Least gain of a forecast's mean worth for which anything changes.
+        certainty: Deviations of chance by which a gain must exceed nothing.
     """
 
     profile: str = "opt-13b-a100"
@@ -61,14 +64,17 @@ class ElasticOptions:
     ttft_s: float = 0.0
     tpot_s: float = 0.0
     chunks: str = "512,1024,2048"
+    roles: str = "any"
     first_plan_s: float = 4.0
     settled_s: float = 120.0
     window_s: float = 60.0
+    horizon_s: float = 40.0
     max_requests: int = 1200
     recent_s: float = 10.0
     least_change_fraction: float = 0.15
     deviations: float = 3.0
     margin: float = 0.01
+    certainty: float = 1.5
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s"):
@@ -84,6 +90,8 @@ class ElasticOptions:
         ):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} is {getattr(self, name)}: give more than 0")
+        if self.roles not in ("any", "fixed"):
+            raise UserError(f"roles is {self.roles!r}: give any or fixed")
         if not self.step_sizes or min(self.step_sizes) < 1:
             raise UserError(f"chunks is {self.chunks!r}: give numbers of tokens, as 512,2048")
 
@@ -239,7 +247,14 @@ class _Search:
         lately = [one for one in requests if one.arrival_s >= since_s]
         if len(lately) > options.max_requests:
             since_s = lately[-options.max_requests].arrival_s
-        self._future = future_of(requests, since_s, now_s, options.dilation)
+        self._future = future_of(
+            requests,
+            since_s,
+            now_s,
+            options.horizon_s / options.dilation,
+            options.max_requests,
+            options.dilation,
+        )
 
     def best(self, memory: Memory) -> Decision:
         options, views = self._options, self._views
@@ -248,7 +263,7 @@ class _Search:
         best, found = present, held
         candidates = [Candidate(str(present), held.mean)]
         for other in arrangements(len(views), options.step_sizes):
-            if other == present:
+            if other == present or (options.roles == "fixed" and other[:3] != present[:3]):
                 continue
             told = self._forecast(other)
             if told.mean > found.mean:
@@ -257,7 +272,7 @@ class _Search:
         gain = found.mean - held.mean
         if best == present:
             return Decision((), candidates, 0.0, memory, f"{present}: nothing is better")
-        if gain < max(options.margin, chance_of(found, held)):
+        if gain < max(options.margin, options.certainty * chance_of(found, held)):
             reason = f"{best} would be better by {gain:.3f} only"
             return Decision((), candidates, gain, memory, reason)
         return Decision(_changes(best, views), candidates, gain, memory, str(best))

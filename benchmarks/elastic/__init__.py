@@ -1,0 +1,1 @@
+"""Elastic arrangements against every fixed one, in the simulator."""

@@ -1,0 +1,121 @@
+"""Runs of a cell: every fixed arrangement, and the elastic policy from all-do-both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from banaserve.costs import profile as profiles
+from banaserve.elastic.arrangement import Arrangement, arrangements
+from banaserve.sim.batch import EngineLimits
+from banaserve.sim.result import LatencyLimits, summary
+from banaserve.sim.run import tallied
+from banaserve.sim.system import System
+from benchmarks.elastic.cells import Cell, Rows, load_of, sample
+
+CHUNKS = (512, 2048)
+"""Of the fixed arrangements."""
+
+_SAMPLE = 400
+_ANY = 10_000
+
+
+class Outcome(NamedTuple):
+    """What came of one run.
+
+    Attributes:
+        goodput: Share of the requests within both limits.
+        total_s: From the first arrival to the last token.
+        changes_s: When roles or step sizes changed.
+    """
+
+    goodput: float
+    total_s: float
+    tokens_per_s: float
+    e2e_mean_s: float
+    ttft_mean_s: float
+    tpot_mean_s: float
+    changes_s: tuple[float, ...] = ()
+
+
+class CellOutcome(NamedTuple):
+    """Outcomes of a cell by the words of the arrangement, and of elastic variants by name."""
+
+    cell: Cell
+    num_requests: int
+    fixed: dict[str, Outcome]
+    elastic: dict[str, Outcome]
+
+    @property
+    def best(self) -> str:
+        """The fixed arrangement of most goodput; among equals, of least latency."""
+        return max(self.fixed, key=lambda n: (self.fixed[n].goodput, -self.fixed[n].e2e_mean_s))
+
+
+def fixed_system(arrangement: Arrangement) -> System:
+    """A cluster whose arrangement stays as it is."""
+    return System(
+        kind="banaserve",
+        prefill=arrangement.num_prefill,
+        decode=arrangement.num_decode,
+        colocated=arrangement.num_both,
+        limits=EngineLimits(step_tokens=arrangement.step_tokens),
+    )
+
+
+def elastic_system(cell: Cell, size: int, **options: object) -> System:
+    """A cluster that begins with all doing both and follows its load."""
+    ttft_s, tpot_s = cell.service_limits
+    system = System(
+        kind="banaserve",
+        colocated=size,
+        migration="elastic",
+        history_s=300.0,
+        migration_options={
+            "profile": cell.profile,
+            "ttft_s": ttft_s,
+            "tpot_s": tpot_s,
+            **options,
+        },
+    )
+    limits = replace(system.control_limits, concurrent=_ANY, per_minute=_ANY)
+    return replace(system, control_limits=limits)
+
+
+def saturation_per_s(cell: Cell, size: int, data: Path | None) -> float:
+    """Requests a second that the fastest of five arrangements ends when all come at once."""
+    rows = sample(cell, _SAMPLE, data)
+    half = size // 2
+    some = [
+        *(Arrangement(0, 0, size, chunk) for chunk in CHUNKS),
+        *(Arrangement(p, size - p, 0, CHUNKS[-1]) for p in (half - 1, half, half + 1)),
+    ]
+    return max(len(rows.rows) / _run(cell, fixed_system(one), rows).total_s for one in some)
+
+
+def run_cell(
+    cell: Cell, size: int, data: Path | None, variants: dict[str, dict[str, object]]
+) -> CellOutcome:
+    """Runs everything that is compared in ``cell``, all on the same requests."""
+    rows = load_of(cell, cell.fraction * saturation_per_s(cell, size, data), data)
+    fixed = {str(one): _run(cell, fixed_system(one), rows) for one in arrangements(size, CHUNKS)}
+    elastic = {
+        name: _run(cell, elastic_system(cell, size, **options), rows)
+        for name, options in variants.items()
+    }
+    return CellOutcome(cell, len(rows.rows), fixed, elastic)
+
+
+def _run(cell: Cell, system: System, rows: Rows) -> Outcome:
+    found = tallied(profiles.load(cell.profile), system, rows.requests())
+    told = summary(found, LatencyLimits(*cell.service_limits))
+    return Outcome(
+        told["goodput_fraction"],
+        told["total_s"],
+        told["output_tokens_per_s"],
+        told["e2e_mean_s"],
+        told["ttft_mean_s"],
+        told["tpot_mean_s"],
+        tuple(sorted({at_s for at_s, _ in found.steps})),
+    )
