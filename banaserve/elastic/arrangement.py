@@ -59,7 +59,9 @@ def arrangements(size: int, chunks: Sequence[int]) -> Iterator[Arrangement]:
             num_both = size - num_prefill - num_decode
             if (num_decode and not num_prefill) or not num_decode + num_both:
                 continue
-            for step_tokens in chunks:
+            # Without somebody who does both, smaller chunks change nothing.
+            sizes = chunks if num_both else [n for n in chunks if n >= PREFILL_STEP_TOKENS]
+            for step_tokens in sizes or chunks[-1:]:
                 yield Arrangement(num_prefill, num_decode, num_both, step_tokens)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, log
+from math import ceil, log, sqrt
 from typing import NamedTuple
 
 from banaserve.costs.profile import Profile
@@ -24,7 +24,7 @@ from banaserve.types import InstanceId, ObservedRequest, Role
 
 _GOLDEN = 0.6180339887498949
 _STEEPNESS = 10
-_MARGIN_SHARE = 0.1
+_MARGIN_SHARE = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ServiceLimits:
             tpot_s / self.tpot_s if self.tpot_s is not None else 0.0,
         )
         within = 1 / (1 + ratio**_STEEPNESS) if ratio < 100 else 0.0
-        return (1 - _MARGIN_SHARE) * within + _MARGIN_SHARE / (1 + ratio)
+        return (1 - _MARGIN_SHARE) * within + _MARGIN_SHARE / (1 + sqrt(ratio))
 
 
 class FutureRequest(NamedTuple):
@@ -57,6 +57,7 @@ class FutureRequest(NamedTuple):
         at_s: When it arrives, from the start of the forecast on; 0 of one under way.
         age_s: How long ago it arrived, of one under way.
         generated: Tokens it has; with at least one it decodes at ``instance``.
+        first_age_s: How long ago its first token came; None where it has none.
     """
 
     at_s: float
@@ -66,10 +67,11 @@ class FutureRequest(NamedTuple):
     generated: int = 0
     age_s: float = 0.0
     instance: InstanceId | None = None
+    first_age_s: float | None = None
 
 
 class Forecast(NamedTuple):
-    """Worth of each request that arrives in the forecast, and when the last one is done."""
+    """Worth of each request, those under way first, and when the last one is done."""
 
     values: tuple[float, ...]
     total_s: float
@@ -107,6 +109,7 @@ def future_of(
             request.output_tokens,
             (now_s - request.arrival_s) / dilation,
             request.instance,
+            None if request.first_s is None else (now_s - request.first_s) / dilation,
         )
         for place, request in enumerate(requests)
         if request.end_s is None
@@ -191,15 +194,16 @@ def forecast(
     for one, request in coming:
         done_s = request.end_s if request.end_s >= 0 else end_s
         total_s = max(total_s, done_s)
-        if one.age_s or one.generated:
-            continue
+        began_s = one.at_s - one.age_s
         first_s = request.first_s if request.first_s >= 0 else end_s
+        if one.first_age_s is not None:
+            first_s = -one.first_age_s
         tokens = max(1, request.output_tokens - 1)
         values.append(
             limits.value(
-                first_s - one.at_s,
+                first_s - began_s,
                 (done_s - first_s) / tokens if request.output_tokens > 1 else 0.0,
-                done_s - one.at_s,
+                done_s - began_s,
             )
         )
     return Forecast(tuple(values), total_s)

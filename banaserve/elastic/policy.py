@@ -16,6 +16,7 @@ from banaserve.costs import profile as profiles
 from banaserve.elastic.arrangement import Arrangement, arrangement_of, arrangements, assign
 from banaserve.elastic.forecast import (
     Forecast,
+    FutureRequest,
     ServiceLimits,
     forecast,
     future_of,
@@ -47,15 +48,18 @@ class ElasticOptions:
             forecast looks at latency.
         chunks: Tokens of a step to choose from, separated by commas.
         roles: ``any``, or ``fixed`` where they stay what they are and only step sizes change.
-        first_plan_s: A load's first plan comes when it has lasted this long.
+        first_plan_s: A load's first plan comes when it has lasted this long,
+        first_ended: or when so many of its requests have ended, so that their lengths are known.
         settled_s: After this a load is known; it is planned for again when it changes.
         window_s: Requests of at most so long ago are forecast.
         horizon_s: So far a forecast looks.
-        max_requests: Most requests of a forecast, the latest.
+        max_requests: That arrive in a forecast at most.
+        screened_requests: Of those, the first, which every arrangement is forecast for.
+        kept: Arrangements that are forecast for all of them, the best for the first ones.
         recent_s: Stretch that is compared with what came before it.
         least_change_fraction: A load that changes by less is the same.
         deviations: Of chance, by which a load must change.
-        margin: Least gain of a forecast's mean worth for which anything changes.
+        margin: Least gain of a forecast's mean worth, as a share of it, for which anything changes.
         certainty: Deviations of chance by which a gain must exceed nothing.
     """
 
@@ -66,14 +70,17 @@ class ElasticOptions:
     chunks: str = "512,1024,2048"
     roles: str = "any"
     first_plan_s: float = 4.0
+    first_ended: int = 20
     settled_s: float = 120.0
     window_s: float = 60.0
     horizon_s: float = 40.0
-    max_requests: int = 1200
+    max_requests: int = 3000
+    screened_requests: int = 500
+    kept: int = 7
     recent_s: float = 10.0
     least_change_fraction: float = 0.15
     deviations: float = 3.0
-    margin: float = 0.01
+    margin: float = 0.02
     certainty: float = 1.5
 
     def __post_init__(self) -> None:
@@ -212,9 +219,13 @@ def decide(situation: Situation, options: ElasticOptions) -> Decision:
     elif _is_new(requests, memory, now_s, options):
         since_s = now_s - options.recent_s / 2
         memory = Memory(since_s, min(now_s, since_s + options.first_plan_s))
-    if now_s < memory.next_s:
-        return Decision((), (), 0.0, memory, "the load is what it was")
     age_s = now_s - memory.since_s
+    is_enough = memory.next_s <= memory.since_s + options.first_plan_s and (
+        sum(one.end_s is not None and one.arrival_s >= memory.since_s for one in requests)
+        >= options.first_ended
+    )
+    if now_s < memory.next_s and not is_enough:
+        return Decision((), (), 0.0, memory, "the load is what it was")
     is_settled = age_s >= options.settled_s
     after = memory._replace(
         next_s=float("inf") if is_settled else now_s + max(options.first_plan_s, age_s / 2)
@@ -247,6 +258,7 @@ class _Search:
         lately = [one for one in requests if one.arrival_s >= since_s]
         if len(lately) > options.max_requests:
             since_s = lately[-options.max_requests].arrival_s
+        self._num_under_way = sum(one.end_s is None for one in requests)
         self._future = future_of(
             requests,
             since_s,
@@ -257,27 +269,37 @@ class _Search:
         )
 
     def best(self, memory: Memory) -> Decision:
+        """All arrangements over a short stretch, then the best of them over a long one."""
         options, views = self._options, self._views
         present = arrangement_of(views)
-        held = self._forecast(present)
+        others = [
+            one
+            for one in arrangements(len(views), options.step_sizes)
+            if one != present and (options.roles == "any" or one[:3] == present[:3])
+        ]
+        short = self._future[: self._num_under_way + options.screened_requests]
+        if len(others) > options.kept and len(short) < len(self._future):
+            others.sort(key=lambda one: -self._forecast(one, short).mean)
+            others = others[: options.kept]
+        held = self._forecast(present, self._future)
         best, found = present, held
         candidates = [Candidate(str(present), held.mean)]
-        for other in arrangements(len(views), options.step_sizes):
-            if other == present or (options.roles == "fixed" and other[:3] != present[:3]):
-                continue
-            told = self._forecast(other)
+        for other in others:
+            told = self._forecast(other, self._future)
             if told.mean > found.mean:
                 best, found = other, told
             candidates.append(Candidate(str(other), told.mean))
         gain = found.mean - held.mean
         if best == present:
             return Decision((), candidates, 0.0, memory, f"{present}: nothing is better")
-        if gain < max(options.margin, options.certainty * chance_of(found, held)):
+        # Where no arrangement can do much, a little is much.
+        least = options.margin * max(abs(held.mean), options.margin)
+        if gain < max(least, options.certainty * chance_of(found, held)):
             reason = f"{best} would be better by {gain:.3f} only"
             return Decision((), candidates, gain, memory, reason)
         return Decision(_changes(best, views), candidates, gain, memory, str(best))
 
-    def _forecast(self, wanted: Arrangement) -> Forecast:
+    def _forecast(self, wanted: Arrangement, future: Sequence[FutureRequest]) -> Forecast:
         options, views = self._options, self._views
         changed = assign(wanted, views)
         roles: list[tuple[InstanceId, Role, int]] = []
@@ -286,14 +308,17 @@ class _Search:
             roles.append((view.id, role, wanted.tokens_of(role)))
         system = System(kind="banaserve", colocated=len(views), handover="store")
         patience_s = max(30.0, 4 * (options.limits.ttft_s or 0.0))
-        return forecast(self._profile, system, roles, self._future, options.limits, patience_s)
+        return forecast(self._profile, system, roles, future, options.limits, patience_s)
 
 
 def chance_of(one: Forecast, other: Forecast) -> float:
-    """How much of a gain may be chance: the deviation of its mean over ten stretches."""
+    """How much of a gain may be chance: the deviation of its mean over ten interleaved samples.
+
+    Interleaved, because a queue that grows is no chance.
+    """
     gains = [a - b for a, b in zip(one.values, other.values, strict=True)]
-    size = max(1, len(gains) // 10)
-    parts = [sum(gains[n : n + size]) / size for n in range(0, len(gains) - size + 1, size)]
+    samples = [gains[first::10] for first in range(10)]
+    parts = [sum(sample) / len(sample) for sample in samples if sample]
     if len(parts) < 2:
         return 0.0
     mean = sum(parts) / len(parts)

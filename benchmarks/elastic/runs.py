@@ -72,6 +72,7 @@ def elastic_system(cell: Cell, size: int, **options: object) -> System:
         colocated=size,
         migration="elastic",
         history_s=300.0,
+        control_s=1.0,
         migration_options={
             "profile": cell.profile,
             "ttft_s": ttft_s,
