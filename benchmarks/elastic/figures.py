@@ -21,31 +21,31 @@ def figures(outcomes: Sequence[CellOutcome]) -> dict[str, Figure]:
     regrets = [regret(one) for one in outcomes]
     totals = [total_regret(one) for one in outcomes]
     _add(found, "regret", "fraction", regrets)
-    found["regret_max"] = figure("fraction", [max(regrets)])
-    found["regret_mean"] = figure("fraction", [sum(regrets) / len(regrets)])
+    found["regret_max"] = figure([max(regrets)], "fraction")
+    found["regret_mean"] = figure([sum(regrets) / len(regrets)], "fraction")
     _add(found, "total_regret", "fraction", totals)
-    found["total_regret_max"] = figure("fraction", [max(totals)])
-    found["total_regret_mean"] = figure("fraction", [sum(totals) / len(totals)])
+    found["total_regret_max"] = figure([max(totals)], "fraction")
+    found["total_regret_mean"] = figure([sum(totals) / len(totals)], "fraction")
     _add(found, "colocated_ratio", "ratio", [_over_colocated(one, 2048) for one in outcomes])
     ratios = [_over_colocated(one, 2048) for one in outcomes]
-    found["colocated_ratio_min"] = figure("ratio", [min(ratios)])
+    found["colocated_ratio_min"] = figure([min(ratios)], "ratio")
     for profile in dict.fromkeys(one.cell.profile for one in outcomes):
         own = [one for one in outcomes if one.cell.profile == profile]
         varying = [_gain(one, one.fixed[one.best].goodput) for one in own if one.cell.is_varying]
         if varying:
-            found[f"varying_gain.{profile}"] = figure("ratio", [_geometric_mean(varying)])
+            found[f"varying_gain.{profile}"] = figure([_geometric_mean(varying)], "ratio")
     apart = [one for one in outcomes if one.cell.profile == _GQA and not _all_reach_one(one)]
     if apart:
         tuned = [_gain(one, max(_colocated(one, c) for c in (512, 2048))) for one in apart]
         shipped = [_gain(one, _colocated(one, 2048)) for one in apart]
-        found["split_gain"] = figure("ratio", [_geometric_mean(tuned)])
-        found["split_gain_as_shipped"] = figure("ratio", [_geometric_mean(shipped)])
+        found["split_gain"] = figure([_geometric_mean(tuned)], "ratio")
+        found["split_gain_as_shipped"] = figure([_geometric_mean(shipped)], "ratio")
     for name in outcomes[0].elastic:
         if name != "elastic":
             parts = [_gain(one, one.fixed[one.best].goodput, name) for one in outcomes]
-            found[f"without.{name}"] = figure("ratio", [_geometric_mean(parts)])
+            found[f"without.{name}"] = figure([_geometric_mean(parts)], "ratio")
     wholes = [_gain(one, one.fixed[one.best].goodput) for one in outcomes]
-    found["over_best_fixed"] = figure("ratio", [_geometric_mean(wholes)])
+    found["over_best_fixed"] = figure([_geometric_mean(wholes)], "ratio")
     _add(found, "changes", "changes", [len(one.elastic["elastic"].changes_s) for one in outcomes])
     return found
 
@@ -108,4 +108,4 @@ def _geometric_mean(values: Sequence[float]) -> float:
 
 
 def _add(found: dict[str, Figure], name: str, unit: str, values: Sequence[float]) -> None:
-    found[name] = figure(unit, list(values))
+    found[name] = figure(list(values), unit)
