@@ -22,6 +22,10 @@ BIN := $(VENV)/bin
 VENV_STAMP := $(VENV)/.created
 INSTALLED := $(VENV)/.installed-$(DEVICE)
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*.* csrc/cuda/*) $(wildcard requirements/*.*)
+# Without its Python .venv is to be made again: a link that leads nowhere is not there for wildcard.
+ifeq ($(wildcard $(BIN)/python),)
+$(shell rm -f $(VENV_STAMP) $(VENV)/.installed-*)
+endif
 
 # The kernels need torch and Triton, not vLLM: a GPU machine's own Python will do.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
@@ -39,6 +43,7 @@ serve: install  ## Serve MODEL with PD prefill and decode instances on PORT.
 	@exec $(BIN)/banaserve serve --model '$(MODEL)' --pd '$(PD)' --port '$(PORT)' $(ARGS)
 
 install: $(INSTALLED)  ## Create .venv and install everything; nothing to do when nothing changed.
+	@requirements/install.sh verify '$(DEVICE)'
 
 $(VENV_STAMP):
 	@requirements/install.sh venv '$(PYTHON)'
@@ -69,6 +74,7 @@ lint: install  ## Check style, types, which floor imports which, and the documen
 	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/cuda/*
 	@$(BIN)/mypy -p banaserve -p benchmarks -p docs
 	@$(BIN)/mypy examples/*.py examples/*/*.py
+	@cd requirements && ../$(BIN)/mypy --config-file ../pyproject.toml -p installer
 	@$(BIN)/lint-imports --no-logo
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.check
 
@@ -86,6 +92,7 @@ bench-gpu:  ## Time the kernels on a GPU with GPU_PYTHON into benchmarks/results
 wheel: install  ## Build a wheel into dist/; BANASERVE_CUDA=1 adds the CUDA part, with nvcc.
 	@rm -rf build/lib* build/bdist* # what an earlier wheel left would go into this one
 	@$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
+	@cp requirements/{torch-cpu,torch-pypi,cpu}.lock requirements/model.txt dist/
 	@ls dist
 
 wheel-check: wheel  ## Install that wheel into an empty environment, and look into it.
@@ -112,10 +119,8 @@ $(VENV)/docs/.installed: pyproject.toml $(VENV_STAMP)
 	@$(VENV)/docs/bin/pip install -q -r $(VENV)/docs/requirements.txt
 	@touch $@
 
-lock: install  ## Write requirements/cpu.lock from what .venv holds now.
-	@{ sed -n '/^#/p' requirements/cpu.lock; $(BIN)/pip freeze --all --exclude pip --exclude banaserve \
-	    --exclude torchvision --exclude torchaudio --exclude torchcodec; } > $(VENV)/cpu.lock
-	@mv $(VENV)/cpu.lock requirements/cpu.lock
+lock: install  ## Write the locks of requirements/ from pyproject.toml, with hashes.
+	@requirements/install.sh lock
 
 clean:  ## Remove what builds and tests leave behind.
 	@rm -rf build dist *.egg-info banaserve/_native*.so .pytest_cache .mypy_cache .ruff_cache
