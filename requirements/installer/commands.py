@@ -54,13 +54,16 @@ def run(
 
 
 def quietly(command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> str:
-    """What ``command`` prints on standard output; empty where it fails."""
-    done = subprocess.run(
-        [str(word) for word in command],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **(environment or {})},
-    )
+    """What ``command`` prints on standard output; empty where it fails or is not there."""
+    try:
+        done = subprocess.run(
+            [str(word) for word in command],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **(environment or {})},
+        )
+    except OSError:
+        return ""
     return done.stdout if done.returncode == 0 else ""
 
 

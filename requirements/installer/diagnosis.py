@@ -34,9 +34,8 @@ _NETWORK = re.compile(
     r"error sending request|ProxyError|SSLError|certificate|Failed to fetch|network-"
 )
 _NOT_OFFERED = re.compile(
-    r"(?:No matching distribution found for|no version of|there are no versions of|"
-    r"Could not find a version that satisfies the requirement|was not found in the package "
-    r"registry|Because) ?([A-Za-z][\w.-]*(?:==[\w.+!-]+)?)"
+    r"(?:No matching distribution found for|no versions? of) ([A-Za-z][\w.-]*(?:==[\w.+!-]+)?)|"
+    r"Because ([A-Za-z][\w.-]*) was not found in the package registry"
 )
 _AGAIN = "then run it again: it goes on from there"
 
@@ -82,9 +81,8 @@ def _line(output: str, ended: Ended, needs_bytes: int) -> str:
             f"`pip config list`, {_AGAIN}"
         )
     if found := _NOT_OFFERED.search(output):
-        return (
-            f"no index that pip knows offers {found[1]}: name a complete one in pip's configuration"
-        )
+        name = found[1] or found[2]
+        return f"no index that pip knows offers {name}: name a complete one in pip's configuration"
     lines = [
         line for line in output.splitlines() if line.strip() and not line.startswith("WARNING")
     ]

