@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 from pathlib import Path
 
 from installer import places
@@ -20,7 +21,7 @@ _HASH = re.compile(
 _DISK = re.compile(r"No space left on device|os error 28|Errno 28|Disk quota exceeded")
 _FILE_SIZE = re.compile(r"File too large|os error 27|Errno 27|signal: 25|File size limit exceeded")
 _KILLED = re.compile(r"Killed signal terminated program|MemoryError|Cannot allocate memory")
-_WHEEL = re.compile(r"([A-Za-z0-9_]+)-\d[^\s/`']*\.whl")
+_PACKAGE = re.compile(r"`([\w.-]+)==[^`]*`|([A-Za-z0-9_]+)-\d[^\s/`']*\.whl")
 _BROKEN_OFF = re.compile(
     r"IncompleteRead|incomplete-download|Download failed|ended prematurely|unexpected end of file|"
     r"error decoding response body|request or response body error|connection closed before|"
@@ -58,7 +59,7 @@ def no_room(needs_bytes: int, folder: Path = places.VENV) -> str:
 def _line(output: str, ended: Ended, needs_bytes: int) -> str:
     if _DISK.search(output):
         return no_room(needs_bytes)
-    if _FILE_SIZE.search(output):
+    if _FILE_SIZE.search(output) or ended.code in (-signal.SIGXFSZ, 128 + signal.SIGXFSZ):
         return f"files may not become large enough here: raise `ulimit -f`, {_AGAIN}"
     if ended.killed or _KILLED.search(output):
         return (
@@ -74,7 +75,7 @@ def _line(output: str, ended: Ended, needs_bytes: int) -> str:
         )
     if _BROKEN_OFF.search(output):
         name = _package(output) or "a package"
-        return f"the download of {name} broke off: look at the network, {_AGAIN}"
+        return f"{name} did not arrive whole: look at the network, {_AGAIN}"
     if _NETWORK.search(output):
         return (
             f"the package index does not answer{_host(output)}: look at the network and at "
@@ -90,8 +91,9 @@ def _line(output: str, ended: Ended, needs_bytes: int) -> str:
 
 
 def _package(output: str) -> str:
-    wheels = _WHEEL.findall(output)
-    return wheels[-1].replace("_", "-") if wheels else ""
+    """The package that was spoken of last."""
+    names = [pinned or file for pinned, file in _PACKAGE.findall(output)]
+    return names[-1].replace("_", "-") if names else ""
 
 
 def _host(output: str) -> str:

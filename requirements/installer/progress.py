@@ -13,11 +13,13 @@ _LARGE_BYTES = 5_000_000
 _LINE_EVERY_S = 4.0
 _DRAW_EVERY_S = 0.2
 _GONE_S = 2.0
+_COLUMNS = 200
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_PARTIAL_ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*)?$")
 _SIZE = r"([\d.]+) ?([kKMG]?i?B)"
-_UV_BAR = re.compile(rf"\s*([A-Za-z0-9][\w.-]*)\s+[^\w]*{_SIZE} ?/ ?{_SIZE}")
+_UV_BAR = re.compile(rf"(?:^|\s{{2,}})([A-Za-z0-9][\w.-]*)\s+[^\w]*{_SIZE} ?/ ?{_SIZE}")
 _PIP_FILE = re.compile(r"^\s*Downloading (?:\S*/)?([A-Za-z0-9._]+?)-\d\S* \(([\d.]+) ([kMG]?B)\)")
 _PIP_BYTES = re.compile(r"^Progress (\d+) of (\d+)")
 
@@ -42,10 +44,15 @@ class Progress:
 
     def read_uv(self, text: str) -> None:
         """Take a piece of what uv draws on a terminal: all bars, again and again."""
-        *lines, self._partial = re.split(r"[\r\n]+", self._partial + _ESCAPES.sub("", text))
-        for line in lines:
-            if bar := _UV_BAR.match(line):
-                self._note(bar[1], _bytes(bar[2], bar[3]), _bytes(bar[4], bar[5]))
+        drawn, self._partial = self._partial + text, ""
+        if escape := _PARTIAL_ESCAPE.search(drawn):
+            drawn, self._partial = drawn[: escape.start()], escape[0]
+        drawn, end = _ESCAPES.sub("", drawn), 0
+        for bar in _UV_BAR.finditer(drawn):
+            self._note(bar[1], _bytes(bar[2], bar[3]), _bytes(bar[4], bar[5]))
+            end = bar.end()
+        # Of a bar that is half there; bars are not ended by a character.
+        self._partial = drawn[end:][-_COLUMNS:] + self._partial
         self._show()
 
     def read_pip(self, line: str) -> None:

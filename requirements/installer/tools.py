@@ -137,8 +137,8 @@ def find_uv() -> Path | None:
 
 
 def configured() -> dict[str, str]:
-    """What pip is configured to do, as the pip of ``.venv`` or another of this Python says."""
-    for python in (places.PYTHON, Path(sys.executable)):
+    """What pip is configured to do, as the pip of ``.venv`` says, or that of the Python below."""
+    for python in (places.PYTHON, Path(sys.base_prefix, "bin/python3"), Path(sys.executable)):
         if listing := quietly([python, "-m", "pip", "config", "list"]):
             return pip_settings.read(listing)
     return {}

