@@ -70,8 +70,8 @@ def _line(output: str, ended: Ended, needs_bytes: int) -> str:
         name = next((group for group in found.groups() if group), "") or _package(output)
         return (
             f"{name or 'a package'} is not the one that the lock names (its hash differs): it was "
-            "damaged on its way, or the index serves another build; run it again, or name "
-            "another index in pip's configuration"
+            "damaged on its way, or the index serves a build of its own: run it again, or name "
+            "another index in pip's configuration (`make lock` takes the hashes of yours)"
         )
     if _BROKEN_OFF.search(output):
         name = _package(output) or "a package"
@@ -84,10 +84,9 @@ def _line(output: str, ended: Ended, needs_bytes: int) -> str:
     if found := _NOT_OFFERED.search(output):
         name = found[1] or found[2]
         return f"no index that pip knows offers {name}: name a complete one in pip's configuration"
-    lines = [
-        line for line in output.splitlines() if line.strip() and not line.startswith("WARNING")
-    ]
-    return lines[-1].strip() if lines else f"exit status {ended.code}"
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(?i)\w*error\b", line)]
+    return (errors or lines or [f"exit status {ended.code}"])[-1]
 
 
 def _package(output: str) -> str:

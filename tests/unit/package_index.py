@@ -21,7 +21,8 @@ class PackageIndex:
 
     Attributes:
         cut: Files whose connection closes in the middle.
-        damaged: Files that arrive whole, with other bytes.
+        damaged: Files of which a byte is another.
+        changed: What arrives instead of a file.
         hidden: Files that pages do not show.
     """
 
@@ -29,6 +30,7 @@ class PackageIndex:
     files: dict[str, bytes] = field(default_factory=dict)
     cut: set[str] = field(default_factory=set)
     damaged: set[str] = field(default_factory=set)
+    changed: dict[str, bytes] = field(default_factory=dict)
     hidden: set[str] = field(default_factory=set)
     asked: list[str] = field(default_factory=list)
 
@@ -47,7 +49,7 @@ class PackageIndex:
     def add_installed(self, name: str) -> str:
         """Add a package of pure Python of this environment as it is."""
         found = distribution(name)
-        paths = [p for p in found.files or () if p.suffix in (".py", "") and ".." not in p.parts]
+        paths = [p for p in found.files or () if p.suffix != ".pyc" and ".." not in p.parts]
         here = [p for p in paths if ".dist-info" not in str(p) and Path(p.locate()).is_file()]
         modules = {str(path): Path(path.locate()).read_bytes() for path in here}
         return self.add(name, found.version, modules)
@@ -104,7 +106,7 @@ def serving() -> Iterator[PackageIndex]:
                 self.send_error(404)
 
         def _send_file(self, name: str) -> None:
-            data = index.files[name]
+            data = index.changed.get(name, index.files[name])
             if name in index.damaged:
                 data = data[:60] + bytes([data[60] ^ 1]) + data[61:]
             self._send(data, "application/zip", len(data) // 2 if name in index.cut else len(data))
