@@ -47,7 +47,7 @@ def problem(ended: Ended, what: str, needs_bytes: int = 0) -> Problem:
     return Problem(f"{what} failed: {_line(output, ended, needs_bytes)} (more in {_log()})")
 
 
-def no_room(needs_bytes: int, folder: Path = places.VENV) -> str:
+def no_room(needs_bytes: int = 0, folder: Path = places.VENV) -> str:
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
     needs = f"{needs_bytes / 1e9:.1f} GB are needed, " if needs_bytes else ""
     return (

@@ -23,7 +23,7 @@ def make() -> None:
     _check_compiler()
     if places.VENV.exists() and not _runs():
         say("making .venv again: its Python does not run")
-        shutil.rmtree(places.VENV)
+        _empty()
     else:
         say(f"creating .venv with Python {sys.version.split()[0]}")
     _create()
@@ -57,6 +57,15 @@ def _check_compiler() -> None:
         )
 
 
+def _empty() -> None:
+    """Not the folder itself: it may be a link, or a volume."""
+    for path in places.VENV.iterdir() if places.VENV.exists() else ():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
 def _runs() -> bool:
     return quietly([places.PYTHON, "-c", "print(1)"]).strip() == "1"
 
@@ -67,7 +76,7 @@ def _create() -> None:
     command = [sys.executable, "-m", "venv", *(["--without-pip"] if bare else []), places.VENV]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     if done.returncode:
-        shutil.rmtree(places.VENV, ignore_errors=True)
+        _empty()
         lines = (done.stdout + done.stderr).strip().splitlines()
         if "No space left" in done.stderr:
             raise OSError(28, "No space left on device")

@@ -42,7 +42,7 @@ class Tool(Protocol):
         """
 
     def offers(self, lock: Path, index: str = "") -> bool:
-        """Whether what ``lock`` names can be had, for this Python and machine."""
+        """Whether the torch that ``lock`` names can be had, for this Python and machine."""
 
 
 class Uv:
@@ -110,9 +110,9 @@ class Pip:
             raise diagnosis.problem(ended, what, needs_bytes)
 
     def offers(self, lock: Path, index: str = "") -> bool:
-        name, version = first_pin(lock)
+        version = torch_version(lock)
         hasty = {"PIP_TIMEOUT": _PROBE_S, "PIP_RETRIES": "1"} if index else {}
-        command = [*_PIP, "index", "versions", name, *_extra(index)]
+        command = [*_PIP, "index", "versions", "torch", *_extra(index)]
         found = re.search(r"^Available versions: (.*)$", quietly(command, hasty), re.MULTILINE)
         return bool(found) and version in found[1].split(", ")
 
@@ -144,12 +144,11 @@ def configured() -> dict[str, str]:
     return {}
 
 
-def first_pin(lock: Path) -> tuple[str, str]:
-    """Name and version of the first package of ``lock``."""
-    found = re.search(r"^([A-Za-z][\w.-]*)==([^\s;\\]+)", lock.read_text(), re.MULTILINE)
+def torch_version(lock: Path) -> str:
+    found = re.search(r"^torch==([^\s;\\]+)", lock.read_text(), re.MULTILINE)
     if found is None:
-        raise Problem(f"{lock} names no package: take it from the repository again")
-    return found[1], found[2]
+        raise Problem(f"{lock} names no torch: take it from the repository again")
+    return found[1]
 
 
 def _extra(index: str) -> list[str]:

@@ -35,8 +35,8 @@ def choose(tool: tools.Tool) -> TorchBuild:
         Problem: No place offers torch.
     """
     index = os.environ.get("TORCH_INDEX", "")
-    _, cpu = tools.first_pin(places.TORCH_CPU_LOCK)
-    _, pypi = tools.first_pin(places.TORCH_PYPI_LOCK)
+    cpu = tools.torch_version(places.TORCH_CPU_LOCK)
+    pypi = tools.torch_version(places.TORCH_PYPI_LOCK)
     installed = _installed()
     if installed == cpu:
         return TorchBuild(places.TORCH_CPU_LOCK, 0)

@@ -110,7 +110,8 @@ def checkout(index: PackageIndex, tmp_path: Path) -> Checkout:
         "build.lock": index.add("setuptools", "78.1.1", {"setuptools/build_meta.py": BUILD_META})
         + index.add_installed("pip"),
         "torch-cpu.lock": index.add("torch", "2.13.0+cpu", {"torch/__init__.py": "cpu = 1"}),
-        "torch-pypi.lock": index.add("torch", "2.13.0", {"torch/__init__.py": "cpu = 0"}),
+        "torch-pypi.lock": index.add("nvidia-cublas", "13.1", {"nvidia/blas.py": "cuda = 1"})
+        + index.add("torch", "2.13.0", {"torch/__init__.py": "cpu = 0"}),
         "cpu.lock": index.add_installed("packaging")
         + index.add("numba", "0.65.0", {"numba.py": "jit = 1"})
         + index.add(
@@ -174,6 +175,7 @@ def test_pypis_torch_is_taken_where_no_index_has_the_cpu_build(checkout, index):
     done = checkout.install()
     assert done.returncode == 0, done.stderr
     (told,) = [line for line in done.stdout.splitlines() if "CUDA packages" in line]
+    assert "taking PyPI's torch 2.13.0, whose" in told
     assert "2.8 GB to download, 6.3 GB on disk" in told
     assert checkout.version("torch") == "2.13.0"
 
