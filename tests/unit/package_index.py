@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import distribution
 from pathlib import Path
+from urllib.parse import unquote
 
 
 @dataclass
@@ -96,7 +97,7 @@ def serving() -> Iterator[PackageIndex]:
 
         def do_GET(self) -> None:
             index.asked.append(self.path)
-            folder, _, name = self.path.strip("/").partition("/")
+            folder, _, name = unquote(self.path).strip("/").partition("/")
             page = index.page(name.strip("/")) if folder == "simple" else ""
             if page:
                 self._send(page.encode(), "text/html")
