@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from banaserve.cli.admin_options import JsonOption, ServerOptions, with_server_options
+from banaserve.cli.admin.options import JsonOption, ServerOptions, with_server_options
 from banaserve.cli.console import print_rows
 from banaserve.engine.vllm.tracing.events import (
     CopiesEnded,
