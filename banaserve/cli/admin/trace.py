@@ -159,8 +159,8 @@ def parts_of(event: RequestEvent) -> Iterator[str]:
 def _routed(event: Routed) -> Iterator[str]:
     ways = [name for name in (event.prefill, event.decode) if name is not None]
     why = event.reason
-    if event.one_leg_because is not None:
-        why += f", it cannot be split: {event.one_leg_because}"
+    if event.split_blocker is not None:
+        why += f", it cannot be split: {event.split_blocker}"
     yield f"routed to {' then '.join(ways)} by {event.policy} ({why})"
     seen = [
         f"{one.instance} ({one.role}) had {_count(one.inflight_requests, 'leg')}, "
