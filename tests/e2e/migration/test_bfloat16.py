@@ -14,6 +14,9 @@ pytestmark = pytest.mark.e2e
 
 NUM_TOKENS = 32
 HEADS = {1: (1,), 3: (0, 2)}
+WITHIN = {"layers": 1e-6, "heads": 1e-6, "context": 0.05}
+"""Of logprobs. Where sequences are split their parts are merged in float32, so that the output is
+rounded to bfloat16 otherwise than vLLM's: by half a unit of its eighth bit."""
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +44,10 @@ def test_a_unit_leaves_and_comes_home_in_mid_stream(rig: Any, kind: str, let_pas
         yield from let_pass(3)
         yield from rig.away(modules, rig.guest(), gap=2)
 
-    assert rig.agrees(rig.run(prompt, NUM_TOKENS, travel()), expected)
-    assert rig.agrees(rig.run(prompt, NUM_TOKENS), expected), "wholly remote"
+    within = WITHIN[kind]
+    assert rig.agrees(rig.run(prompt, NUM_TOKENS, travel()), expected, within)
+    assert rig.agrees(rig.run(prompt, NUM_TOKENS), expected, within), "wholly remote"
     (unit,) = rig.do("status")["units"]
-    assert rig.agrees(rig.run(prompt, NUM_TOKENS, rig.on(unit["unit_id"], gap=3)), expected)
-    assert rig.agrees(rig.run(prompt, NUM_TOKENS), expected), "after the return"
+    coming_home = rig.on(unit["unit_id"], gap=3)
+    assert rig.agrees(rig.run(prompt, NUM_TOKENS, coming_home), expected, within)
+    assert rig.agrees(rig.run(prompt, NUM_TOKENS), expected, within), "after the return"
