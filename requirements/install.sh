@@ -3,6 +3,7 @@
 # requirements/installer, which does the rest.
 #   install.sh venv PYTHON   create .venv with the tools that install and build
 #   install.sh cpu|cuda      install vLLM, banaserve and the development tools
+#   install.sh dev-full      install what tests of optional parts need
 #   install.sh verify cpu|cuda   install again what .venv has lost
 #   install.sh lock          write the lock files
 set -euo pipefail

@@ -9,7 +9,17 @@ import os
 import shutil
 import sys
 
-from installer import build, consistency, diagnosis, environment, lock, places, tools, torch_build
+from installer import (
+    build,
+    consistency,
+    diagnosis,
+    environment,
+    lock,
+    optional,
+    places,
+    tools,
+    torch_build,
+)
 from installer.commands import run
 from installer.console import Problem, say
 
@@ -54,6 +64,8 @@ def _step(argv: list[str]) -> None:
             if lost := environment.repair():
                 say(f"files of {_some(lost)} are lost: installing again")
                 _install(device)
+        case ["dev-full"]:
+            optional.install(tools.best())
         case ["lock"]:
             lock.write()
         case _:

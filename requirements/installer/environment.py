@@ -93,9 +93,9 @@ def _pip_can_serve_others() -> bool:
 
 def _install_uv() -> None:
     """From the lock; pip goes on alone where no index offers it."""
-    pip = [sys.executable, "-m", "pip", "--python", places.PYTHON]
+    pip = [sys.executable, "-m", "pip", "--python", str(places.PYTHON)]
     if (places.VENV / "bin" / "pip").exists():
-        pip = [places.PYTHON, "-m", "pip"]
+        pip = [str(places.PYTHON), "-m", "pip"]
     pip += ["--disable-pip-version-check", "install", "--no-compile", "--no-deps"]
     ended = run([*pip, "--require-hashes", "-r", places.INSTALLER_LOCK])
     if ended.code:

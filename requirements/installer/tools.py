@@ -16,7 +16,7 @@ from installer.progress import Progress
 
 _OLDEST_UV = (0, 5)
 _PROBE_S = "10"
-_PIP = (places.PYTHON, "-m", "pip", "--disable-pip-version-check")
+_PIP: tuple[str, ...] = (str(places.PYTHON), "-m", "pip", "--disable-pip-version-check")
 
 
 class Tool(Protocol):
@@ -63,7 +63,7 @@ class Uv:
         resolve: bool = False,
     ) -> None:
         progress = Progress()
-        command = [*self._command(index, resolve), *arguments]
+        command: list[str | Path] = [*self._command(index, resolve), *arguments]
         ended = run(command, progress.read_uv, self._variables, on_terminal=True)
         progress.end()
         if ended.code:
@@ -71,19 +71,26 @@ class Uv:
 
     def offers(self, lock: Path, index: str = "") -> bool:
         hasty = {"UV_HTTP_TIMEOUT": _PROBE_S, "UV_HTTP_RETRIES": "1"} if index else {}
-        command = [*self._command(index), "--dry-run", "--require-hashes", "-r", lock]
+        command: list[str | Path] = [
+            *self._command(index),
+            "--dry-run",
+            "--require-hashes",
+            "-r",
+            lock,
+        ]
         return run(command, environment={**self._variables, **hasty}).code == 0
 
     def compile(self, *arguments: str | Path) -> Ended:
         """Write a lock for every Python and machine that ``arguments`` allow."""
-        command = [self._program, "pip", "compile", "--universal", "--python-version", "3.11"]
+        command: list[str | Path] = [self._program, "pip", "compile", "--universal"]
+        command += ["--python-version", "3.11"]
         command += ["--generate-hashes", "--no-header", "--no-annotate", "--quiet", "--no-config"]
         index = os.environ.get("TORCH_INDEX", "")
         extra = ["--index", index] if index else []
         return run([*command, *extra, *arguments], environment=self._variables)
 
     def _command(self, index: str, resolve: bool = False) -> list[str | Path]:
-        command = [self._program, "pip", "install", "--python", places.PYTHON]
+        command: list[str | Path] = [self._program, "pip", "install", "--python", places.PYTHON]
         command += [] if resolve else ["--no-deps"]
         return [*command, *(["--index", index] if index else [])]
 
@@ -101,7 +108,12 @@ class Pip:
     ) -> None:
         progress = Progress()
         # What a server imports is compiled when it is imported: all 22,000 files take 80 s.
-        command = [*_PIP, "install", "--no-compile", *([] if resolve else ["--no-deps"])]
+        command: list[str | Path] = [
+            *_PIP,
+            "install",
+            "--no-compile",
+            *([] if resolve else ["--no-deps"]),
+        ]
         command += [*arguments, *_extra(index)]
         bar = "raw" if _version(quietly([*_PIP, "--version"])) >= (24, 1) else "off"
         ended = run([*command, "--progress-bar", bar], progress.read_pip)
@@ -114,7 +126,7 @@ class Pip:
         hasty = {"PIP_TIMEOUT": _PROBE_S, "PIP_RETRIES": "1"} if index else {}
         command = [*_PIP, "index", "versions", "torch", *_extra(index)]
         found = re.search(r"^Available versions: (.*)$", quietly(command, hasty), re.MULTILINE)
-        return bool(found) and version in found[1].split(", ")
+        return found is not None and version in found[1].split(", ")
 
 
 def best() -> Tool:
