@@ -79,6 +79,7 @@ def _install(device: str) -> None:
                 f".venv is for DEVICE={other.name.partition('-')[2]}: run `make distclean` first"
             )
     places.LOG.write_text("")
+    environment.bring_uv()
     tool = tools.best()
     _hashed(tool, "installing the build tools", places.BUILD_LOCK)
     if device == "cpu":

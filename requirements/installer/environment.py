@@ -28,8 +28,8 @@ def make() -> None:
         say(f"creating .venv with Python {sys.version.split()[0]}")
     _create()
     places.LOG.write_text("")
-    if tools.find_uv() is None:
-        _install_uv()
+    if not bring_uv():
+        say("pip installs alone: it could not get uv, which is faster")
     repair()
     tools.best().install(
         "--require-hashes", "-r", places.BUILD_LOCK, what="installing the build tools"
@@ -91,16 +91,19 @@ def _pip_can_serve_others() -> bool:
     return "--python" in quietly([sys.executable, "-m", "pip", "--help"])
 
 
-def _install_uv() -> None:
-    """From the lock; pip goes on alone where no index offers it."""
+def bring_uv() -> bool:
+    """Whether uv is there; installs it if not. Where it is not to be had, pip is there."""
+    if tools.find_uv() is not None:
+        return True
     pip = [sys.executable, "-m", "pip", "--python", str(places.PYTHON)]
     if (places.VENV / "bin" / "pip").exists():
         pip = [str(places.PYTHON), "-m", "pip"]
     pip += ["--disable-pip-version-check", "install", "--no-compile", "--no-deps"]
-    ended = run([*pip, "--require-hashes", "-r", places.INSTALLER_LOCK])
-    if ended.code:
-        say("pip installs alone: it could not get uv, which is faster")
+    if run([*pip, "--require-hashes", "-r", places.INSTALLER_LOCK]).code == 0:
+        return True
+    if not (places.VENV / "bin" / "pip").exists():
         run([places.PYTHON, "-m", "ensurepip"])
+    return False
 
 
 def _is_damaged(info: Path) -> bool:
