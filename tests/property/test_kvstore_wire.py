@@ -21,7 +21,7 @@ from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.interface import Lookup
 from fingerprints import FINGERPRINT
-from store_process import start_store
+from store_process import fork_store
 
 KEY = b"k" * 32
 TIMEOUT_S = 20.0
@@ -97,7 +97,7 @@ def store() -> Iterator[LiveStore]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store.sock"
         options = ("--ssd", f"{folder}/ssd", "--ssd-size", "1MiB", "--tenant-quota", "0.5")
-        process = start_store(path, "256KiB", *options, stderr=subprocess.DEVNULL)
+        process = fork_store(path, "256KiB", *options, stderr=subprocess.DEVNULL)
         live = LiveStore(path)
         yield live
         assert process.poll() is None, "the store has crashed"
