@@ -17,14 +17,22 @@ from hypothesis import settings
 # other's. Before anything imports torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A busy machine is no bug, and a failure must come again when the suite is run again.
-settings.register_profile("banaserve", deadline=None, derandomize=True, print_blob=True)
-settings.load_profile("banaserve")
-
 # Test folders are no packages: this is how their files import the helpers that lie among them. Not
 # the folder of tests itself, below which `triton` would be found where the real one is missing.
 for _name in ("contract", "e2e", "e2e/migration", "property", "triton", "unit"):
     sys.path.append(str(Path(__file__).parent / _name))
+
+from depth import num_examples  # noqa: E402
+
+# A busy machine is no bug, and a failure must come again when the suite is run again.
+settings.register_profile(
+    "banaserve",
+    deadline=None,
+    derandomize=True,
+    max_examples=num_examples(100),
+    print_blob=True,
+)
+settings.load_profile("banaserve")
 
 # Examples are packages of their own: their modules are imported as installed ones are.
 for _name in ("routing_policy", "store_tier"):

@@ -20,6 +20,7 @@ from banaserve.kvstore import wire
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.interface import Lookup
+from depth import num_examples
 from fingerprints import FINGERPRINT
 from store_process import fork_store
 
@@ -28,7 +29,7 @@ TIMEOUT_S = 20.0
 MUCH_BYTES = 2**28
 
 fuzzed = settings(
-    max_examples=150,
+    max_examples=num_examples(150),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

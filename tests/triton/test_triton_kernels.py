@@ -26,6 +26,7 @@ from banaserve.kernels.triton_attention_op import partial_attention
 from banaserve.kernels.triton_kernels import TritonKernels
 from banaserve.kernels.triton_merge_op import concat_heads, merge_parts
 from banaserve.kernels.triton_pack_op import operator_arguments, pack_blocks, unpack_blocks
+from depth import num_examples
 
 CPU = "cpu"
 DTYPES = cases.DTYPES
@@ -127,7 +128,7 @@ def _seqs(draw):
     return tuple(found)
 
 
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 @given(
     seqs=_seqs(),
     cuts=st.lists(st.integers(0, 13), max_size=2),
@@ -144,7 +145,7 @@ def test_a_split_anywhere_merges_to_the_whole(seqs, cuts, block_size, heads, dty
     cases.check_split(TritonKernels(1, SMALL), case, CPU, tuple(cuts), dtype)
 
 
-@settings(max_examples=6)
+@settings(max_examples=num_examples(6))
 @given(
     order=st.permutations([0, 1, 2]),
     cut=st.integers(1, 2),

@@ -17,7 +17,16 @@ from typing import IO, Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # pytest itself: a child imports the main module of its starter.
-_CONTEXT.set_forkserver_preload(["pytest", "banaserve.kvstore.daemon.process"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "pytest",
+        "banaserve.kvstore.daemon.process",
+        "banaserve.transport.connect",
+        "banaserve.transport.shm",
+        "banaserve.transport.tcp",
+        "banaserve.transport.torch_distributed",
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +66,7 @@ class Forked:
         self.stdout: IO[str] | None = None
         if pipes:
             (stdin, to_child), (from_child, stdout) = os.pipe(), os.pipe()
-            self.stdin, self.stdout = open(to_child, "w"), open(from_child)
+            self.stdin, self.stdout = os.fdopen(to_child, "w"), os.fdopen(from_child)
             theirs = {0: Fd(stdin), 1: Fd(stdout)}
         if stderr is not None:
             devnull = stderr == subprocess.DEVNULL
@@ -121,5 +130,5 @@ def _run(
     for number, given in standard.items():
         os.dup2(given, number)
         os.close(given)
-    sys.stdin = open(0, closefd=False)
+    sys.stdin = os.fdopen(0, closefd=False)
     sys.exit(target(*arguments))

@@ -33,9 +33,7 @@ Store = Forked | subprocess.Popen[bytes]
 
 
 @contextmanager
-def running(
-    path: Path, start: Callable[[Path, str], Store] = fork_store
-) -> Iterator[Store]:
+def running(path: Path, start: Callable[[Path, str], Store] = fork_store) -> Iterator[Store]:
     process = start(path, SIZE)
     try:
         yield process

@@ -22,6 +22,7 @@ from banaserve.orchestrator.replicas.preble.costs import REGRESSIONS, WindowSum,
 from banaserve.orchestrator.replicas.preble.tree import CacheTree, common_bytes
 from banaserve.orchestrator.replicas.registry import make
 from banaserve.types import RequestId
+from depth import num_examples
 
 A, B, C = (ReplicaId(name) for name in "abc")
 KEY = b"k" * 1000
@@ -194,7 +195,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(happening=operations, capacity=st.sampled_from([1, 40, 120, 10**9]))
 def test_the_tree_keeps_each_cache_within_its_capacity(happening, capacity):
     tree = CacheTree(1, capacity, 60.0)
