@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sources import tree_of
+
 Graph = dict[str, set[str]]
 
 
@@ -42,7 +44,7 @@ def read_imports(root: Path, packages: Iterable[str]) -> Imports:
         for graph in (imports.loading, imports.typing, imports.lazy):
             graph[module] = set()
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        for graph, statement in _import_statements(ast.parse(path.read_text()), imports):
+        for graph, statement in _import_statements(tree_of(path), imports):
             for name in _imported_names(statement, package):
                 if target := _module_of(name, paths):
                     graph[module].add(target)

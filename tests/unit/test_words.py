@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from sources import tree_of
+
 ROOT = Path(__file__).parents[2]
 OPENINGS = {
     *("What", "How", "Which", "Who", "Whose", "Whoever", "Where", "When", "Why", "Whether"),
@@ -19,7 +21,7 @@ OPENINGS = {
 @pytest.fixture(scope="module")
 def modules() -> dict[str, ast.Module]:
     return {
-        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
+        path.relative_to(ROOT).as_posix(): tree_of(path)
         for package in ("banaserve", "benchmarks")
         for path in sorted((ROOT / package).rglob("*.py"))
     }
