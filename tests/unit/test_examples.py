@@ -15,7 +15,7 @@ from sticky_routing import Sticky, StickyOptions
 from banaserve.errors import UserError
 from banaserve.orchestrator.routing.legs import LegOptions
 from banaserve.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
-from installed_packages import install_example
+from installed_packages import install_examples
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -62,8 +62,7 @@ def test_a_package_names_the_modules_that_it_has(name: str) -> None:
 
 
 def test_installed_examples_are_found_by_the_commands(tmp_path: Path) -> None:
-    for name in ("routing_policy", "store_tier"):
-        install_example(EXAMPLES / name, tmp_path)
+    install_examples([EXAMPLES / "routing_policy", EXAMPLES / "store_tier"], tmp_path)
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     found = ran("-m", "banaserve", "doctor", PYTHONPATH=path)
     for plugin in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from random import Random
 from typing import Any
 
@@ -232,8 +233,9 @@ def test_what_would_be_evicted_is_evicted_leaves_used_longest_ago_first():
 
 def test_trimming_goes_deeper_than_python_may_call_itself():
     tree = CacheTree(1, 10**6, 60.0)
-    for length in range(1, 3001):
+    depth = sys.getrecursionlimit() + 100
+    for length in range(1, depth + 1):
         tree.add(b"a" * length, 1.0, A, float(length))
-    tree.trim(b"a" * 3000, 1.0, A, 1)
+    tree.trim(b"a" * depth, 1.0, A, 1)
     tree.check()
-    assert tree.match(b"a" * 3000, 1.0)[A][0] == 1
+    assert tree.match(b"a" * depth, 1.0)[A][0] == 1
