@@ -49,6 +49,11 @@ for _name in ("benchmarks", "docs"):
     sys.modules[_name] = importlib.util.module_from_spec(_spec)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put first what is marked so."""
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
+
+
 @pytest.fixture(autouse=True)
 def _root_log_level() -> Iterator[None]:
     """A library that vLLM's server imports raises it, and later tests would see no warnings."""

@@ -61,6 +61,7 @@ def test_a_package_names_the_modules_that_it_has(name: str) -> None:
     assert [value.partition(":")[0] for value in group.values()] == modules
 
 
+@pytest.mark.early
 def test_installed_examples_are_found_by_the_commands(tmp_path: Path) -> None:
     install_examples([EXAMPLES / "routing_policy", EXAMPLES / "store_tier"], tmp_path)
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"

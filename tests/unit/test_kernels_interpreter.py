@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[2]
 pytest.importorskip("triton")
 
 
-def test_the_triton_kernels_are_right_in_the_interpreter():
+@pytest.mark.early
+@pytest.mark.parametrize("name", ["kernels", "guests"])
+def test_the_triton_kernels_are_right_in_the_interpreter(name: str) -> None:
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
@@ -22,7 +24,15 @@ def test_the_triton_kernels_are_right_in_the_interpreter():
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/triton"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"tests/triton/test_triton_{name}.py",
+        ],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PROBE = """
 import importlib.util
@@ -47,6 +49,7 @@ def ran(*command: str) -> str:
     return done.stdout.splitlines()[0]
 
 
+@pytest.mark.early
 def test_transformers_works_from_the_root_of_the_repository() -> None:
     assert ran("-c", PROBE + IMPORTS) in ("ours", "not ours")
 
