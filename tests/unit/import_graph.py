@@ -32,13 +32,18 @@ class Imports:
         return {name: self.loading[name] | self.typing[name] for name in self.loading}
 
 
-def read_imports(root: Path, packages: Iterable[str]) -> Imports:
-    """Parse every module of `packages`, which are folders of `root`."""
-    paths = {
+def find_modules(root: Path, packages: Iterable[str]) -> dict[str, Path]:
+    """The file of each module of `packages`, by its name."""
+    return {
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
         for package in packages
         for path in sorted((root / package).rglob("*.py"))
     }
+
+
+def read_imports(root: Path, packages: Iterable[str]) -> Imports:
+    """Parse every module of `packages`, which are folders of `root`."""
+    paths = find_modules(root, packages)
     imports = Imports()
     for module, path in paths.items():
         for graph in (imports.loading, imports.typing, imports.lazy):
