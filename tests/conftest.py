@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from xdist.scheduler import LoadFileScheduling
 
 # Several test processes and their engines share the cores: threads of each would wait for each
 # other's. Before anything imports torch, which reads it once.
@@ -47,16 +46,17 @@ _SHARED = ("tests/e2e/migration/",)
 """Folders whose files share what takes long to start: one test process runs all of them."""
 
 
-class _ByFile(LoadFileScheduling):
-    """Gives a file to one test process, and a folder of ``_SHARED`` too."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a file to one test process, and a folder of ``_SHARED`` too."""
+    from xdist.scheduler import LoadFileScheduling
 
-    def _split_scope(self, nodeid: str) -> str:
-        shared = (folder for folder in _SHARED if nodeid.startswith(folder))
-        return next(shared, None) or str(super()._split_scope(nodeid))
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            shared = (folder for folder in _SHARED if nodeid.startswith(folder))
+            return next(shared, None) or str(super()._split_scope(nodeid))
 
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
-    return _ByFile(config, log)
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)
