@@ -91,9 +91,9 @@ ENGINES = {
         _llama, options={**RANDOM, "block_size": 32, "num_gpu_blocks_override": 38}, has_store=True
     ),
     "llama, pool": EngineKind(
-        _llama,
-        {"poison": False, "kv_growth": 3.1},
-        {**RANDOM, "kv_cache_memory_bytes": 512 << 20, "num_gpu_blocks_override": 41},
+        random_model("llama", **{**LLAMA, "num_hidden_layers": 12}),
+        {"poison": False, "kv_growth": 2.1},
+        {**RANDOM, "num_gpu_blocks_override": 21},
     ),
     "opt": EngineKind(
         random_model("opt", ffn_dim=256, word_embed_proj_dim=128, init_std=0.08), options=RANDOM

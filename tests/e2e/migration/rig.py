@@ -34,7 +34,6 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 DEADLINE_S = 90.0
 STEPS_A_PHASE = 6
 MAX_IDLE = 3
-OVER = ("freed", "aborted", "failed")
 Answers = dict[str, tuple[list[int], list[float]]]
 During = Generator[None, None, None]
 
@@ -274,8 +273,8 @@ class Rig:
         while len(self._idle) > MAX_IDLE:
             self.do("detach", self._idle.pop(0))
         self.do("overlap", self._max_parts)
-        status, pool = self.do("status"), self.pool()
-        assert all(move["phase"] in OVER for move in status["moves"].values()), status["moves"]
+        pool = self.pool()
+        assert all(move.is_over for move in self.host.moves), self.do("status")["moves"]
         assert (pool.running, pool.waiting) == (0, 0)
         assert pool.free_blocks == pool.num_blocks - 1, "a block is held"
 

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 
 import transport_faults as faults
-from rig import OVER, all_kinds, modules_of
+from rig import all_kinds, modules_of
 
 pytestmark = pytest.mark.e2e
 
 ENGINE = "llama"
 NUM_TOKENS = 24
 STALL_S = 0.3
+LOOK_S = 0.02
+OVER = ("freed", "aborted", "failed")
 MESSAGES = ("build", "activate", "step", "release")
 COPIES = ("precopy", "last copy", "copy home")
 During = Generator[None, None, None]
@@ -160,9 +162,12 @@ class Journey:
 
     def _until(self, move_id: str, phase: str) -> bool:
         """Wait for a phase; a move whose message is lost is aborted, as a coordinator would."""
-        if self._trouble.was_lost and self._rig.phase(move_id) == "preparing":
-            self._rig.do("abort", move_id)
-        return bool(self._rig.settled(move_id) == phase)
+        move = self._rig.host.moves.get(move_id)
+        while not move.join(LOOK_S):
+            if self._trouble.was_lost:
+                self._rig.do("abort", move_id)
+                return False
+        return bool(self._rig.phase(move_id) == phase)
 
 
 @pytest.fixture(scope="module")

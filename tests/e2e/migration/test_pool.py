@@ -11,16 +11,16 @@ import pytest
 pytestmark = pytest.mark.e2e
 
 ENGINE = "llama, pool"
-NUM_BLOCKS = 41
-NUM_LAYERS, NUM_AWAY = 6, 4
+NUM_BLOCKS = 21
+NUM_LAYERS, NUM_AWAY = 12, 6
 NUM_TOKENS = 60
 LAYERS = {"type": "layers", "start": 1, "end": 1 + NUM_AWAY}
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Twelve streams that need four blocks each: ten fit at once."""
-    return [[(7 * n + 3 * i + i * i) % 2000 + 5 for i in range(400)] for n in range(12)]
+    """Six streams that need four blocks each: five fit at once."""
+    return [[(7 * n + 3 * i + i * i) % 2000 + 5 for i in range(400)] for n in range(6)]
 
 
 @pytest.fixture(scope="module")
