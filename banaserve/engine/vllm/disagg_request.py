@@ -120,7 +120,7 @@ class RequestContext:
         uncached_tokens: The router's estimate of the tokens that prefill has to compute.
         deadline: On the event loop's clock.
         state: vLLM's front-end state (detokenizer, logprobs) once output has begun.
-        one_leg_because: Why this request cannot be split into legs, None where it can.
+        split_blocker: Why this request cannot be split into legs, None where it can.
         prefilled: The prompt's KV has been left in the store.
         num_cached_tokens: So many of its tokens the prefill leg had not to compute.
         first: The prefill leg's token and why it stopped there, until it has been sent.
@@ -138,7 +138,7 @@ class RequestContext:
     notes: RequestNotes
     generate_options: dict[str, Any] = field(default_factory=dict)
     uncached_tokens: int = 0
-    one_leg_because: str | None = None
+    split_blocker: str | None = None
     state: Any = None
     prefilled: bool = False
     num_cached_tokens: int = 0
@@ -377,7 +377,7 @@ async def run_request(
         try:
             async with asyncio.timeout_at(context.deadline):
                 route = await cluster.route(
-                    context.request, context.uncached_tokens, context.one_leg_because, context.notes
+                    context.request, context.uncached_tokens, context.split_blocker, context.notes
                 )
             leg = "prefill"
             if route.prefill is not None and not context.prefilled and not context.aborted:
@@ -430,4 +430,4 @@ def _note_death(
 def _count_way(context: RequestContext, route: Route, attempt: int) -> None:
     if attempt == 1:
         way = "one_leg" if route.prefill is None else "two_legs"
-        metrics.REQUESTS.labels(way, context.one_leg_because or str(route.reason)).inc()
+        metrics.REQUESTS.labels(way, context.split_blocker or str(route.reason)).inc()
