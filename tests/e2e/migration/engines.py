@@ -85,6 +85,7 @@ _SYNC = {
 
 ENGINES = {
     "llama": EngineKind(_llama, options=RANDOM),
+    "llama, bfloat16": EngineKind(_llama, options={**RANDOM, "dtype": "bfloat16"}),
     "llama, synchronous": EngineKind(_llama, options={**RANDOM, **_SYNC}),
     # So few blocks that long prompts preempt each other.
     "llama, store": EngineKind(
