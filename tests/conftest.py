@@ -10,6 +10,7 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -64,6 +65,25 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put first what is marked so."""
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
+
+
+_SHARED = ("tests/e2e/migration/",)
+"""Folders whose files share what takes long to start: one test process runs all of them."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a file to one test process, and a folder of ``_SHARED`` too."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            shared = (folder for folder in _SHARED if nodeid.startswith(folder))
+            return next(shared, None) or str(super()._split_scope(nodeid))
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)
