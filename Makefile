@@ -8,6 +8,8 @@ PORT ?= 8000
 ARGS ?=
 NAME ?= handover
 DEVICE ?= cpu
+# `full` also installs what tests of optional parts need.
+DEV ?=
 # Tests side by side; an end-to-end test keeps about one core busy and takes up to 10 GB.
 JOBS ?= 2
 # The first that runs and will do: a version manager may put a name on PATH that does not run.
@@ -33,12 +35,12 @@ help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  serve takes MODEL=$(MODEL) PD=$(PD) PORT=$(PORT) ARGS='any option of banaserve serve',"
-	@echo "  bench NAME=$(NAME) ARGS=, install DEVICE=cpu|cuda PYTHON= TORCH_INDEX=."
+	@echo "  bench NAME=$(NAME) ARGS=, install DEVICE=cpu|cuda DEV=full PYTHON= TORCH_INDEX=."
 
 serve: install  ## Serve MODEL with PD prefill and decode instances on PORT.
 	@exec $(BIN)/banaserve serve --model '$(MODEL)' --pd '$(PD)' --port '$(PORT)' $(ARGS)
 
-install: $(INSTALLED)  ## Create .venv and install everything; nothing to do when nothing changed.
+install: $(INSTALLED) $(if $(filter full,$(DEV)),$(VENV)/.dev-full)  ## Create .venv and install everything; nothing to do when nothing changed.
 
 $(VENV_STAMP):
 	@requirements/install.sh venv '$(PYTHON)'
@@ -46,6 +48,10 @@ $(VENV_STAMP):
 
 $(INSTALLED): $(VENV_STAMP) $(SOURCES)
 	@requirements/install.sh '$(DEVICE)'
+	@touch $@
+
+$(VENV)/.dev-full: $(INSTALLED) requirements/dev-full.txt
+	@requirements/install.sh dev-full
 	@touch $@
 
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder

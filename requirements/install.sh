@@ -2,6 +2,7 @@
 # Fills .venv; called by `make install`, which keeps the stamps.
 #   install.sh venv PYTHON   create .venv with what builds need
 #   install.sh cpu|cuda      install vLLM, banaserve and the development tools
+#   install.sh dev-full      install what tests of optional parts need
 # TORCH_INDEX names the package index for the CPU build of torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -75,6 +76,26 @@ install_cuda() {
     pip_install --no-build-isolation -r requirements/cuda.txt
 }
 
+# What tests of optional parts need: NIXL from PyPI; Debian's libibverbs (Mooncake) and Redis. Where
+# the system's packages cannot be installed they are named, and their tests skip.
+install_dev_full() {
+    local missing=()
+    say "installing NIXL"
+    # Without what it requires: that is torch, in whatever build the index has.
+    pip_install --no-deps -r requirements/dev-full.txt
+    "$PY" -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null || missing+=(libibverbs1)
+    command -v redis-server >/dev/null || missing+=(redis-server)
+    [ ${#missing[@]} -gt 0 ] || return 0
+    # Not where systemd runs: it would start the server that comes with Redis.
+    if [ "$(id -u)" = 0 ] && [ ! -d /run/systemd/system ] && command -v apt-get >/dev/null; then
+        say "installing ${missing[*]} with apt-get"
+        { apt-get update -q && DEBIAN_FRONTEND=noninteractive \
+            apt-get install -y -q --no-install-recommends "${missing[@]}"; } >>"$LOG" 2>&1 && return
+        say "apt-get failed: see $LOG"
+    fi
+    say "tests that need them skip; to run them, as root: apt-get install ${missing[*]}"
+}
+
 # Compiles what a server imports, once, also where the caller keeps Python from writing bytecode:
 # every start would take 20 s more.
 compile_imports() {
@@ -99,5 +120,6 @@ case ${1:-} in
         compile_imports "import banaserve.api.app; from banaserve.engine.vllm.launch import forkserver
 if '$1' == 'cpu': forkserver.pre_import()"
         ;;
+    dev-full) install_dev_full ;;
     *) fail "unknown step ${1:-}" ;;
 esac

@@ -13,6 +13,7 @@ Usage: python -P fork_server.py FD, with FD a listening Unix socket. It ends wit
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -268,6 +269,9 @@ class _Forks:
 
 def _become(order: dict[str, Any]) -> None:
     """Let this child be what a process is that was just started."""
+    # Native libraries that are imported here, and not yet in a start that ends early, report their
+    # own leaks at the end.
+    atexit.register(_hush)
     end_with_parent()
     os.setsid()
     stdout, stderr = order["fds"]
@@ -282,6 +286,11 @@ def _become(order: dict[str, Any]) -> None:
     os.environ.update(order["env"])
     tempfile.tempdir = None
     sys.argv[:] = order["argv"]
+
+
+def _hush() -> None:
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _path_of(env: Mapping[str, str]) -> list[str]:

@@ -25,12 +25,21 @@ def reference_tokens(
     model: str,
     prompts: Sequence[Sequence[int]],
     samplings: Mapping[str, Mapping[str, Any]],
+    *,
+    dtype: str = "float32",
+    alone: bool = False,
 ) -> dict[str, list[list[int]]]:
-    """The tokens of each sampling's answers, in the order of the prompts, by its name."""
+    """The tokens of each sampling's answers, in the order of the prompts, by its name.
+
+    Args:
+        alone: Whether a prompt begins when the one before has been answered.
+    """
     script = Path(__file__).with_name("reference_tokens.py")
     with TemporaryDirectory() as folder:
+        asked = {"model": model, "prompts": prompts, "samplings": samplings}
+        asked |= {"dtype": dtype, "alone": alone}
         job, out, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
-        job.write_text(json.dumps({"model": model, "prompts": prompts, "samplings": samplings}))
+        job.write_text(json.dumps(asked))
         with log.open("wb") as output:
             number = output.fileno()
             engine = forks.start([str(script), str(job), str(out)], os.environ, number, number)

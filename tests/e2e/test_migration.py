@@ -28,6 +28,7 @@ import migration_load as loads
 from banaserve.api.admin_client import AdminClient
 from banaserve.config import DEFAULT_MICROBATCHES
 from banaserve.engine.vllm.migration.api import (
+    LayersModules,
     MoveContext,
     MoveHeads,
     MoveLayers,
@@ -77,7 +78,7 @@ def test_layers_away_and_back_in_mid_stream(server, admin, reference):
         early = server.metric("banaserve_first_tokens_total", leg="prefill")
         away = loads.done(admin, LAYERS)
         d0 = loads.placed(admin, "d0")
-        assert [(u.at, u.modules["start"], u.modules["end"]) for u in d0.units] == [("p0", 10, 20)]
+        assert [(u.at, u.modules) for u in d0.units] == [("p0", LayersModules(10, 20))]
         assert d0.blocks_gained == away.blocks_gained == (d0.num_blocks - d0.blocks_gained) // 2
         (move,) = away.moves
         assert move.facts["freed_bytes"] >= 0.95 * move.facts["predicted_bytes"] > 0

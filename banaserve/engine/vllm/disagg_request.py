@@ -122,7 +122,7 @@ class RequestContext:
         is_stored: It has no prefill leg because the store has its prompt.
         deadline: On the event loop's clock.
         state: vLLM's front-end state (detokenizer, logprobs) once output has begun.
-        one_leg_because: Why this request cannot be split into legs, None where it can.
+        split_blocker: Why this request cannot be split into legs, None where it can.
         prefilled: The prompt's KV has been left in the store.
         num_cached_tokens: So many of its tokens the prefill leg had not to compute.
         first: The prefill leg's token and why it stopped there, until it has been sent.
@@ -141,7 +141,7 @@ class RequestContext:
     generate_options: dict[str, Any] = field(default_factory=dict)
     uncached_tokens: int = 0
     is_stored: bool = False
-    one_leg_because: str | None = None
+    split_blocker: str | None = None
     state: Any = None
     prefilled: bool = False
     num_cached_tokens: int = 0
@@ -385,7 +385,7 @@ async def run_request(
         try:
             async with asyncio.timeout_at(context.deadline):
                 route = await cluster.route(
-                    context.request, context.uncached_tokens, context.one_leg_because, context.notes
+                    context.request, context.uncached_tokens, context.split_blocker, context.notes
                 )
             leg = "prefill"
             if route.prefill is not None and not context.prefilled and not context.aborted:
@@ -441,7 +441,7 @@ def _comes_from_store(context: RequestContext, route: Route) -> bool:
     num_prompt = len(context.request.prompt_token_ids or ())
     return (
         route.reason == LegReason.SHORT_PROMPT
-        and context.one_leg_because is None
+        and context.split_blocker is None
         and context.uncached_tokens < num_prompt
     )
 
@@ -449,4 +449,4 @@ def _comes_from_store(context: RequestContext, route: Route) -> bool:
 def _count_way(context: RequestContext, route: Route, attempt: int) -> None:
     if attempt == 1:
         way = "one_leg" if route.prefill is None else "two_legs"
-        metrics.REQUESTS.labels(way, context.one_leg_because or str(route.reason)).inc()
+        metrics.REQUESTS.labels(way, context.split_blocker or str(route.reason)).inc()

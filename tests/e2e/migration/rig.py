@@ -268,13 +268,17 @@ class Rig:
         return answers
 
     @staticmethod
-    def agrees(answers: Answers, expected: Answers) -> bool:
-        """Same tokens, and logprobs but for rounding: other batches sum in another order."""
+    def agrees(answers: Answers, expected: Answers, within: float = 2e-4) -> bool:
+        """Same tokens, and logprobs but for rounding: other batches sum in another order.
+
+        Args:
+            within: How far logprobs may be apart.
+        """
         assert {k: tokens for k, (tokens, _) in answers.items()} == {
             k: tokens for k, (tokens, _) in expected.items()
         }
         for key, (_, logprobs) in answers.items():
-            assert logprobs == pytest.approx(expected[key][1], abs=2e-4)
+            assert logprobs == pytest.approx(expected[key][1], abs=within)
         return True
 
     def close(self) -> None:

@@ -230,7 +230,7 @@ def check_clean(rig: Any, guest: str) -> None:
     assert not any(isinstance(layer, RangeProxy) for layer in host.engine.layers)
     split = SplitAttention, ContextAttention
     assert not any(isinstance(one.impl, split) for one in host.engine.attentions.values())
-    assert host.watch.written._watches == [], "nobody copies any more"
+    assert host.step_context.dirty_blocks._watches == [], "nobody copies any more"
     rig.until(lambda: not rig.lives(guest))
 
 

@@ -200,19 +200,19 @@ def test_a_guest_dies_with_several_parts_on_the_way(
     rig.finish(rig.away(BACK, survivor))
     before = rig.do("status")
     link = rig.host.links[guest]
-    post = link.post
-    posted = []
+    submit = link.submit
+    submitted = []
 
-    def post_and_kill(*args: Any) -> None:
-        post(*args)
-        posted.append(len(link._posted_s))
-        if posted[-1] == 3:
+    def submit_and_kill(*args: Any) -> None:
+        submit(*args)
+        submitted.append(len(link._submitted_s))
+        if submitted[-1] == 3:
             rig.kill(guest)
 
-    link.post = post_and_kill
+    link.submit = submit_and_kill
     assert rig.agrees(fresh(rig, prompts), expected)
     after = rig.do("status")
-    assert max(posted) >= 3
+    assert max(submitted) >= 3
     assert after["guests_lost"] == before["guests_lost"] + 1
     assert after["steps_lost"] > before["steps_lost"]
     assert [unit["guest_id"] for unit in after["units"]] == [survivor]

@@ -117,19 +117,19 @@ def test_a_guest_that_is_given_up_while_it_saves_is_dead_before_its_slots_are_fr
     guest = rig.guest()
     rig.finish(rig.away(LAYERS, guest))
     link, lives = rig.host.links[guest], []
-    post, give_up = link.post, link.give_up
+    submit, give_up = link.submit, link.give_up
 
-    def stop_and_post(request: Any, parcel: Any) -> None:
+    def stop_and_submit(request: Any, bundle: Any) -> None:
         if request.saves is not None:
             rig.kill(guest, signal.SIGSTOP)
-        post(request, parcel)
+        submit(request, bundle)
 
     def give_up_and_look(reason: str) -> Any:
         lost = give_up(reason)
         lives.append(rig.lives(guest))
         return lost
 
-    link.post, link.give_up = stop_and_post, give_up_and_look
+    link.submit, link.give_up = stop_and_submit, give_up_and_look
     assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected)
     assert lives == [False], "it stood still with a step's slots in its hands"
     assert rig.do("status")["units"] == []
