@@ -32,7 +32,8 @@ endif
 # The kernels need torch and Triton, not vLLM: a GPU machine's own Python will do.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
-.PHONY: help serve install test test-long test-fast test-gpu lint format bench bench-gpu wheel \
+.PHONY: help serve install test test-long test-fast test-gpu lint lint-style lint-types \
+    lint-imports lint-docs format bench bench-gpu wheel \
     wheel-check sanitize lint-docker docs lock clean distclean
 
 help:  ## List the targets.
@@ -59,29 +60,42 @@ $(VENV)/.dev-full: $(INSTALLED) requirements/dev-full.txt
 	@requirements/install.sh dev-full
 	@touch $@
 
-PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Compiled once for all test processes and the next run, whatever the environment asks for.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(JOBS)
+# A file's tests share servers.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 test: lint  ## Lint, then run the tests, JOBS files side by side; many start real engines.
-	@$(PYTEST) -m 'not long' $(ARGS)
+	@$(PYTEST) $(BY_FILE) -m 'not long' $(ARGS)
 
-test-long: lint  ## The same with the cases that only repeat what a shorter run shows.
-	@BANASERVE_MIGRATION_MOVES=100 BANASERVE_MIGRATION_STREAMS=16 $(PYTEST) $(ARGS)
+test-long: lint  ## The same with what only repeats or deepens what a shorter run shows.
+	@BANASERVE_TEST_DEPTH=long BANASERVE_MIGRATION_MOVES=100 BANASERVE_MIGRATION_STREAMS=16 \
+	    $(PYTEST) $(BY_FILE) $(ARGS)
 
 test-fast: install  ## Run the tests that start no engine.
-	@$(PYTEST) -m 'not e2e' $(ARGS)
+	@$(PYTEST) --dist worksteal -m 'not e2e and not long' $(ARGS)
 
 test-gpu:  ## Run the tests that need a GPU with GPU_PYTHON; installs nothing, skips without a GPU.
 	@timeout 480 $(GPU_PYTHON) -m pytest -p no:cacheprovider tests/gpu $(ARGS) || \
 	    { code=$$?; [ $$code -eq 5 ] && echo 'no GPU test ran: see the reasons above' || exit $$code; }
 
 lint: install  ## Check style, types, which floor imports which, and the documents' links and names.
+	@$(MAKE) --no-print-directory --output-sync -j$(JOBS) lint-types lint-imports lint-docs lint-style
+
+lint-style:
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/cuda/*
+
+lint-types:
 	@$(BIN)/mypy -p banaserve -p benchmarks -p docs
 	@$(BIN)/mypy examples/*.py examples/*/*.py
 	@cd requirements && ../$(BIN)/mypy --config-file ../pyproject.toml -p installer
+
+lint-imports:
 	@$(BIN)/lint-imports --no-logo
+
+lint-docs:
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.check
 
 format: install  ## Rewrite the sources as lint wants them.

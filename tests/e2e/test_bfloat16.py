@@ -6,22 +6,21 @@ Requests of one batch round each other's sums otherwise, which bfloat16 shows in
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from banaserve import models
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.bench.loadgen.loops import closed_loop
-from banaserve.bench.loadgen.servers import Server, banaserve_server
-from reference import reference_tokens
+from fork_server import ForkServer
+from reference import reference_tokens, tokenizer
+from server_run import Run
 
 pytestmark = pytest.mark.e2e
 
 OUTPUT_TOKENS = 24
-BFLOAT16 = (
-    *("--pd", "1:1", "--dtype", "bfloat16", "--kv-store-size", "512MiB"),
-    *("--kv-cache-memory-bytes", str(512 << 20)),
-)
+BFLOAT16 = ("--pd", "1:1", "--dtype", "bfloat16")
 TEXTS = (
     "The capital of France is",
     "Once upon a time there was a little girl who",
@@ -39,13 +38,10 @@ def model() -> models.ResolvedModel:
 
 @pytest.fixture(scope="module")
 def prompts(model: models.ResolvedModel) -> list[list[int]]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model.path_or_id)
-    return [tokenizer(text, verbose=False)["input_ids"] for text in TEXTS]
+    return list(map(tokenizer(model.path_or_id), TEXTS))
 
 
-def ask(server: Server, prompts: list[list[int]]) -> list[list[int]]:
+def ask(server: Run, prompts: list[list[int]]) -> list[list[int]]:
     """The token ids of the streamed answers, in the order of the prompts."""
     calls = [
         CompletionCall(
@@ -67,17 +63,23 @@ def ask(server: Server, prompts: list[list[int]]) -> list[list[int]]:
     return asyncio.run(run())
 
 
-def test_tokens_equal_one_engine(model: models.ResolvedModel, prompts: list[list[int]]) -> None:
+def test_tokens_equal_one_engine(
+    fork_server: ForkServer,
+    serve: Callable[..., Run],
+    model: models.ResolvedModel,
+    prompts: list[list[int]],
+) -> None:
     sampling = {"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
     expected = reference_tokens(
-        model.path_or_id, prompts, {"greedy": sampling}, dtype="bfloat16", alone=True
+        fork_server, model.path_or_id, prompts, {"greedy": sampling}, dtype="bfloat16", alone=True
     )["greedy"]
-    with banaserve_server(models.PACKAGED, *BFLOAT16) as server:
-        assert "bfloat16: given by --dtype" in server.log_path.read_text()
-        assert ask(server, prompts) == expected
-        assert server.metric("banaserve_first_tokens_total", leg="prefill") > 0
-        name = "banaserve_prompt_tokens_computed_total"
-        # What the store holds is found again: a token a request, and the short prompts.
-        assert server.metric(name, instance_id="d0") < sum(map(len, prompts)) / 2
-        # Blocks of the first turn are fetched, by both legs.
-        assert ask(server, prompts) == expected
+    server = serve(*BFLOAT16)
+    assert "bfloat16: given by --dtype" in server.log_path.read_text()
+    assert ask(server, prompts) == expected
+    assert server.metric("banaserve_first_tokens_total", leg="prefill") > 0
+    name = "banaserve_prompt_tokens_computed_total"
+    # What the store holds is found again: a token a request, and the short prompts.
+    assert server.metric(name, instance_id="d0") < sum(map(len, prompts)) / 2
+    # Blocks of the first turn are fetched, by both legs.
+    assert ask(server, prompts) == expected
+    assert server.end() == 0

@@ -27,6 +27,7 @@ from banaserve.engine.vllm.migration.units.heads import HeadSet
 from banaserve.engine.vllm.migration.units.layers import LayerRange
 from banaserve.engine.vllm.migration.units.registry import read_modules, write_modules
 from banaserve.errors import MigrationError
+from depth import num_examples
 
 Write = tuple[str, list[tuple[int, int]]]
 STEPS = st.lists(
@@ -40,7 +41,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(STEPS)
 def test_a_block_leaves_full_and_comes_home_when_it_is_written(steps: list[Write]) -> None:
     """Against the plain meaning: tokens in each block, three of which fill it."""

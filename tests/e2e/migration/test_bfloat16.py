@@ -16,23 +16,17 @@ from rig import modules_of
 
 pytestmark = pytest.mark.e2e
 
+ENGINE = "llama, bfloat16"
 NUM_TOKENS = 32
 HEADS = {1: (1,), 3: (0, 2)}
 WITHIN = 1e-6
 """Of logprobs."""
 
 
-@pytest.fixture(scope="module")
-def rig(one_rig: Any, engine_arguments: Any, llama_of_large_heads: str) -> Iterator[Any]:
-    arguments = engine_arguments(
-        llama_of_large_heads,
-        {"stall_s": 0.5},
-        dtype="bfloat16",
-        max_model_len=1024,
-        skip_tokenizer_init=True,
-    )
-    with one_rig(arguments) as rig:
-        yield rig
+@pytest.fixture(autouse=True)
+def _home(rig: Any) -> Iterator[None]:
+    yield
+    rig.reset()
 
 
 @pytest.mark.parametrize("kind", ["layers", "heads"])
