@@ -8,6 +8,8 @@ PORT ?= 8000
 ARGS ?=
 NAME ?= handover
 DEVICE ?= cpu
+# `full` also installs what tests of optional parts need.
+DEV ?=
 # Tests side by side; an end-to-end test keeps about one core busy and takes up to 10 GB.
 JOBS ?= 2
 # The first that runs and will do: a version manager may put a name on PATH that does not run.
@@ -22,23 +24,29 @@ BIN := $(VENV)/bin
 VENV_STAMP := $(VENV)/.created
 INSTALLED := $(VENV)/.installed-$(DEVICE)
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*.* csrc/cuda/*) $(wildcard requirements/*.*)
+# Without its Python .venv is to be made again: a link that leads nowhere is not there for wildcard.
+ifeq ($(wildcard $(BIN)/python),)
+$(shell rm -f $(VENV_STAMP) $(VENV)/.installed-*)
+endif
 
 # The kernels need torch and Triton, not vLLM: a GPU machine's own Python will do.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
-.PHONY: help serve install test test-long test-fast test-gpu lint format bench bench-gpu wheel \
+.PHONY: help serve install test test-long test-fast test-gpu lint lint-style lint-types \
+    lint-imports lint-docs format bench bench-gpu wheel \
     wheel-check sanitize lint-docker docs lock clean distclean
 
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  serve takes MODEL=$(MODEL) PD=$(PD) PORT=$(PORT) ARGS='any option of banaserve serve',"
-	@echo "  bench NAME=$(NAME) ARGS=, install DEVICE=cpu|cuda PYTHON= TORCH_INDEX=."
+	@echo "  bench NAME=$(NAME) ARGS=, install DEVICE=cpu|cuda DEV=full PYTHON= TORCH_INDEX=."
 
 serve: install  ## Serve MODEL with PD prefill and decode instances on PORT.
 	@exec $(BIN)/banaserve serve --model '$(MODEL)' --pd '$(PD)' --port '$(PORT)' $(ARGS)
 
-install: $(INSTALLED)  ## Create .venv and install everything; nothing to do when nothing changed.
+install: $(INSTALLED) $(if $(filter full,$(DEV)),$(VENV)/.dev-full)  ## Create .venv and install everything; nothing to do when nothing changed.
+	@requirements/install.sh verify '$(DEVICE)'
 
 $(VENV_STAMP):
 	@requirements/install.sh venv '$(PYTHON)'
@@ -48,28 +56,46 @@ $(INSTALLED): $(VENV_STAMP) $(SOURCES)
 	@requirements/install.sh '$(DEVICE)'
 	@touch $@
 
-PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+$(VENV)/.dev-full: $(INSTALLED) requirements/dev-full.txt
+	@requirements/install.sh dev-full
+	@touch $@
+
+# Compiled once for all test processes and the next run, whatever the environment asks for.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(JOBS)
+# A file's tests share servers.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 test: lint  ## Lint, then run the tests, JOBS files side by side; many start real engines.
-	@$(PYTEST) -m 'not long' $(ARGS)
+	@$(PYTEST) $(BY_FILE) -m 'not long' $(ARGS)
 
-test-long: lint  ## The same with the cases that only repeat what a shorter run shows.
-	@BANASERVE_MIGRATION_MOVES=100 BANASERVE_MIGRATION_STREAMS=16 $(PYTEST) $(ARGS)
+test-long: lint  ## The same with what only repeats or deepens what a shorter run shows.
+	@BANASERVE_TEST_DEPTH=long BANASERVE_MIGRATION_MOVES=100 BANASERVE_MIGRATION_STREAMS=16 \
+	    $(PYTEST) $(BY_FILE) $(ARGS)
 
 test-fast: install  ## Run the tests that start no engine.
-	@$(PYTEST) -m 'not e2e' $(ARGS)
+	@$(PYTEST) --dist worksteal -m 'not e2e and not long' $(ARGS)
 
 test-gpu:  ## Run the tests that need a GPU with GPU_PYTHON; installs nothing, skips without a GPU.
 	@timeout 480 $(GPU_PYTHON) -m pytest -p no:cacheprovider tests/gpu $(ARGS) || \
 	    { code=$$?; [ $$code -eq 5 ] && echo 'no GPU test ran: see the reasons above' || exit $$code; }
 
 lint: install  ## Check style, types, which floor imports which, and the documents' links and names.
+	@$(MAKE) --no-print-directory --output-sync -j$(JOBS) lint-types lint-imports lint-docs lint-style
+
+lint-style:
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/cuda/*
+
+lint-types:
 	@$(BIN)/mypy -p banaserve -p benchmarks -p docs
 	@$(BIN)/mypy examples/*.py examples/*/*.py
+	@cd requirements && ../$(BIN)/mypy --config-file ../pyproject.toml -p installer
+
+lint-imports:
 	@$(BIN)/lint-imports --no-logo
+
+lint-docs:
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.check
 
 format: install  ## Rewrite the sources as lint wants them.
@@ -86,6 +112,7 @@ bench-gpu:  ## Time the kernels on a GPU with GPU_PYTHON into benchmarks/results
 wheel: install  ## Build a wheel into dist/; BANASERVE_CUDA=1 adds the CUDA part, with nvcc.
 	@rm -rf build/lib* build/bdist* # what an earlier wheel left would go into this one
 	@$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
+	@cp requirements/{torch-cpu,torch-pypi,cpu}.lock requirements/model.txt dist/
 	@ls dist
 
 wheel-check: wheel  ## Install that wheel into an empty environment, and look into it.
@@ -112,10 +139,8 @@ $(VENV)/docs/.installed: pyproject.toml $(VENV_STAMP)
 	@$(VENV)/docs/bin/pip install -q -r $(VENV)/docs/requirements.txt
 	@touch $@
 
-lock: install  ## Write requirements/cpu.lock from what .venv holds now.
-	@{ sed -n '/^#/p' requirements/cpu.lock; $(BIN)/pip freeze --all --exclude pip --exclude banaserve \
-	    --exclude torchvision --exclude torchaudio --exclude torchcodec; } > $(VENV)/cpu.lock
-	@mv $(VENV)/cpu.lock requirements/cpu.lock
+lock: install  ## Write the locks of requirements/ from pyproject.toml, with hashes.
+	@requirements/install.sh lock
 
 clean:  ## Remove what builds and tests leave behind.
 	@rm -rf build dist *.egg-info banaserve/_native*.so .pytest_cache .mypy_cache .ruff_cache

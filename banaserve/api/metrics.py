@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -17,6 +17,8 @@ from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats
 from banaserve.types import InstanceId
 
+_STORE = "banaserve_kvstore_"
+
 
 class _Labelled(Collector):
     """The default registry, with the instance's id beside vLLM's engine index."""
@@ -25,7 +27,14 @@ class _Labelled(Collector):
         self._names = {str(i): name for i, name in enumerate(instance_ids)}
 
     def collect(self) -> Iterator[Metric]:
-        for family in REGISTRY.collect():
+        return self._labelled(REGISTRY.collect())
+
+    def of(self, names: Sequence[str]) -> Iterator[Metric]:
+        """The samples of these names alone, without making the others."""
+        return self._labelled(REGISTRY.restricted_registry(names).collect())
+
+    def _labelled(self, families: Iterable[Metric]) -> Iterator[Metric]:
+        for family in families:
             if family.name.startswith("vllm:"):
                 family.samples = [self._with_id(sample) for sample in family.samples]
             yield family
@@ -37,8 +46,22 @@ class _Labelled(Collector):
         return sample._replace(labels={**sample.labels, "instance_id": name})
 
 
+class _Chosen(Collector):
+    """All of a page, or the samples of some names."""
+
+    def __init__(self, page: _Labelled, names: Sequence[str]) -> None:
+        self._page = page
+        self._names = names
+
+    def collect(self) -> Iterator[Metric]:
+        return self._page.of(self._names) if self._names else self._page.collect()
+
+
 class MetricsPage:
     """The endpoint; asks the store at each scrape, off the event loop.
+
+    ``?name[]=NAME``, which may be repeated, asks for samples of some names, as it does of
+    Prometheus' own servers.
 
     Args:
         instance_ids: In the order of vLLM's engine indexes.
@@ -50,15 +73,19 @@ class MetricsPage:
         self, instance_ids: Sequence[InstanceId], store_stats: Callable[[], StoreStats] | None
     ) -> None:
         self._store_stats = store_stats
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Labelled(instance_ids))
+        self._labelled = _Labelled(instance_ids)
 
     async def answer(self, request: Request) -> Response:
-        page = await asyncio.to_thread(self._page)
+        page = await asyncio.to_thread(self._page, request.query_params.getlist("name[]"))
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
-    def _page(self) -> bytes:
-        return generate_latest(self._registry) + self._store_page().encode()
+    def _page(self, names: Sequence[str]) -> bytes:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Chosen(self._labelled, names))
+        page: bytes = generate_latest(registry)
+        if names and not any(name.startswith(_STORE) for name in names):
+            return page
+        return page + self._store_page().encode()
 
     def _store_page(self) -> str:
         if self._store_stats is None:

@@ -67,7 +67,7 @@ def _instance(
     roles: Roles,
     left_out: str,
 ) -> InstanceStatus:
-    report, hosted = one.report, coordinator.hosts[one.id]
+    report, host_state = one.report, coordinator.hosts[one.id]
     load = load_of(report) if report is not None else None
     guests = [
         f"{module_words(p.module)} of {host.id}"
@@ -89,7 +89,7 @@ def _instance(
         step_tokens=report.step_tokens if report else 0.0,
         age_s=one.report_age_s(view.now_s),
         kv_blocks=report.num_kv_blocks if report else 0,
-        kv_blocks_gained=hosted.grown_blocks,
+        kv_blocks_gained=host_state.grown_blocks,
         guest_bytes=report.guest_bytes if report else 0,
         epoch=one.epoch,
         away=[f"{module_words(p.module)} at {p.guest}" for p in one.placements],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,12 +48,17 @@ def vllm_options(config: ServeConfig, logs: Path) -> list[str]:
 
     A miniature has as many KV tokens as the modelled GPU holds of the modelled model, and the
     limits of a simulated engine.
+
+    Raises:
+        UserError: The user gives a miniature another number type.
     """
     from banaserve.engine.vllm.emulation.config import PacingSettings, pacing_options
 
     profile = profile_of(config)
     if profile is None:
         return []
+    if config.model == MINIATURE:
+        _check_dtype(config.vllm_argv)
     name = str(Path(config.pace).resolve()) if config.pace.endswith(".toml") else config.pace
     options = pacing_options(PacingSettings(name, str(logs), config.dilate))
     if config.model == MINIATURE:
@@ -64,6 +70,16 @@ def vllm_options(config: ServeConfig, logs: Path) -> list[str]:
         options += ["--max-num-batched-tokens", str(limits.step_tokens)]
         options += ["--max-num-seqs", str(limits.max_requests)]
     return options
+
+
+def _check_dtype(vllm_argv: tuple[str, ...]) -> None:
+    words = " ".join(vllm_argv).replace("=", " ").split()
+    for option, value in itertools.pairwise(words):
+        if option == "--dtype" and value not in ("float32", "float"):
+            raise UserError(
+                f"--dtype {value}: a miniature computes in float32, for which its KV memory is "
+                "sized: leave it out"
+            )
 
 
 def words(config: ServeConfig) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import platform
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ import psutil
 
 from banaserve.cli import emulation
 from banaserve.cli.sockets import check_tls
-from banaserve.config import ServeConfig
+from banaserve.config import MINIATURE, ServeConfig
+from banaserve.cpu_features import DtypeChoice, choose_dtype, read_cpu_flags
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size, parse_size
 from banaserve.models import ResolvedModel, cache
@@ -85,6 +87,20 @@ def prepared(
         launcher.close()
 
 
+def dtype_words(config: ServeConfig, parts: Parts) -> str:
+    """What the banner says of the engines' number type; empty on GPUs, where the model says it."""
+    from banaserve.engine.vllm.compat.config import is_on_cpu
+
+    if not is_on_cpu():
+        return ""
+    name = str(parts.engine_config.model_config.dtype).removeprefix("torch.")
+    if _gives(config.vllm_argv, "--dtype"):
+        return str(DtypeChoice(name, "given by --dtype"))
+    if config.model == MINIATURE:
+        return str(DtypeChoice(name, "what miniatures compute in"))
+    return str(_cpu_dtype())
+
+
 def run(parts: Parts, say: Callable[[str], None], on_open: Callable[[], None]) -> None:
     import uvloop
 
@@ -107,8 +123,8 @@ def _vllm_argv(
     if is_on_cpu():
         if not _gives(config.vllm_argv, "--enforce-eager", "--no-enforce-eager"):
             argv.append("--enforce-eager")
-        if not _gives(config.vllm_argv, "--dtype") and not engine_args.computes_bfloat16():
-            argv += ["--dtype", "float32"]  # emulated bfloat16 is several times slower
+        if not _gives(config.vllm_argv, "--dtype"):
+            argv += ["--dtype", _cpu_dtype().name]
         if not _gives(config.vllm_argv, "--kv-cache-memory-bytes", "--gpu-memory-utilization"):
             argv += ["--kv-cache-memory-bytes", str(_CPU_KV_BYTES)]
         if not _gives(config.vllm_argv, *_PARALLEL, "--distributed-executor-backend"):
@@ -137,6 +153,10 @@ def _vllm_argv(
             engine_args.parse_vllm_argv(argv).additional_config,
         )
     return argv
+
+
+def _cpu_dtype() -> DtypeChoice:
+    return choose_dtype(platform.machine(), read_cpu_flags())
 
 
 def _gives(argv: tuple[str, ...], *names: str) -> bool:

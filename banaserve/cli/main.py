@@ -38,25 +38,25 @@ COMMANDS = {
     "doctor": Command("banaserve.cli.doctor.command", "app", "Say what this machine can run."),
     "kvstore": Command("banaserve.cli.kvstore", "app", "Run the KV cache store, or look at one."),
     "migrate": Command(
-        "banaserve.cli.migrate", "app", "Move layers and heads between running instances."
+        "banaserve.cli.admin.migrate", "app", "Move layers and heads between running instances."
     ),
     "route": Command("banaserve.cli.route", "route_command", "Balance requests over replicas."),
     "placement": Command(
-        "banaserve.cli.placement", "app", "Say which instance runs which layers and heads."
+        "banaserve.cli.admin.placement", "app", "Say which instance runs which layers and heads."
     ),
     "simulate": Command(
         "banaserve.cli.simulate", "app", "Compare systems under a load in virtual time."
     ),
-    "status": Command("banaserve.cli.status", "app", "Show a running server on one screen."),
+    "status": Command("banaserve.cli.admin.status", "app", "Show a running server on one screen."),
     "decisions": Command(
-        "banaserve.cli.decisions", "app", "Say what the orchestrator decided, and why."
+        "banaserve.cli.admin.decisions", "app", "Say what the orchestrator decided, and why."
     ),
     "trace": Command(
-        "banaserve.cli.trace", "app", "Show one request's path, or list the last requests."
+        "banaserve.cli.admin.trace", "app", "Show one request's path, or list the last requests."
     ),
-    "role": Command("banaserve.cli.role", "app", "Give a running instance another role."),
+    "role": Command("banaserve.cli.admin.role", "app", "Give a running instance another role."),
     "orchestrator": Command(
-        "banaserve.cli.orchestrator", "app", "Pause the orchestrator, or let it go on."
+        "banaserve.cli.admin.orchestrator", "app", "Pause the orchestrator, or let it go on."
     ),
     "bench": Command("banaserve.cli.bench", "bench_command", "Measure one question."),
     "version": Command("banaserve.cli.version", "version_command", "Show versions."),

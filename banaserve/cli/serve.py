@@ -90,7 +90,8 @@ def _serve(
 
     with launch.prepared(config, model, sock, run) as parts:
         scheme = "https" if parts.args.ssl_certfile else "http"
-        launch.run(parts, say, lambda: _banner(config, model, run, terminal, scheme))
+        dtype = launch.dtype_words(config, parts)
+        launch.run(parts, say, lambda: _banner(config, model, run, terminal, scheme, dtype))
 
 
 @contextlib.contextmanager
@@ -126,7 +127,12 @@ def _hush() -> None:
 
 
 def _banner(
-    config: ServeConfig, model: models.ResolvedModel, run: RunDir, terminal: TextIO, scheme: str
+    config: ServeConfig,
+    model: models.ResolvedModel,
+    run: RunDir,
+    terminal: TextIO,
+    scheme: str,
+    dtype: str,
 ) -> None:
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"{scheme}://{host}:{config.port}"
@@ -145,6 +151,7 @@ def _banner(
         f"  banaserve serves {model.served_name} ({shape})",
         f"  API    {url}/v1",
         f"  logs   {Path(run.logs)}",
+        *([f"  dtype  {dtype}"] if dtype else []),
         *([f"  time   {time_is}"] if (time_is := emulation.words(config)) else []),
         "",
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",

@@ -60,7 +60,7 @@ def step_times(costs: StepCosts, work: StepWork, copied: Copied) -> StepTimes:
 def overlapped_s(fetch_s: float, compute_s: float, save_s: float, num_layers: int) -> float:
     """Returns when the last layer is saved, each layer fetched, then computed, then saved.
 
-    What ``kvstore.overlap.pipeline`` gives for layers that all take the same: every stage of the
+    For layers that all take the same this is the pipeline of three stages: every stage of the
     first layer, and the longest stage of each other one. The arguments are for all layers.
     """
     return (

@@ -46,7 +46,8 @@ class ComputePredictor:
     Fitted to the last 64 passes that computed enough tokens to be prefill. Decoding requests that
     share a pass are part of its work, not noise: they add a token each and what it attends to. A
     pass that was held up (a busy machine, a first call) counts less the farther it lies off. Where
-    the passes do not tell a, b and c apart, all goes to b.
+    the passes do not tell a, b and c apart, all goes to b: a few alike, some of them held up, may
+    seem to take the same time however much they compute, and more tokens to cost nothing.
 
     Args:
         min_tokens: Passes with fewer tokens teach nothing: they are bound by memory, not compute.
@@ -129,6 +130,8 @@ def _non_negative_ridge(columns: np.ndarray, target: np.ndarray, weights: np.nda
             found[active] = solved
             break
         del active[int(np.argmin(solved))]
+    if not found[1:].any():
+        found = np.array([0.0, float(rows[:, 1] @ goal) / float(rows[:, 1] @ rows[:, 1]), 0.0])
     return found
 
 

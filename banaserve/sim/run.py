@@ -72,16 +72,6 @@ def told(
     return result
 
 
-def run_case(case: Case, seed: int | None = None) -> dict[str, Any]:
-    """Runs every system of ``case`` and checks its goals; see ``judged``."""
-    used = case.seed if seed is None else seed
-    systems = {
-        name: simulate(case.profile, system, case.requests(used), case.limits, case.events)
-        for name, system in case.systems.items()
-    }
-    return judged(case, used, systems)
-
-
 def judged(case: Case, seed: int, systems: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the outcome of a case whose ``systems`` have run.
 

@@ -14,8 +14,8 @@ import torch
 
 from banaserve.engine.vllm.kv_connector.gpu_block_copy import GpuCopier, QueuedCopy
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.overlap import hidden_fraction, pipeline
 from banaserve.kvstore.pool import PoolView, SlotPool
+from benchmarks.drivers.layer_pipeline import hidden_fraction, pipeline
 
 Samples = dict[str, list[float]]
 COMPUTE_OVER_FETCH = (0.5, 1.0, 2.0)
@@ -28,7 +28,7 @@ def measure_pipeline(device: torch.device, runs: int, samples: Samples) -> None:
     """Add the hidden share of the copies, measured and predicted, for each speed of computing.
 
     A share is that of a step's fetches and saves that nothing waited for. Predicted from the
-    medians of single stages, by ``kvstore.overlap.pipeline``.
+    medians of single stages, by ``drivers.layer_pipeline.pipeline``.
     """
     fingerprint = Fingerprint(
         model="bench",

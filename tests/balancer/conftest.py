@@ -259,4 +259,4 @@ async def house():
         await made.until(lambda: not balancer._clients)  # noqa: B023
         balancer.fleet.check()
         assert balancer._buffered_bytes == 0
-        assert balancer.fleet.num_flights == 0
+        assert not balancer.fleet._flights

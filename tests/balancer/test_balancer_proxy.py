@@ -104,7 +104,7 @@ async def test_a_client_that_goes_away_cancels_its_request(house):
     assert await anext(aiter_chunks(caller)) == b"data: one\n\n"
     caller.hang_up()
     await asyncio.wait_for(gone.wait(), 20)
-    await house.until(lambda: balancer.fleet.num_flights == 0)
+    await house.until(lambda: not balancer.fleet._flights)
 
 
 async def aiter_chunks(caller):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 from dictionary_tier import DictionaryTier
 
@@ -82,7 +83,7 @@ def name(number: int, parent: int | None = None, namespace: int = 0) -> BlockNam
 
 def content(number: int, num_bytes: int = BLOCK_BYTES) -> BlockBytes:
     block = aligned_bytes(num_bytes)
-    block[:] = list(random.Random(number).randbytes(num_bytes))
+    block[:] = np.frombuffer(random.Random(number).randbytes(num_bytes), np.uint8)
     return block
 
 

@@ -17,6 +17,7 @@ from banaserve.transport.errors import (
     TransportError,
 )
 from banaserve.transport.memory import PAGE_BYTES, SLICE_BYTES, Memory
+from depth import num_examples
 
 side, doomed = harness.side, harness.doomed
 WAIT_S, REGION_BYTES = harness.WAIT_S, harness.REGION_BYTES
@@ -59,7 +60,7 @@ def test_random_plans_leave_what_a_model_of_the_region_holds(side):
     model = np.zeros(REGION_BYTES, np.uint8)
     local = random_bytes(REGION_BYTES)
 
-    @settings(max_examples=25)
+    @settings(max_examples=num_examples(25))
     @given(runs=RUNS, shift=st.integers(0, 100), writes=st.booleans(), seed=st.integers(0, 99))
     def run(runs, shift, writes, seed):
         num_bytes, places = runs

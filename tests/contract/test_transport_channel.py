@@ -6,11 +6,8 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import transport_faults as faults
+import transport_peer
 from banaserve.transport import frames
 from banaserve.transport.connect import TcpListener, UnixListener, connect
 from banaserve.transport.errors import (
@@ -28,9 +26,10 @@ from banaserve.transport.errors import (
     TransportError,
 )
 from banaserve.transport.interface import Message, Tensor, TransportOptions
+from depth import num_examples
+from forked import Forked
 
 WAIT_S = 20.0
-FOLDER = Path(__file__).parent
 
 
 class Echo:
@@ -38,12 +37,8 @@ class Echo:
 
     def __init__(self, kind, folder):
         self.options = TransportOptions(folder=str(folder), secret=secrets.token_bytes(32))
-        arguments = ["echo", kind, self.options.folder, self.options.secret.hex()]
-        self.process = subprocess.Popen(
-            [sys.executable, FOLDER / "transport_peer.py", *arguments],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        folder, secret = self.options.folder, self.options.secret
+        self.process = Forked(transport_peer.echo, kind, folder, secret, pipes=True)
         self.address = self.process.stdout.readline().strip()
 
     def connect(self):
@@ -95,7 +90,7 @@ TENSORS = st.builds(
 
 
 def test_a_request_comes_back_as_it_was_sent(channel):
-    @settings(max_examples=50)
+    @settings(max_examples=num_examples(50))
     @given(body=st.binary(max_size=300), tensors=st.lists(TENSORS, max_size=5))
     def run(body, tensors):
         answer = channel.call(Message(body, tuple(tensors)), WAIT_S)

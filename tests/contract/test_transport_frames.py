@@ -23,6 +23,7 @@ from banaserve.transport.errors import (
 from banaserve.transport.interface import Message, Tensor
 from banaserve.transport.seal import Seal
 from banaserve.transport.stream import SocketStream
+from depth import num_examples
 
 WAIT_S = 20.0
 
@@ -93,7 +94,7 @@ def test_a_damaged_frame_is_never_delivered_where_frames_are_signed(seed, monkey
 
 
 @given(data=st.binary(min_size=1, max_size=200))
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 def test_bytes_that_are_no_frame_end_in_one_error(data):
     ours, theirs = socket.socketpair()
     receiver = over_unix(theirs)

@@ -10,15 +10,15 @@ import importlib.util
 import json
 import secrets
 import subprocess
-import sys
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
+import transport_peer
 from banaserve.transport.interface import RegionDescriptor, TransportOptions
 from banaserve.transport.registry import create
+from forked import Forked
 
 WAIT_S = 20.0
 REGION_BYTES = 3 * 2**20 + 123
@@ -30,14 +30,9 @@ class Peer:
     """A process that offers regions."""
 
     def __init__(self, name, options):
-        script = Path(__file__).with_name("transport_peer.py")
-        arguments = ["offer", name, options.folder, options.secret.hex()]
-        self.process = subprocess.Popen(
-            [sys.executable, script, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
+        folder, secret = options.folder, options.secret
+        self.process = Forked(
+            transport_peer.offer, name, folder, secret, pipes=True, stderr=subprocess.DEVNULL
         )
         while self.process.stdout.readline() != "ready\n":
             assert self.process.poll() is None

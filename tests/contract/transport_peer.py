@@ -1,8 +1,5 @@
 """The other process of the transport tests.
 
-Usage: python transport_peer.py offer TRANSPORT FOLDER SECRET
-       python transport_peer.py echo unix|tcp FOLDER SECRET
-
 ``offer`` takes JSON commands, one a line, and answers each with one line; ``echo`` prints its
 address and answers every request with itself.
 """
@@ -25,8 +22,8 @@ from banaserve.transport.registry import create
 ANSWER = "answer: "
 
 
-def offer(name: str, options: TransportOptions) -> None:
-    transport = create(name, options)
+def offer(name: str, folder: str, secret: bytes) -> None:
+    transport = create(name, TransportOptions(folder=folder, secret=secret))
     regions: dict[str, Any] = {}
     print("ready", flush=True)
     for line in sys.stdin:
@@ -59,7 +56,8 @@ def obey(transport: Any, regions: dict[str, Any], do: str, region: str = "", **g
     return "done"
 
 
-def echo(kind: str, options: TransportOptions) -> None:
+def echo(kind: str, folder: str, secret: bytes) -> None:
+    options = TransportOptions(folder=folder, secret=secret)
     listener = (UnixListener if kind == "unix" else TcpListener)(options)
     print(listener.address, flush=True)
     while True:
@@ -78,9 +76,3 @@ def serve(channel: Any) -> None:
                 channel.reply(message, message, 5.0)
     except PeerGoneError:
         channel.close()
-
-
-if __name__ == "__main__":
-    what, kind, folder, secret = sys.argv[1:]
-    made = TransportOptions(folder=folder, secret=bytes.fromhex(secret))
-    (offer if what == "offer" else echo)(kind, made)

@@ -26,8 +26,9 @@ from banaserve.engine.vllm.migration.api import (
     MoveLayers,
     Return,
 )
+from fork_server import ForkServer
 from observing import until, writer, writers
-from reference import reference_tokens
+from reference import reference_tokens, tokenizer
 
 OUTPUT_TOKENS = 20
 DEADLINE_S = 120.0
@@ -37,20 +38,14 @@ SAMPLING = {"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
 class Reference:
     """Prompts, and what one plain vLLM engine answers."""
 
-    def __init__(self, num_prompts: int, longest: int, seed: int) -> None:
+    def __init__(self, forks: ForkServer, num_prompts: int, longest: int, seed: int) -> None:
         model = models.resolve(models.PACKAGED, None, print)
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(model.path_or_id)
-
-        def tokenize(text: str) -> list[int]:
-            return list(tokenizer(text, verbose=False)["input_ids"])
-
+        tokenize = tokenizer(model.path_or_id)
         few = max(1, num_prompts // 8)
         found = prompts.prompts("synthetic", num_prompts - few, 40, 160, seed, tokenize)
         found += prompts.prompts("synthetic", few, longest // 2, longest, seed + 1, tokenize)
         self.prompts = [tokenize(prompt.text) for prompt in found]
-        answers = reference_tokens(model.path_or_id, self.prompts, {"it": SAMPLING})
+        answers = reference_tokens(forks, model.path_or_id, self.prompts, {"it": SAMPLING})
         self.tokens = answers["it"]
 
 

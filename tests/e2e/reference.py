@@ -3,24 +3,47 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tokenizers import Tokenizer
+
+from fork_server import ForkServer
+
+
+def tokenizer(model: str) -> Callable[[str], list[int]]:
+    """The token ids of a text, special ones included, as the engine's own tokenizer has them."""
+    fast = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+    return lambda text: list(fast.encode(text).ids)
+
 
 def reference_tokens(
-    model: str, prompts: Sequence[Sequence[int]], samplings: Mapping[str, Mapping[str, Any]]
+    forks: ForkServer,
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    samplings: Mapping[str, Mapping[str, Any]],
+    *,
+    dtype: str = "float32",
+    alone: bool = False,
 ) -> dict[str, list[list[int]]]:
-    """The tokens of each sampling's answers, in the order of the prompts, by its name."""
+    """The tokens of each sampling's answers, in the order of the prompts, by its name.
+
+    Args:
+        alone: Whether a prompt begins when the one before has been answered.
+    """
     script = Path(__file__).with_name("reference_tokens.py")
     with TemporaryDirectory() as folder:
-        job, out = Path(folder) / "job.json", Path(folder) / "out.json"
-        job.write_text(json.dumps({"model": model, "prompts": prompts, "samplings": samplings}))
-        command = [sys.executable, str(script), str(job), str(out)]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert ran.returncode == 0, ran.stderr[-2000:]
+        asked = {"model": model, "prompts": prompts, "samplings": samplings}
+        asked |= {"dtype": dtype, "alone": alone}
+        job, out, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
+        job.write_text(json.dumps(asked))
+        with log.open("wb") as output:
+            number = output.fileno()
+            engine = forks.start([str(script), str(job), str(out)], os.environ, number, number)
+            code = engine.wait()
+        assert code == 0, log.read_text(errors="replace")[-2000:]
         found: dict[str, list[list[int]]] = json.loads(out.read_text())
     return found

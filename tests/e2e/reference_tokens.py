@@ -1,7 +1,8 @@
 """One vLLM engine, nothing of banaserve: what every other arrangement must answer.
 
-Usage: python reference_tokens.py JOB.json OUT.json, with JOB = {model, prompts, samplings}.
-Each sampling is run over all prompts; OUT = {name: [[token, ...], ...]}.
+Usage: python reference_tokens.py JOB.json OUT.json, with JOB = {model, prompts, samplings,
+dtype, alone}. Each sampling is run over all prompts, one after the other where they are to be
+alone; OUT = {name: [[token, ...], ...]}.
 """
 
 import json
@@ -22,7 +23,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     engine = LLM(
         model=job["model"],
-        dtype="float32",
+        dtype=job["dtype"],
         enforce_eager=True,
         kv_cache_memory_bytes=2 << 30,
         max_num_batched_tokens=8192,
@@ -31,9 +32,14 @@ def main() -> None:
     prompts = [{"prompt_token_ids": tokens} for tokens in job["prompts"]]
     answers = {}
     for name, sampling in job["samplings"].items():
+        together = [[prompt] for prompt in prompts] if job["alone"] else [prompts]
         # The first sampling warms the prefix cache, so that later ones compute a few tokens a
         # prompt and none is cut into chunks: a plain engine on CPU ends where a seeded one is.
-        outputs = engine.generate(prompts, SamplingParams(**sampling), use_tqdm=False)
+        outputs = [
+            output
+            for some in together
+            for output in engine.generate(some, SamplingParams(**sampling), use_tqdm=False)
+        ]
         answers[name] = [list(output.outputs[0].token_ids) for output in outputs]
     Path(sys.argv[2]).write_text(json.dumps(answers))
 

@@ -10,11 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("vllm")
-
-import torch
-from safetensors.torch import save_file
-
 from banaserve import models
 from banaserve.bench.datasets import prompts
 from banaserve.bench.loadgen.servers import banaserve_server
@@ -48,6 +43,9 @@ def prompt() -> str:
 
 def write(folder: Path, seed: int) -> None:
     """An adapter whose keys and values are others for each seed."""
+    import torch
+    from safetensors.torch import save_file
+
     folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     weights = {}

@@ -13,9 +13,10 @@ from banaserve import models
 from banaserve.bench.datasets import prompts as datasets_prompts
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.bench.loadgen.loops import closed_loop
-from banaserve.bench.loadgen.servers import Server, banaserve_server
 from banaserve.config import DEFAULT_SKIP_PREFILL_BELOW_TOKENS
-from reference import reference_tokens
+from fork_server import ForkServer
+from reference import reference_tokens, tokenizer
+from server_run import Run
 
 pytestmark = pytest.mark.e2e
 
@@ -31,10 +32,7 @@ SAMPLINGS = {
         "ignore_eos": True,
     },
 }
-FLOAT32 = (
-    *("--dtype", "float32", "--kv-store-size", "1536MiB"),
-    *("--kv-cache-memory-bytes", str(512 << 20)),
-)
+FLOAT32 = ("--dtype", "float32", "--kv-store-size", "1536MiB")
 
 
 def data_folder() -> Path | None:
@@ -67,19 +65,18 @@ def model() -> models.ResolvedModel:
 
 @pytest.fixture(scope="module")
 def prompts(model: models.ResolvedModel) -> list[list[int]]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model.path_or_id)
-    return real_prompts(lambda text: tokenizer(text, verbose=False)["input_ids"])
+    return real_prompts(tokenizer(model.path_or_id))
 
 
 @pytest.fixture(scope="module")
-def reference(model: models.ResolvedModel, prompts: list[list[int]]) -> dict[str, list[list[int]]]:
-    return reference_tokens(model.path_or_id, prompts, SAMPLINGS)
+def reference(
+    fork_server: ForkServer, model: models.ResolvedModel, prompts: list[list[int]]
+) -> dict[str, list[list[int]]]:
+    return reference_tokens(fork_server, model.path_or_id, prompts, SAMPLINGS)
 
 
 def ask(
-    server: Server, prompts: list[list[int]], sampling: dict[str, object], stream_concurrency: int
+    server: Run, prompts: list[list[int]], sampling: dict[str, object], stream_concurrency: int
 ) -> list[list[int]]:
     """The token ids of the streamed answers, in the order of the prompts."""
     extra = {k: v for k, v in sampling.items() if k not in ("max_tokens", "temperature")}
@@ -104,7 +101,7 @@ def ask(
 
 
 def check_tokens(
-    server: Server,
+    server: Run,
     decode_instances: list[str],
     prompts: list[list[int]],
     reference: dict[str, list[list[int]]],
@@ -128,24 +125,26 @@ def check_tokens(
 
 
 def test_tokens_equal_one_engine(
-    prompts: list[list[int]], reference: dict[str, list[list[int]]]
+    serve: Callable[..., Run], prompts: list[list[int]], reference: dict[str, list[list[int]]]
 ) -> None:
     # Long prompts are cut into chunks, which a seed must not notice.
-    options = ("--pd", "1:1", *FLOAT32, "--max-num-batched-tokens", "512")
-    with banaserve_server(models.PACKAGED, *options) as server:
-        check_tokens(server, ["d0"], prompts, reference)
+    server = serve("--pd", "1:1", *FLOAT32, "--max-num-batched-tokens", "512")
+    check_tokens(server, ["d0"], prompts, reference)
+    assert server.end() == 0
 
 
 @pytest.fixture(scope="module")
-def two_and_two() -> Iterator[Server]:
+def two_and_two(serve: Callable[..., Run]) -> Iterator[Run]:
     """2:2, whose prefill instances take turns; waiting requests go in Preble's order."""
-    options = ("--pd", "2:2", "--routing-policy", "round_robin", "--scheduler", "preble", *FLOAT32)
-    with banaserve_server(models.PACKAGED, *options) as server:
-        yield server
+    server = serve(
+        "--pd", "2:2", "--routing-policy", "round_robin", "--scheduler", "preble", *FLOAT32
+    )
+    yield server
+    assert server.end() == 0
 
 
 def test_a_prefix_computed_on_one_prefill_instance_is_read_by_the_other(
-    two_and_two: Server, prompts: list[list[int]]
+    two_and_two: Run, prompts: list[list[int]]
 ) -> None:
     # Backwards, so that no other test meets it.
     prefix = max(prompts, key=len)[1919::-1]
@@ -168,7 +167,7 @@ def test_a_prefix_computed_on_one_prefill_instance_is_read_by_the_other(
 
 
 def test_tokens_equal_one_engine_at_two_and_two(
-    two_and_two: Server, prompts: list[list[int]], reference: dict[str, list[list[int]]]
+    two_and_two: Run, prompts: list[list[int]], reference: dict[str, list[list[int]]]
 ) -> None:
     # The longest go the same way as the long ones, and took half of the time.
     some = [i for i, prompt in enumerate(prompts) if len(prompt) < 1500]

@@ -5,38 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from banaserve import models
 from banaserve.bench.datasets import prompts
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve.bench.loadgen.servers import Server, banaserve_server
 from observing import until, writer, writers
+from server_run import Run
 
 pytestmark = pytest.mark.e2e
 
+SERVE_OPTIONS = ("--pd", "2:2", "--dtype", "float32", "--engine-stall-timeout", "5")
 NUM_STREAMS = 16
 DEADLINE_S = 180.0
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults") / "run"
-
-
-@pytest.fixture(scope="module")
-def server(run_dir: Path) -> Iterator[Server]:
-    options = ("--pd", "2:2", "--dtype", "float32", "--kv-cache-memory-bytes", str(512 << 20))
-    patience = ("--engine-stall-timeout", "5")
-    with banaserve_server(
-        models.PACKAGED, *options, *patience, "--run-dir", str(run_dir)
-    ) as started:
-        yield started
+def run_dir(server: Run) -> Path:
+    return server.run_dir
 
 
 @pytest.fixture(scope="module")
@@ -49,20 +38,20 @@ def calls() -> list[CompletionCall]:
 
 
 @pytest.fixture(scope="module")
-def expected(server: Server, calls: list[CompletionCall]) -> list[list[int]]:
+def expected(server: Run, calls: list[CompletionCall]) -> list[list[int]]:
     records = asyncio.run(stream_all(server, calls))
     assert [record.error for record in records] == [None] * NUM_STREAMS
     return [record.token_ids for record in records]
 
 
-async def stream_all(server: Server, calls: list[CompletionCall]) -> list[RequestRecord]:
+async def stream_all(server: Run, calls: list[CompletionCall]) -> list[RequestRecord]:
     async with OpenAiClient(
         server.url, "smollm2-135m", return_token_ids=True, timeout_s=DEADLINE_S
     ) as client:
         return list(await asyncio.gather(*(client.send(call) for call in calls)))
 
 
-def all_ready(server: Server) -> bool:
+def all_ready(server: Run) -> bool:
     return all(
         server.metric("banaserve_instance_ready", instance_id=i) == 1
         for i in ("p0", "p1", "d0", "d1")
@@ -82,7 +71,7 @@ def test_a_death_under_load_breaks_no_answer(
     victim: str,
     number: signal.Signals,
     started_tokens: int,
-    server: Server,
+    server: Run,
     run_dir: Path,
     calls: list[CompletionCall],
     expected: list[list[int]],
@@ -123,7 +112,7 @@ def test_a_death_under_load_breaks_no_answer(
 
 
 def test_two_ends_one_after_the_other_break_no_answer(
-    server: Server, run_dir: Path, calls: list[CompletionCall], expected: list[list[int]]
+    server: Run, run_dir: Path, calls: list[CompletionCall], expected: list[list[int]]
 ) -> None:
     """The same streams are on both engines, and neither end is their doing."""
     first, second = writer(run_dir, "d0"), writer(run_dir, "d1")
@@ -149,7 +138,7 @@ def test_two_ends_one_after_the_other_break_no_answer(
 
 
 @pytest.mark.long
-def test_a_request_under_which_engines_die_is_given_up(server: Server, run_dir: Path) -> None:
+def test_a_request_under_which_engines_die_is_given_up(server: Run, run_dir: Path) -> None:
     """Each is killed in its prefill, as if it died of the request."""
     (prompt,) = prompts.prompts("synthetic", 1, 3000, 3000, 5, str.split)
     body = {"model": "smollm2-135m", "prompt": prompt.text, "max_tokens": 1}
@@ -177,11 +166,11 @@ def test_a_request_under_which_engines_die_is_given_up(server: Server, run_dir: 
 
 
 def test_answers_are_the_same_after_all_that(
-    server: Server, calls: list[CompletionCall], expected: list[list[int]]
+    server: Run, calls: list[CompletionCall], expected: list[list[int]]
 ) -> None:
     records = asyncio.run(stream_all(server, calls))
     assert [record.token_ids for record in records] == expected
 
 
-def generated(server: Server) -> float:
+def generated(server: Run) -> float:
     return server.metric("vllm:generation_tokens_total")

@@ -25,11 +25,10 @@ from typing import Any
 import pytest
 
 import migration_load as loads
-from banaserve import models
 from banaserve.api.admin_client import AdminClient
-from banaserve.bench.loadgen.servers import Server, banaserve_server
 from banaserve.config import DEFAULT_MICROBATCHES
 from banaserve.engine.vllm.migration.api import (
+    LayersModules,
     MoveContext,
     MoveHeads,
     MoveLayers,
@@ -38,37 +37,35 @@ from banaserve.engine.vllm.migration.api import (
 )
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
+from fork_server import ForkServer
 from observing import until
+from server_run import Run
 
 pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = int(os.environ.get("BANASERVE_MIGRATION_STREAMS", "8"))
 NUM_MOVES = int(os.environ.get("BANASERVE_MIGRATION_MOVES", "3"))
 SEED = int(os.environ.get("BANASERVE_MIGRATION_SEED", "1"))
-OPTIONS = ("--pd", "1:2", "--migration-poison", "--dtype", "float32")
-LIGHT = ("--kv-store-size", "512MiB", "--kv-cache-memory-bytes", str(400 << 20))
+SERVE_OPTIONS = (
+    *("--pd", "1:2", "--migration-poison", "--dtype", "float32"),
+    *("--kv-cache-memory-bytes", str(400 << 20)),
+)
 LAYERS = MoveLayers("d0", "p0", (10, 20))
 HEADS = MoveHeads("d0", "p0", {5: (1, 2)})
 
 
 @pytest.fixture(scope="module")
-def reference() -> Any:
-    return loads.Reference(24, longest=400, seed=3)
+def reference(fork_server: ForkServer) -> Any:
+    return loads.Reference(fork_server, 24, longest=400, seed=3)
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("migration") / "run"
-
-
-@pytest.fixture(scope="module")
-def server(run_dir: Path, reference: Any) -> Iterator[Server]:
-    with banaserve_server(models.PACKAGED, *OPTIONS, *LIGHT, "--run-dir", str(run_dir)) as started:
-        yield started
+def run_dir(server: Run) -> Path:
+    return server.run_dir
 
 
 @pytest.fixture
-def admin(server: Server, run_dir: Path) -> Iterator[AdminClient]:
+def admin(server: Run, run_dir: Path) -> Iterator[AdminClient]:
     client = AdminClient(*find_admin(run_dir))
     loads.until_clean(server, client)
     yield client
@@ -81,7 +78,7 @@ def test_layers_away_and_back_in_mid_stream(server, admin, reference):
         early = server.metric("banaserve_first_tokens_total", leg="prefill")
         away = loads.done(admin, LAYERS)
         d0 = loads.placed(admin, "d0")
-        assert [(u.at, u.modules["start"], u.modules["end"]) for u in d0.units] == [("p0", 10, 20)]
+        assert [(u.at, u.modules) for u in d0.units] == [("p0", LayersModules(10, 20))]
         assert d0.blocks_gained == away.blocks_gained == (d0.num_blocks - d0.blocks_gained) // 2
         (move,) = away.moves
         assert move.facts["freed_bytes"] >= 0.95 * move.facts["predicted_bytes"] > 0

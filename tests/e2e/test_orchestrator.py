@@ -10,7 +10,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +20,14 @@ from banaserve import models
 from banaserve.api.admin_client import AdminClient
 from banaserve.bench.datasets import prompts
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve.bench.loadgen.servers import Server, banaserve_server
 from banaserve.controller.schemas import DecisionRecord, RoleRequest, WantedStep
 from banaserve.engine.interface import RoleChange
 from banaserve.engine.vllm.migration.api import Return
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
 from observing import until
+from reference import tokenizer
+from server_run import Run
 
 pytestmark = pytest.mark.e2e
 
@@ -43,7 +44,7 @@ POLICY = {
 }
 OPTIONS = (
     *("--pd", "2:1", "--dtype", "float32", "--max-model-len", "1024", "--migration-poison"),
-    *("--kv-store-size", "512MiB", "--kv-cache-memory-bytes", str(KV_BYTES)),
+    *("--kv-cache-memory-bytes", str(KV_BYTES)),
     *("--prefill-max-num-batched-tokens", "1024", "--prefill-max-num-seqs", "16"),
     *("--decode-max-num-batched-tokens", "512", "--decode-max-num-seqs", "64"),
     *("--orchestrator", "on", "--orchestrator-interval", "0.5"),
@@ -58,22 +59,14 @@ def _groups(count: int) -> list[range]:
 class Before:
     """Prompts, and what the server answers while nothing has moved."""
 
-    def __init__(self, server: Server) -> None:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(
-            models.resolve(models.PACKAGED, None, print).path_or_id
-        )
-
-        def tokenize(text: str) -> list[int]:
-            return list(tokenizer(text, verbose=False)["input_ids"])
-
+    def __init__(self, server: Run) -> None:
+        tokenize = tokenizer(models.resolve(models.PACKAGED, None, print).path_or_id)
         found = prompts.prompts("synthetic", 10, 40, 160, 5, tokenize)
         found += prompts.prompts("synthetic", 4, 200, 350, 6, tokenize)
         self.prompts = [tokenize(prompt.text) for prompt in found]
         self.tokens = asyncio.run(self._ask(server))
 
-    async def _ask(self, server: Server) -> list[list[int]]:
+    async def _ask(self, server: Run) -> list[list[int]]:
         answers = []
         async with OpenAiClient(server.url, models.PACKAGED, return_token_ids=True) as client:
             for some in _groups(len(self.prompts)):
@@ -90,26 +83,26 @@ class Before:
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("orchestrator") / "run"
+def decision_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("orchestrator") / "decisions.jsonl"
 
 
 @pytest.fixture(scope="module")
-def server(run_dir: Path) -> Iterator[Server]:
-    log = ("--decision-log", str(run_dir.parent / "decisions.jsonl"))
-    with banaserve_server(models.PACKAGED, *OPTIONS, *log, "--run-dir", str(run_dir)) as started:
-        yield started
+def server(serve: Callable[..., Run], decision_log: Path) -> Iterator[Run]:
+    run = serve(*OPTIONS, "--decision-log", str(decision_log))
+    yield run
+    assert run.end() == 0
 
 
 @pytest.fixture(scope="module")
-def admin(server: Server, run_dir: Path) -> AdminClient:
-    client = AdminClient(*find_admin(run_dir))
+def admin(server: Run) -> AdminClient:
+    client = AdminClient(*find_admin(server.run_dir))
     client.set_paused(True)
     return client
 
 
 @pytest.fixture(scope="module")
-def before(server: Server, admin: AdminClient) -> Before:
+def before(server: Run, admin: AdminClient) -> Before:
     return Before(server)
 
 
@@ -121,7 +114,7 @@ def switched(admin: AdminClient, instance: str, role: str) -> RoleChange:
     return change
 
 
-def tokens_of(server: Server, instance: str) -> float:
+def tokens_of(server: Run, instance: str) -> float:
     return server.metric("vllm:generation_tokens_total", instance_id=instance)
 
 
@@ -150,7 +143,7 @@ def begun(decisions: list[DecisionRecord]) -> list[tuple[DecisionRecord, WantedS
     return [(one, step) for one in decisions for step in one.steps if not step.held]
 
 
-def test_a_hot_instance_gives_modules_away_by_itself(server, admin, before, run_dir):
+def test_a_hot_instance_gives_modules_away_by_itself(server, admin, before, decision_log):
     assert begun(admin.decisions()) == []  # it has been paused
     with loads.streaming(server, before, 16) as load:
         until(
@@ -186,12 +179,12 @@ def test_a_hot_instance_gives_modules_away_by_itself(server, admin, before, run_
     assert decision.gap > POLICY["delta_up"]
     assert decision.rejected
     assert step.predicted["d0"].kv_blocks > 0
-    check_seen_from_outside(server, run_dir, step)
+    check_seen_from_outside(server, decision_log, step)
 
 
-def check_seen_from_outside(server: Server, run_dir: Path, step: WantedStep) -> None:
+def check_seen_from_outside(server: Run, decision_log: Path, step: WantedStep) -> None:
     """The file, the metrics and the commands tell of it."""
-    lines = (run_dir.parent / "decisions.jsonl").read_text().splitlines()
+    lines = decision_log.read_text().splitlines()
     told = [one for line in lines for one in json.loads(line)["steps"] if one["result"]]
     assert step.what in [one["what"] for one in told]
     assert server.metric("banaserve_orchestrator_steps_total", ending="done", kind=step.kind) >= 1
@@ -200,6 +193,6 @@ def check_seen_from_outside(server: Server, run_dir: Path, step: WantedStep) -> 
     assert server.metric("banaserve_prediction_error_fraction", model="step", instance_id="d0") > 0
     command = [sys.executable, "-m", "banaserve", "decisions", "--last", "500"]
     ran = subprocess.run(
-        [*command, "--run-dir", str(run_dir)], capture_output=True, text=True, check=True
+        [*command, "--run-dir", str(server.run_dir)], capture_output=True, text=True, check=True
     )
     assert f"begins: {step.what}" in ran.stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,14 +14,15 @@ from banaserve.api.admin_client import AdminClient
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.bench.loadgen.loops import closed_loop
 from banaserve.bench.loadgen.modelled_time import modelled_time
-from banaserve.bench.loadgen.servers import Server, banaserve_server
 from banaserve.config import MINIATURE
 from banaserve.costs import miniatures
 from banaserve.costs.profile import load
 from banaserve.engine.vllm.emulation.step_log import readers
 from banaserve.engine.vllm.migration.api import MoveLayers, Return
 from banaserve.run_dir import find_admin
+from fork_server import ForkServer
 from reference import reference_tokens
+from server_run import Run
 
 pytestmark = pytest.mark.e2e
 
@@ -38,25 +39,26 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("paced") / "run"
+def server(serve: Callable[..., Run]) -> Iterator[Run]:
+    options = ("--model", MINIATURE, "--pace", PROFILE.name, "--dilate", "1.5", "--pd", "2:2")
+    run = serve(*options, "--kv-store-size", "128MiB")
+    yield run
+    assert run.end() == 0
 
 
 @pytest.fixture(scope="module")
-def server(run_dir: Path) -> Iterator[Server]:
-    options = ("--pace", PROFILE.name, "--dilate", "1.5", "--pd", "2:2", "--run-dir", str(run_dir))
-    with banaserve_server(MINIATURE, *options, "--kv-store-size", "128MiB") as server:
-        yield server
+def run_dir(server: Run) -> Path:
+    return server.run_dir
 
 
 @pytest.fixture(scope="module")
-def reference(prompts: list[list[int]]) -> list[list[int]]:
+def reference(fork_server: ForkServer, prompts: list[list[int]]) -> list[list[int]]:
     """One vLLM engine with the same miniature, in real time."""
     model = miniatures.resolve(PROFILE, print)
-    return reference_tokens(model.path_or_id, prompts, {"greedy": SAMPLING})["greedy"]
+    return reference_tokens(fork_server, model.path_or_id, prompts, {"greedy": SAMPLING})["greedy"]
 
 
-def ask(server: Server, prompts: list[list[int]]) -> list[list[int]]:
+def ask(server: Run, prompts: list[list[int]]) -> list[list[int]]:
     calls = [
         CompletionCall(str(i), prompt=tokens, max_tokens=OUTPUT_TOKENS, extra={"ignore_eos": True})
         for i, tokens in enumerate(prompts)
@@ -72,7 +74,7 @@ def ask(server: Server, prompts: list[list[int]]) -> list[list[int]]:
     return asyncio.run(run())
 
 
-def test_it_says_that_time_is_modelled(server: Server) -> None:
+def test_it_says_that_time_is_modelled(server: Run) -> None:
     told = modelled_time(server.url)
     assert told is not None
     assert (told.profile, told.source, told.dilation) == (PROFILE.name, PROFILE.source, 1.5)
@@ -82,7 +84,7 @@ def test_it_says_that_time_is_modelled(server: Server) -> None:
 
 
 def test_tokens_equal_one_engine_in_real_time(
-    server: Server, prompts: list[list[int]], reference: list[list[int]], run_dir: Path
+    server: Run, prompts: list[list[int]], reference: list[list[int]], run_dir: Path
 ) -> None:
     assert len({tuple(tokens) for tokens in reference}) == len(prompts)
     assert ask(server, prompts) == reference
@@ -104,7 +106,7 @@ def test_tokens_equal_one_engine_in_real_time(
 
 
 def test_tokens_stay_the_same_while_layers_are_away_and_their_device_is_charged(
-    server: Server, prompts: list[list[int]], reference: list[list[int]], run_dir: Path
+    server: Run, prompts: list[list[int]], reference: list[list[int]], run_dir: Path
 ) -> None:
     admin = AdminClient(*find_admin(run_dir))
     answers: list[list[list[int]]] = []

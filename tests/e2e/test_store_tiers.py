@@ -6,12 +6,11 @@ The tests run in their order and share what they can: two servers in turn over o
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,10 @@ import pytest
 from banaserve import models
 from banaserve.bench.datasets import prompts as datasets_prompts
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve.bench.loadgen.servers import Server, banaserve_server
+from fork_server import ForkServer
 from observing import until, writer
-from reference import reference_tokens
+from reference import reference_tokens, tokenizer
+from server_run import Run
 
 pytestmark = pytest.mark.e2e
 
@@ -48,28 +48,27 @@ class Deployment:
 
     Attributes:
         folder: Of the SSD tier.
-        run_dir: Of the server that runs.
+        serve: Starts a server.
     """
 
     folder: Path
-    run_dir: Path
-    server: Server | None = None
-    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    serve: Callable[..., Run]
+    server: Run | None = None
 
-    def start(self, *options: str) -> Server:
+    def start(self, *options: str) -> Run:
         """End the server that runs, if any, and start another over the same folder."""
         self.stop()
         words = ("--colocated", "1", "--dtype", "float32", *STORE, *options)
-        words += ("--kv-store-ssd", str(self.folder), "--run-dir", str(self.run_dir))
-        self.server = self._stack.enter_context(banaserve_server(models.PACKAGED, *words))
+        self.server = self.serve(*words, "--kv-store-ssd", str(self.folder))
         return self.server
 
     def stop(self) -> None:
-        self._stack.close()
-        self.server = None
+        server, self.server = self.server, None
+        assert server is None or server.end() == 0
 
     def store_pid(self) -> int:
-        return writer(self.run_dir, "kvstore")
+        assert self.server is not None
+        return writer(self.server.run_dir, "kvstore")
 
 
 @pytest.fixture(scope="module")
@@ -80,20 +79,16 @@ def model() -> models.ResolvedModel:
 @pytest.fixture(scope="module")
 def prompts(model: models.ResolvedModel) -> list[list[int]]:
     """Three whole blocks each, so that decoding begins a fourth."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model.path_or_id)
-
-    def tokenize(text: str) -> list[int]:
-        return list(tokenizer(text, verbose=False)["input_ids"])
-
+    tokenize = tokenizer(model.path_or_id)
     found = datasets_prompts.prompts("synthetic", NUM_PROMPTS, 400, 500, 31, tokenize)
     return [tokenize(prompt.text)[: 3 * BLOCK_TOKENS] for prompt in found]
 
 
 @pytest.fixture(scope="module")
-def long_reference(model: models.ResolvedModel, prompts: list[list[int]]) -> list[list[int]]:
-    return reference_tokens(model.path_or_id, prompts, {"greedy": GREEDY})["greedy"]
+def long_reference(
+    fork_server: ForkServer, model: models.ResolvedModel, prompts: list[list[int]]
+) -> list[list[int]]:
+    return reference_tokens(fork_server, model.path_or_id, prompts, {"greedy": GREEDY})["greedy"]
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +97,16 @@ def reference(long_reference: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    folder = tmp_path_factory.mktemp("tiers")
-    made = Deployment(folder / "ssd", folder / "run")
+def deployment(
+    tmp_path_factory: pytest.TempPathFactory, serve: Callable[..., Run]
+) -> Iterator[Deployment]:
+    made = Deployment(tmp_path_factory.mktemp("tiers") / "ssd", serve)
     yield made
     made.stop()
 
 
 async def stream(
-    server: Server,
+    server: Run,
     prompts: list[list[int]],
     salt: str,
     concurrency: int,
@@ -132,7 +128,7 @@ async def stream(
 
 
 def ask(
-    server: Server,
+    server: Run,
     prompts: list[list[int]],
     salt: str = ALICE,
     concurrency: int = 1,
@@ -144,15 +140,15 @@ def ask(
     return [record.token_ids for record in records]
 
 
-def tier(server: Server, name: str) -> float:
+def tier(server: Run, name: str) -> float:
     return server.metric(f"banaserve_kvstore_tier_{name}", tier="ssd")
 
 
-def engine(server: Server, name: str, **labels: str) -> float:
+def engine(server: Run, name: str, **labels: str) -> float:
     return server.metric(f"banaserve_{name}_total", **labels)
 
 
-def nothing_is_held(server: Server) -> None:
+def nothing_is_held(server: Run) -> None:
     for gauge in ("leased_slots", "writing_slots", "promoting_slots"):
         until(lambda gauge=gauge: server.metric(f"banaserve_kvstore_{gauge}") == 0, f"no {gauge}")
 

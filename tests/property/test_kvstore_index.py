@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from banaserve.kvstore.index import BlockIndex
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.records import IndexEntry
+from depth import num_examples
 
 NUM_SLOTS = 3
 KEYS = [bytes([ord("a") + i]) for i in range(5)]
@@ -366,7 +367,7 @@ class QuotaMachine(IndexMachine):
     quota_slots = 2
 
 
-seeded = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)
+seeded = settings(max_examples=num_examples(200), stateful_step_count=30)
 IndexMachine.TestCase.settings = seeded
 QuotaMachine.TestCase.settings = seeded
 TestIndex = IndexMachine.TestCase

@@ -20,15 +20,16 @@ from banaserve.kvstore import wire
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.interface import Lookup
+from depth import num_examples
 from fingerprints import FINGERPRINT
-from store_process import start_store
+from store_process import fork_store
 
 KEY = b"k" * 32
 TIMEOUT_S = 20.0
 MUCH_BYTES = 2**28
 
 fuzzed = settings(
-    max_examples=150,
+    max_examples=num_examples(150),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -97,7 +98,7 @@ def store() -> Iterator[LiveStore]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store.sock"
         options = ("--ssd", f"{folder}/ssd", "--ssd-size", "1MiB", "--tenant-quota", "0.5")
-        process = start_store(path, "256KiB", *options, stderr=subprocess.DEVNULL)
+        process = fork_store(path, "256KiB", *options, stderr=subprocess.DEVNULL)
         live = LiveStore(path)
         yield live
         assert process.poll() is None, "the store has crashed"

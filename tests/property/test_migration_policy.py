@@ -24,6 +24,7 @@ from banaserve.types import (
     Role,
     SwitchRole,
 )
+from depth import num_examples
 
 blocks_of, cluster_of = clusters_module.blocks_of, clusters_module.cluster
 instance, settled = clusters_module.instance, clusters_module.settled
@@ -87,7 +88,7 @@ policies = pytest.mark.parametrize(("name", "section"), POLICIES)
 
 
 @policies
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 @given(view=clusters())
 def test_a_plan_ends_is_feasible_and_the_same_twice(
     name: str, section: dict[str, Any], view: ClusterView
@@ -137,7 +138,7 @@ def _check_room(before: InstanceView, after: InstanceView, name: str) -> None:
 
 
 @pytest.mark.parametrize("section", REPAIRED)
-@settings(max_examples=20)
+@settings(max_examples=num_examples(20))
 @given(view=clusters(waiting=False), waiting_s=st.floats(0, 40))
 def test_constant_load_never_oscillates(
     section: dict[str, Any], view: ClusterView, waiting_s: float
@@ -162,7 +163,7 @@ def test_constant_load_never_oscillates(
 
 
 @pytest.mark.parametrize("section", REPAIRED)
-@settings(max_examples=20)
+@settings(max_examples=num_examples(20))
 @given(view=clusters())
 def test_steps_under_way_are_counted_in(section: dict[str, Any], view: ClusterView) -> None:
     policy = make("repaired", **section)
@@ -179,7 +180,7 @@ def test_steps_under_way_are_counted_in(section: dict[str, Any], view: ClusterVi
     assert sum(step.cost_s for step in both) <= 10.0 + 1e-9
 
 
-@settings(max_examples=20)
+@settings(max_examples=num_examples(20))
 @given(view=clusters())
 def test_a_silent_instance_takes_no_part_and_is_named(view: ClusterView) -> None:
     for silent in view.instances.values():
@@ -219,7 +220,7 @@ def test_the_work_of_a_decision_grows_no_faster_than_n_log_n(name: str) -> None:
     assert _operations(name, 1024) <= 8 * (10 / 7) * 1.1 * _operations(name, 128)
 
 
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 @given(
     facts,
     st.lists(st.tuples(st.integers(0, 11), st.integers(1, 4), st.sets(st.integers(0, 3)))),

@@ -11,6 +11,7 @@ import migration_clusters as clusters
 from banaserve.orchestrator.control import ControlLimits, Mode, Remembered, turn
 from banaserve.orchestrator.migration.registry import make
 from banaserve.types import ClusterView, InstanceFacts, Step
+from depth import num_examples
 
 NUM_BLOCKS, INTERVAL_S = 400, 2.0
 APART = InstanceFacts(
@@ -47,7 +48,7 @@ def fresh(view: ClusterView, now_s: float) -> ClusterView:
 
 
 @given(views, limits)
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 def test_no_limit_is_ever_exceeded(view: ClusterView, chosen: ControlLimits) -> None:
     """Nothing ends here, so that limits count; and every turn says the same of the same."""
     before = Remembered()
@@ -68,7 +69,7 @@ def test_no_limit_is_ever_exceeded(view: ClusterView, chosen: ControlLimits) -> 
 
 
 @given(views)
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 def test_a_constant_load_comes_to_rest(view: ClusterView) -> None:
     """Steps end at once and do what was predicted; after two minutes nothing moves any more."""
     before, last_s = Remembered(), 0.0

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from banaserve._native import PrefixTree as NativeTree
 from banaserve.orchestrator.replicas.interface import ReplicaId
 from banaserve.orchestrator.replicas.prefixes.tree import ENTRY_BYTES, FIFO, LRU, ORDERS, make_tree
+from depth import num_examples
 from prefix_reference import ReferencePrefixTree
 
 A, B, C = (ReplicaId(name) for name in "abc")
@@ -100,7 +101,7 @@ class Trees(RuleBasedStateMachine):
 
 
 TestTrees = Trees.TestCase
-TestTrees.settings = settings(max_examples=60, stateful_step_count=25)
+TestTrees.settings = settings(max_examples=num_examples(60), stateful_step_count=25)
 
 both = pytest.mark.parametrize("make", [ReferencePrefixTree, make_tree])
 CHARGE = ENTRY_BYTES + 4

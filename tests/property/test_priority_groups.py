@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from banaserve.errors import UserError
 from banaserve.orchestrator.replicas.preble.priority_groups import PriorityGroups, group_of
+from depth import num_examples
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_a_look_at_a_few_comes_round_to_everybody() -> None:
     assert groups.to_look_at(100) == [*"2345601"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(
     st.lists(st.integers(1, 10), min_size=1, max_size=6, unique=True),
     st.integers(1, 10),
@@ -118,7 +119,7 @@ def test_shares_are_in_proportion_while_all_wait(groups_given: list[int], rounds
         assert abs(served[group] - rounds * group) <= 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(st.integers(1, 10), st.lists(st.integers(1, 10), min_size=250, max_size=250))
 def test_nobody_starves_whatever_comes(group: int, others: list[int]) -> None:
     """The bound of stride scheduling: ``h / g + 1`` turns of every other group ``h``."""
@@ -207,4 +208,4 @@ class Waiting(RuleBasedStateMachine):
 
 
 TestWaiting = Waiting.TestCase
-TestWaiting.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestWaiting.settings = settings(max_examples=num_examples(60), stateful_step_count=40)

@@ -28,6 +28,7 @@ from banaserve.orchestrator.replicas.interface import (
 from banaserve.orchestrator.replicas.policy import may_serve
 from banaserve.orchestrator.replicas.registry import make, names, presets
 from banaserve.types import RequestId
+from depth import num_examples
 
 ALL = [(name, preset) for name in names() for preset in presets(name)]
 every_policy = pytest.mark.parametrize(("name", "preset"), ALL)
@@ -194,7 +195,7 @@ def _after_time(report: Report) -> tuple[int, int, float, int, int]:
 
 
 @every_policy
-@settings(max_examples=12)
+@settings(max_examples=num_examples(12))
 @given(
     views=st.lists(replicas | replicas | peers, max_size=8),
     happening=st.lists(events, max_size=40),

@@ -129,7 +129,13 @@ def test_repaired_batch_never_herds(
     got = Counter(a.instance for a in dispatch(batch, views, NOW_S, options))
     model = options.model(views, NOW_S)
     each_s = tokens / speed
-    after_s = {v.id: model.prefill_ahead_s(v, tokens) + got[v.id] * each_s for v in views}
+
+    def ahead_s(view: InstanceView) -> float:
+        """Of the view: missed tokens, and as many for each request of others, over the speed."""
+        foreign_requests = model.queue_requests(view) - view.inflight_requests
+        return (view.inflight_prefill_tokens + foreign_requests * tokens) / model.tokens_per_s(view)
+
+    after_s = {view.id: ahead_s(view) + got[view.id] * each_s for view in views}
     least_s = min(after_s.values())
     assert sum(got.values()) == count
     for instance in got:

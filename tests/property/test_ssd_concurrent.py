@@ -6,6 +6,7 @@ import random
 import select
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from banaserve.kvstore.interface import Lookup
@@ -24,7 +25,7 @@ DEADLINE_S = 20.0
 
 def content(number: int) -> BlockBytes:
     block = aligned_bytes(1 + number * 1237 % 40_000)
-    block[:] = list(random.Random(number).randbytes(block.nbytes))
+    block[:] = np.frombuffer(random.Random(number).randbytes(block.nbytes), np.uint8)
     return block
 
 

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import pytest
 
 from banaserve.kvstore.interface import Lookup
@@ -16,8 +17,9 @@ from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion,
 from banaserve.kvstore.tiers.ssd.check import check_folder
 from banaserve.kvstore.tiers.ssd.device import aligned_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
+from depth import num_examples
 
-NUM_KILLS = 50
+NUM_KILLS = num_examples(52)
 BLOCK_BYTES = 12_000
 NUM_KEYS = 4000
 DEADLINE_S = 20.0
@@ -30,7 +32,7 @@ def key(number: int) -> bytes:
 
 def content(number: int) -> BlockBytes:
     block = aligned_bytes(BLOCK_BYTES)
-    block[:] = list(random.Random(number).randbytes(BLOCK_BYTES))
+    block[:] = np.frombuffer(random.Random(number).randbytes(BLOCK_BYTES), np.uint8)
     return block
 
 
@@ -101,7 +103,7 @@ def test_kill_while_writing(engine: str, capacity_bytes: int, tmp_path: Path) ->
     chance = random.Random(f"{engine} {capacity_bytes}")
     next_number = 0
     stored: set[int] = set()
-    for _ in range(NUM_KILLS // 4 + 1):
+    for _ in range(NUM_KILLS // 4):
         count = chance.randint(1, 40)
         said = stored_before_kill(tmp_path, capacity_bytes, engine, next_number, count)
         report = check_folder(tmp_path)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -20,6 +21,7 @@ from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, TierOutcome
 from banaserve.kvstore.tiers.ssd.check import check_folder
 from banaserve.kvstore.tiers.ssd.device import aligned_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
+from depth import num_examples
 
 CAPACITY_BYTES = 384 * 1024
 NUM_KEYS = 24
@@ -37,7 +39,7 @@ def content(number: int) -> BlockBytes:
     """A key always means the same bytes."""
     num_bytes = SIZES[number % len(SIZES)]
     block = aligned_bytes(num_bytes)
-    block[:] = list(random.Random(number).randbytes(num_bytes))
+    block[:] = np.frombuffer(random.Random(number).randbytes(num_bytes), np.uint8)
     return block
 
 
@@ -267,6 +269,6 @@ class SsdMachine(RuleBasedStateMachine):
 
 
 SsdMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=num_examples(100), stateful_step_count=30, deadline=None, derandomize=True
 )
 TestSsdLog = SsdMachine.TestCase

@@ -32,6 +32,7 @@ from banaserve.kvstore.tiers.ssd.record import (
 )
 from banaserve.kvstore.tiers.ssd.scan import Found, payload_is_good, scan
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
+from depth import num_examples
 
 SEGMENT_ID = 1
 FIELDS = struct.Struct("<8sIIQQQQQQHH")
@@ -204,7 +205,7 @@ def folder_with(content: bytes) -> Iterator[Path]:
         yield folder
 
 
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 @given(pieces, st.integers(0, 2 * PAGE_BYTES))
 def test_any_file_can_be_scanned(parts: list[tuple[str, int, int]], cut: int) -> None:
     content = assemble(parts, cut)
@@ -223,7 +224,7 @@ def test_any_file_can_be_scanned(parts: list[tuple[str, int, int]], cut: int) ->
                 assert payload_is_good(file.fileno(), item.header) == good
 
 
-@settings(max_examples=100)
+@settings(max_examples=num_examples(100))
 @given(pieces, st.integers(0, 2 * PAGE_BYTES))
 def test_any_folder_opens_and_serves_only_what_is_right(
     parts: list[tuple[str, int, int]], cut: int

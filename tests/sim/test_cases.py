@@ -6,6 +6,7 @@ import json
 import random
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from banaserve.costs import profile
 from banaserve.costs.steps import StepCosts, run_s
 from banaserve.errors import UserError
 from banaserve.sim import case
-from banaserve.sim.run import run_case
+from banaserve.sim.run import judged, simulate
 from banaserve.sim.workload import Lengths, LoadPhase, drawn
 
 NAMES = [
@@ -25,6 +26,16 @@ NAMES = [
     "prefill-flood",
     "slow-instance",
 ]
+
+
+def run_case(one: case.Case, seed: int | None = None) -> dict[str, Any]:
+    """Every system of a case, one after the other, and its goals."""
+    used = one.seed if seed is None else seed
+    systems = {
+        name: simulate(one.profile, system, one.requests(used), one.limits, one.events)
+        for name, system in one.systems.items()
+    }
+    return judged(one, used, systems)
 
 
 def test_the_cases_that_come_with_the_package() -> None:

@@ -13,6 +13,7 @@ from banaserve.costs.profile import load
 from banaserve.sim.run import simulate
 from banaserve.sim.system import preset
 from banaserve.sim.workload import Lengths, LoadPhase, drawn
+from depth import num_examples
 
 PROFILE = load("opt-13b-a100")
 
@@ -47,7 +48,7 @@ def run(
     return simulate(PROFILE, system, drawn([phase], 1))
 
 
-@settings(max_examples=15)
+@settings(max_examples=num_examples(15))
 @given(
     prefill=st.integers(1, 3),
     decode=st.integers(1, 3),

@@ -15,6 +15,7 @@ from banaserve.sim.batch import EngineLimits
 from banaserve.sim.engine import SimEngine
 from banaserve.sim.request import SimRequest
 from banaserve.sim.timeline import Timeline
+from depth import num_examples
 
 PROFILE = load("opt-13b-a100")
 
@@ -120,7 +121,7 @@ def test_what_bends_the_costs() -> None:
 
 
 @given(st.floats(1e-3, 1), st.floats(0, 1e-2), st.integers(1, 5000), st.floats(0, 1))
-@settings(max_examples=50)
+@settings(max_examples=num_examples(50))
 def test_steps_within_counts_the_step_under_way(
     first_s: float, growth_s: float, steps: int, part: float
 ) -> None:
@@ -165,7 +166,7 @@ def test_runs_of_steps_equal_single_steps(seed: int, tight: bool) -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(1500, 6000), st.integers(1, 30))
-@settings(max_examples=15)
+@settings(max_examples=num_examples(15))
 def test_invariants_hold_after_every_event(seed: int, kv_tokens: int, max_requests: int) -> None:
     bench = Bench(SimEngine, EngineLimits(256, max_requests), kv_tokens)
     bench.add(*mixed_load(seed, tight=True))

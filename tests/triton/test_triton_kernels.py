@@ -26,6 +26,7 @@ from banaserve.kernels.triton_attention_op import partial_attention
 from banaserve.kernels.triton_kernels import TritonKernels
 from banaserve.kernels.triton_merge_op import concat_heads, merge_parts
 from banaserve.kernels.triton_pack_op import operator_arguments, pack_blocks, unpack_blocks
+from depth import num_examples
 
 CPU = "cpu"
 DTYPES = cases.DTYPES
@@ -42,7 +43,7 @@ def test_attention_of_every_head_size_and_dtype(head_size, dtype):
     cases.check_attention_case(TritonKernels(2, SMALL), case, CPU)
 
 
-@pytest.mark.parametrize("num_splits", [0, 1, 3])
+@pytest.mark.parametrize("num_splits", [0, 1, pytest.param(3, marks=pytest.mark.long)])
 def test_attention_of_ragged_ranges(num_splits):
     cases.check_attention_case(TritonKernels(num_splits), cases.problem(), CPU)
     cases.check_attention_case(TritonKernels(num_splits, SMALL), cases.problem(block_size=5), CPU)
@@ -63,7 +64,7 @@ def test_tiles_smaller_than_a_group_are_refused():
 
 
 def test_attention_without_a_causal_mask():
-    cases.check_attention_case(TritonKernels(2, SMALL), cases.problem(causal=False), CPU)
+    cases.check_attention_case(TritonKernels(2, SMALL), cases.problem(FEW, causal=False), CPU)
 
 
 @pytest.mark.parametrize("layout", KvLayout)
@@ -127,7 +128,7 @@ def _seqs(draw):
     return tuple(found)
 
 
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 @given(
     seqs=_seqs(),
     cuts=st.lists(st.integers(0, 13), max_size=2),
@@ -144,7 +145,7 @@ def test_a_split_anywhere_merges_to_the_whole(seqs, cuts, block_size, heads, dty
     cases.check_split(TritonKernels(1, SMALL), case, CPU, tuple(cuts), dtype)
 
 
-@settings(max_examples=6)
+@settings(max_examples=num_examples(6))
 @given(
     order=st.permutations([0, 1, 2]),
     cut=st.integers(1, 2),

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sources import tree_of
+
 Graph = dict[str, set[str]]
 
 
@@ -30,19 +32,24 @@ class Imports:
         return {name: self.loading[name] | self.typing[name] for name in self.loading}
 
 
-def read_imports(root: Path, packages: Iterable[str]) -> Imports:
-    """Parse every module of `packages`, which are folders of `root`."""
-    paths = {
+def find_modules(root: Path, packages: Iterable[str]) -> dict[str, Path]:
+    """The file of each module of `packages`, by its name."""
+    return {
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
         for package in packages
         for path in sorted((root / package).rglob("*.py"))
     }
+
+
+def read_imports(root: Path, packages: Iterable[str]) -> Imports:
+    """Parse every module of `packages`, which are folders of `root`."""
+    paths = find_modules(root, packages)
     imports = Imports()
     for module, path in paths.items():
         for graph in (imports.loading, imports.typing, imports.lazy):
             graph[module] = set()
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        for graph, statement in _import_statements(ast.parse(path.read_text()), imports):
+        for graph, statement in _import_statements(tree_of(path), imports):
             for name in _imported_names(statement, package):
                 if target := _module_of(name, paths):
                     graph[module].add(target)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 ROUTING = """
@@ -131,9 +132,15 @@ def install(
 
 
 def install_example(package: Path, folder: Path) -> None:
-    """Install a package of ``examples`` to ``folder`` by pip, from a copy: builds leave files."""
+    """Install a package of ``examples`` to ``folder`` by pip."""
+    install_examples([package], folder)
+
+
+def install_examples(packages: Iterable[Path], folder: Path) -> None:
+    """Install several by one call of pip, from copies: builds leave files."""
     with tempfile.TemporaryDirectory() as place:
-        copy = shutil.copytree(package, Path(place) / package.name)
+        copies = [shutil.copytree(one, Path(place) / one.name) for one in packages]
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        command += ["--no-build-isolation", "--target", str(folder), str(copy)]
+        command += ["--no-build-isolation", "--no-compile", "--target", str(folder)]
+        command += map(str, copies)
         subprocess.run(command, check=True, timeout=120)

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from banaserve.kvstore.overlap import Prefill, pipeline
 from banaserve.orchestrator.model.moving import Link
+from benchmarks.drivers.layer_pipeline import Prefill, pipeline
 
 Key = TypeVar("Key")
 

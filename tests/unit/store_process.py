@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 from typing import IO
 
+from banaserve.kvstore.daemon.process import main
+from forked import Fd, Forked
+
 
 def start_store(
     path: Path, size: int | str, *options: str, stderr: IO[bytes] | int | None = None
@@ -18,6 +21,26 @@ def start_store(
     command += ["--size", str(size), "--ready-fd", str(writable), "--die-with-parent", *options]
     process = subprocess.Popen(command, pass_fds=[writable], stderr=stderr)
     os.close(writable)
+    _until_ready(readable)
+    return process
+
+
+def fork_store(
+    path: Path, size: int | str, *options: str, stderr: IO[bytes] | int | None = None
+) -> Forked:
+    """The same from a process that has imported the daemon: a twentieth of the time."""
+    readable, writable = os.pipe()
+    arguments = ["--socket", str(path), "--size", str(size), "--die-with-parent", *options]
+    process = Forked(_run_store, arguments, Fd(writable), stderr=stderr)
+    os.close(writable)
+    _until_ready(readable)
+    return process
+
+
+def _run_store(arguments: list[str], ready_fd: int) -> int:
+    return main([*arguments, "--ready-fd", str(ready_fd)])
+
+
+def _until_ready(readable: int) -> None:
     with os.fdopen(readable) as pipe:
         assert pipe.read() == "ready\n"
-    return process

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-
-import msgspec
 
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
@@ -18,7 +17,8 @@ from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Slot
 from banaserve.kvstore.stats import StoreStats
 from fingerprints import FINGERPRINT
-from store_process import start_store
+from forked import Forked
+from store_process import fork_store
 
 NUM_SLOTS = 16
 KEYS = [bytes([number]) * 32 for number in range(64)]
@@ -35,7 +35,7 @@ class Store:
 
     def start(self) -> None:
         size = NUM_SLOTS * FINGERPRINT.slot_bytes
-        self.process = start_store(self.path, size, "--poison-free-slots")
+        self.process = fork_store(self.path, size, "--poison-free-slots")
 
     def kill(self) -> None:
         self.process.kill()
@@ -48,26 +48,9 @@ class Store:
         self._stack.callback(client.close)
         return client
 
-    def child(self, program: str) -> subprocess.Popen[str]:
+    def child(self, program: str) -> Forked:
         """A process that has run ``program`` up to its line ``wait()``, with client ``c``."""
-        fingerprint = msgspec.json.encode(msgspec.to_builtins(FINGERPRINT)).decode()
-        prelude = f"""
-            import msgspec, os, sys, time
-            from banaserve.kvstore.client import StoreClient
-            from banaserve.kvstore.fingerprint import Fingerprint
-            KEYS = [bytes([number]) * 32 for number in range(64)]
-            fingerprint = msgspec.convert(msgspec.json.decode({fingerprint!r}), Fingerprint)
-            c = StoreClient({str(self.path)!r}, fingerprint, client_name="child", timeout_s=10.0)
-            def wait():
-                print("waiting", flush=True)
-                sys.stdin.readline()
-        """
-        child = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(program)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        child = Forked(_run_child, self.path, textwrap.dedent(program), pipes=True)
         self._stack.enter_context(child)
         self._stack.callback(child.kill)
         assert child.stdout is not None
@@ -76,6 +59,15 @@ class Store:
 
     def stats(self) -> StoreStats:
         return fetch_stats(self.path, DEADLINE_S)
+
+
+def _run_child(path: Path, program: str) -> None:
+    def wait() -> None:
+        print("waiting", flush=True)
+        sys.stdin.readline()
+
+    client = StoreClient(path, FINGERPRINT, client_name="child", timeout_s=10.0)
+    exec(program, {"os": os, "time": time, "KEYS": KEYS, "c": client, "wait": wait})
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import executor_doubles as doubles
 from admin_server import AdminServer
 from banaserve.api.admin import AdminDoor
 from banaserve.api.admin_control import Control
-from banaserve.cli.decisions import lines_of
+from banaserve.cli.admin.decisions import lines_of
 from banaserve.cli.main import main
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.clock import WallClock

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -22,7 +20,8 @@ from banaserve.kernels.reference import ReferenceKernels
 from benchmarks.kernel_bandwidth import pipeline
 from benchmarks.kernel_bandwidth.__main__ import main
 from benchmarks.kernel_bandwidth.work import SIZES, all_work, attention_work
-from benchmarks.location import environment
+from forked import Forked
+from imported_on_gpus import import_without_vllm
 
 TINY = ["--device", "cpu", "--sizes", "tiny", "--runs", "2", "--repeats", "1"]
 
@@ -126,13 +125,4 @@ def test_the_pipeline_is_measured_and_predicted(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_run_on_a_gpu_machine_needs_no_vllm() -> None:
-    code = (
-        "import sys; sys.modules['vllm'] = None\n"
-        "import benchmarks.kernel_bandwidth.__main__\n"
-        "import banaserve.engine.vllm.kv_connector.gpu_block_copy\n"
-        "import banaserve.engine.vllm.migration.kv.slabs\n"
-        "import banaserve.engine.vllm.migration.host.block_mover\n"
-        "import banaserve.engine.vllm.migration.modules.paged_attention\n"
-        "import banaserve.engine.vllm.migration.kv.kv_staging\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment())
+    assert Forked(import_without_vllm).wait() == 0

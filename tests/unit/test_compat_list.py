@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -19,6 +18,7 @@ pytest.importorskip("vllm")
 from banaserve.engine.vllm.compat.checker import check
 from banaserve.engine.vllm.compat.manifest import ENTRIES, Entry, Hook, NameKind
 from banaserve.engine.vllm.compat.sources import FolderFiles, Signature, Sources
+from sources import tree_of
 
 ROOT = Path(__file__).parents[2]
 COMPAT = ROOT / "banaserve" / "engine" / "vllm" / "compat"
@@ -116,11 +116,6 @@ def test_every_entry_names_its_module_of_compat_and_its_purpose() -> None:
 
 
 # ---- our own sources
-
-
-@functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
 
 
 def vllm_imports(path: Path) -> Iterator[tuple[str, str]]:

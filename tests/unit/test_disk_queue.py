@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from banaserve._native import DiskQueue
@@ -60,7 +61,7 @@ def parts(*blocks: BlockBytes) -> list[tuple[int, int]]:
 
 def filled(num_pages: int, seed: int) -> BlockBytes:
     block = aligned_bytes(num_pages * PAGE)
-    block[:] = list(random.Random(seed).randbytes(num_pages * PAGE))
+    block[:] = np.frombuffer(random.Random(seed).randbytes(num_pages * PAGE), np.uint8)
     return block
 
 

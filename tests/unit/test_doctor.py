@@ -49,6 +49,8 @@ X86 = "x86_64"
         (checks.check_cpu(X86, frozenset({"avx2"}), 1), WARNING, "one core"),
         (checks.check_cpu(X86, frozenset({"sse4_2"}), 4), MISSING, "AVX2"),
         (checks.check_cpu("aarch64", frozenset(), 4), OK, "aarch64"),
+        (checks.check_cpu("aarch64", frozenset({"bf16"}), 4), OK, "bfloat16: this processor has"),
+        (checks.check_cpu(X86, frozenset({"avx2"}), 2), OK, "float32: this processor has no"),
         (checks.check_memory(16 * checks.GIB), OK, "16 GiB"),
         (checks.check_memory(3 * checks.GIB), MISSING, "--kv-store-size"),
         (checks.check_shm(None), WARNING, "tmpfs"),

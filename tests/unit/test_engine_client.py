@@ -113,7 +113,7 @@ async def test_a_pause_tells_those_that_it_ends(mode: str) -> None:
 
 async def test_a_logits_processor_of_the_users_sees_the_whole_output() -> None:
     job = await prepared(client(logits_processors=["some.Processor"]), 4)
-    assert (job.first_token_blocker, job.one_leg_because) == ("logits_processors", None)
+    assert (job.first_token_blocker, job.split_blocker) == ("logits_processors", None)
 
 
 async def test_what_vllms_client_offers_is_done_or_refused_in_plain_words() -> None:

@@ -124,7 +124,25 @@ def test_the_decode_leg_goes_on_behind_the_tokens() -> None:
     assert Handover.of((params.extra_args or {})["kv_transfer_params"]).tokens == 10
 
 
-@pytest.mark.parametrize("handover", [Handover(leaves_tail=True), Handover(tokens=300)])
+@pytest.mark.parametrize(
+    ("handed_over", "is_stored", "note"),
+    [
+        (True, False, Handover(tokens=10)),
+        (True, True, Handover(tokens=10)),
+        (False, True, Handover(is_stored=True)),
+        (False, False, Handover()),
+    ],
+)
+def test_the_decode_leg_says_what_the_store_has(
+    handed_over: bool, is_stored: bool, note: Handover
+) -> None:
+    params = params_of(decode_leg(request(greedy()), [], handed_over, is_stored))
+    assert Handover.of((params.extra_args or {}).get("kv_transfer_params")) == note
+
+
+@pytest.mark.parametrize(
+    "handover", [Handover(leaves_tail=True), Handover(tokens=300), Handover(is_stored=True)]
+)
 def test_a_handover_survives_its_way_through_vllm(handover: Handover) -> None:
     assert Handover.of(handover.to_params()) == handover
 

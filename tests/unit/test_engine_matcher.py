@@ -16,7 +16,7 @@ from banaserve.engine.vllm.compat import kv_cache as compat
 from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.engine.vllm.kv_connector.metadata import StepResult
 from banaserve.engine.vllm.kv_connector.prefix_matcher import UNDECIDED_FOR_S
-from banaserve.engine.vllm.kv_connector.request_state import tenant_of
+from banaserve.engine.vllm.kv_connector.request_state import LONGEST_WAIT_S, tenant_of
 from banaserve.engine.vllm.kv_connector.scheduler import StoreConnectorScheduler
 from banaserve.kvstore.cost_gate import CostGate, FetchWork
 from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot
@@ -41,6 +41,7 @@ class AccountingStore:
 
     Attributes:
         held: Keys it has, with the state of their slots.
+        written_elsewhere: Keys of blocks that another client is writing.
         undecided: Answers that say so from now on.
         wait_s: What it predicts.
         exchanges: Every exchange so far: (acquired, reserved, tenant, compute_block_s).
@@ -48,6 +49,7 @@ class AccountingStore:
 
     def __init__(self) -> None:
         self.held: dict[bytes, Lookup] = {}
+        self.written_elsewhere: set[bytes] = set()
         self.undecided = 0
         self.wait_s = 1.0
         self.exchanges: list[tuple[list[bytes], list[bytes], bytes, float]] = []
@@ -76,12 +78,17 @@ class AccountingStore:
             self.leases[lease.id] = slots
         granted: list[Slot | None] = []
         for key in keys:
-            free = key not in self.held and key not in self.reservations.values()
+            taken = {*self.held, *self.reservations.values(), *self.written_elsewhere}
+            free = key not in taken
             granted.append(self._slot(key) if free else None)
             if granted[-1] is not None:
                 self.reservations[granted[-1].serial] = key
         undecided, self.undecided = self.undecided > 0, max(0, self.undecided - 1)
         return Exchanged(lease, slots, granted, ready, self.wait_s, undecided)
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
+        written = {*self.reservations.values(), *self.written_elsewhere}
+        return [self.held.get(key, PENDING if key in written else MISS) for key in keys]
 
     def arrivals(self, slots: Sequence[Slot]) -> list[Lookup]:
         return [self.held[self._key_of[slot.serial]] for slot in slots]
@@ -363,6 +370,51 @@ def test_what_was_handed_over_is_fetched_however_dear(bench: Bench) -> None:
     # Nor does a tier decline to bring it up.
     assert bench.store.exchanges[-1][3] == 0.0
     assert bench.store.leases != {}
+
+
+def test_what_the_router_saw_in_the_store_is_fetched_however_dear(bench: Bench) -> None:
+    """The router has spared it a prefill leg: here it would stop the streams of others."""
+    teach(bench, block_fetch_s=0.1)
+    request = bench.request(4, handover=Handover(is_stored=True))
+    bench.hold(request, [HIT] * 4)
+    assert bench.side.match(request, 0) == 4 * BLOCK
+    assert bench.store.exchanges[-1][3] == 0.0
+
+
+@pytest.mark.parametrize("handover", [Handover(tokens=4 * BLOCK), Handover(is_stored=True)])
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_what_another_instance_still_writes_is_waited_for(
+    bench: Bench, handover: Handover, is_committed: bool
+) -> None:
+    """Two prefill instances computed one prefix; the one that saves it is slower."""
+    request = bench.request(4, handover=handover)
+    bench.hold(request, [HIT])
+    bench.store.written_elsewhere = {request.block_hashes[1]}
+    for _ in range(20):
+        assert bench.side.match(request, 0) is None
+        bench.pass_over()
+        assert bench.store.reservations == {}
+        bench.clock.now_s += 0.1
+    bench.store.written_elsewhere = set()
+    if is_committed:
+        bench.hold(request, [HIT] * 4)
+    assert bench.side.match(request, 0) == (4 if is_committed else 1) * BLOCK
+    assert len(bench.store.leases) == 1
+
+
+def test_what_is_written_for_ever_is_computed(bench: Bench) -> None:
+    request = bench.request(4, handover=Handover(tokens=4 * BLOCK))
+    bench.store.written_elsewhere = {request.block_hashes[0]}
+    began_s = bench.clock.now_s
+    while bench.side.match(request, 0) is None:
+        bench.clock.now_s += 0.5
+        assert bench.clock.now_s < began_s + 2 * LONGEST_WAIT_S
+
+
+def test_what_others_write_is_computed_where_nobody_handed_it_over(bench: Bench) -> None:
+    request = bench.request(4)
+    bench.store.written_elsewhere = set(request.block_hashes[:2])
+    assert bench.side.match(request, 0) == 0
 
 
 def test_what_is_cheaper_to_fetch_is_fetched_and_the_win_is_counted(bench: Bench) -> None:

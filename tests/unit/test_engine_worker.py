@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,7 +27,8 @@ from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Slot
-from store_process import start_store
+from forked import Forked
+from store_process import fork_store
 from waiting import eventually
 
 LAYERS, BLOCKS, PAGE_BYTES = 3, 6, 4096
@@ -105,8 +105,8 @@ def numbered() -> dict[str, torch.Tensor]:
     return caches
 
 
-def started(path: Path) -> subprocess.Popen[bytes]:
-    return start_store(path, 64 * FINGERPRINT.slot_bytes, "--poison-free-slots")
+def started(path: Path) -> Forked:
+    return fork_store(path, 64 * FINGERPRINT.slot_bytes, "--poison-free-slots")
 
 
 @pytest.fixture(scope="module")

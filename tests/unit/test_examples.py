@@ -15,7 +15,7 @@ from sticky_routing import Sticky, StickyOptions
 from banaserve.errors import UserError
 from banaserve.orchestrator.routing.legs import LegOptions
 from banaserve.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
-from installed_packages import install_example
+from installed_packages import install_examples
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -61,9 +61,9 @@ def test_a_package_names_the_modules_that_it_has(name: str) -> None:
     assert [value.partition(":")[0] for value in group.values()] == modules
 
 
+@pytest.mark.early
 def test_installed_examples_are_found_by_the_commands(tmp_path: Path) -> None:
-    for name in ("routing_policy", "store_tier"):
-        install_example(EXAMPLES / name, tmp_path)
+    install_examples([EXAMPLES / "routing_policy", EXAMPLES / "store_tier"], tmp_path)
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     found = ran("-m", "banaserve", "doctor", PYTHONPATH=path)
     for plugin in (
@@ -103,18 +103,3 @@ def test_the_sticky_policy_leaves_an_instance_that_is_busier_by_more_than_its_le
     assert (left.prefill, left.decode) == ("p1", "d0")
     with pytest.raises(UserError, match="max_lead_requests is -1"):
         StickyOptions(max_lead_requests=-1)
-
-
-@pytest.mark.parametrize("url", ["dictionary://", "dictionary://?size=none", "dictionary://?x=1"])
-def test_a_url_of_the_tier_that_makes_no_sense_is_one_line(url: str, tmp_path: Path) -> None:
-    install_example(EXAMPLES / "store_tier", tmp_path)
-    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    done = subprocess.run(
-        [sys.executable, "-m", "banaserve", "kvstore", "--distributed", url],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "size" in done.stderr

@@ -37,8 +37,8 @@ async def test_a_new_executor_finds_what_is_away_and_can_take_it_home(world):
     assert (await world.executor.carry_out(Step(move, (), 1.0, 2.0, 20.0))).ending is Ending.DONE
     await until(lambda: world.instances[D0].placements)
     coordinator = world.cluster.coordinator
-    for hosted in coordinator.hosts.values():
-        hosted.status = None
+    for host_state in coordinator.hosts.values():
+        host_state.status = None
     world.instances[D0].placements = ()
 
     again = MoveExecutor(

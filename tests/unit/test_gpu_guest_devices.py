@@ -77,15 +77,15 @@ def link_of(*values: torch.Tensor) -> Any:
 
 
 def test_a_guests_answers_go_to_the_hosts_device() -> None:
-    watch: Any = SimpleNamespace(num_tokens=3)
+    step_context: Any = SimpleNamespace(num_tokens=3)
     residence: Any = SimpleNamespace(link=link_of(torch.zeros(3, 8), torch.zeros(3, 8)))
     hidden = torch.empty(3, 8, device=META)
-    layers = RemoteLayers(residence, watch).collect(hidden)
+    layers = RemoteLayers(residence, step_context).collect(hidden)
     assert [value.device for value in layers if value is not None] == [META] * 2
-    heads = RemoteHeads(residence, "l", watch)
+    heads = RemoteHeads(residence, "l", step_context)
     heads._query = hidden
     assert heads.collect().device == META
-    part = RemoteContext(residence, None, watch).collect(hidden)  # type: ignore[arg-type]
+    part = RemoteContext(residence, None, step_context).collect(hidden)  # type: ignore[arg-type]
     assert {tensor.device for tensor in part} == {META}
 
 

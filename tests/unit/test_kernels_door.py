@@ -324,7 +324,7 @@ class Guest:
         self._lost = lost
         self._output = torch.empty(0)
 
-    def post(self, *parts: torch.Tensor) -> None:
+    def submit(self, *parts: torch.Tensor) -> None:
         metadata = self._attention.metadata(self._step.common)  # type: ignore[arg-type]
         self._output = self._attention.run(metadata, self._step.slots[self._step.new], *parts)
 

@@ -9,20 +9,24 @@ from pathlib import Path
 
 import pytest
 
+from depth import IS_LONG
+
 ROOT = Path(__file__).parents[2]
 
 pytest.importorskip("triton")
 
 
-def test_the_triton_kernels_are_right_in_the_interpreter():
+@pytest.mark.early
+def test_the_triton_kernels_are_right_in_the_interpreter() -> None:
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
+    chosen = [] if IS_LONG else ["-m", "not long"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/triton"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, "tests/triton"],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -79,6 +79,22 @@ def test_passes_that_are_all_alike_tell_the_price_of_a_token() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "passes", [[(70, 0.30), (104, 0.20)], [(70, 0.30), (104, 0.20), (90, 0.25)], [(64, 9.0)] * 2]
+)
+def test_few_passes_some_of_them_held_up_do_not_make_computing_free(
+    passes: list[tuple[int, float]],
+) -> None:
+    """Or an instance under load would compute what it was sent to fetch."""
+    predictor = ComputePredictor()
+    for tokens, seconds in passes:
+        predictor.observe(FetchWork.of(tokens, 0), seconds)
+    shares = [predictor.predict_share(FetchWork.of(n, 0)) for n in (128, 1024)]
+    per_token_s = [seconds / tokens for tokens, seconds in passes]
+    for share_s, num_tokens in zip(shares, (128, 1024), strict=True):
+        assert min(per_token_s) <= share_s / num_tokens * 1.001
+
+
 def test_follows_a_machine_that_became_slower() -> None:
     draw, predictor = random.Random(1), ComputePredictor()
     for factor in (1.0, 3.0):

@@ -23,7 +23,7 @@ from banaserve.kvstore.interface import Exchanged, Lookup, Slot
 from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.ssd.check import check_folder
 from fingerprints import FINGERPRINT as SMALL
-from store_process import start_store
+from store_process import fork_store
 from waiting import eventually
 
 FINGERPRINT = msgspec.structs.replace(SMALL, page_bytes=4096)
@@ -59,7 +59,7 @@ class Store:
         options = ["--poison-free-slots", "--ssd", str(ssd or self.ssd), "--ssd-size", "16MiB"]
         with self.log.open("ab") as log:
             size = num_slots * SLOT_BYTES
-            self.process = start_store(self.path, size, *options, *more, stderr=log)
+            self.process = fork_store(self.path, size, *options, *more, stderr=log)
         self._stack.callback(self.kill)
 
     def kill(self) -> None:

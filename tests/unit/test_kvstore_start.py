@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,16 +22,19 @@ from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.daemon import process as daemon_process
 from banaserve.kvstore.daemon.server import DaemonConfig, StoreServer
 from banaserve.kvstore.pool import SlotPool
-from store_process import start_store
+from forked import Forked
+from store_process import fork_store, start_store
 from waiting import eventually
 
 DEADLINE_S = 20.0
 SIZE = "64KiB"
 
+Store = Forked | subprocess.Popen[bytes]
+
 
 @contextmanager
-def running(path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    process = start_store(path, SIZE)
+def running(path: Path, start: Callable[[Path, str], Store] = fork_store) -> Iterator[Store]:
+    process = start(path, SIZE)
     try:
         yield process
     finally:
@@ -137,7 +140,7 @@ def test_the_socket_of_a_dead_store_is_taken_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_cleanly(tmp_path: Path, number: signal.Signals) -> None:
     path = tmp_path / "store.sock"
-    with running(path) as process:
+    with running(path, start_store) as process:
         process.send_signal(number)
         assert process.wait(DEADLINE_S) == 0
         assert not path.exists()

@@ -129,10 +129,10 @@ def test_older_blocks_that_have_come_home_are_left_alone(
 def test_the_store_saves_a_block_from_where_it_lies_and_fetches_it_home(
     host: HostKv, transports: tuple[Transport, Transport]
 ) -> None:
-    written, unit = DirtyBlockTracker(NUM_BLOCKS), unit_of(Context(0, 3), host)
+    dirty_blocks, unit = DirtyBlockTracker(NUM_BLOCKS), unit_of(Context(0, 3), host)
     away = unit.single_blocks
     assert away is not None
-    written.follow(away)
+    dirty_blocks.follow(away)
     guest, page_bytes = Place(host, unit, transports).kv, host.page_bytes
     before = host.tensors["l1"].clone()
     BlockMover(unit, host, None, guest).copy([0, 1, 3])
@@ -150,7 +150,7 @@ def test_the_store_saves_a_block_from_where_it_lies_and_fetches_it_home(
     lost: list[GuestLostError] = []
     here = [(KvRun(0, page_bytes), None)]
     copier = StoreCopier(
-        inner, ["l0", "l1", "l2"], host, written, lambda _: here, lambda _: (away, guest), 0,
+        inner, ["l0", "l1", "l2"], host, dirty_blocks, lambda _: here, lambda _: (away, guest), 0,
         lost.append,
     )  # fmt: skip
     copier.save(1, view, [0, 1, 3], [2, 0, 1], None)
@@ -162,8 +162,8 @@ def test_the_store_saves_a_block_from_where_it_lies_and_fetches_it_home(
     copier.load(1, view, [3, 4], [0, 1], None)
     assert fetched == [[3, 4]]
     assert away.ids() == [0], "a fetched block is at home"
-    written.step_ended()
-    assert written.full() == [3, 4]
+    dirty_blocks.step_ended()
+    assert dirty_blocks.full() == [3, 4]
 
 
 def test_a_copy_stops_between_two_submissions(
@@ -249,9 +249,9 @@ class Pieces(TimeHook):
 
 
 def build(host: HostKv, link: Any, time_hook: TimeHook = REAL_TIME) -> Any:
-    written = DirtyBlockTracker(NUM_BLOCKS)
-    written.mark([1])
-    return UnitBuilder(host, time_hook).build(unit_of(LAYERS, host), link, written)
+    dirty_blocks = DirtyBlockTracker(NUM_BLOCKS)
+    dirty_blocks.mark([1])
+    return UnitBuilder(host, time_hook).build(unit_of(LAYERS, host), link, dirty_blocks)
 
 
 def test_the_time_hook_is_told_of_each_piece_that_was_done(

@@ -75,10 +75,10 @@ def link() -> Iterator[tuple[GuestClient, Echo]]:
 def attention(link: GuestClient, lost: list[str]) -> SplitAttention:
     """Of three KV heads with two query heads each; heads 0 and 2, and head 1, are in one guest."""
     layer: Any = SimpleNamespace(num_heads=6, num_kv_heads=3, impl=None)
-    watch: Any = SimpleNamespace(step_id=1, fields=dict, num_tokens=NUM_TOKENS)
-    split = SplitAttention(None, layer, "l", watch, lambda _, e: lost.append(str(e)))
+    step_context: Any = SimpleNamespace(step_id=1, fields=dict, num_tokens=NUM_TOKENS)
+    split = SplitAttention(None, layer, "l", step_context, lambda _, e: lost.append(str(e)))
     units = [SimpleNamespace(unit_id=name, working_epoch=1, link=link) for name in ("a", "b")]
-    here = [RemoteHeads(unit, "l", watch) for unit in units]  # type: ignore[arg-type]
+    here = [RemoteHeads(unit, "l", step_context) for unit in units]  # type: ignore[arg-type]
     split.arrange({(0, 2): here[0], (1,): here[1]})
     return split
 
@@ -147,8 +147,8 @@ def test_an_answer_that_makes_no_sense_costs_the_guest_and_not_the_host(
 def test_heads_here_are_computed_while_a_guest_has_the_others() -> None:
     events: list[str] = []
     layer: Any = SimpleNamespace(num_heads=6, num_kv_heads=3, impl=None)
-    watch: Any = SimpleNamespace(metadata=lambda builder: None)
-    split = SplitAttention(None, layer, "l", watch, lambda *_: None)  # type: ignore[arg-type]
+    step_context: Any = SimpleNamespace(metadata=lambda builder: None)
+    split = SplitAttention(None, layer, "l", step_context, lambda *_: None)  # type: ignore[arg-type]
 
     def collect() -> torch.Tensor:
         events.append("collected")
@@ -159,14 +159,16 @@ def test_heads_here_are_computed_while_a_guest_has_the_others() -> None:
         output.zero_()
 
     here = SimpleNamespace(forward=forward, do_kv_cache_update=lambda *_: None)
-    local = VllmHeads(None, layer, None, "l", [], watch)  # type: ignore[arg-type]
+    local = VllmHeads(None, layer, None, "l", [], step_context)  # type: ignore[arg-type]
     local._groups = [
         SimpleNamespace(  # type: ignore[list-item]
             kv_heads=slice(1, 2), query_heads=slice(2, 4), impl=here, builder=None
         )
     ]
     split._local = local
-    away: Any = SimpleNamespace(link=None, post=lambda *_: events.append("asked"), collect=collect)
+    away: Any = SimpleNamespace(
+        link=None, submit=lambda *_: events.append("asked"), collect=collect
+    )
     split._remote = [_Away((0, 2), torch.tensor([0, 2]), torch.tensor([0, 1, 4, 5]), away)]
     _, output = step(split)
     assert events == ["asked", "computed", "collected"]

@@ -201,10 +201,10 @@ def test_tensors_travel_bit_by_bit(dtype: torch.dtype) -> None:
 
 
 def test_values_travel_by_name() -> None:
-    parcel = TensorBundle()
+    bundle = TensorBundle()
     values = {"a": torch.ones(2), "n": 3, "none": None, "np": np.arange(4), "flag": True}
-    packed = msgspec.msgpack.decode(msgspec.msgpack.encode(parcel.put_all(values)))
-    back = restore(packed, parcel.tensors)
+    packed = msgspec.msgpack.decode(msgspec.msgpack.encode(bundle.put_all(values)))
+    back = restore(packed, bundle.tensors)
     assert torch.equal(back["a"], values["a"])
     assert isinstance(back["np"], np.ndarray)
     assert (back["n"], back["none"], back["flag"]) == (3, None, True)

@@ -268,16 +268,16 @@ def large(number: int) -> Message:
 def test_parts_larger_than_a_socket_pass_each_other() -> None:
     ours, theirs = socket.socketpair()
     host, channel = over_unix(ours), over_unix(theirs)
-    post = GuestChannel(channel)
+    guest_channel = GuestChannel(channel)
 
     def guest() -> None:
         try:
             while True:
-                message = post.receive(3600.0)
-                post.expect(int(message.body) if int(message.body) < 10 else 0)
-                post.answer(message, message)
+                message = guest_channel.receive(3600.0)
+                guest_channel.expect(int(message.body) if int(message.body) < 10 else 0)
+                guest_channel.answer(message, message)
         except PeerGoneError:
-            post.close()
+            guest_channel.close()
             channel.close()
 
     thread = threading.Thread(target=guest)

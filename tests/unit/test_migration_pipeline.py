@@ -73,26 +73,26 @@ class Guest:
         self._thread.start()
 
     def _serve(self) -> None:
-        post = GuestChannel(self._channel)
+        channel = GuestChannel(self._channel)
         try:
             while len(self.follow) != self.dies_at:
-                message = post.receive(3600.0)
+                message = channel.receive(3600.0)
                 request = decode_request(message.body)
                 assert isinstance(request, RunLayers)
-                post.expect(request.num_follow)
+                channel.expect(request.num_follow)
                 self.follow.append(request.num_follow)
-                post.answer(message, self._run(request, message))
+                channel.answer(message, self._run(request, message))
         except PeerGoneError:
             pass
-        post.close()
+        channel.close()
         self._channel.close()
 
     def _run(self, request: RunLayers, message: Message) -> Message:
         self._common = common_from(restore(request.step, message.tensors))
-        parcel = TensorBundle()
+        bundle = TensorBundle()
         values = self._layers.run(restore(request.arguments, message.tensors))
-        outputs = messages.StepOutputs(True, tuple(parcel.put(value) for value in values), 1e-3)
-        return Message(messages.encode(outputs), tuple(parcel.tensors))
+        outputs = messages.StepOutputs(True, tuple(bundle.put(value) for value in values), 1e-3)
+        return Message(messages.encode(outputs), tuple(bundle.tensors))
 
     def close(self) -> None:
         self.link.close()
@@ -112,14 +112,14 @@ class Host:
         self.layers = nn.ModuleList(Layer(self._common) for _ in range(NUM_LAYERS))
         builder = SimpleNamespace(build=lambda _, common: common)
         self._build = builder
-        self.watch = StepContext(builder, ROOM, len(LENGTHS))
-        self.overlap = Overlap(self.layers, self.watch, "", max_microbatches)
+        self.step_context = StepContext(builder, ROOM, len(LENGTHS))
+        self.overlap = Overlap(self.layers, self.step_context, "", max_microbatches)
         self.ranges = []
         for begin, end, guest in ranges:
             residence: Any = SimpleNamespace(
                 unit_id="u", working_epoch=1, link=guest.link, saves=False
             )
-            where = RemoteLayers(residence, self.watch)
+            where = RemoteLayers(residence, self.step_context)
             names = [f"l{n}" for n in range(begin, end)]
             found = RemoteRange(self.layers, begin, end, names, where, self._on_lost)
             found.swap_out()
@@ -298,8 +298,8 @@ def test_a_guest_dies_and_the_other_stays_in_step(
     assert other.link.lost is None
     # Nothing that was dropped is still on the way: the next answer is its own.
     common, positions = next(batches())
-    with host.watch.part(common):
-        host.ranges[1].where.post(
+    with host.step_context.part(common):
+        host.ranges[1].where.submit(
             {"positions": positions, "hidden_states": torch.zeros(5, WIDTH), "residual": None}, 0
         )
     answer = host.ranges[1].where.collect(torch.zeros(5, WIDTH))

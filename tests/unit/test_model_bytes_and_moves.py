@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import paper_equations
-from banaserve.kvstore.overlap import Prefill
 from banaserve.orchestrator.model import moving, shape
 from banaserve.orchestrator.model.moving import Link
+from benchmarks.drivers.layer_pipeline import Prefill
 
 LLAMA_8B = shape.ModelShape(
     32, 4096, 32, 8, paper_equations.llama_layer_weights(4096, 14336, 32, 8)

@@ -27,6 +27,7 @@ from banaserve.engine.vllm.migration.units.heads import HeadSet
 from banaserve.engine.vllm.migration.units.layers import LayerRange
 from banaserve.engine.vllm.migration.units.registry import read_modules, write_modules
 from banaserve.errors import MigrationError
+from depth import num_examples
 
 Write = tuple[str, list[tuple[int, int]]]
 STEPS = st.lists(
@@ -40,40 +41,40 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(STEPS)
 def test_a_block_leaves_full_and_comes_home_when_it_is_written(steps: list[Write]) -> None:
     """Against the plain meaning: tokens in each block, three of which fill it."""
-    written, home = DirtyBlockTracker(6), []
+    dirty_blocks, home = DirtyBlockTracker(6), []
     away = RemoteBlocks(6, lambda blocks: home.extend(blocks.tolist()))
-    written.follow(away)
+    dirty_blocks.follow(away)
     fill, gone = dict.fromkeys(range(6), 0), set()
     for kind, changes in steps:
         home.clear()
         blocks = [block for block, _ in changes]
         if kind == "commit":
-            written.step_ended()
+            dirty_blocks.step_ended()
             full = {block for block, tokens in fill.items() if tokens == 3}
-            assert set(written.full()) == full
-            away.set(written.full())
+            assert set(dirty_blocks.full()) == full
+            away.set(dirty_blocks.full())
             gone = full
             continue
         if kind == "forget":
-            written.forget()
+            dirty_blocks.forget()
             fill = dict.fromkeys(fill, 0)
             continue
         if kind == "load":
-            written.mark_loaded(blocks)
+            dirty_blocks.mark_loaded(blocks)
             fill |= dict.fromkeys(blocks, 3)
         else:
             # Tokens are added to a block that is not full; a full one has another owner.
             fill |= {b: min(3, fill[b] + n) if fill[b] < 3 else n for b, n in changes}
-            written.mark(blocks, [block for block in blocks if fill[block] == 3])
+            dirty_blocks.mark(blocks, [block for block in blocks if fill[block] == 3])
         assert sorted(home) == sorted(gone & set(blocks))
         gone -= set(blocks)
         assert set(away.ids()) == gone
         assert len(away) == len(gone)
-        written.step_ended()
+        dirty_blocks.step_ended()
 
 
 def test_what_is_being_copied_does_not_come_home() -> None:

@@ -17,10 +17,10 @@ from banaserve.engine.vllm.emulation.step_log import PacedStep, StepLog, StepRea
 from banaserve.engine.vllm.migration.types import ModelGeometry
 from banaserve.engine.vllm.migration.units.heads import HeadSet
 from banaserve.engine.vllm.migration.units.layers import LayerRange
-from banaserve.kvstore.overlap import pipeline
 from banaserve.orchestrator.model.calibration import StepWork
 from banaserve.sim.system import System
 from banaserve.types import Module
+from benchmarks.drivers.layer_pipeline import pipeline
 
 PREFILL = StepWork(prefill_tokens=512, prefill_pairs=512 * 512)
 PREFILL_S = 18.10e-3 + 512 * 0.10191e-3 + 512 * 512 * 7.122e-9

@@ -86,6 +86,18 @@ def test_a_miniature_keeps_the_modelled_memory_in_tokens(tmp_path):
     assert "--kv-cache-memory-bytes" not in own_model
 
 
+@pytest.mark.parametrize("given", [("--dtype", "bfloat16"), ("--dtype=bfloat16",)])
+def test_a_miniature_computes_in_the_type_that_its_memory_is_sized_for(given, tmp_path):
+    with pytest.raises(UserError, match="--dtype bfloat16: a miniature computes in float32"):
+        emulation.vllm_options(
+            ServeConfig(model=MINIATURE, pace="opt-13b-a100", vllm_argv=given), tmp_path
+        )
+    in_float32 = ServeConfig(model=MINIATURE, pace="opt-13b-a100", vllm_argv=("--dtype", "float32"))
+    assert "float32" in emulation.vllm_options(in_float32, tmp_path)
+    own_model = ServeConfig(pace="opt-13b-a100", vllm_argv=given)
+    assert "--dtype" not in emulation.vllm_options(own_model, tmp_path)
+
+
 def test_engines_that_cannot_be_paced_are_refused(tmp_path):
     config = ServeConfig(model=MINIATURE, pace="opt-13b-a100")
     for world_size, on_cpu in ((2, True), (1, False)):

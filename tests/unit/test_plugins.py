@@ -40,7 +40,7 @@ from banaserve.plugins import Plugin, PluginGroup, load_plugins
 from banaserve.sim.system import preset
 from banaserve.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
 from installed_packages import MIGRATION, REPLICAS, ROUTING, TIER, install
-from store_process import start_store
+from store_process import fork_store
 
 ROUTING_GROUP, REPLICA_GROUP, MIGRATION_GROUP, TIER_GROUP = PluginGroup
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -129,7 +129,7 @@ def test_a_tier_is_opened_by_its_url(site: Path) -> None:
 def test_the_store_serves_with_the_tier_of_another_package(site: Path, tmp_path: Path) -> None:
     install(site, "acme-tier", TIER, {f"{TIER_GROUP}:heap": "acme_tier:HeapTier"})
     path = tmp_path / "store.sock"
-    process = start_store(path, "1MiB", "--distributed", "heap://here?size=64MiB")
+    process = fork_store(path, "1MiB", "--distributed", "heap://here?size=64MiB")
     try:
         (tier,) = fetch_stats(path).tiers
         assert (tier.stats.available, tier.stats.capacity_bytes) == (True, 64 * 2**20)
@@ -399,6 +399,19 @@ class _Named(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+@pytest.mark.parametrize("url", ["dictionary://", "dictionary://?size=none", "dictionary://?x=1"])
+def test_a_url_of_the_example_s_tier_that_makes_no_sense_is_one_line(
+    url: str, site: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = (EXAMPLES / "store_tier" / "dictionary_tier.py").read_text()
+    scheme = {f"{TIER_GROUP}:dictionary": "dictionary_tier:DictionaryTier"}
+    install(site, "dictionary-tier", source, scheme)
+    assert cli.main(["kvstore", "--distributed", url]) == cli.EXIT_USER_ERROR
+    out, error = capfd.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    assert "size" in error
 
 
 def test_a_request_goes_where_a_plugin_decides(site: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from random import Random
 from typing import Any
 
@@ -22,6 +23,7 @@ from banaserve.orchestrator.replicas.preble.costs import REGRESSIONS, WindowSum,
 from banaserve.orchestrator.replicas.preble.tree import CacheTree, common_bytes
 from banaserve.orchestrator.replicas.registry import make
 from banaserve.types import RequestId
+from depth import num_examples
 
 A, B, C = (ReplicaId(name) for name in "abc")
 KEY = b"k" * 1000
@@ -194,7 +196,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(happening=operations, capacity=st.sampled_from([1, 40, 120, 10**9]))
 def test_the_tree_keeps_each_cache_within_its_capacity(happening, capacity):
     tree = CacheTree(1, capacity, 60.0)
@@ -231,8 +233,9 @@ def test_what_would_be_evicted_is_evicted_leaves_used_longest_ago_first():
 
 def test_trimming_goes_deeper_than_python_may_call_itself():
     tree = CacheTree(1, 10**6, 60.0)
-    for length in range(1, 3001):
+    depth = sys.getrecursionlimit() + 100
+    for length in range(1, depth + 1):
         tree.add(b"a" * length, 1.0, A, float(length))
-    tree.trim(b"a" * 3000, 1.0, A, 1)
+    tree.trim(b"a" * depth, 1.0, A, 1)
     tree.check()
-    assert tree.match(b"a" * 3000, 1.0)[A][0] == 1
+    assert tree.match(b"a" * depth, 1.0)[A][0] == 1

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.cli.trace import heading, list_rows, parts_of, trace_rows
+from banaserve.cli.admin.trace import heading, list_rows, parts_of, trace_rows
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.kv_connector.metadata import StepResult
 from banaserve.engine.vllm.kv_connector.request_notes import ConnectorNotes

@@ -78,7 +78,7 @@ class Ends:
         self.lost: list[GuestLostError] = []
         self.common = common
         builder = SimpleNamespace(build=lambda _, batch: batch)
-        watch = StepContext(builder, BLOCK_SIZE, NUM_BLOCKS)
+        step_context = StepContext(builder, BLOCK_SIZE, NUM_BLOCKS)
         builder.build(0, common)
         pages = KvPages.of(self.layer, self.layer.impl, here)
         self.older = OlderBlocks(pages, {"l": there}, {"l": SCALE})
@@ -88,9 +88,9 @@ class Ends:
         residence = UnitLocation("u", self.link, None, 0)  # type: ignore[arg-type]
         residence.epoch = 1
         attention = ContextAttention(
-            self.layer, "l", watch, lambda _, e: self.lost.append(e), pages
+            self.layer, "l", step_context, lambda _, e: self.lost.append(e), pages
         )
-        attention.arrange(RemoteContext(residence, away, watch))
+        attention.arrange(RemoteContext(residence, away, step_context))
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
@@ -105,10 +105,10 @@ class Ends:
         if request.step is not None:
             self.older.describe(request.step_id, restore(request.step, message.tensors))
         query = from_wire(message.tensors[0])
-        parcel = TensorBundle()
-        indices = tuple(map(parcel.put, self.older.run(request.name, request.step_id, query)))
+        bundle = TensorBundle()
+        indices = tuple(map(bundle.put, self.older.run(request.name, request.step_id, query)))
         answer = messages.encode(messages.StepOutputs(True, indices))
-        self._channel.send(Message(answer, tuple(parcel.tensors)), 20.0)
+        self._channel.send(Message(answer, tuple(bundle.tensors)), 20.0)
 
     def attend(self, query: torch.Tensor) -> torch.Tensor:
         output = torch.full_like(query, float("nan"))

@@ -8,6 +8,8 @@ import random
 import select
 from pathlib import Path
 
+import numpy as np
+
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, TierOutcome
 from banaserve.kvstore.tiers.ssd.check import check_folder
@@ -28,7 +30,7 @@ def key(number: int, namespace: int = 0) -> bytes:
 
 def content(number: int, num_bytes: int = BLOCK_BYTES) -> BlockBytes:
     block = aligned_bytes(num_bytes)
-    block[:] = list(random.Random(number).randbytes(num_bytes))
+    block[:] = np.frombuffer(random.Random(number).randbytes(num_bytes), np.uint8)
     return block
 
 

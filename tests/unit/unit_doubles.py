@@ -35,7 +35,7 @@ def engine_of(
         attentions=dict.fromkeys(host.tensors, one),
         kv=host,
         kv_shape=host.shape("NHD", block_size),
-        watch=nothing,
+        step_context=nothing,
         on_lost=nothing,
         poisons=poisons,
     )

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -93,8 +94,11 @@ class Server:
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of ``name`` that carry ``labels``."""
         total = 0.0
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as page:
+        page_of_one = f"{self.url}/metrics?{urllib.parse.urlencode({'name[]': name})}"
+        with urllib.request.urlopen(page_of_one, timeout=30) as page:
             for line in page.read().decode().splitlines():
+                if not line.startswith(name):  # a page has a thousand lines and more
+                    continue
                 match = _METRIC.match(line)
                 if match is None or match[1] != name:
                     continue

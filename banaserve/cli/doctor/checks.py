@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from banaserve.cpu_features import choose_dtype
 from banaserve.kvstore.sizes import format_size
 from banaserve.plugins import Plugin
 
@@ -105,9 +106,9 @@ def check_nvcc(path: str | None, has_gpu: bool) -> Finding:
 
 def check_cpu(machine: str, flags: frozenset[str], num_cores: int) -> Finding:
     """``flags`` as in /proc/cpuinfo."""
-    shown = f"{machine}, {num_cores} cores"
+    shown, dtype = f"{machine}, {num_cores} cores", choose_dtype(machine, flags)
     if machine != "x86_64":
-        return Finding("CPU", CheckStatus.OK, shown)
+        return Finding("CPU", CheckStatus.OK, f"{shown}; {dtype}")
     if "avx2" not in flags:
         advice = "vLLM for CPU needs AVX2: use another machine, or a GPU"
         return Finding("CPU", CheckStatus.MISSING, f"{shown}, no AVX2", advice)
@@ -115,7 +116,7 @@ def check_cpu(machine: str, flags: frozenset[str], num_cores: int) -> Finding:
     if num_cores < 2:
         advice = "prefill and decode take turns on one core: give it two or more"
         return Finding("CPU", CheckStatus.WARNING, shown, advice)
-    return Finding("CPU", CheckStatus.OK, shown)
+    return Finding("CPU", CheckStatus.OK, f"{shown}; {dtype}")
 
 
 def check_memory(available_bytes: int) -> Finding:

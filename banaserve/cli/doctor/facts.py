@@ -19,6 +19,7 @@ from banaserve.cli.doctor import checks as checks
 from banaserve.cli.doctor.checks import CheckStatus, Finding
 from banaserve.cli.plugins import REGISTRIES
 from banaserve.cli.version import installed_version
+from banaserve.cpu_features import read_cpu_flags
 from banaserve.errors import UserError
 from banaserve.linux import MADV_POPULATE_WRITE, available_memory_bytes, madvise
 from banaserve.models import cache, hub
@@ -35,7 +36,7 @@ def examine(model: str, port: int) -> Iterator[Finding]:
     yield checks.check_torch(installed_version("torch"), installed_version("torchvision"), on_cpu)
     yield checks.check_gpu(gpus)
     yield checks.check_nvcc(shutil.which("nvcc"), bool(gpus))
-    yield checks.check_cpu(platform.machine(), cpu_flags(), len(os.sched_getaffinity(0)))
+    yield checks.check_cpu(platform.machine(), read_cpu_flags(), len(os.sched_getaffinity(0)))
     yield checks.check_memory(available_memory_bytes())
     yield checks.check_shm(free_bytes(Path("/dev/shm")))
     yield checks.check_shared_memory(*try_shared_memory())
@@ -59,16 +60,6 @@ def gpu_names() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in done.stdout.splitlines() if line.strip()]
-
-
-def cpu_flags() -> frozenset[str]:
-    """The flags of the first CPU in /proc/cpuinfo."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return frozenset(flags.partition(":")[2].split())
 
 
 def free_bytes(folder: Path) -> int | None:

@@ -182,7 +182,7 @@ class DisaggregatedClient(EngineClient):
             deadline=self._deadline(),
             generate_options=options,
             uncached_tokens=await self._uncached_tokens(request, notes),
-            one_leg_because=_one_leg_because(request),
+            split_blocker=_split_blocker(request),
             notes=notes,
         )
 
@@ -190,7 +190,7 @@ class DisaggregatedClient(EngineClient):
         assert request.sampling_params is not None
         if self.model_config.logits_processors:
             return "logits_processors"  # they may count what they take for the output
-        return _one_leg_because(request) or first_token_blocker(request.sampling_params)
+        return _split_blocker(request) or first_token_blocker(request.sampling_params)
 
     def _salt(self, request: compat.EngineCoreRequest, prompt: Any) -> None:
         """Keep the caches of different API keys apart."""
@@ -441,7 +441,7 @@ def _own(cache_salt: str | None) -> str | None:
     return given if given.startswith(f"{name}:") else f"{name}:{given}"
 
 
-def _one_leg_because(request: compat.EngineCoreRequest) -> str | None:
+def _split_blocker(request: compat.EngineCoreRequest) -> str | None:
     """Reason for which one instance must compute prompt and output; None where two may."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return "prompt_embeds"

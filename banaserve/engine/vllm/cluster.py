@@ -194,7 +194,7 @@ class Cluster:
         self,
         request: compat.EngineCoreRequest,
         uncached_tokens: int,
-        one_leg_because: str | None,
+        split_blocker: str | None,
         notes: RequestNotes,
     ) -> Route:
         """The policy's choice; waits a while for a restart where no instance serves.
@@ -206,7 +206,7 @@ class Cluster:
             GracefulHTTPError: 503 when still no instance serves.
         """
         num_tokens = len(request.prompt_token_ids or ())
-        cached = num_tokens if one_leg_because else num_tokens - uncached_tokens
+        cached = num_tokens if split_blocker else num_tokens - uncached_tokens
         view = RequestView(RequestId(request.request_id), num_tokens, cached)
         until_s = self._clock.now() + self._patience.no_instance_s
         waits = False
@@ -214,7 +214,7 @@ class Cluster:
             seen = self.view()
             try:
                 route = self._policy.route(view, seen)
-                notes.routed(type(self._policy).__name__, route, one_leg_because, seen)
+                notes.routed(type(self._policy).__name__, route, split_blocker, seen)
                 return route
             except NoInstanceError as nobody:
                 if not waits:

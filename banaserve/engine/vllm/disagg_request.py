@@ -25,10 +25,11 @@ from banaserve.engine.vllm.compat.requests import (
     RequestOutputKind,
 )
 from banaserve.engine.vllm.instance import Instance
-from banaserve.engine.vllm.legs import decode_leg, prefill_leg
+from banaserve.engine.vllm.legs import decode_leg, decode_params, prefill_leg
 from banaserve.engine.vllm.tracing.events import LegEnded, LegFailed, LegOutput
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
 from banaserve.errors import DeadlineExceededError, InstanceDeadError
+from banaserve.orchestrator.routing.legs import LegReason
 from banaserve.types import Route
 
 Output = TypeVar("Output")
@@ -118,9 +119,10 @@ class RequestContext:
         prompt: The rendered prompt, for vLLM's own ``generate`` where it is needed (n > 1).
         first_token_blocker: Reason for which decode must sample the first token; None for none.
         uncached_tokens: The router's estimate of the tokens that prefill has to compute.
+        is_stored: It has no prefill leg because the store has its prompt.
         deadline: On the event loop's clock.
         state: vLLM's front-end state (detokenizer, logprobs) once output has begun.
-        one_leg_because: Why this request cannot be split into legs, None where it can.
+        split_blocker: Why this request cannot be split into legs, None where it can.
         prefilled: The prompt's KV has been left in the store.
         num_cached_tokens: So many of its tokens the prefill leg had not to compute.
         first: The prefill leg's token and why it stopped there, until it has been sent.
@@ -138,7 +140,8 @@ class RequestContext:
     notes: RequestNotes
     generate_options: dict[str, Any] = field(default_factory=dict)
     uncached_tokens: int = 0
-    one_leg_because: str | None = None
+    is_stored: bool = False
+    split_blocker: str | None = None
     state: Any = None
     prefilled: bool = False
     num_cached_tokens: int = 0
@@ -242,7 +245,9 @@ async def decode(
                     context.request.request_id,
                     num_resumed,
                 )
-                leg = decode_leg(context.request, context.tokens_so_far, context.prefilled)
+                leg = decode_leg(
+                    context.request, context.tokens_so_far, context.prefilled, context.is_stored
+                )
                 try:
                     await compat.send(llm, leg)
                 except compat.EngineDeadError as death:
@@ -317,9 +322,12 @@ async def _whole(
         context.notes.leg_began(
             "whole", instance.id, instance.incarnation, context.request.external_req_id
         )
+        params = context.request.sampling_params and decode_params(
+            context.request, context.prefilled, context.is_stored
+        )
         stream = llm.generate(
             context.prompt,
-            context.request.sampling_params,
+            params,
             context.request.external_req_id,
             **context.generate_options,
         )
@@ -377,7 +385,7 @@ async def run_request(
         try:
             async with asyncio.timeout_at(context.deadline):
                 route = await cluster.route(
-                    context.request, context.uncached_tokens, context.one_leg_because, context.notes
+                    context.request, context.uncached_tokens, context.split_blocker, context.notes
                 )
             leg = "prefill"
             if route.prefill is not None and not context.prefilled and not context.aborted:
@@ -392,6 +400,7 @@ async def run_request(
                         context.request, context.uncached_tokens, None, context.notes
                     )
             _count_way(context, route, attempt)
+            context.is_stored = _comes_from_store(context, route)
             async with contextlib.aclosing(
                 decode(context, cluster.instance(route.decode))
             ) as outputs:
@@ -427,7 +436,17 @@ def _note_death(
     context.notes.note(LegFailed(leg, instance, why, context.num_deaths, next_step))
 
 
+def _comes_from_store(context: RequestContext, route: Route) -> bool:
+    """Whether ``route`` spares a prefill leg because of what the store has of the prompt."""
+    num_prompt = len(context.request.prompt_token_ids or ())
+    return (
+        route.reason == LegReason.SHORT_PROMPT
+        and context.split_blocker is None
+        and context.uncached_tokens < num_prompt
+    )
+
+
 def _count_way(context: RequestContext, route: Route, attempt: int) -> None:
     if attempt == 1:
         way = "one_leg" if route.prefill is None else "two_legs"
-        metrics.REQUESTS.labels(way, context.one_leg_because or str(route.reason)).inc()
+        metrics.REQUESTS.labels(way, context.split_blocker or str(route.reason)).inc()

@@ -124,16 +124,6 @@ def preble_options() -> list[str]:
     return ["--scheduler-cls", "banaserve.engine.vllm.preble_scheduler.PrebleScheduler"]
 
 
-def computes_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in hardware or close to it.
-
-    Without AVX-512 they are emulated: 9 GFLOP/s against 67 in float32 on one AVX2 core.
-    """
-    import torch
-
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def _is_set(value: Any) -> bool:
     return bool(value)
 

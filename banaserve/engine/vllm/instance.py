@@ -202,7 +202,8 @@ class Instance:
 
     async def _connected(self, addresses: dict[str, str]) -> compat.AsyncLLM:
         """Its client. One that ends meanwhile would be waited for in vain."""
-        connecting = asyncio.ensure_future(asyncio.to_thread(self._connect, addresses))
+        # vLLM waits ten minutes for an engine that has been ended meanwhile.
+        connecting = processes.in_daemon_thread(lambda: self._connect(addresses))
         ended = asyncio.create_task(self.wait_ended())
         try:
             await asyncio.wait({connecting, ended}, return_when=asyncio.FIRST_COMPLETED)

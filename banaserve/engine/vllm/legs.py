@@ -55,20 +55,22 @@ def prefill_leg(request: compat.EngineCoreRequest, keeps_token: bool) -> compat.
 
 
 def decode_leg(
-    request: compat.EngineCoreRequest, tokens: list[int], handed_over: bool
+    request: compat.EngineCoreRequest,
+    tokens: list[int],
+    handed_over: bool,
+    is_stored: bool = False,
 ) -> compat.EngineCoreRequest:
     """The request as it goes on after the output ``tokens``.
 
     Args:
         handed_over: The prompt's KV lies in the store, partial last block included.
+        is_stored: The store had so much of the prompt that it needs no prefill leg.
     """
     leg = copy.copy(request)
     given = request.sampling_params
     assert given is not None
     assert request.prompt_token_ids is not None
-    params = copy.copy(given)
-    if handed_over:
-        params.extra_args = _with_handover(given, Handover(tokens=len(request.prompt_token_ids)))
+    params = decode_params(request, handed_over, is_stored)
     if tokens:
         assert given.max_tokens is not None
         leg.prompt_token_ids = request.prompt_token_ids + tokens
@@ -76,6 +78,21 @@ def decode_leg(
         params.min_tokens = max(0, given.min_tokens - len(tokens))
     leg.sampling_params = params
     return leg
+
+
+def decode_params(
+    request: compat.EngineCoreRequest, handed_over: bool, is_stored: bool
+) -> SamplingParams:
+    """The request's parameters with a note of what lies in the store; see ``decode_leg``."""
+    given = request.sampling_params
+    assert given is not None
+    params = copy.copy(given)
+    if handed_over:
+        handover = Handover(tokens=len(request.prompt_token_ids or ()))
+        params.extra_args = _with_handover(given, handover)
+    elif is_stored:
+        params.extra_args = _with_handover(given, Handover(is_stored=True))
+    return params
 
 
 def _with_handover(params: SamplingParams, handover: Handover) -> dict[str, Any]:

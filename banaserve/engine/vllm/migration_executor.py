@@ -101,16 +101,16 @@ def foreign_step(migration: Migration, coordinator: Coordinator) -> Step:
 
     It keeps its instances out of other moves; what it changes is seen when it is there.
     """
-    hosted = coordinator.hosts[InstanceId(migration.host)]
-    units = hosted.moving.get(migration.id, ())
+    host_state = coordinator.hosts[InstanceId(migration.host)]
+    units = host_state.moving.get(migration.id, ())
     moving = [module for unit in units for module in unit.as_modules()]
     module = moving[0] if moving else Module(0, 0)
     host = InstanceId(migration.host)
     if migration.to is not None:
         return Step(MoveModule(host, InstanceId(migration.to), module, 0), (), 0.0, 0.0, 0.0)
     guest = host
-    for unit in hosted.units(coordinator.guests):
-        if any(overlap(m, unit.modules) for m in hosted.moving.get(migration.id, ())):
+    for unit in host_state.units(coordinator.guests):
+        if any(overlap(m, unit.modules) for m in host_state.moving.get(migration.id, ())):
             guest = InstanceId(unit.at)
     return Step(ReturnModule(host, guest, module, 0), (), 0.0, 0.0, 0.0)
 
@@ -205,9 +205,9 @@ class MoveExecutor:
             self._facts[key] = instance_facts(
                 llm.vllm_config, self._coordinator.facts, self._kv_growth, can_move
             )
-        hosted = self._coordinator.hosts[name]
-        blocks = (llm.vllm_config.cache_config.num_gpu_blocks or 0) + hosted.grown_blocks
-        parts = hosted.max_microbatches
+        host_state = self._coordinator.hosts[name]
+        blocks = (llm.vllm_config.cache_config.num_gpu_blocks or 0) + host_state.grown_blocks
+        parts = host_state.max_microbatches
         overlap = instance.board.meter.overlap_fraction(parts) if parts > 1 else None
         return Known(self._facts[key], blocks, overlap)
 

@@ -70,11 +70,6 @@ class Fleet:
         self._seen: tuple[float, list[ReplicaView], list[PeerView]] | None = None
         self._flights: dict[int, tuple[Flight, ReplicaView | None]] = {}
 
-    @property
-    def num_flights(self) -> int:
-        """Attempts that have not ended."""
-        return len(self._flights)
-
     def add(self, view: ReplicaView) -> None:
         """Takes in a replica, or a peer where ``view`` is a ``PeerView``.
 

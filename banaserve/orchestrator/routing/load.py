@@ -114,20 +114,6 @@ class LoadModel(NamedTuple):
         reported = report.num_running + report.num_waiting if report else 0
         return max(view.inflight_requests, reported)
 
-    def prefill_ahead_s(self, view: InstanceView, tokens_a_request: float = 0.0) -> float:
-        """Predicted seconds of prefill work ahead: missed tokens over measured speed.
-
-        Only tokens that must be computed count (Eq. 12 with 1 - r for r), and the memory of a
-        prefill instance does not: its KV leaves with the hand-over.
-
-        Args:
-            tokens_a_request: What a reported waiting request of somebody else is charged, since
-                its size is not known here.
-        """
-        foreign_requests = self.queue_requests(view) - view.inflight_requests
-        tokens = view.inflight_prefill_tokens + foreign_requests * tokens_a_request
-        return tokens / self.tokens_per_s(view)
-
     def decode_load(self, view: InstanceView) -> float:
         """The greatest of three shares: KV memory, places in the batch, prefill work ahead.
 

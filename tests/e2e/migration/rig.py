@@ -33,6 +33,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 DEADLINE_S = 90.0
 STEPS_A_PHASE = 6
+MAX_IDLE = 3
 Answers = dict[str, tuple[list[int], list[float]]]
 During = Generator[None, None, None]
 
@@ -65,9 +66,19 @@ _PIECES = Pieces()
 
 
 class Rig:
-    """One in-process engine, the parent of its guests, and what a coordinator would do."""
+    """One in-process engine, the parent of its guests, and what a coordinator would do.
 
-    def __init__(self, arguments: dict[str, Any], control: socket.socket, folder: Path) -> None:
+    Attributes:
+        store: Socket of the store that the engine uses; None: it has none.
+    """
+
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        control: socket.socket,
+        folder: Path,
+        store: Path | None = None,
+    ) -> None:
         from vllm import LLM
 
         from banaserve.engine.vllm.compat import runner_hooks
@@ -84,11 +95,15 @@ class Rig:
         self._secret = secrets.token_hex(16)
         self._num_guests = self._num_moves = self._num_runs = 0
         self.pids: dict[str, int] = {}
+        self._lent: list[str] = []
+        self._idle: list[str] = []
+        self.store = store
         self.llm = LLM(**arguments)
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.requests_at_once = 0
         self.pieces = _PIECES
+        self._max_parts = self.do("status")["overlap"]["max_microbatches"]
 
     @property
     def host(self) -> Any:
@@ -121,8 +136,34 @@ class Rig:
         asked = call(CoreApi.banaserve_resize_pool, num_blocks)
         return asked.read(getattr(self.core, asked.name)(*asked.args))
 
+    # ---- guests
+
     def guest(self) -> str:
-        """Start a guest and attach it; returns its id."""
+        """A guest that holds nothing: one that earlier tests have done with, or a new one."""
+        guest_id = self._idle.pop() if self._idle else self.new_guest()
+        if guest_id not in self._lent:
+            self._lent.append(guest_id)
+        self.do("usage", guest_id)  # counts from here on
+        return guest_id
+
+    def give_back(self, guest_id: str) -> None:
+        """What ``guest`` has lent holds nothing any more: others may have it."""
+        self._lent.remove(guest_id)
+        found = self.do("status")["guests"].get(guest_id)
+        if found is None:
+            return
+        if (found["state"], found.get("share", 1.0)) == ("ready", 1.0):
+            self._idle.append(guest_id)
+            return
+        self.do("detach", guest_id)
+        self.kill(guest_id)
+
+    def new_guest(self, stall_s: float | None = None) -> str:
+        """Start a guest and attach it; returns its id.
+
+        Args:
+            stall_s: How long it may stand still; None: longer than on a busy machine.
+        """
         from banaserve.engine.vllm.launch import messages
         from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 
@@ -145,8 +186,13 @@ class Rig:
             if isinstance(answer, messages.GuestStarted):
                 break
         self.pids[guest_id] = answer.pid
+        self._lent.append(guest_id)
+        settings = self.host.settings
+        if stall_s is not None:
+            self.host.settings = msgspec.structs.replace(settings, stall_s=stall_s)
         self.do("attach", address)
         self.until(lambda: self.do("status")["guests"][guest_id]["state"] != "connecting")
+        self.host.settings = settings
         assert self.do("status")["guests"][guest_id]["state"] == "ready", self.do("status")
         return guest_id
 
@@ -176,15 +222,16 @@ class Rig:
         After a few the engine stands still: a tiny model would have answered everything before a
         slow machine has moved anything.
         """
-        began_s, num_steps = time.monotonic(), 0
-        while (now := self.phase(move_id)) != phase:
-            assert now not in ("failed", "aborted"), self.do("status")["moves"][move_id]
-            assert time.monotonic() - began_s < DEADLINE_S, (move_id, now)
-            if num_steps < STEPS_A_PHASE:
-                num_steps += 1
-                yield
-            else:
-                time.sleep(0.002)
+        for _ in range(STEPS_A_PHASE):
+            if self.phase(move_id) == phase:
+                return
+            yield
+        assert self.settled(move_id) == phase, self.do("status")["moves"][move_id]
+
+    def settled(self, move_id: str) -> str:
+        """The phase of a move whose thread has done what it was told to; waits for it."""
+        assert self.host.moves.get(move_id).join(DEADLINE_S), self.do("status")["moves"][move_id]
+        return self.phase(move_id)
 
     def carry_out(self, move_id: str, free: bool = True, gap: int = 0) -> During:
         """The rest of a move that is being prepared, with ``gap`` steps between its phases."""
@@ -218,10 +265,28 @@ class Rig:
             self.finish(self.on(unit["unit_id"]))
         assert self.do("status")["units"] == []
 
+    def reset(self) -> None:
+        """Everything home; what a test has left behind is a failure."""
+        self.all_home()
+        for guest_id in list(self._lent):
+            self.give_back(guest_id)
+        while len(self._idle) > MAX_IDLE:
+            self.do("detach", self._idle.pop(0))
+        self.do("overlap", self._max_parts)
+        pool = self.pool()
+        assert all(move.is_over for move in self.host.moves), self.do("status")["moves"]
+        assert (pool.running, pool.waiting) == (0, 0)
+        assert pool.free_blocks == pool.num_blocks - 1, "a block is held"
+
+    def forget(self) -> None:
+        """As good as new: no prompt finds a block of those before."""
+        self.reset()
+        assert self.engine.reset_prefix_cache()
+
     def finish(self, during: During) -> None:
         """Carry something out while the engine is idle."""
         for _ in during:
-            time.sleep(0.002)
+            pass
 
     def until(self, holds: Callable[[], bool]) -> None:
         began_s = time.monotonic()
@@ -268,13 +333,17 @@ class Rig:
         return answers
 
     @staticmethod
-    def agrees(answers: Answers, expected: Answers) -> bool:
-        """Same tokens, and logprobs but for rounding: other batches sum in another order."""
+    def agrees(answers: Answers, expected: Answers, within: float = 2e-4) -> bool:
+        """Same tokens, and logprobs but for rounding: other batches sum in another order.
+
+        Args:
+            within: How far logprobs may be apart.
+        """
         assert {k: tokens for k, (tokens, _) in answers.items()} == {
             k: tokens for k, (tokens, _) in expected.items()
         }
         for key, (_, logprobs) in answers.items():
-            assert logprobs == pytest.approx(expected[key][1], abs=2e-4)
+            assert logprobs == pytest.approx(expected[key][1], abs=within)
         return True
 
     def close(self) -> None:
@@ -336,20 +405,17 @@ class GuestParents:
             )
 
     @contextlib.contextmanager
-    def many_controls(
-        self, every: list[dict[str, Any]]
-    ) -> Iterator[tuple[list[socket.socket], Path]]:
-        """A parent of guests for each engine; a short folder, because of the sockets in it."""
+    def parent(self, arguments: dict[str, Any]) -> Iterator[tuple[socket.socket, Path]]:
+        """A parent of an engine's guests; its orders, and a short folder for sockets."""
         folder = Path(tempfile.mkdtemp(prefix="bm-"))
-        controls = [self._fork(arguments) for arguments in every]
+        control = self._fork(arguments)
         try:
-            yield controls, folder
+            yield control, folder
         finally:
-            for control in controls:
-                control.shutdown(socket.SHUT_WR)
-                while control.recv(4096):
-                    pass  # until the parent has ended, and with it its guests
-                control.close()
+            control.shutdown(socket.SHUT_WR)
+            while control.recv(4096):
+                pass  # until the parent has ended, and with it its guests
+            control.close()
             shutil.rmtree(folder, ignore_errors=True)
 
     def _fork(self, arguments: dict[str, Any]) -> socket.socket:

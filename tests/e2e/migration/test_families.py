@@ -3,85 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.e2e
 
+ENGINE = "opt"
+
 NUM_TOKENS = 24
 PARTS = 3
-SIZES = {
-    "hidden_size": 128,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "vocab_size": 2048,
-    "max_position_embeddings": 1024,
-}
-GROUPED = {"num_key_value_heads": 2, "intermediate_size": 256, "initializer_range": 0.08}
-FAMILIES = {
-    "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128, "init_std": 0.08},
-    "qwen2": GROUPED,
-    "mistral": {**GROUPED, "sliding_window": None, "head_dim": 32},
-    "mixtral": {**GROUPED, "num_local_experts": 4, "sliding_window": None},
-}
 LAYERS = {"type": "layers", "start": 2, "end": 5}
 
 
-def save(family: str, folder: Path) -> str:
-    """A random model, float32, the same for the same family."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(3)
-    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
-    return str(folder)
+@pytest.fixture(
+    scope="module",
+    params=[
+        "opt",
+        "mixtral",
+        # Of the shape of Llama, which the other files run.
+        pytest.param("qwen2", marks=pytest.mark.long),
+        pytest.param("mistral", marks=pytest.mark.long),
+    ],
+)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
 @pytest.fixture(scope="module")
-def rigs(
-    request: pytest.FixtureRequest,
-    many_rigs: Any,
-    engine_arguments: Any,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Any]:
-    """One after the other, of the families whose tests are to run, in their order."""
-    chosen = [
-        item.callspec.params["family"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == "test_tokens_do_not_change"
-    ]
-    every = [
-        engine_arguments(
-            save(family, tmp_path_factory.mktemp(family)),
-            skip_tokenizer_init=True,
-            max_model_len=1024,
-            kv_cache_memory_bytes=64 << 20,
-        )
-        for family in chosen
-    ]
-    started = many_rigs(every)
-    yield started
-    started.close()
+def rig(engines: Any, family: str) -> Iterator[Any]:
+    rig = engines.take(family)
+    yield rig
+    rig.forget()
 
 
-# Of the shape of Llama, which the other files run.
-LIKE_LLAMA = ("qwen2", "mistral")
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=[pytest.mark.long] if family in LIKE_LLAMA else [])
-        for family in FAMILIES
-    ],
-)
 def test_tokens_do_not_change(
-    rigs: Any, family: str, let_pass: Any, as_many_parts_as_can_be: None
+    rig: Any, family: str, let_pass: Any, as_many_parts_as_can_be: None
 ) -> None:
-    rig = next(rigs)
     prompts = [
         [(7 * n + 3 * i) % 2000 + 5 for i in range(length)] for n, length in enumerate((5, 40, 300))
     ]

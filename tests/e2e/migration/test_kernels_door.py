@@ -6,69 +6,37 @@ Float32, greedy; the kernels are the reference, on a CPU.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from banaserve import models
-
 pytestmark = pytest.mark.e2e
 
+ENGINE = "qwen2, vllm"
 NUM_TOKENS = 20
 PARTS = 3
 LENGTHS = 5, 40, 300
-BLOCK_SIZE = 32
-TINY = {
-    "hidden_size": 256,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 256,
-    "initializer_range": 0.08,
-    "vocab_size": 2048,
-    "max_position_embeddings": 1024,
-}
 NUM_LAYERS = {"smollm2": 30, "qwen2": 6}
 NUM_KV_HEADS = {"smollm2": 3, "qwen2": 2}
 
 
-def tiny_qwen(folder: Path) -> str:
-    """Random, float32, with heads of a size that the kernels take."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(3)
-    config = AutoConfig.for_model("qwen2", **TINY)
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture(scope="module", params=["qwen2", pytest.param("smollm2", marks=pytest.mark.long)])
-def ends(
-    request: pytest.FixtureRequest,
-    many_rigs: Any,
-    engine_arguments: Any,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Any]:
+def ends(request: pytest.FixtureRequest, engines: Any) -> Iterator[Any]:
     """The family, prompts, what an engine says that nothing was done to, and one to move."""
     family = request.param
-    if family == "qwen2":
-        model = tiny_qwen(tmp_path_factory.mktemp("tiny"))
-    else:
-        model = models.resolve(models.PACKAGED, None, print).path_or_id
-    sizes = {"kv_cache_memory_bytes": 96 << 20, "max_model_len": 1024, "block_size": BLOCK_SIZE}
-    every = [
-        engine_arguments(model, {"attention": door}, skip_tokenizer_init=True, **sizes)
-        for door in ("vllm", "kernels")
-    ]
     prompts = [
         [(7 * n + 3 * i) % 2000 + 5 for i in range(length)] for n, length in enumerate(LENGTHS)
     ]
-    started = many_rigs(every)
-    expected = next(started).run(prompts, NUM_TOKENS)
-    yield family, prompts, expected, next(started)
-    started.close()
+    expected = engines.take(f"{family}, vllm").run(prompts, NUM_TOKENS)
+    rig = engines.take(f"{family}, kernels")
+    yield family, prompts, expected, rig
+    rig.forget()
+
+
+@pytest.fixture(autouse=True)
+def _home(ends: Any) -> Iterator[None]:
+    yield
+    ends[-1].reset()
 
 
 def test_layers_and_heads_leave_and_come_home_in_mid_stream(

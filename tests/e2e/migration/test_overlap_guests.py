@@ -10,36 +10,33 @@ import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("as_many_parts_as_can_be")]
 
+ENGINE = "llama"
 NUM_TOKENS = 16
 PARTS = 4
+STALL_S = 0.5
 FRONT = {"type": "layers", "start": 0, "end": 2}
 BACK = {"type": "layers", "start": 4, "end": 6}
 PROMPTS = [[(7 * i + i * i) % 2000 + 5 for i in range(length)] for length in (300, 40, 9, 120)]
 
 
-@pytest.fixture(scope="module")
-def rig(one_rig: Any, engine_arguments: Any, tiny_llama: str) -> Iterator[Any]:
-    settings = {"stall_s": 0.5, "overlap": PARTS}
-    arguments = engine_arguments(
-        tiny_llama,
-        settings,
-        skip_tokenizer_init=True,
-        max_model_len=1024,
-        enable_prefix_caching=False,
-    )
-    with one_rig(arguments) as rig:
-        yield rig
+_salts = map(str, itertools.count())
+
+
+def fresh(rig: Any, during: Any = None) -> Any:
+    """Run with nothing cached."""
+    return rig.run(PROMPTS, NUM_TOKENS, during, salt=f"guests {next(_salts)}")
 
 
 @pytest.fixture(scope="module")
 def expected(rig: Any) -> Any:
-    return rig.run(PROMPTS, NUM_TOKENS)
+    return fresh(rig)
 
 
 @pytest.fixture(autouse=True)
 def _home(rig: Any, expected: Any) -> Iterator[None]:
+    rig.do("overlap", PARTS)
     yield
-    rig.all_home()
+    rig.reset()
 
 
 def at_once(*ways: Generator[None, None, None]) -> Generator[None, None, None]:
@@ -51,16 +48,16 @@ def at_once(*ways: Generator[None, None, None]) -> Generator[None, None, None]:
 def test_two_ranges_go_to_two_guests_at_the_same_time(rig: Any, expected: Any) -> None:
     one, other = rig.guest(), rig.guest()
     ways = rig.away(FRONT, one, gap=1), rig.away(BACK, other, gap=1)
-    assert rig.agrees(rig.run(PROMPTS, NUM_TOKENS, at_once(*ways)), expected)
+    assert rig.agrees(fresh(rig, at_once(*ways)), expected)
     before = rig.do("status")
     assert {unit["guest_id"] for unit in before["units"]} == {one, other}
-    assert rig.agrees(rig.run(PROMPTS, NUM_TOKENS), expected)
+    assert rig.agrees(fresh(rig), expected)
     after = rig.do("status")
     assert after["overlap"]["steps_cut"] > before["overlap"]["steps_cut"]
     for guest in (one, other):
         assert after["guests"][guest]["round_trips"] > before["guests"][guest]["round_trips"]
     home = [rig.on(unit["unit_id"], gap=1) for unit in after["units"]]
-    assert rig.agrees(rig.run(PROMPTS, NUM_TOKENS, at_once(*home)), expected)
+    assert rig.agrees(fresh(rig, at_once(*home)), expected)
     assert rig.do("status")["units"] == []
 
 
@@ -74,13 +71,13 @@ def test_a_guest_of_a_chain_dies_and_the_other_serves_on(rig: Any, expected: Any
         rig.kill(one)
         yield
 
-    assert rig.agrees(rig.run(PROMPTS, NUM_TOKENS, kill()), expected)
+    assert rig.agrees(fresh(rig, kill()), expected)
     assert [unit["guest_id"] for unit in rig.do("status")["units"]] == [other]
 
 
 def test_a_guest_that_may_take_a_part_of_its_device(rig: Any, expected: Any, let_pass: Any) -> None:
     """It stands still longer than a guest with a whole device might, and is not given up."""
-    guest = rig.guest()
+    guest = rig.new_guest(STALL_S)
     rig.do("share", guest, 0.2)
     rig.finish(rig.away(BACK, guest))
     lost = rig.do("status")["guests_lost"]
@@ -93,7 +90,7 @@ def test_a_guest_that_may_take_a_part_of_its_device(rig: Any, expected: Any, let
         yield
 
     rig.do("usage", guest)
-    assert rig.agrees(rig.run(PROMPTS, NUM_TOKENS, change()), expected)
+    assert rig.agrees(fresh(rig, change()), expected)
     assert rig.do("usage", guest)["busy_s"] > 0
     status = rig.do("status")
     assert status["guests"][guest]["share"] == 0.3
@@ -102,4 +99,4 @@ def test_a_guest_that_may_take_a_part_of_its_device(rig: Any, expected: Any, let
         assert "above 0 and at most 1" in rig.ask("share", guest, wrong)["error"]
     assert "not attached" in rig.ask("share", "nobody", 0.5)["error"]
     assert rig.do("status")["guests"][guest]["share"] == 0.3
-    assert rig.agrees(rig.run(PROMPTS, NUM_TOKENS), expected), "afterwards"
+    assert rig.agrees(fresh(rig), expected), "afterwards"

@@ -2,51 +2,36 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import types
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from banaserve import models
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.stats import StoreStats
 
 pytestmark = pytest.mark.e2e
 
+ENGINE = "llama, store"
 NUM_TOKENS = 24
-LAYERS = {"type": "layers", "start": 10, "end": 20}
-HEADS = {"type": "heads", "heads": [[3, [1]], [5, [0, 2]], [21, [0, 1, 2]]]}
+LAYERS = {"type": "layers", "start": 2, "end": 4}
+HEADS = {"type": "heads", "heads": [[0, [1]], [1, [0, 2]], [5, [0, 1, 2]]]}
 DEADLINE_S = 20.0
+STALL_S = 0.3
 
 
-@pytest.fixture(scope="module")
-def rig(one_rig: Any, engine_arguments: Any, store: Path) -> Iterator[Any]:
-    transfer = {
-        "kv_connector": "StoreConnector",
-        "kv_connector_module_path": "banaserve.engine.vllm.kv_connector.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"socket": str(store), "cost_gate": False},
-    }
-    model = models.resolve(models.PACKAGED, None, print).path_or_id
-    arguments = engine_arguments(model, {"stall_s": 0.3}, kv_transfer_config=transfer)
-    with one_rig(arguments) as rig:
-        yield rig
-
-
-def prompts_about(rig: Any, what: str) -> list[list[int]]:
+def prompts_about(what: str) -> list[list[int]]:
     """One short and two long prompts, which no other test shares."""
-    tokenizer = rig.llm.get_tokenizer()
-    story = f"The history of {what} began long ago. " + "And then it grew larger. " * 70
-    texts = (f"{what} is", story, story + "In the end it was very large.")
-    return [tokenizer(text)["input_ids"] for text in texts]
+    dice = random.Random(what)
+    story = [dice.randrange(5, 2040) for _ in range(420)]
+    return [story[:5], story[5:], [*story[5:], *story[:8]]]
 
 
-def stats(store: Path) -> StoreStats:
-    return fetch_stats(store, DEADLINE_S)
+def stats(rig: Any) -> StoreStats:
+    return fetch_stats(rig.store, DEADLINE_S)
 
 
 def steps_saved(rig: Any) -> int:
@@ -60,44 +45,44 @@ def move_all(rig: Any) -> Generator[None, None, None]:
     yield from rig.away(HEADS, rig.guest())
 
 
-def from_store(rig: Any, store: Path, prompts: list[list[int]]) -> Any:
+def from_store(rig: Any, prompts: list[list[int]]) -> Any:
     """Run again with nothing cached in the engine; what is read comes out of the store."""
     assert rig.engine.reset_prefix_cache()
-    before = stats(store).hits
+    before = stats(rig).hits
     answers = rig.run(prompts, NUM_TOKENS)
     # The two long prompts begin alike, so the second finds them in the engine.
-    assert stats(store).hits - before >= 3, "whole blocks came from the store"
+    assert stats(rig).hits - before >= 3, "whole blocks came from the store"
     return answers
 
 
 @pytest.fixture(autouse=True)
 def _home(rig: Any) -> Iterator[None]:
     yield
-    rig.all_home()
+    rig.reset()
 
 
-def test_saved_at_home_and_loaded_into_guests(rig: Any, store: Path) -> None:
-    prompts = prompts_about(rig, "the Roman Empire")
+def test_saved_at_home_and_loaded_into_guests(rig: Any) -> None:
+    prompts = prompts_about("the Roman Empire")
     expected = rig.run(prompts, NUM_TOKENS)
-    assert rig.agrees(from_store(rig, store, prompts), expected), "at home"
+    assert rig.agrees(from_store(rig, prompts), expected), "at home"
     rig.finish(move_all(rig))
-    assert rig.agrees(from_store(rig, store, prompts), expected), "into guests"
+    assert rig.agrees(from_store(rig, prompts), expected), "into guests"
 
 
-def test_saved_from_guests_and_loaded_at_home(rig: Any, store: Path) -> None:
-    prompts = prompts_about(rig, "the city of Venice")
+def test_saved_from_guests_and_loaded_at_home(rig: Any) -> None:
+    prompts = prompts_about("the city of Venice")
     rig.finish(move_all(rig))
-    committed = stats(store).commits
+    committed, saved = stats(rig).commits, steps_saved(rig)
     while_away = rig.run(prompts, NUM_TOKENS)
-    assert stats(store).commits > committed
-    assert steps_saved(rig) > 0, "the layers' guest has saved them itself"
-    assert rig.agrees(from_store(rig, store, prompts), while_away), "into guests"
+    assert stats(rig).commits > committed
+    assert steps_saved(rig) > saved, "the layers' guest has saved them itself"
+    assert rig.agrees(from_store(rig, prompts), while_away), "into guests"
     rig.all_home()
-    assert rig.agrees(from_store(rig, store, prompts), while_away), "at home"
+    assert rig.agrees(from_store(rig, prompts), while_away), "at home"
 
 
-def test_what_a_guest_has_saved_outlives_it(rig: Any, store: Path) -> None:
-    prompts = prompts_about(rig, "the port of Tyre")
+def test_what_a_guest_has_saved_outlives_it(rig: Any) -> None:
+    prompts = prompts_about("the port of Tyre")
     guest = rig.guest()
     rig.finish(rig.away(LAYERS, guest))
     saved = steps_saved(rig)
@@ -106,38 +91,38 @@ def test_what_a_guest_has_saved_outlives_it(rig: Any, store: Path) -> None:
     rig.kill(guest)
     rig.until(lambda: rig.do("status")["guests"][guest]["state"] == "lost")
     assert rig.do("status")["units"] == []
-    assert rig.agrees(from_store(rig, store, prompts), while_away)
+    assert rig.agrees(from_store(rig, prompts), while_away)
 
 
 def test_a_guest_that_is_given_up_while_it_saves_is_dead_before_its_slots_are_free(
-    rig: Any, store: Path
+    rig: Any,
 ) -> None:
-    prompts = prompts_about(rig, "the abbey of Cluny")
+    prompts = prompts_about("the abbey of Cluny")
     expected = rig.run(prompts, NUM_TOKENS, salt="other")
-    guest = rig.guest()
+    guest = rig.new_guest(STALL_S)
     rig.finish(rig.away(LAYERS, guest))
     link, lives = rig.host.links[guest], []
-    post, give_up = link.post, link.give_up
+    submit, give_up = link.submit, link.give_up
 
-    def stop_and_post(request: Any, parcel: Any) -> None:
+    def stop_and_submit(request: Any, bundle: Any) -> None:
         if request.saves is not None:
             rig.kill(guest, signal.SIGSTOP)
-        post(request, parcel)
+        submit(request, bundle)
 
     def give_up_and_look(reason: str) -> Any:
         lost = give_up(reason)
         lives.append(rig.lives(guest))
         return lost
 
-    link.post, link.give_up = stop_and_post, give_up_and_look
+    link.submit, link.give_up = stop_and_submit, give_up_and_look
     assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected)
     assert lives == [False], "it stood still with a step's slots in its hands"
     assert rig.do("status")["units"] == []
-    assert rig.agrees(from_store(rig, store, prompts), expected)
+    assert rig.agrees(from_store(rig, prompts), expected)
 
 
 def test_where_a_guest_knows_another_life_of_the_store_its_host_saves(
-    rig: Any, store: Path, monkeypatch: pytest.MonkeyPatch
+    rig: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from banaserve.engine.vllm.migration.kv import store_copier
     from banaserve.engine.vllm.migration.modules import layer_proxy
@@ -147,20 +132,20 @@ def test_where_a_guest_knows_another_life_of_the_store_its_host_saves(
         found = store_copier.slots_to_fill()
         return found and SlotCopies(found.generation + 1, found.blocks, found.slots)
 
-    prompts = prompts_about(rig, "the hills of Rome")
+    prompts = prompts_about("the hills of Rome")
     rig.finish(rig.away(LAYERS, rig.guest()))
-    saved, committed = steps_saved(rig), stats(store).commits
+    saved, committed = steps_saved(rig), stats(rig).commits
     hooks = types.SimpleNamespace(**{**vars(store_copier), "slots_to_fill": of_another_life})
     monkeypatch.setattr(layer_proxy, "store_copier", hooks)
     while_away = rig.run(prompts, NUM_TOKENS)
     assert steps_saved(rig) == saved
-    assert stats(store).commits > committed
+    assert stats(rig).commits > committed
     rig.all_home()
-    assert rig.agrees(from_store(rig, store, prompts), while_away)
+    assert rig.agrees(from_store(rig, prompts), while_away)
 
 
-def test_blocks_loaded_during_a_move_are_copied_again(rig: Any, store: Path, let_pass: Any) -> None:
-    prompts = prompts_about(rig, "the kingdom of Siam")
+def test_blocks_loaded_during_a_move_are_copied_again(rig: Any, let_pass: Any) -> None:
+    prompts = prompts_about("the kingdom of Siam")
     expected = rig.run(prompts, NUM_TOKENS)
     assert rig.engine.reset_prefix_cache()
     move_id, guest = rig.new_move(), rig.guest()
@@ -176,11 +161,9 @@ def test_blocks_loaded_during_a_move_are_copied_again(rig: Any, store: Path, let
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, commit()), expected)
 
 
-def test_what_a_lost_guest_spoiled_never_reaches_the_store(
-    rig: Any, store: Path, let_pass: Any
-) -> None:
-    prompts = prompts_about(rig, "the island of Crete")
-    others = prompts_about(rig, "the town of Delft")
+def test_what_a_lost_guest_spoiled_never_reaches_the_store(rig: Any, let_pass: Any) -> None:
+    prompts = prompts_about("the island of Crete")
+    others = prompts_about("the town of Delft")
     expected, expected_others = rig.run(prompts, NUM_TOKENS), rig.run(others, NUM_TOKENS)
     fresh = [[*prompt[:200], 17, *prompt[200:]] for prompt in others]
     for modules in (LAYERS, HEADS):
@@ -201,5 +184,5 @@ def test_what_a_lost_guest_spoiled_never_reaches_the_store(
         rig.kill(guest)
 
     spoiled = rig.run(fresh, NUM_TOKENS, lose_in_prefill())
-    assert rig.agrees(from_store(rig, store, fresh), spoiled)
-    assert rig.agrees(from_store(rig, store, others), expected_others)
+    assert rig.agrees(from_store(rig, fresh), spoiled)
+    assert rig.agrees(from_store(rig, others), expected_others)

@@ -17,10 +17,12 @@ class Handover:
         leaves_tail: This is a prefill leg: the partial last block is saved too, and blocks of
             the local prefix cache that the store lacks.
         tokens: This is a decode leg: so many tokens lie in the store.
+        is_stored: This leg comes without a prefill leg because the store has its prompt.
     """
 
     leaves_tail: bool = False
     tokens: int | None = None
+    is_stored: bool = False
 
     @classmethod
     def of(cls, kv_transfer_params: Mapping[str, Any] | None) -> Handover:
@@ -28,9 +30,13 @@ class Handover:
         value = (kv_transfer_params or {}).get(_KEY)
         if value == "prefill":
             return cls(leaves_tail=True)
+        if value == "stored":
+            return cls(is_stored=True)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return cls(tokens=value)
         return cls()
 
     def to_params(self) -> dict[str, Any]:
-        return {_KEY: "prefill" if self.leaves_tail else self.tokens}
+        if self.leaves_tail:
+            return {_KEY: "prefill"}
+        return {_KEY: "stored" if self.is_stored else self.tokens}

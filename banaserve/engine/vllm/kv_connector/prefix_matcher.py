@@ -16,6 +16,7 @@ from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.engine.vllm.kv_connector.metadata import ConnectorCounters, StepResult
 from banaserve.engine.vllm.kv_connector.request_notes import ConnectorNotes
 from banaserve.engine.vllm.kv_connector.request_state import (
+    LONGEST_WAIT_S,
     PendingPromotion,
     PromotionOutcome,
     RequestState,
@@ -25,6 +26,7 @@ from banaserve.engine.vllm.kv_connector.request_state import (
 from banaserve.engine.vllm.tracing.events import GateDecided, PromotionEnded, StoreAsked
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.cost_gate import CostGate, FetchWork, Verdict
+from banaserve.kvstore.interface import Exchanged, Lookup
 from banaserve.kvstore.wire import MAX_KEYS
 
 _KEPT_STEPS = 64
@@ -84,7 +86,7 @@ class EngineCostGate:
             num_blocks: Blocks to copy.
             num_tokens: Tokens that would be computed otherwise.
             num_before: Tokens before them.
-            handed_over: A prefill leg has computed them for this request.
+            handed_over: Another instance has computed them, and this one is to fetch them.
         """
         work = FetchWork.of(num_tokens, num_before)
         return self._gate.decide(num_blocks, work, handed_over=handed_over)
@@ -181,7 +183,7 @@ class PrefixMatcher:
         now_s = self._clock.now()
         if tracked.promotion is None or tracked.first_hit != first:
             self.let_go(tracked)
-            self._ask(tracked, first, covered, now_s, until_s=now_s + UNDECIDED_FOR_S)
+            self._ask(tracked, first, covered, now_s, until_s=None)
         elif tracked.ask_again_at_s is not None and now_s >= tracked.ask_again_at_s:
             self._ask(tracked, first, covered, now_s, until_s=tracked.undecided_until_s)
         self._asked_about.add(request_id)
@@ -203,14 +205,27 @@ class PrefixMatcher:
         """Tokens that a prefill leg has computed for this decode leg; None where there is none."""
         return None if request.num_output_tokens else Handover.of(request.kv_transfer_params).tokens
 
+    @classmethod
+    def _is_owed(cls, request: compat.Request) -> bool:
+        """Whether it has come here because the store has, or is about to have, its prompt."""
+        if request.num_output_tokens:
+            return False
+        return Handover.of(request.kv_transfer_params).is_stored or (
+            cls._handed_over(request) is not None
+        )
+
     def _tokens_to_look_up(self, request: compat.Request) -> int:
         """A decode leg knows how far the prefill leg has got; others look up all they have."""
         return min(self._handed_over(request) or request.num_tokens, request.num_tokens)
 
     def _ask(
-        self, tracked: RequestState, first: int, covered: int, now_s: float, until_s: float
+        self, tracked: RequestState, first: int, covered: int, now_s: float, until_s: float | None
     ) -> None:
-        """One round trip: lease what the store has, reserve slots for what it lacks."""
+        """One round trip: lease what the store has, reserve slots for what it lacks.
+
+        Args:
+            until_s: When it is asked for the last time; None for the first question.
+        """
         request = tracked.request
         tail = self._tails.key(request, covered)
         keys = [*request.block_hashes[: covered // self._block_size], *([tail] if tail else [])]
@@ -219,7 +234,7 @@ class PrefixMatcher:
         offers = self._offers(tracked, first, tail)[:MAX_KEYS]
         held = tracked.lease
         # What has been computed for this request is fetched from a tier, too, at any price.
-        is_owed = self._handed_over(request) is not None
+        is_owed = self._is_owed(request)
         block_s = 0.0 if is_owed else self._gate.block_budget_s(first, covered)
         answer = self._client.exchange(
             acquire=[] if request.skip_reading_prefix_cache else keys,
@@ -234,23 +249,40 @@ class PrefixMatcher:
         tracked.promotion = PendingPromotion(
             answer.slots, answer.num_ready, now_s, answer.wait_s, pending_s
         )
+        is_written = is_owed and self._is_being_written(keys, offers, answer)
+        if until_s is None:
+            until_s = now_s + (LONGEST_WAIT_S if is_written else UNDECIDED_FOR_S)
         asked = StoreAsked(
             asked_blocks=len(keys),
             found_blocks=len(answer.slots),
             ready_blocks=answer.num_ready,
             reserved_blocks=sum(slot is not None for slot in answer.reserved),
-            is_undecided=answer.undecided,
+            is_undecided=answer.undecided or is_written,
             took_s=self._clock.now() - now_s,
         )
         self._notes.note(request.request_id, asked)
         tracked.offers, tracked.undecided_until_s = offers, until_s
         tracked.keep(offers, answer.reserved)
         tracked.ask_again_at_s = None
-        if answer.undecided and now_s < until_s:
+        if (answer.undecided or is_written) and now_s < until_s:
             tracked.ask_again_at_s = now_s + ASK_AGAIN_S
             self._abandon_saves(tracked)
         elif answer.num_declined:
             self._stats.add(tier_declined_blocks=answer.num_declined)
+
+    def _is_being_written(
+        self, keys: list[bytes], offers: list[SaveCandidate], answer: Exchanged
+    ) -> bool:
+        """Whether another instance is writing the first block that was not found.
+
+        Two prefill instances that compute one prefix at the same time save it once; the leg that
+        follows the faster of them waits for the other's last step.
+        """
+        missing = keys[len(answer.slots) : len(answer.slots) + 1]
+        granted = {o.key for o, slot in zip(offers, answer.reserved, strict=False) if slot}
+        if not missing or missing[0] in granted:
+            return False
+        return self._client.lookup(missing) == [Lookup.PENDING]
 
     def _offers(self, tracked: RequestState, first: int, tail: bytes | None) -> list[SaveCandidate]:
         """Blocks to save if the store lacks them.
@@ -279,7 +311,7 @@ class PrefixMatcher:
         extra = min(tokens, tracked.request.num_tokens - 1) - num_computed_tokens
         if extra <= 0:
             return 0
-        is_owed = self._handed_over(tracked.request) is not None
+        is_owed = self._is_owed(tracked.request)
         tracked.verdict = self._gate.decide(
             len(tracked.hits), extra, num_computed_tokens, handed_over=is_owed
         )

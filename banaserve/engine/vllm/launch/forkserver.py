@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import selectors
@@ -86,6 +87,7 @@ class _EngineParent:
 
     def run(self) -> None:
         self._own_signals()
+        gc.freeze()  # or each engine's first full collection would copy every page
         selector = selectors.DefaultSelector()
         selector.register(self._control, selectors.EVENT_READ, self._obey)
         selector.register(self._wake_read, selectors.EVENT_READ, self._reap)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 Heads = dict[int, tuple[int, ...]]
@@ -195,11 +193,35 @@ class GuestSharing(msgspec.Struct, frozen=True):
     measured_slow_down: float | None
 
 
+class LayersModules(msgspec.Struct, frozen=True, tag="layers"):
+    """Layers ``start`` to ``end``, without ``end``."""
+
+    start: int
+    end: int
+
+
+class HeadsModules(msgspec.Struct, frozen=True, tag="heads"):
+    """KV heads: pairs of a layer and its heads, ascending."""
+
+    heads: list[tuple[int, list[int]]]
+
+
+class ContextModules(msgspec.Struct, frozen=True, tag="context"):
+    """Older blocks of layers ``start`` to ``end``, without ``end``."""
+
+    start: int
+    end: int
+
+
+UnitModules = LayersModules | HeadsModules | ContextModules
+"""Modules of a unit in JSON, one form a kind, told apart by ``type``."""
+
+
 class UnitPlace(msgspec.Struct, frozen=True):
     """A unit that is away.
 
     Attributes:
-        modules: As ``units.registry.write_modules`` writes them.
+        modules: What it is made of.
         at: The instance beside which it runs.
         epoch: Of the host, when it was put to work there.
         num_bytes: Weights and KV of the pool's size at the start; of older blocks what is there.
@@ -208,7 +230,7 @@ class UnitPlace(msgspec.Struct, frozen=True):
     """
 
     unit_id: str
-    modules: dict[str, Any]
+    modules: UnitModules
     at: str
     guest_id: str
     epoch: int

@@ -48,7 +48,8 @@ class Routed(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         prefill: None where one instance serves the whole request.
         reason: Of the policy, for the number of legs.
-        one_leg_because: Why the request cannot be split; None where it can.
+        split_blocker: Why the request cannot be split; None where it can. In JSON it keeps the name
+            that readers of traces know.
         candidates: All that were ready.
     """
 
@@ -56,7 +57,7 @@ class Routed(msgspec.Struct, frozen=True, tag=True):
     prefill: str | None
     decode: str
     reason: str
-    one_leg_because: str | None = None
+    split_blocker: str | None = msgspec.field(default=None, name="one_leg_because")
     candidates: list[RouteCandidate] = []
 
 

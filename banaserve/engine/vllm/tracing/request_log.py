@@ -32,7 +32,7 @@ class _SeenRoute(NamedTuple):
 
     policy: str
     route: Route
-    one_leg_because: str | None
+    split_blocker: str | None
     view: ClusterView
 
     def event(self) -> Routed:
@@ -49,7 +49,7 @@ class _SeenRoute(NamedTuple):
             route.prefill,
             route.decode,
             str(route.reason),
-            self.one_leg_because,
+            self.split_blocker,
             candidates,
         )
 
@@ -107,10 +107,10 @@ class RequestNotes:
         self._note(event)
 
     def routed(
-        self, policy: str, route: Route, one_leg_because: str | None, view: ClusterView
+        self, policy: str, route: Route, split_blocker: str | None, view: ClusterView
     ) -> None:
         """The policy chose ``route`` from ``view``."""
-        self._note(_SeenRoute(policy, route, one_leg_because, view))
+        self._note(_SeenRoute(policy, route, split_blocker, view))
 
     def leg_began(
         self, leg: str, instance: str, incarnation: int, name: str, resumed_tokens: int = 0

@@ -83,15 +83,15 @@ class Coordinator:
             InstanceDeadError: The host has just ended.
             UserError: It names an instance that is not there.
         """
-        hosted = self._hosted(ask.source)
+        host_state = self._host_state(ask.source)
         target = None if isinstance(ask, Return) else self._target(ask.source, ask.target)
-        async with hosted.planning:
-            await hosted.refresh()
-            ops = self._plan(ask, hosted)
-            taken = self._check_room(ops, target, hosted) if target is not None else 0
+        async with host_state.planning:
+            await host_state.refresh()
+            ops = self._plan(ask, host_state)
+            taken = self._check_room(ops, target, host_state) if target is not None else 0
             migration = self._make(ask, ops, target, taken)
-            hosted.moving[migration.id] = [op.modules for op in ops]
-        task = asyncio.create_task(self._run(migration, ops, hosted, ask.copies_ahead))
+            host_state.moving[migration.id] = [op.modules for op in ops]
+        task = asyncio.create_task(self._run(migration, ops, host_state, ask.copies_ahead))
         self._tasks[migration.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(migration.id, None))
         await asyncio.sleep(0)  # a task that is cancelled before its first step runs no handler
@@ -141,9 +141,9 @@ class Coordinator:
             UserError: There is no such instance.
             MigrationError: It does not serve, cannot migrate, or its steps cannot be cut so.
         """
-        hosted = self._hosted(ask.instance)
-        overlap = await hosted.link().set_overlap(ask.max_microbatches)
-        await hosted.refresh()
+        host_state = self._host_state(ask.instance)
+        overlap = await host_state.link().set_overlap(ask.max_microbatches)
+        await host_state.refresh()
         return msgspec.convert(overlap, Overlapping, from_attributes=True)
 
     # ---- events
@@ -157,33 +157,33 @@ class Coordinator:
 
     # ---- checks
 
-    def _hosted(self, name: str) -> HostState:
+    def _host_state(self, name: str) -> HostState:
         check_known("instance", name, self.hosts)
-        hosted = self.hosts[InstanceId(name)]
-        if not hosted.instance.is_ready:
+        host_state = self.hosts[InstanceId(name)]
+        if not host_state.instance.is_ready:
             raise MigrationError(f"instance {name} does not serve at present")
-        return hosted
+        return host_state
 
     def _target(self, source: str, name: str) -> InstanceId:
         if source == name:
             raise MigrationError(f"from {source} to {name}: they are the same instance")
-        return InstanceId(self._hosted(name).id)
+        return InstanceId(self._host_state(name).id)
 
-    def _plan(self, ask: MigrationRequest, hosted: HostState) -> Sequence[Op]:
-        away, wanted = hosted.units(self.guests), unit_asked(ask)
+    def _plan(self, ask: MigrationRequest, host_state: HostState) -> Sequence[Op]:
+        away, wanted = host_state.units(self.guests), unit_asked(ask)
         if isinstance(ask, Return):
-            return plan_return(wanted, away, hosted.moving)
+            return plan_return(wanted, away, host_state.moving)
         assert wanted is not None
-        return plan_move(wanted, ask.target, self.facts.shape, away, hosted.moving)
+        return plan_move(wanted, ask.target, self.facts.shape, away, host_state.moving)
 
-    def _check_room(self, ops: Sequence[Op], target: InstanceId, hosted: HostState) -> int:
+    def _check_room(self, ops: Sequence[Op], target: InstanceId, host_state: HostState) -> int:
         taken = 0
         for op in ops:
 
             def left(name: str, taken: int = taken) -> int:
                 return self._available(name) - taken
 
-            taken += check_room(op.modules, target, self.facts, hosted.kv, left)
+            taken += check_room(op.modules, target, self.facts, host_state.kv, left)
         return taken
 
     def _make(
@@ -208,13 +208,13 @@ class Coordinator:
     # ---- running
 
     async def _run(
-        self, migration: Migration, ops: Sequence[Op], hosted: HostState, precopy: bool
+        self, migration: Migration, ops: Sequence[Op], host_state: HostState, precopy: bool
     ) -> None:
         outcome = "failed"
         try:
-            async with hosted.turn:
+            async with host_state.turn:
                 migration.state = "running"
-                await self._move_all(migration, ops, hosted, precopy)
+                await self._move_all(migration, ops, host_state, precopy)
             outcome = "done"
         except AbortedError:
             outcome = "aborted"
@@ -230,23 +230,23 @@ class Coordinator:
             migration.error = f"{type(broken).__name__}: {broken}"
         finally:
             self._aborts.discard(migration.id)
-            hosted.moving.pop(migration.id, None)
+            host_state.moving.pop(migration.id, None)
             migration.state = outcome
             metrics.MIGRATIONS.labels(migration.kind, outcome).inc()
-            await self._look_again(hosted)
+            await self._look_again(host_state)
 
     async def _move_all(
-        self, migration: Migration, ops: Sequence[Op], hosted: HostState, precopy: bool
+        self, migration: Migration, ops: Sequence[Op], host_state: HostState, precopy: bool
     ) -> None:
         for op, move in zip(ops, migration.moves, strict=True):
             target = InstanceId(migration.to) if migration.to is not None else None
             course = MigrationTask(
-                hosted,
+                host_state,
                 self.guests,
                 move,
                 op,
                 target,
-                num_bytes(op.modules, self.facts, hosted.kv),
+                num_bytes(op.modules, self.facts, host_state.kv),
                 lambda: migration.id in self._aborts,
                 precopy,
             )
@@ -258,9 +258,9 @@ class Coordinator:
             if not isinstance(op, BringBack) and not course.blocks_gained:
                 migration.notes.append(f"{move.modules}: frees bytes, but no block of the pool")
 
-    async def _look_again(self, hosted: HostState) -> None:
+    async def _look_again(self, host_state: HostState) -> None:
         with contextlib.suppress(BanaServeError):
-            await hosted.refresh()
+            await host_state.refresh()
 
 
 def _count(kind: str, move: MoveStatus) -> None:

@@ -87,50 +87,50 @@ class GuestMonitor:
 
     # ---- hosts
 
-    async def _look_at(self, hosted: HostState) -> None:
-        if not hosted.instance.is_ready or not self._concerns(hosted):
+    async def _look_at(self, host_state: HostState) -> None:
+        if not host_state.instance.is_ready or not self._concerns(host_state):
             return
         with contextlib.suppress(BanaServeError):
-            await hosted.refresh()
-            self._take_over(hosted)
-            await self._end_lost_guests(hosted)
-            await self._fit_pool(hosted)
-            await self._detach_idle(hosted)
+            await host_state.refresh()
+            self._take_over(host_state)
+            await self._end_lost_guests(host_state)
+            await self._fit_pool(host_state)
+            await self._detach_idle(host_state)
 
-    def _concerns(self, hosted: HostState) -> bool:
+    def _concerns(self, host_state: HostState) -> bool:
         """Whether it has a guest, or had something away or too large a pool when last seen."""
-        away = hosted.status is not None and hosted.status.units
-        has_guest = any(guest.host == hosted.id for guest in self._guests)
-        return bool(away) or has_guest or hosted.grown_blocks > 0
+        away = host_state.status is not None and host_state.status.units
+        has_guest = any(guest.host == host_state.id for guest in self._guests)
+        return bool(away) or has_guest or host_state.grown_blocks > 0
 
-    def _take_over(self, hosted: HostState) -> None:
+    def _take_over(self, host_state: HostState) -> None:
         """What the host says of its units is what holds."""
-        status = hosted.status
+        status = host_state.status
         assert status is not None
         at = {unit.unit_id: unit.guest_id for unit in status.units}
         for guest in self._guests:
-            if guest.host == hosted.id:
+            if guest.host == host_state.id:
                 guest.units = {unit for unit, where in at.items() if where == guest.id}
-        hosted.instance.set_placements(self._placements(hosted), status.epoch)
-        self._count(hosted.id, status, hosted.link().incarnation)
+        host_state.instance.set_placements(self._placements(host_state), status.epoch)
+        self._count(host_state.id, status, host_state.link().incarnation)
 
-    def _placements(self, hosted: HostState) -> tuple[ModulePlacement, ...]:
-        status = hosted.status
+    def _placements(self, host_state: HostState) -> tuple[ModulePlacement, ...]:
+        status = host_state.status
         assert status is not None
         epochs = {unit.unit_id: unit.epoch for unit in status.units}
-        facts, kv = self._coordinator.facts, hosted.kv
+        facts, kv = self._coordinator.facts, host_state.kv
         found = []
-        for unit in hosted.units(self._guests):
+        for unit in host_state.units(self._guests):
             size = num_bytes(unit.modules, facts, kv)
             parts = unit.modules.as_modules()
             for part in parts:
                 found.append(
                     ModulePlacement(
                         part,
-                        host=InstanceId(hosted.id),
+                        host=InstanceId(host_state.id),
                         guest=InstanceId(unit.at),
                         epoch=epochs[unit.unit_id],
-                        since_s=hosted.since_s.get(unit.unit_id, 0.0),
+                        since_s=host_state.since_s.get(unit.unit_id, 0.0),
                         guest_bytes=size // len(parts),
                     )
                 )
@@ -146,30 +146,30 @@ class GuestMonitor:
         metrics.STEPS_LOST.labels(name).inc(max(0, status.steps_lost - steps))
         self._counted[name] = incarnation, status.guests_lost, status.steps_lost
 
-    async def _end_lost_guests(self, hosted: HostState) -> None:
+    async def _end_lost_guests(self, host_state: HostState) -> None:
         """A guest that its host has given up may still run: stalled, or out of step."""
-        assert hosted.status is not None
-        for guest_id, known in hosted.status.guests.items():
+        assert host_state.status is not None
+        for guest_id, known in host_state.status.guests.items():
             if known.state is not LinkState.LOST:
                 continue
             if (guest := self._guests.get(guest_id)) is not None:
                 guest.detached_s = asyncio.get_running_loop().time()
                 guest.kill()
             with contextlib.suppress(BanaServeError):
-                await hosted.link().detach(guest_id)
+                await host_state.link().detach(guest_id)
 
-    async def _fit_pool(self, hosted: HostState) -> None:
+    async def _fit_pool(self, host_state: HostState) -> None:
         """After a loss the pool is larger than its memory: shrink it as soon as that can be."""
-        kv = hosted.kv
-        if hosted.grown_blocks > kv.blocks_gained and not hosted.turn.locked():
-            await hosted.shrink_pool(kv.num_blocks + kv.blocks_gained)
+        kv = host_state.kv
+        if host_state.grown_blocks > kv.blocks_gained and not host_state.turn.locked():
+            await host_state.shrink_pool(kv.num_blocks + kv.blocks_gained)
 
     # ---- guests
 
-    async def _detach_idle(self, hosted: HostState) -> None:
+    async def _detach_idle(self, host_state: HostState) -> None:
         now_s = asyncio.get_running_loop().time()
         for guest in self._guests:
-            if guest.host != hosted.id:
+            if guest.host != host_state.id:
                 continue
             if guest.detached_s is not None:
                 if now_s - guest.detached_s > _END_S:
@@ -179,12 +179,12 @@ class GuestMonitor:
             elif guest.idle_since_s is None:
                 guest.idle_since_s = now_s
             elif now_s - guest.idle_since_s >= self._idle_s:
-                await self._detach(hosted, guest, now_s)
+                await self._detach(host_state, guest, now_s)
 
-    async def _detach(self, hosted: HostState, guest: GuestHandle, now_s: float) -> None:
+    async def _detach(self, host_state: HostState, guest: GuestHandle, now_s: float) -> None:
         guest.detached_s = now_s
         try:
-            await hosted.link().detach(guest.id)
+            await host_state.link().detach(guest.id)
         except MigrationError:
             guest.detached_s = None
             raise
@@ -202,16 +202,16 @@ class GuestMonitor:
             usage = await asyncio.to_thread(process_stats.look, guest.pid, guest.usage)
             if usage is not None:
                 guest.usage = usage
-        for name, hosted in self._coordinator.hosts.items():
+        for name, host_state in self._coordinator.hosts.items():
             here = self._guests.beside(name)
-            hosted.slow_down = hosted.core_waits.slow_down(hosted.instance.pid)
-            guest_sharing.count(guest_sharing.sharing_of(self._coordinator, hosted))
+            host_state.slow_down = host_state.core_waits.slow_down(host_state.instance.pid)
+            guest_sharing.count(guest_sharing.sharing_of(self._coordinator, host_state))
             num_bytes = sum(guest.usage.num_bytes for guest in here)
             busy = sum(guest.usage.busy_fraction for guest in here)
             metrics.GUESTS.labels(name).set(len(here))
             metrics.GUEST_BYTES.labels(name).set(num_bytes)
             metrics.GUEST_BUSY.labels(name).set(busy)
-            hosted.instance.set_guests(num_bytes, min(1.0, busy))
+            host_state.instance.set_guests(num_bytes, min(1.0, busy))
 
 
 TRANSPORT = "shm"

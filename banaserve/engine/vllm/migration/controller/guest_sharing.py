@@ -39,9 +39,9 @@ async def share(coordinator: Coordinator, ask: ShareRequest) -> GuestSharing:
     return sharing_of(coordinator, coordinator.hosts[target])
 
 
-def sharing_of(coordinator: Coordinator, hosted: HostState) -> GuestSharing:
+def sharing_of(coordinator: Coordinator, host_state: HostState) -> GuestSharing:
     """What guests beside an instance may take, take, and cost it."""
-    target = hosted.instance.id
+    target = host_state.instance.id
     here = coordinator.guests.beside(target)
     busy = min(1.0, sum(guest.usage.busy_fraction for guest in here))
     return GuestSharing(
@@ -50,7 +50,7 @@ def sharing_of(coordinator: Coordinator, hosted: HostState) -> GuestSharing:
         num_guests=len(here),
         busy_fraction=busy,
         predicted_slow_down=predicted_slow_down(busy),
-        measured_slow_down=hosted.slow_down,
+        measured_slow_down=host_state.slow_down,
     )
 
 
@@ -63,14 +63,14 @@ async def settle(guests: GuestPool, hosts: Mapping[InstanceId, HostState]) -> No
                 await tell(guest, hosts[guest.host], wanted)
 
 
-async def tell(guest: GuestHandle, hosted: HostState, fraction: float) -> None:
+async def tell(guest: GuestHandle, host_state: HostState, fraction: float) -> None:
     """Bound one guest.
 
     Raises:
         MigrationError: It cannot be told at present.
         InstanceDeadError: Its host has ended.
     """
-    await hosted.link().set_share(guest.id, fraction)
+    await host_state.link().set_share(guest.id, fraction)
     guest.share = fraction
 
 

@@ -11,6 +11,7 @@ from banaserve.engine.vllm.migration.api import (
     GuestStatus,
     InstancePlacement,
     Overlapping,
+    UnitModules,
     UnitPlace,
 )
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
@@ -40,18 +41,18 @@ async def placement_of(coordinator: Coordinator) -> ClusterPlacement:
     return ClusterPlacement(list(found), guests, coordinator.recent())
 
 
-async def _of(coordinator: Coordinator, hosted: HostState) -> InstancePlacement:
-    instance = hosted.instance
+async def _of(coordinator: Coordinator, host_state: HostState) -> InstancePlacement:
+    instance = host_state.instance
     state = "ready" if instance.is_ready else "down"
     try:
-        status = await hosted.refresh(memory=True)
-        kv_bytes_here = hosted.kv.resident_bytes or 0
-        num_blocks = (await hosted.link().pool_info()).num_blocks
+        status = await host_state.refresh(memory=True)
+        kv_bytes_here = host_state.kv.resident_bytes or 0
+        num_blocks = (await host_state.link().pool_info()).num_blocks
     except BanaServeError as reason:
-        return InstancePlacement(hosted.id, instance.role.value, state, str(reason))
+        return InstancePlacement(host_state.id, instance.role.value, state, str(reason))
     facts = coordinator.facts
     return InstancePlacement(
-        id=hosted.id,
+        id=host_state.id,
         role=instance.role.value,
         state=state,
         migration_blocker="",
@@ -59,30 +60,30 @@ async def _of(coordinator: Coordinator, hosted: HostState) -> InstancePlacement:
         num_layers=facts.num_layers,
         num_kv_heads=facts.num_kv_heads,
         num_blocks=num_blocks,
-        blocks_gained=num_blocks - hosted.kv.num_blocks,
+        blocks_gained=num_blocks - host_state.kv.num_blocks,
         kv_bytes=kv_bytes_here,
-        units=_units(coordinator, hosted),
+        units=_units(coordinator, host_state),
         guests_lost=status.guests_lost,
         steps_lost=status.steps_lost,
-        sharing=sharing_of(coordinator, hosted),
+        sharing=sharing_of(coordinator, host_state),
         overlap=msgspec.convert(status.overlap, Overlapping, from_attributes=True),
     )
 
 
-def _units(coordinator: Coordinator, hosted: HostState) -> list[UnitPlace]:
-    assert hosted.status is not None
-    facts, kv = coordinator.facts, hosted.kv
+def _units(coordinator: Coordinator, host_state: HostState) -> list[UnitPlace]:
+    assert host_state.status is not None
+    facts, kv = coordinator.facts, host_state.kv
 
     def bytes_of(modules: MigrationUnit, num_older_blocks: int | None) -> int:
         if num_older_blocks is not None:
             return num_older_blocks * len(modules.layers) * kv.page_bytes
         return num_bytes(modules, facts, kv)
 
-    by_id = {unit.unit_id: unit for unit in hosted.status.units}
+    by_id = {unit.unit_id: unit for unit in host_state.status.units}
     return [
         UnitPlace(
             unit.unit_id,
-            write_modules(unit.modules),
+            msgspec.convert(write_modules(unit.modules), UnitModules),
             unit.at,
             by_id[unit.unit_id].guest_id,
             by_id[unit.unit_id].epoch,
@@ -90,5 +91,5 @@ def _units(coordinator: Coordinator, hosted: HostState) -> list[UnitPlace]:
             str(unit.modules),
             list(unit.modules.layers) if unit.modules.has_weights else [],
         )
-        for unit in hosted.units(coordinator.guests)
+        for unit in host_state.units(coordinator.guests)
     ]

@@ -41,7 +41,7 @@ class MigrationTask:
 
     def __init__(
         self,
-        hosted: HostState,
+        host_state: HostState,
         guests: GuestPool,
         move: MoveStatus,
         op: Op,
@@ -51,8 +51,8 @@ class MigrationTask:
         precopy: bool = True,
     ) -> None:
         self.blocks_gained = 0
-        self._hosted = hosted
-        self._link = hosted.link()
+        self._host_state = host_state
+        self._link = host_state.link()
         self._guests = guests
         self._move = move
         self._op = op
@@ -94,7 +94,7 @@ class MigrationTask:
             return
         assert self._target is not None
         async with self._phase("starting"):
-            host = self._hosted.instance.id
+            host = self._host_state.instance.id
             loads_weights = self._op.modules.has_weights
             guest = self._guests.free_for(host, self._target, loads_weights=loads_weights)
             if guest is None:
@@ -104,14 +104,14 @@ class MigrationTask:
 
     async def _shrink(self, unit_id: str) -> None:
         """Take the blocks out of the pool that will have no memory once the unit is home."""
-        hosted, loop = self._hosted, asyncio.get_running_loop()
-        await hosted.refresh()
-        rest = [u.modules for u in hosted.units(self._guests) if u.unit_id != unit_id]
-        target = hosted.pool_with(rest)
+        host_state, loop = self._host_state, asyncio.get_running_loop()
+        await host_state.refresh()
+        rest = [u.modules for u in host_state.units(self._guests) if u.unit_id != unit_id]
+        target = host_state.pool_with(rest)
         before = (await self._link.pool_info()).num_blocks
         limit_s = timeout_s(MoveStage.SHRINK, self._num_bytes)
         until_s = loop.time() + limit_s
-        while busy := await hosted.shrink_pool(target):
+        while busy := await host_state.shrink_pool(target):
             self._check_abort()
             if loop.time() >= until_s:
                 raise MigrationError(
@@ -159,7 +159,7 @@ class MigrationTask:
 
     async def _is_committed(self) -> bool:
         """After a commit whose answer is an error, or late."""
-        move = (await self._hosted.refresh()).moves.get(self._move.move_id)
+        move = (await self._host_state.refresh()).moves.get(self._move.move_id)
         if move is None:
             return False
         self._note(move)
@@ -174,7 +174,7 @@ class MigrationTask:
         while True:
             if may_abort:
                 self._check_abort()
-            move = (await self._hosted.refresh()).moves[self._move.move_id]
+            move = (await self._host_state.refresh()).moves[self._move.move_id]
             self._note(move)
             if move.phase is phase:
                 return move
@@ -198,7 +198,7 @@ class MigrationTask:
                 await self._link.abort(self._move.move_id)
         if isinstance(self._op, BringBack):
             with contextlib.suppress(BanaServeError):
-                self.blocks_gained += await self._hosted.grow_pool()
+                self.blocks_gained += await self._host_state.grow_pool()
 
     # ---- after COMMIT
 
@@ -209,7 +209,7 @@ class MigrationTask:
             await self._link.free(self._move.move_id)
             await self._until(MovePhase.FREED, MoveStage.FREE, may_abort=False)
         async with self._phase("growing"):
-            self.blocks_gained += await self._hosted.grow_pool()
+            self.blocks_gained += await self._host_state.grow_pool()
         self._move.phase = "done"
 
     def _register(self) -> None:
@@ -219,9 +219,9 @@ class MigrationTask:
         if self._guest is not None:
             self._guest.units.add(unit_id)
         now_s = asyncio.get_running_loop().time()
-        self._hosted.changed_s = self._hosted.since_s[unit_id] = now_s
+        self._host_state.changed_s = self._host_state.since_s[unit_id] = now_s
         if self._target is None:
-            del self._hosted.since_s[unit_id]
+            del self._host_state.since_s[unit_id]
 
     # ---- what is told
 

@@ -46,14 +46,14 @@ class GuestServer:
     ) -> None:
         self._config = _own_config(config)
         self._channel = channel
-        self._post = GuestChannel(channel)
+        self._guest_channel = GuestChannel(channel)
         self._transport = transport
         self._token = token
         self._host: str | None = None
         self._units: dict[str, GuestUnit] = {}
         self._share = ComputeThrottle()
         self._builder = GuestUnits(self._config, transport)
-        self._services = GuestServices(self._share.computing, self._post.expect)
+        self._services = GuestServices(self._share.computing, self._guest_channel.expect)
         self._told_busy_s = 0.0
         self._num_runs = 0
 
@@ -62,7 +62,7 @@ class GuestServer:
         with contextlib.suppress(PeerGoneError):
             while True:
                 with contextlib.suppress(TransferTimeoutError):
-                    self._answer(self._post.receive(_IDLE_S))
+                    self._answer(self._guest_channel.receive(_IDLE_S))
                 for unit in self._units.values():
                     if unit.slots is not None:
                         unit.slots.let_go_if_lost()
@@ -70,17 +70,17 @@ class GuestServer:
 
     def _answer(self, message: Message) -> None:
         try:
-            reply, parcel = self._obey(decode_request(message.body), message)
+            reply, bundle = self._obey(decode_request(message.body), message)
         except (MigrationError, ProtocolError, ValueError, TypeError) as refused:
-            reply, parcel = messages.RequestRefused(str(refused)), TensorBundle()
+            reply, bundle = messages.RequestRefused(str(refused)), TensorBundle()
         except Exception as broken:
             logger.error("%s", traceback.format_exc())
-            reply, parcel = (
+            reply, bundle = (
                 messages.RequestRefused(f"{type(broken).__name__}: {broken}"),
                 TensorBundle(),
             )
-        answer = Message(messages.encode(reply), tuple(parcel.tensors), message.epoch)
-        self._post.answer(message, answer)
+        answer = Message(messages.encode(reply), tuple(bundle.tensors), message.epoch)
+        self._guest_channel.answer(message, answer)
 
     def _obey(self, request: messages.Request, message: Message) -> Answer:
         if isinstance(request, messages.GuestHello):
@@ -147,9 +147,9 @@ class GuestServer:
         unit = self._unit(request.unit_id, request.epoch)
         if not isinstance(request, unit.serves):
             raise ProtocolError(f"{request.unit_id} cannot run {type(request).__name__}")
-        outputs, parcel = unit.serve(request, message.tensors, self._services)
+        outputs, bundle = unit.serve(request, message.tensors, self._services)
         self._num_runs += 1
-        return outputs, parcel
+        return outputs, bundle
 
     def _unit(self, unit_id: str, epoch: int | None = None) -> GuestUnit:
         unit = self._units.get(unit_id)
@@ -170,7 +170,7 @@ class GuestServer:
     def _close(self) -> None:
         for unit in self._units.values():
             unit.close()
-        self._post.close()
+        self._guest_channel.close()
         self._channel.close()
         self._transport.close()
 

@@ -113,7 +113,9 @@ class MigrationHost:
         path, layers = checks.find_layers(runner.get_model(), dict(enumerate(host_kv.tensors)))
         (group,) = [g for groups in runner.attn_groups for g in groups]
         spec = group.kv_cache_spec
-        self.watch = StepContext(group.get_metadata_builder(0), spec.block_size, host_kv.max_blocks)
+        self.step_context = StepContext(
+            group.get_metadata_builder(0), spec.block_size, host_kv.max_blocks
+        )
         kv_shape = host_kv.shape(runner.cache_config.kv_cache_layout, spec.block_size)
         self.engine = HostEngine(
             self._config,
@@ -122,7 +124,7 @@ class MigrationHost:
             attentions,
             host_kv,
             kv_shape,
-            self.watch,
+            self.step_context,
             self.guest_lost,
             settings.poison,
         )
@@ -172,13 +174,13 @@ class MigrationHost:
     def _begin(self, move_id: str, unit: HostUnit, target: GuestClient | None) -> Move:
         move = Move(move_id, unit, target)
         self.moves.add(move)
-        move.prepare(self._builder, self.watch.written)
+        move.prepare(self._builder, self.step_context.dirty_blocks)
         return move
 
     def precopy(self, move_id: str) -> Move:
         """Begin to copy what has been written, or what has been since."""
         move = self.moves.get(move_id)
-        move.precopy(self.watch.written)
+        move.precopy(self.step_context.dirty_blocks)
         return move
 
     def commit(self, move_id: str) -> Move:
@@ -201,7 +203,7 @@ class MigrationHost:
             raise MigrationError(f"move {move_id}: {failed}") from failed
         self.epoch += 1
         if move.source is None:
-            move.unit.left_home(self.watch.written)
+            move.unit.left_home(self.step_context.dirty_blocks)
         activated_s = time.perf_counter()
         self.placement.put(move.unit, move.new_residence)
         move.enter(MovePhase.COMMITTED)
@@ -220,8 +222,8 @@ class MigrationHost:
 
     def _copy_left(self, move: Move) -> list[int]:
         assert move.mover is not None
-        self.watch.written.step_ended()
-        blocks = move.take_left(self.watch.written)
+        self.step_context.dirty_blocks.step_ended()
+        blocks = move.take_left(self.step_context.dirty_blocks)
         move.facts.commit_bytes = move.mover.copy(blocks)
         return blocks
 
@@ -284,7 +286,7 @@ class MigrationHost:
             self.placement.put(unit, None)
             unit.heal()
         self.epoch += 1
-        self.watch.written.forget()
+        self.step_context.dirty_blocks.forget()
         self.lost_steps.kv_lost()
 
     def check_guests(self) -> None:

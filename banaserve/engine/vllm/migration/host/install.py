@@ -130,7 +130,7 @@ def _join_store(runner: Any) -> None:
             inner,
             list(host.kv.tensors),
             host.kv,
-            host.watch.written,
+            host.step_context.dirty_blocks,
             host.placement.where_is,
             host.placement.older_blocks,
             0,

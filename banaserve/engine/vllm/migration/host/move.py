@@ -86,13 +86,13 @@ class Move:
 
     # ---- in the background
 
-    def prepare(self, builder: UnitBuilder, written: DirtyBlockTracker) -> None:
+    def prepare(self, builder: UnitBuilder, dirty_blocks: DirtyBlockTracker) -> None:
         """Begin to build the unit in the target, or to make room for it at home."""
 
         def work() -> None:
             began_s = time.perf_counter()
             if self.target is not None:
-                self.new_residence = builder.build(self.unit, self.target, written)
+                self.new_residence = builder.build(self.unit, self.target, dirty_blocks)
                 self.facts.weight_bytes = self.new_residence.weight_bytes
             else:
                 self.unit.make_room()
@@ -101,11 +101,11 @@ class Move:
 
         self._begin(work, MovePhase.PREPARED)
 
-    def precopy(self, written: DirtyBlockTracker) -> None:
+    def precopy(self, dirty_blocks: DirtyBlockTracker) -> None:
         """Begin to copy, round by round while what is left shrinks; callable again."""
         self.enter(MovePhase.COPYING)
         if self._watch is None:
-            self._watch = written.watch()
+            self._watch = dirty_blocks.watch()
 
         watch = self._watch
 
@@ -167,10 +167,10 @@ class Move:
 
     # ---- by the engine's thread
 
-    def take_left(self, written: DirtyBlockTracker) -> list[int]:
+    def take_left(self, dirty_blocks: DirtyBlockTracker) -> list[int]:
         """What is still to copy, between two steps."""
         if self._watch is None:
-            self._watch = written.watch()
+            self._watch = dirty_blocks.watch()
         return list(self._watch.take())
 
     def give_up(self) -> None:

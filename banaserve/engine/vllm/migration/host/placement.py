@@ -25,7 +25,10 @@ class PlacementManager:
 
     def __init__(self, engine: HostEngine, max_microbatches: int) -> None:
         self.overlap = Overlap(
-            engine.layers, engine.watch, checks.overlap_blocker(engine.config), max_microbatches
+            engine.layers,
+            engine.step_context,
+            checks.overlap_blocker(engine.config),
+            max_microbatches,
         )
         self._engine = engine
         self._host = engine.kv

@@ -26,11 +26,13 @@ class UnitBuilder:
         self._kv = kv
         self._time_hook = time_hook
 
-    def build(self, unit: HostUnit, link: GuestClient, written: DirtyBlockTracker) -> UnitLocation:
+    def build(
+        self, unit: HostUnit, link: GuestClient, dirty_blocks: DirtyBlockTracker
+    ) -> UnitLocation:
         """Let a guest build a unit, and open its KV.
 
         Args:
-            written: Blocks that are to be copied soon.
+            dirty_blocks: Blocks that are to be copied soon.
 
         Raises:
             MigrationError: The guest refuses.
@@ -39,12 +41,16 @@ class UnitBuilder:
         began_s = time.perf_counter()
         request = unit.build_request()
         built = link.ask(request, messages.Built, BUILD_TIMEOUT_S, may_wait=True)
-        residence = self._open(unit, link, built, written)
+        residence = self._open(unit, link, built, dirty_blocks)
         self._time_hook.built(unit.modules, time.perf_counter() - began_s)
         return residence
 
     def _open(
-        self, unit: HostUnit, link: GuestClient, built: messages.Built, written: DirtyBlockTracker
+        self,
+        unit: HostUnit,
+        link: GuestClient,
+        built: messages.Built,
+        dirty_blocks: DirtyBlockTracker,
     ) -> UnitLocation:
         """Leaves nothing open where it fails."""
         runs = {name: self._kv.runs(unit.heads(name)) for name in unit.names}
@@ -53,7 +59,7 @@ class UnitBuilder:
             kv = self._remote_kv(unit.unit_id, link, built, runs)
             residence = UnitLocation(unit.unit_id, link, kv, built.weight_bytes)
             residence.saves = built.saves
-            kv.warm(written.ids())
+            kv.warm(dirty_blocks.ids())
         except TransportError as error:
             if residence is not None:
                 residence.kv.close()

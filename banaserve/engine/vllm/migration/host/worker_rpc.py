@@ -81,7 +81,7 @@ def _kv(host: MigrationHost, memory: bool) -> KvStatus:
         page_bytes=kv.page_bytes,
         num_layers=host.placement.num_layers,
         resident_bytes=kv.resident_bytes if memory else None,
-        written_blocks=len(host.watch.written),
+        written_blocks=len(host.step_context.dirty_blocks),
     )
 
 

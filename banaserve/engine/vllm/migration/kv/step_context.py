@@ -47,13 +47,13 @@ class StepContext:
         num_blocks: That the pool can ever have.
 
     Attributes:
-        written: Blocks marked from each step's slot mapping.
+        dirty_blocks: Blocks marked from each step's slot mapping.
         step_id: Counts the steps, and the parts of steps.
         common: The batch of the step under way, or of a part of it; None before the first.
     """
 
     def __init__(self, builder: Any, block_size_tokens: int, num_blocks: int) -> None:
-        self.written = DirtyBlockTracker(num_blocks)
+        self.dirty_blocks = DirtyBlockTracker(num_blocks)
         self.step_id = 0
         self.common: CommonAttentionMetadata | None = None
         self._block_size = block_size_tokens
@@ -62,14 +62,14 @@ class StepContext:
         self._build = runner_hooks.wrap_build(builder, self._begin)
 
     def _begin(self, common: CommonAttentionMetadata) -> None:
-        self.written.step_ended()
+        self.dirty_blocks.step_ended()
         self.common = common
         self._describe_anew()
         slots = common.slot_mapping[: common.num_actual_tokens].cpu().numpy()
         # Padding is negative, and stays so.
         blocks = slots // self._block_size
         is_last = slots % self._block_size == self._block_size - 1
-        self.written.mark(blocks[blocks >= 0], blocks[is_last & (blocks >= 0)])
+        self.dirty_blocks.mark(blocks[blocks >= 0], blocks[is_last & (blocks >= 0)])
 
     def _describe_anew(self) -> None:
         self.step_id += 1

@@ -102,7 +102,7 @@ class StoreCopier:
         inner: BlockCopier,
         names: Sequence[str],
         host: HostKv,
-        written: DirtyBlockTracker,
+        dirty_blocks: DirtyBlockTracker,
         where_is: WhereIs,
         older_blocks: OlderBlocks,
         part: int,
@@ -111,7 +111,7 @@ class StoreCopier:
         self._inner = inner
         self._names = list(names)
         self._host = host
-        self._written = written
+        self._dirty_blocks = dirty_blocks
         self._where_is = where_is
         self._older_blocks = older_blocks
         self._part = part
@@ -125,7 +125,7 @@ class StoreCopier:
         self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
     ) -> Copy:
         # A fetched block is written as much as a computed one: a move has to copy it again.
-        self._written.mark_loaded(blocks)
+        self._dirty_blocks.mark_loaded(blocks)
         parts = self._where_is(self._names[layer])
         if all(kv is None for _, kv in parts):
             return self._inner.load(layer, view, blocks, slots, after)

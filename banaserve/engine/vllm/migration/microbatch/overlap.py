@@ -63,7 +63,7 @@ class Overlap:
     """
 
     def __init__(
-        self, layers: nn.ModuleList, watch: StepContext, blocker: str, max_microbatches: int
+        self, layers: nn.ModuleList, step_context: StepContext, blocker: str, max_microbatches: int
     ) -> None:
         self.max_microbatches = max_microbatches
         self._never_blocker = blocker
@@ -71,7 +71,7 @@ class Overlap:
         self._layers = layers
         # Made here, since an engine stands still while they are put in their places.
         self._before = [_Before(self, index) for index in range(len(layers))]
-        self._watch = watch
+        self._step_context = step_context
         self._times = StageTimes()
         self._segments: list[Segment] = []
         self._order = LayerOrder(len(layers))
@@ -173,7 +173,7 @@ class Overlap:
 
     def _run(self, first: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The whole step; None where the model is to call its layers one by one."""
-        context, common = get_forward_context(), self._watch.common
+        context, common = get_forward_context(), self._step_context.common
         if context.attn_metadata is None or common is None:
             return None
         if common.num_actual_tokens < SMALL_TOKENS:
@@ -192,10 +192,10 @@ class Overlap:
         plan = plan_microbatches(
             self._times, self._stages(), seen_of(common), self.max_microbatches
         )
-        batches = cut(arguments, self._watch, context, plan.sizes)
+        batches = cut(arguments, self._step_context, context, plan.sizes)
         began_s = time.perf_counter()
         spans = [s for s in self._segments if isinstance(s, RemoteRange)]
-        if not Pipeline(self._segments, self._watch, self._times).run(batches):
+        if not Pipeline(self._segments, self._step_context, self._times).run(batches):
             return spans[0].zeros(arguments)
         self._count(plan, time.perf_counter() - began_s)
         return join(batches)

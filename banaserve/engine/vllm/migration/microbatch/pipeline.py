@@ -45,9 +45,11 @@ class Pipeline:
         times: Learn what each micro-batch takes.
     """
 
-    def __init__(self, segments: Sequence[Segment], watch: StepContext, times: StageTimes) -> None:
+    def __init__(
+        self, segments: Sequence[Segment], step_context: StepContext, times: StageTimes
+    ) -> None:
         self._segments = segments
-        self._watch = watch
+        self._step_context = step_context
         self._times = times
         self._waiting: deque[tuple[MicroBatch, RemoteRange]] = deque()
 
@@ -78,12 +80,12 @@ class Pipeline:
     def _advance(self, batch: MicroBatch) -> None:
         """Compute a micro-batch until a guest has it, or until it is through."""
         began_s = time.perf_counter()
-        with self._watch.part(batch.common):
+        with self._step_context.part(batch.common):
             while batch.place < len(self._segments):
                 segment = self._segments[batch.place]
                 batch.place += 1
                 if isinstance(segment, RemoteRange):
-                    self._post(batch, segment)
+                    self._submit(batch, segment)
                     break
                 self._compute(batch, segment)
         batch.host_s += time.perf_counter() - began_s
@@ -93,10 +95,10 @@ class Pipeline:
         with override_forward_context(batch.context):
             batch.take(layers.run(batch.arguments))
 
-    def _post(self, batch: MicroBatch, span: RemoteRange) -> None:
+    def _submit(self, batch: MicroBatch, span: RemoteRange) -> None:
         span.wait_for_loads()
         saves = None if batch.num_behind else span.slots_to_fill()
-        span.where.post(batch.arguments, batch.num_behind, saves)
+        span.where.submit(batch.arguments, batch.num_behind, saves)
         self._waiting.append((batch, span))
 
     def _can_feed_another(self) -> bool:
@@ -108,7 +110,7 @@ class Pipeline:
         return any(isinstance(s, RemoteRange) for s in ahead) and span.where.link.has_answer()
 
     def _collect(self) -> MicroBatch:
-        """Wait for the micro-batch that was posted first."""
+        """Wait for the micro-batch that was submitted first."""
         batch, span = self._waiting.popleft()
         values = span.where.collect(batch.hidden_states)
         batch.take(span.returned(values))
@@ -217,22 +219,25 @@ def microbatch_blocker(
 
 
 def cut(
-    arguments: Mapping[str, Any], watch: StepContext, context: ForwardContext, sizes: Sequence[int]
+    arguments: Mapping[str, Any],
+    step_context: StepContext,
+    context: ForwardContext,
+    sizes: Sequence[int],
 ) -> list[MicroBatch]:
     """Micro-batches of the step under way, in the order of their tokens.
 
     Args:
         sizes: Tokens of each; together those of the step.
     """
-    assert watch.common is not None
+    assert step_context.common is not None
     if len(sizes) == 1:
-        return [MicroBatch(dict(arguments), watch.common, context, 0)]
+        return [MicroBatch(dict(arguments), step_context.common, context, 0)]
     batches = []
     begin = 0
-    for number, common in enumerate(split_batch(watch.common, sizes), start=1):
+    for number, common in enumerate(split_batch(step_context.common, sizes), start=1):
         end = begin + common.num_actual_tokens
         mine = {k: v[begin:end] if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-        own = _context(context, common, watch.metadata_of(common), slice(begin, end))
+        own = _context(context, common, step_context.metadata_of(common), slice(begin, end))
         batches.append(MicroBatch(mine, common, own, len(sizes) - number))
         begin = end
     return batches

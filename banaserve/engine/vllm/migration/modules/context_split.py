@@ -133,7 +133,7 @@ def _without(
 class ContextChannel(Protocol):
     """Steps over older blocks that lie elsewhere: what attention over a split sequence asks.
 
-    ``post`` and ``collect`` raise ``GuestLostError`` where the guest is lost.
+    ``submit`` and ``collect`` raise ``GuestLostError`` where the guest is lost.
     """
 
     @property
@@ -143,7 +143,7 @@ class ContextChannel(Protocol):
         """How the step under way is divided: once for all layers."""
         ...
 
-    def post(self, name: str, query: torch.Tensor) -> None:
+    def submit(self, name: str, query: torch.Tensor) -> None:
         """Send queries ``[num_tokens, num_heads, head_size]`` of one layer."""
         ...
 
@@ -170,14 +170,14 @@ class ContextAttention:
         self,
         layer: Any,
         name: str,
-        watch: StepContext,
+        step_context: StepContext,
         on_lost: Callable[[GuestClient, GuestLostError], None],
         pages: Pages,
     ) -> None:
         self._pages = pages
         self._layer = layer
         self._name = name
-        self._watch = watch
+        self._step_context = step_context
         self._on_lost = on_lost
         self._remote: ContextChannel | None = None
         self.inner = layer.impl
@@ -209,17 +209,17 @@ class ContextAttention:
             whole: torch.Tensor = self.inner.forward(*arguments, output=output, **kwargs)
             return whole
         asking = query[plan.rows]
-        posted = self._ask(remote, lambda: remote.post(self._name, asking))
+        submitted = self._ask(remote, lambda: remote.submit(self._name, asking))
         if plan.others is not None:
             rows = plan.other_rows
             mine = query[rows], key[rows], value[rows], kv_cache
             own = torch.empty_like(mine[0])
-            metadata = self._watch.metadata_of(plan.others)
+            metadata = self._step_context.metadata_of(plan.others)
             self.inner.forward(layer, *mine, metadata, output=own)
             output[rows] = own
         scale = self.inner.scale
         parts = [self._pages.attend(asking, kv_cache, plan.local, scale, causal=True)]
-        if posted:
+        if submitted:
             self._ask(remote, lambda: parts.append(remote.collect(asking)))
         merged = pick(output.device).kernels.merge(parts)
         output[plan.rows] = merged.output.to(output.dtype)

@@ -75,12 +75,12 @@ class VllmHeads:
         inner: Any,
         name: str,
         here: Sequence[int],
-        watch: StepContext,
+        step_context: StepContext,
     ) -> None:
         self._groups = [
             _Group(config, layer, inner, name, first, count) for first, count in spans(here)
         ]
-        self._watch = watch
+        self._step_context = step_context
 
     def write(
         self,
@@ -112,7 +112,7 @@ class VllmHeads:
         for part in self._groups:
             mine = query[:, part.query_heads].contiguous()
             own = torch.empty_like(mine)
-            metadata = self._watch.metadata(part.builder)
+            metadata = self._step_context.metadata(part.builder)
             cache = kv_cache[:, part.kv_heads]
             # New keys and values lie in the cache already.
             part.impl.forward(layer, mine, None, None, cache, metadata, output=own)
@@ -140,10 +140,14 @@ class KernelsHeads:
     """Our kernels: they attend with any heads of the layer, and put all outputs side by side."""
 
     def __init__(
-        self, layer: Any, attention: KernelsAttention, here: Sequence[int], watch: StepContext
+        self,
+        layer: Any,
+        attention: KernelsAttention,
+        here: Sequence[int],
+        step_context: StepContext,
     ) -> None:
         self._attention = attention
-        self._watch = watch
+        self._step_context = step_context
         self._here = tuple(sorted(here))
         self._heads = Heads(self._here, layer.num_heads // layer.num_kv_heads, self._here)
         self._own: torch.Tensor | None = None
@@ -171,7 +175,7 @@ class KernelsHeads:
         """See ``LocalHeads``."""
         if self._here:
             # What vLLM's metadata says depends on its backend; what that was made of does not.
-            batch = self._watch.common
+            batch = self._step_context.common
             self._own = self._attention.attend(query, kv_cache, batch, self._heads)
 
     def join(self, output: torch.Tensor, remote: Sequence[Remote]) -> None:
@@ -191,13 +195,13 @@ def _zeros(output: torch.Tensor, remote: Remote) -> torch.Tensor:
 class HeadChannel(Protocol):
     """Steps of some heads of one layer that run elsewhere: what split attention asks of them.
 
-    ``post`` and ``collect`` raise ``GuestLostError`` where the guest is lost.
+    ``submit`` and ``collect`` raise ``GuestLostError`` where the guest is lost.
     """
 
     @property
     def link(self) -> GuestClient: ...
 
-    def post(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def submit(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Send queries and new keys and values, ``[num_tokens, heads, head_size]``."""
         ...
 
@@ -215,7 +219,7 @@ class _Away(NamedTuple):
     where: HeadChannel
 
 
-class _Posted(NamedTuple):
+class _Submitted(NamedTuple):
     """Heads whose output is awaited.
 
     Attributes:
@@ -241,13 +245,13 @@ class SplitAttention:
         config: VllmConfig,
         layer: Any,
         name: str,
-        watch: StepContext,
+        step_context: StepContext,
         on_lost: Callable[[GuestClient, GuestLostError], None],
     ) -> None:
         self._config = config
         self._layer = layer
         self._name = name
-        self._watch = watch
+        self._step_context = step_context
         self._on_lost = on_lost
         self._group = layer.num_heads // layer.num_kv_heads
         self._local: LocalHeads | None = None
@@ -275,8 +279,10 @@ class SplitAttention:
 
     def _stay(self, here: Sequence[int]) -> LocalHeads:
         if isinstance(self.inner, KernelsAttention):
-            return KernelsHeads(self._layer, self.inner, here, self._watch)
-        return VllmHeads(self._config, self._layer, self.inner, self._name, here, self._watch)
+            return KernelsHeads(self._layer, self.inner, here, self._step_context)
+        return VllmHeads(
+            self._config, self._layer, self.inner, self._name, here, self._step_context
+        )
 
     def _query_heads(self, heads: Sequence[int]) -> torch.Tensor:
         return torch.tensor([h * self._group + i for h in heads for i in range(self._group)])
@@ -313,45 +319,47 @@ class SplitAttention:
         query, filled = query[:num_tokens], output[:num_tokens]
         new_key, new_value = (tensor[:num_tokens] for tensor in self._new)
         self._new = None
-        posted = self._post(query, new_key, new_value)
+        submitted = self._submit(query, new_key, new_value)
         local.attend(layer, query, kv_cache, attn_metadata, filled)
-        local.join(filled, self._collect(posted))
+        local.join(filled, self._collect(submitted))
         return output
 
-    def _post(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[_Posted]:
+    def _submit(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> list[_Submitted]:
         """Ask each guest once. Whatever else it has of this layer is asked when it has answered.
 
         Two large questions to one guest would wait for each other: it cannot read the second
         while its answer to the first is not read.
         """
-        posted: list[_Posted] = []
+        submitted: list[_Submitted] = []
         asked: set[GuestClient] = set()
         for away in self._remote:
             parts = query[:, away.query_heads], key[:, away.kv_heads], value[:, away.kv_heads]
             link = away.where.link
             if link in asked:
-                posted.append(_Posted(away, parts=parts))
+                submitted.append(_Submitted(away, parts=parts))
                 continue
             asked.add(link)
             try:
-                away.where.post(*parts)
-                posted.append(_Posted(away))
+                away.where.submit(*parts)
+                submitted.append(_Submitted(away))
             except GuestLostError as lost:
                 self._on_lost(link, lost)
-                posted.append(_Posted(away, is_lost=True))
-        return posted
+                submitted.append(_Submitted(away, is_lost=True))
+        return submitted
 
-    def _collect(self, posted: Sequence[_Posted]) -> list[Remote]:
+    def _collect(self, submitted: Sequence[_Submitted]) -> list[Remote]:
         """Waits for all of them, whatever becomes of one."""
-        return [Remote(p.away.heads, p.away.query_heads, self._output(p)) for p in posted]
+        return [Remote(p.away.heads, p.away.query_heads, self._output(p)) for p in submitted]
 
-    def _output(self, posted: _Posted) -> torch.Tensor | None:
-        if posted.is_lost:
+    def _output(self, submitted: _Submitted) -> torch.Tensor | None:
+        if submitted.is_lost:
             return None
-        where = posted.away.where
+        where = submitted.away.where
         try:
-            if posted.parts is not None:
-                where.post(*posted.parts)
+            if submitted.parts is not None:
+                where.submit(*submitted.parts)
             return where.collect()
         except GuestLostError as lost:
             self._on_lost(where.link, lost)

@@ -101,19 +101,19 @@ class LayerChannel(Protocol):
         """
         ...
 
-    def post(
+    def submit(
         self, arguments: Mapping[str, Any], num_follow: int, saves: SlotCopies | None = None
     ) -> None:
         """Send a part of a step without waiting.
 
         Args:
-            num_follow: Parts that are posted before anything else is asked of this guest.
+            num_follow: Parts that are submitted before anything else is asked of this guest.
             saves: As for ``run``; of the whole step, with its last part.
         """
         ...
 
     def collect(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        """The values for the part that was posted first, with ``hidden_states``."""
+        """The values for the part that was submitted first, with ``hidden_states``."""
         ...
 
 

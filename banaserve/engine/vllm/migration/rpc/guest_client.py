@@ -89,7 +89,7 @@ class GuestClient:
         self.num_saved = 0
         self._may_write = False
         self._leash: Leash | None = None
-        self._posted_s: deque[float] = deque()
+        self._submitted_s: deque[float] = deque()
         self._answered_s = 0.0
         self._channel = channel
         self._epoch = epoch
@@ -173,14 +173,14 @@ class GuestClient:
         Raises:
             GuestLostError: It is gone, stalls, or cannot do it.
         """
-        self.post(request, bundle)
+        self.submit(request, bundle)
         return self.collect(num_tokens)
 
-    def post(self, request: messages.Request, bundle: TensorBundle) -> None:
+    def submit(self, request: messages.Request, bundle: TensorBundle) -> None:
         """Send a step's work without waiting; ``collect`` must follow on the same thread.
 
         More may be sent before, if the guest knows how much follows: answers come in
-        the order of what was posted.
+        the order of what was submitted.
 
         Raises:
             GuestLostError: It is gone or does not read.
@@ -191,7 +191,7 @@ class GuestClient:
             if isinstance(request, messages.Run) and request.writes_store:
                 self._may_write = True
             self._send(request, bundle, self._stall_s / self.share)
-            self._posted_s.append(self._sent_s)
+            self._submitted_s.append(self._sent_s)
         except TransportError as error:
             self._lock.release()
             raise self.give_up(str(error)) from error
@@ -200,18 +200,18 @@ class GuestClient:
             raise
 
     def collect(self, num_tokens: int) -> list[torch.Tensor | None]:
-        """The answer to what was posted first.
+        """The answer to what was submitted first.
 
         Raises:
             GuestLostError: It is gone, stalls, or cannot do it.
         """
-        began_s = max(self._posted_s.popleft(), self._answered_s)
+        began_s = max(self._submitted_s.popleft(), self._answered_s)
         try:
             answer = self._await_answer(self._times.deadline_s(num_tokens))
             self._answered_s = time.perf_counter()
             self._times.learn(self._answered_s - began_s, num_tokens)
             reply, tensors = self._read(answer)
-            self._may_write = self._may_write and bool(self._posted_s)
+            self._may_write = self._may_write and bool(self._submitted_s)
         except (TransportError, ProtocolError) as error:
             raise self.give_up(str(error)) from error
         finally:
@@ -219,7 +219,7 @@ class GuestClient:
         return self._outputs(reply, tensors)
 
     def has_answer(self) -> bool:
-        """Whether the answer to what was posted has begun to arrive, or the guest is gone."""
+        """Whether the answer to what was submitted has begun to arrive, or the guest is gone."""
         if self._channel.has_pending():
             return True
         poll = select.poll()
@@ -227,12 +227,12 @@ class GuestClient:
         return bool(poll.poll(0))
 
     def drop(self, num_tokens: int) -> None:
-        """Wait for the answers to all that was posted, and throw them away.
+        """Wait for the answers to all that was submitted, and throw them away.
 
         Args:
             num_tokens: Of the largest part.
         """
-        while self._posted_s:
+        while self._submitted_s:
             with contextlib.suppress(GuestLostError):
                 self.collect(num_tokens)
 
@@ -269,7 +269,7 @@ class GuestClient:
     ) -> Message:
         """The next message, as long as the guest works or the deadline has not passed.
 
-        Time counts from now: what was posted before may have been answered long ago, or the
+        Time counts from now: what was submitted before may have been answered long ago, or the
         guest may have waited for what came before it.
 
         Args:

@@ -143,7 +143,7 @@ class ContextSplits:
         if name not in self._contexts:
             engine = self._engine
             self._contexts[name] = ContextAttention(
-                engine.attentions[name], name, engine.watch, engine.on_lost, pages
+                engine.attentions[name], name, engine.step_context, engine.on_lost, pages
             )
         self._contexts[name].arrange(remote)
 
@@ -177,19 +177,19 @@ class HostContext(HostUnit):
         return BuildContext(self.unit_id, self._engine.kv_shape, 0, self.attention_slices())
 
     def install(self) -> None:
-        away, watch = self.away, self._engine.watch
-        watch.written.unfollow(away)
+        away, step_context = self.away, self._engine.step_context
+        step_context.dirty_blocks.unfollow(away)
         remote: ContextChannel | None = None
         if self.residence is None:
             away.set(())
         else:
-            watch.written.follow(away)
-            remote = RemoteContext(self.residence, away, watch)
+            step_context.dirty_blocks.follow(away)
+            remote = RemoteContext(self.residence, away, step_context)
         for name in self.names:
             self._splits.arrange(name, remote, self.pages)
 
-    def left_home(self, written: DirtyBlockTracker) -> None:
-        self.away.set(written.full())
+    def left_home(self, dirty_blocks: DirtyBlockTracker) -> None:
+        self.away.set(dirty_blocks.full())
 
     def moved_heads(self, name: str) -> Sequence[int]:
         """None: of each head some blocks are at home."""
@@ -225,10 +225,12 @@ class HostContext(HostUnit):
 class RemoteContext:
     """Steps over older blocks of some layers in one guest; see ``ContextChannel``."""
 
-    def __init__(self, residence: UnitLocation, away: RemoteBlocks, watch: StepContext) -> None:
+    def __init__(
+        self, residence: UnitLocation, away: RemoteBlocks, step_context: StepContext
+    ) -> None:
         self._residence = residence
         self._away = away
-        self._watch = watch
+        self._step_context = step_context
         self._planned_step = self._described_step = 0
         self._plan: ContextPlan | None = None
 
@@ -238,19 +240,19 @@ class RemoteContext:
 
     def plan(self) -> ContextPlan | None:
         """How the step under way is divided: once for all layers."""
-        watch = self._watch
-        if self._planned_step != watch.step_id:
-            assert watch.common is not None
-            self._plan = split_context(watch.common, watch.block_size, self._away)
-            self._planned_step = watch.step_id
+        step_context = self._step_context
+        if self._planned_step != step_context.step_id:
+            assert step_context.common is not None
+            self._plan = split_context(step_context.common, step_context.block_size, self._away)
+            self._planned_step = step_context.step_id
         return self._plan
 
-    def post(self, name: str, query: torch.Tensor) -> None:
+    def submit(self, name: str, query: torch.Tensor) -> None:
         """Send queries ``[num_tokens, num_heads, head_size]`` of one layer."""
-        residence, step_id = self._residence, self._watch.step_id
+        residence, step_id = self._residence, self._step_context.step_id
         assert self._plan is not None
-        parcel = TensorBundle()
-        parcel.put(query)
+        bundle = TensorBundle()
+        bundle.put(query)
         step: dict[str, Any] | None = None
         if self._described_step != step_id:
             batch = self._plan.remote
@@ -259,14 +261,14 @@ class RemoteContext:
                 "query_start": batch.query_start,
                 "num_tokens": batch.range_end,
             }
-            step = parcel.put_all(fields)
+            step = bundle.put_all(fields)
         self._described_step = step_id
         request = RunContext(residence.unit_id, residence.working_epoch, step_id, name, step)
-        self.link.post(request, parcel)
+        self.link.submit(request, bundle)
 
     def collect(self, query: torch.Tensor) -> PartialAttention:
         """Attention over the guest's blocks, float32."""
-        outputs = self.link.collect(self._watch.num_tokens)
+        outputs = self.link.collect(self._step_context.num_tokens)
         if len(outputs) != 2:
             raise self.link.give_up("a step over older blocks was answered without log-sum-exp")
         output, lse = outputs
@@ -363,9 +365,9 @@ class GuestContext(GuestUnit):
     ) -> Answer:
         with services.computing():
             part = self.run(request.name, request.step_id, request.step, tensors)
-        parcel = TensorBundle()
-        indices = parcel.put(part.output), parcel.put(part.lse)
-        return messages.StepOutputs(True, indices), parcel
+        bundle = TensorBundle()
+        indices = bundle.put(part.output), bundle.put(part.lse)
+        return messages.StepOutputs(True, indices), bundle
 
     def run(
         self,

@@ -191,10 +191,10 @@ class HeadSplits:
         remote: dict[Sequence[int], HeadChannel] = {}
         for unit in self._away.values():
             if name in unit.names and unit.residence is not None:
-                remote[unit.heads(name)] = RemoteHeads(unit.residence, name, engine.watch)
+                remote[unit.heads(name)] = RemoteHeads(unit.residence, name, engine.step_context)
         if name not in self._splits:
             self._splits[name] = SplitAttention(
-                engine.config, engine.attentions[name], name, engine.watch, engine.on_lost
+                engine.config, engine.attentions[name], name, engine.step_context, engine.on_lost
             )
         self._splits[name].arrange(remote)
 
@@ -227,36 +227,40 @@ class HostHeads(HostUnit):
 class RemoteHeads:
     """Steps of some heads of one layer in one guest; see ``HeadChannel``."""
 
-    def __init__(self, residence: UnitLocation, name: str, watch: StepContext) -> None:
+    def __init__(self, residence: UnitLocation, name: str, step_context: StepContext) -> None:
         self._residence = residence
         self._name = name
-        self._watch = watch
+        self._step_context = step_context
         self._query: torch.Tensor | None = None
 
     @property
     def link(self) -> GuestClient:
         return self._residence.link
 
-    def post(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def submit(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Send queries and new keys and values, ``[num_tokens, heads, head_size]``."""
-        residence, watch = self._residence, self._watch
-        parcel = TensorBundle()
+        residence, step_context = self._residence, self._step_context
+        bundle = TensorBundle()
         for tensor in (query, key, value):
-            parcel.put(tensor)
+            bundle.put(tensor)
         self._query = query
         link = residence.link
-        step = parcel.put_all(watch.fields()) if link.described_step != watch.step_id else None
-        link.described_step = watch.step_id
-        request = RunHeads(
-            residence.unit_id, residence.working_epoch, watch.step_id, self._name, step
+        step = (
+            bundle.put_all(step_context.fields())
+            if link.described_step != step_context.step_id
+            else None
         )
-        link.post(request, parcel)
+        link.described_step = step_context.step_id
+        request = RunHeads(
+            residence.unit_id, residence.working_epoch, step_context.step_id, self._name, step
+        )
+        link.submit(request, bundle)
 
     def collect(self) -> torch.Tensor:
         """Their attention's output, ``[num_tokens, query heads, head_size]``."""
         query, self._query = self._query, None
         assert query is not None
-        outputs = self.link.collect(self._watch.num_tokens)
+        outputs = self.link.collect(self._step_context.num_tokens)
         output = self.link.check_shape(outputs[0] if outputs else None, query)
         return to_device(output, query.device)
 
@@ -329,10 +333,10 @@ class GuestHeads(GuestUnit):
             self._described.set(request.step_id, self.read_step(request.step, tensors))
         step = self._described.get(request.step_id)
         query, key, value = (from_wire(tensor) for tensor in tensors[:3])
-        parcel = TensorBundle()
+        bundle = TensorBundle()
         with services.computing():
-            parcel.put(self.run(request.name, step, query, key, value))
-        return messages.StepOutputs(False, (0,)), parcel
+            bundle.put(self.run(request.name, step, query, key, value))
+        return messages.StepOutputs(False, (0,)), bundle
 
     def read_step(self, step: Mapping[str, Any], tensors: Sequence[Tensor]) -> HeadStep:
         """What describes a step, for all units of heads in this guest."""

@@ -88,7 +88,7 @@ class HostEngine:
     attentions: Mapping[str, Any]
     kv: HostKv
     kv_shape: messages.KvShape
-    watch: StepContext
+    step_context: StepContext
     on_lost: Callable[[GuestClient, GuestLostError], None]
     poisons: bool = False
     store: messages.StorePlace | None = None
@@ -138,7 +138,7 @@ class HostUnit(ABC):
         """Which KV heads of an attention belong to it, ascending; None: all, with the layer."""
         return None
 
-    def left_home(self, written: DirtyBlockTracker) -> None:
+    def left_home(self, dirty_blocks: DirtyBlockTracker) -> None:
         """Take note of the blocks that have been copied: it leaves home with this commit."""
         return
 

@@ -149,7 +149,7 @@ class HostLayers(HostUnit):
         def lost(error: GuestLostError) -> None:
             engine.on_lost(residence.link, error)
 
-        where = RemoteLayers(residence, engine.watch)
+        where = RemoteLayers(residence, engine.step_context)
         if proxies is not None:
             proxies.redirect(where, lost)
             return
@@ -160,9 +160,9 @@ class HostLayers(HostUnit):
 class RemoteLayers:
     """Steps of a range of layers in one guest; see ``LayerChannel``."""
 
-    def __init__(self, residence: UnitLocation, watch: StepContext) -> None:
+    def __init__(self, residence: UnitLocation, step_context: StepContext) -> None:
         self._residence = residence
-        self._watch = watch
+        self._step_context = step_context
 
     @property
     def link(self) -> GuestClient:
@@ -181,11 +181,11 @@ class RemoteLayers:
         Raises:
             GuestLostError: The guest is lost.
         """
-        request, parcel = self._message(arguments, 0, saves)
-        returned = self.link.run(request, parcel, self._watch.num_tokens)
+        request, bundle = self._message(arguments, 0, saves)
+        returned = self.link.run(request, bundle, self._step_context.num_tokens)
         return self._checked(returned, arguments["hidden_states"])
 
-    def post(
+    def submit(
         self, arguments: Mapping[str, Any], num_follow: int, saves: SlotCopies | None = None
     ) -> None:
         """Send a part of a step without waiting.
@@ -193,10 +193,10 @@ class RemoteLayers:
         Raises:
             GuestLostError: The guest is lost.
         """
-        self.link.post(*self._message(arguments, num_follow, saves))
+        self.link.submit(*self._message(arguments, num_follow, saves))
 
     def collect(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        """What the layers return for the part that was posted first, with ``hidden_states``.
+        """What the layers return for the part that was submitted first, with ``hidden_states``.
 
         Raises:
             GuestLostError: The guest is lost.
@@ -206,16 +206,16 @@ class RemoteLayers:
     def _message(
         self, arguments: Mapping[str, Any], num_follow: int, saves: SlotCopies | None
     ) -> tuple[RunLayers, TensorBundle]:
-        parcel = TensorBundle()
+        bundle = TensorBundle()
         request = RunLayers(
             self._residence.unit_id,
             self._residence.working_epoch,
-            parcel.put_all(self._watch.fields()),
-            parcel.put_all(arguments),
+            bundle.put_all(self._step_context.fields()),
+            bundle.put_all(arguments),
             num_follow,
             saves,
         )
-        return request, parcel
+        return request, bundle
 
     def _checked(
         self, returned: Sequence[torch.Tensor | None], hidden_states: torch.Tensor
@@ -259,12 +259,12 @@ class GuestLayers(GuestUnit):
         arguments = restore(request.arguments, tensors, self._device)
         returned = self._model.run(common, arguments, services.computing)
         values = returned if isinstance(returned, tuple) else (returned,)
-        parcel = TensorBundle()
-        indices = tuple(None if value is None else parcel.put(value) for value in values)
+        bundle = TensorBundle()
+        indices = tuple(None if value is None else bundle.put(value) for value in values)
         seconds = time.perf_counter() - began_s
         save_s = self._save(request.saves, services.computing)
         is_tuple = isinstance(returned, tuple)
-        return messages.StepOutputs(is_tuple, indices, seconds, save_s), parcel
+        return messages.StepOutputs(is_tuple, indices, seconds, save_s), bundle
 
     def _save(self, copies: SlotCopies | None, around: Around) -> float | None:
         """Copy blocks to the host's store; the seconds, or None where they were not copied."""

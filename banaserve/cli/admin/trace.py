@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from banaserve.cli.admin_options import JsonOption, ServerOptions, with_server_options
+from banaserve.cli.admin.options import JsonOption, ServerOptions, with_server_options
 from banaserve.cli.console import print_rows
 from banaserve.engine.vllm.tracing.events import (
     CopiesEnded,
@@ -159,8 +159,8 @@ def parts_of(event: RequestEvent) -> Iterator[str]:
 def _routed(event: Routed) -> Iterator[str]:
     ways = [name for name in (event.prefill, event.decode) if name is not None]
     why = event.reason
-    if event.one_leg_because is not None:
-        why += f", it cannot be split: {event.one_leg_because}"
+    if event.split_blocker is not None:
+        why += f", it cannot be split: {event.split_blocker}"
     yield f"routed to {' then '.join(ways)} by {event.policy} ({why})"
     seen = [
         f"{one.instance} ({one.role}) had {_count(one.inflight_requests, 'leg')}, "

@@ -11,9 +11,9 @@ import msgspec
 import typer
 
 from banaserve.api.admin_client import AdminClient
-from banaserve.cli.admin_options import ServerOptions, with_server_options
+from banaserve.cli.admin.migrate import JsonOption
+from banaserve.cli.admin.options import ServerOptions, with_server_options
 from banaserve.cli.console import print_error
-from banaserve.cli.migrate import JsonOption
 from banaserve.controller.schemas import RoleRequest
 from banaserve.engine.interface import RoleChange
 from banaserve.errors import UserError

@@ -10,9 +10,9 @@ import msgspec
 import typer
 
 from banaserve.api.admin_client import AdminClient
-from banaserve.cli.admin_options import ServerOptions, with_server_options
+from banaserve.cli.admin.options import ServerOptions, with_server_options
+from banaserve.cli.admin.placement import overlap_words, sharing_line
 from banaserve.cli.console import print_error
-from banaserve.cli.placement import overlap_words, sharing_line
 from banaserve.engine.vllm.migration.api import (
     Migration,
     MigrationRequest,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import typer
 
-from banaserve.cli.admin_options import JsonOption, ServerOptions, with_server_options
+from banaserve.cli.admin.options import JsonOption, ServerOptions, with_server_options
 from banaserve.cli.console import print_rows
 from banaserve.engine.vllm.migration.api import (
     ClusterPlacement,

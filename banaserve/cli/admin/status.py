@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from banaserve.cli.admin_options import JsonOption, ServerOptions, with_server_options
+from banaserve.cli.admin.options import JsonOption, ServerOptions, with_server_options
 from banaserve.cli.console import make_table, print_rows
 from banaserve.controller.schemas import ControllerStatus, InstanceStatus, MoveLine, ServerStatus
 from banaserve.kvstore.sizes import format_size

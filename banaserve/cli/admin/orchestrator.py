@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from banaserve.cli.admin_options import ServerOptions, with_server_options
-from banaserve.cli.status import controller_line
+from banaserve.cli.admin.options import ServerOptions, with_server_options
+from banaserve.cli.admin.status import controller_line
 
 app = typer.Typer(
     name="orchestrator",

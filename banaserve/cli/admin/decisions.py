@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from banaserve.cli.admin_options import JsonOption, ServerOptions, with_server_options
+from banaserve.cli.admin.options import JsonOption, ServerOptions, with_server_options
 from banaserve.controller.schemas import DecisionRecord, Felt, StepRecord, WantedStep
 from banaserve.kvstore.sizes import format_size
 

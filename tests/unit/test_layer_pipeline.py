@@ -8,7 +8,7 @@ import random
 import pytest
 
 import paper_equations
-from banaserve.kvstore.overlap import Prefill, hidden_fraction, pipeline
+from benchmarks.drivers.layer_pipeline import Prefill, hidden_fraction, pipeline
 
 # BanaServe's example: Llama-3.1-8B, 1,000 tokens in 270 ms, 4 KiB a token and layer.
 PAPER = Prefill(0.270, 32, 1000, 0.5, 4096)

@@ -1,0 +1,52 @@
+"""What tests of optional parts need: NIXL from PyPI; Debian's libibverbs (Mooncake) and Redis.
+
+Where the system's packages cannot be installed they are named, and their tests skip.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from pathlib import Path
+
+from installer import places, tools
+from installer.commands import run
+from installer.console import say
+
+
+def install(tool: tools.Tool) -> None:
+    """Install all of it that can be.
+
+    Raises:
+        Problem: NIXL could not be had.
+    """
+    say("installing NIXL")
+    # Without what it requires: that is torch, in whatever build the index has.
+    tool.install("--require-hashes", "-r", places.DEV_FULL, what="installing NIXL")
+    missing = _missing()
+    # Not where systemd runs: it would start the server that comes with Redis.
+    in_container = os.geteuid() == 0 and not Path("/run/systemd/system").is_dir()
+    if missing and in_container and shutil.which("apt-get"):
+        say(f"installing {' '.join(missing)} with apt-get")
+        _apt_get("update", "-q")
+        _apt_get("install", "-y", "-q", "--no-install-recommends", *missing)
+        missing = _missing()
+    if missing:
+        say(f"tests that need them skip; to run them, as root: apt-get install {' '.join(missing)}")
+
+
+def _missing() -> list[str]:
+    missing = []
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        missing.append("libibverbs1")
+    if not shutil.which("redis-server"):
+        missing.append("redis-server")
+    return missing
+
+
+def _apt_get(*words: str) -> None:
+    if run(["apt-get", *words], environment={"DEBIAN_FRONTEND": "noninteractive"}).code:
+        say(f"apt-get {words[0]} failed: see {places.LOG}")
