@@ -10,21 +10,28 @@ from banaserve.types import ObservedRequest
 
 
 class Moments(NamedTuple):
-    """Mean of a quantity a second, and the variance of that mean."""
+    """Number of samples of a quantity, their mean and their variance."""
 
+    count: int
     mean: float
     variance: float
 
     def differs(self, other: Moments, least_fraction: float, deviations: float) -> bool:
-        """Whether the two means differ by more than chance and by more than a share of them."""
+        """Whether the two means differ by more than chance and by more than a share of them.
+
+        Student's test of two samples with one variance, which the longer of them mostly gives.
+        """
+        count = self.count + other.count
         gap = abs(self.mean - other.mean)
-        if gap <= least_fraction * max(self.mean, other.mean):
+        if count < 4 or gap <= least_fraction * max(self.mean, other.mean):
             return False
-        return gap > deviations * sqrt(self.variance + other.variance)
+        squares = (self.count - 1) * self.variance + (other.count - 1) * other.variance
+        chance = sqrt(squares / (count - 2) * (1 / self.count + 1 / other.count))
+        return gap > deviations * chance
 
 
 class LoadStats(NamedTuple):
-    """Load of a stretch of time: requests, prompt tokens to compute and output tokens a second."""
+    """Load of a stretch of time: requests and prompt tokens to compute a second, and of each."""
 
     requests: Moments
     prompt_tokens: Moments
@@ -38,13 +45,13 @@ class LoadStats(NamedTuple):
         )
 
 
-def load_stats(
-    requests: Sequence[ObservedRequest], start_s: float, end_s: float, num_bins: int = 10
-) -> LoadStats:
+def load_stats(requests: Sequence[ObservedRequest], start_s: float, end_s: float) -> LoadStats:
     """Returns the load of those of ``requests`` that arrived from ``start_s`` to ``end_s``.
 
-    The variance comes from bins of time, so that it is larger where arrivals come in bursts.
+    The samples of rates are whole seconds, or as many equal stretches: their variance is larger
+    where arrivals come in bursts.
     """
+    num_bins = max(2, round(end_s - start_s))
     width_s = (end_s - start_s) / num_bins
     counts, tokens = [0.0] * num_bins, [0.0] * num_bins
     lengths = []
@@ -60,10 +67,7 @@ def load_stats(
 
 def _moments(values: Sequence[float]) -> Moments:
     count = len(values)
-    if not count:
-        return Moments(0.0, 0.0)
+    if count < 2:
+        return Moments(1, values[0] if values else 0.0, 0.0)
     mean = sum(values) / count
-    if count == 1:
-        return Moments(mean, mean * mean)
-    spread = sum((value - mean) ** 2 for value in values) / (count - 1)
-    return Moments(mean, spread / count)
+    return Moments(count, mean, sum((value - mean) ** 2 for value in values) / (count - 1))

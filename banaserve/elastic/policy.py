@@ -79,7 +79,7 @@ class ElasticOptions:
     kept: int = 7
     recent_s: float = 10.0
     least_change_fraction: float = 0.15
-    deviations: float = 3.0
+    deviations: float = 5.0
     margin: float = 0.02
     certainty: float = 1.5
 

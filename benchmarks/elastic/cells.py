@@ -131,7 +131,7 @@ def cells(how_many: int, traced: bool) -> list[Cell]:
         column = [options[n % len(options)] for n in range(how_many)]
         draws.shuffle(column)
         columns.append(column)
-    found = [Cell(*one) for one in zip(*columns, strict=True)]  # type: ignore[arg-type]
+    found = [Cell(*one) for one in zip(*columns, strict=True)]
     return [one if _makes_sense(one) else one._replace(arrivals="steady") for one in found]
 
 

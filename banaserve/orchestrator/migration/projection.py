@@ -18,6 +18,7 @@ from banaserve.types import (
     ModulePlacement,
     MoveModule,
     Role,
+    SetStepTokens,
     Step,
     SwitchRole,
 )
@@ -189,6 +190,8 @@ def take(projection: Projection, step: Step, horizon_s: float, now_s: float) -> 
     if isinstance(action, SwitchRole):
         if action.instance in projection:
             projection[action.instance].role = action.role
+        return
+    if isinstance(action, SetStepTokens):
         return
     host, guest = projection.get(action.host), projection.get(action.guest)
     is_move = isinstance(action, MoveModule)

@@ -1,0 +1,256 @@
+"""The elastic policy: arrangements, loads that change, forecasts, decisions; in virtual time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from io import BytesIO
+
+import pytest
+
+from banaserve.costs import profile as profiles
+from banaserve.elastic.arrangement import Arrangement, arrangement_of, arrangements, assign
+from banaserve.elastic.forecast import ServiceLimits, forecast, future_of
+from banaserve.elastic.load import load_stats
+from banaserve.elastic.policy import Elastic, ElasticOptions, Memory, Situation, decide, plan_of
+from banaserve.elastic.process import DecisionProcess
+from banaserve.errors import UserError
+from banaserve.orchestrator.migration import registry
+from banaserve.sim.request import SimRequest
+from banaserve.sim.result import LatencyLimits, summary
+from banaserve.sim.run import tallied
+from banaserve.sim.system import System
+from banaserve.types import (
+    ClusterView,
+    InstanceId,
+    InstanceReport,
+    InstanceView,
+    ObservedRequest,
+    Role,
+    SetStepTokens,
+    SwitchRole,
+)
+
+H100 = "llama-3.1-8b-h100"
+
+
+def view(name: str, role: Role, kv: float = 0.0, prefill: int = 0, tokens: int = 2048):
+    report = InstanceReport(0, 0, kv, 0.0, 0.0)
+    return InstanceView(
+        InstanceId(name), role, True, report, 0, prefill, 1000.0, step_tokens=tokens
+    )
+
+
+def seen(at_s: float, output: int, ended: bool = True, instance: str = "c0") -> ObservedRequest:
+    end_s = at_s + 1 if ended else None
+    where = None if ended else InstanceId(instance)
+    return ObservedRequest(at_s, 100, 0, output, where, at_s + 0.5, end_s)
+
+
+# ---- arrangements
+
+
+def test_every_arrangement_has_something_to_do_for_everybody():
+    found = list(arrangements(4, (512, 2048)))
+    assert len(found) == len(set(found))
+    for one in found:
+        assert one.size == 4
+        assert one.num_prefill + one.num_both > 0
+        assert one.num_decode + one.num_both > 0
+        assert one.num_prefill or not one.num_decode
+    assert [str(one) for one in found if one.num_prefill == 3 and one.num_decode] == [
+        "3 prefill, 1 decode, 0 both, steps of 2048"
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_roles_are_assigned_with_as_few_changes_as_can_be(seed):
+    draws = random.Random(seed)
+    views = [view(f"i{n}", draws.choice(list(Role)), draws.random()) for n in range(6)]
+    wanted = draws.choice(list(arrangements(6, (512,))))
+    changed = assign(wanted, views)
+    after = [changed.get(one.id, one.role) for one in views]
+    counts = [after.count(role) for role in (Role.PREFILL, Role.DECODE, Role.COLOCATED)]
+    assert counts == [wanted.num_prefill, wanted.num_decode, wanted.num_both]
+    before = [one.role for one in views]
+    least = sum(max(0, after.count(role) - before.count(role)) for role in Role)
+    assert len(changed) == least
+    assert all(changed[one.id] is not one.role for one in views if one.id in changed)
+
+
+def test_who_decodes_least_begins_to_prefill():
+    views = [view("d0", Role.DECODE, 0.9), view("d1", Role.DECODE, 0.1), view("p0", Role.PREFILL)]
+    assert assign(Arrangement(2, 1, 0, 2048), views) == {"d1": Role.PREFILL}
+    assert arrangement_of(views) == Arrangement(1, 2, 0, 2048)
+
+
+# ---- load
+
+
+def test_bursts_are_no_news_and_another_rate_or_length_is():
+    draws = random.Random(3)
+    steady = [seen(draws.uniform(0, 60), 50) for _ in range(600)]
+    more = [seen(draws.uniform(60, 70), 50) for _ in range(220)]
+    longer = [one._replace(prompt_tokens=300) for one in steady if one.arrival_s > 50]
+    before = load_stats(steady, 0, 50)
+    assert not before.differs(load_stats(steady, 50, 60), 0.15, 4.5)
+    assert before.differs(load_stats(more, 60, 70), 0.15, 4.5)
+    assert before.differs(load_stats(longer, 50, 60), 0.15, 4.5)
+    bursts = [seen(10 * draws.randrange(6) + draws.random(), 50) for _ in range(600)]
+    assert not load_stats(bursts, 0, 50).differs(load_stats(bursts, 50, 60), 0.15, 4.5)
+
+
+# ---- forecast
+
+
+def test_unfinished_requests_get_lengths_of_those_that_went_on():
+    requests = [*(seen(n, 10) for n in range(5)), *(seen(n, 100) for n in range(5, 10))]
+    requests += [seen(10, 40, ended=False), seen(11, 300, ended=False), seen(12, 0, ended=False)]
+    future = future_of(requests, 0.0, 13.0, 13.0, 100)
+    under_way = [one for one in future if one.instance is not None]
+    assert [one.generated for one in under_way] == [40, 300, 0]
+    assert under_way[0].output_tokens in (100, 450)
+    assert under_way[1].output_tokens == 450
+    assert under_way[1].age_s == 2.0
+    assert len(future) == len(under_way) + len(requests)
+    twice = future_of(requests, 0.0, 13.0, 26.0, 1000)
+    assert len(twice) == len(under_way) + 2 * len(requests)
+    assert [one.at_s for one in twice] == sorted(one.at_s for one in twice)
+    assert len(future_of(requests, 0.0, 13.0, 26.0, 20)) == len(under_way) + 20
+
+
+def test_a_forecast_sees_what_a_run_of_the_same_requests_gives():
+    profile = profiles.load(H100)
+    draws = random.Random(1)
+    requests = [
+        ObservedRequest(n / 20, 2000, 0, draws.randint(20, 60), None, 0.0, 100.0)
+        for n in range(200)
+    ]
+    future = future_of(requests, 0.0, 10.0, 10.0, 1000)
+    roles = [(InstanceId("a"), Role.PREFILL, 2048), (InstanceId("b"), Role.DECODE, 2048)]
+    limits = ServiceLimits(0.5, 0.02)
+    told = forecast(profile, System(kind="banaserve", colocated=2), roles, future, limits, 30.0)
+    system = System(kind="banaserve", prefill=1, decode=1)
+    rows = [SimRequest(n, one.arrival_s, 2000, one.output_tokens) for n, one in enumerate(requests)]
+    ran = summary(tallied(profile, system, rows), LatencyLimits(0.5, 0.02))
+    assert told.total_s == pytest.approx(ran["total_s"], rel=1e-6)
+    within = sum(value > 0.5 for value in told.values) / len(told.values)
+    assert within == pytest.approx(ran["goodput_fraction"], abs=0.05)
+
+
+def test_worth_falls_with_time_and_margin_counts():
+    limits = ServiceLimits(1.0, 0.1)
+    worth = [limits.value(ttft, 0.01, 5.0) for ttft in (0.1, 0.5, 0.9, 1.1, 2.0, 50.0)]
+    assert worth == sorted(worth, reverse=True)
+    assert worth[0] > 0.9
+    assert worth[4] < 0.2
+    assert ServiceLimits().value(1.0, 0.1, 2.0) > ServiceLimits().value(1.0, 0.1, 3.0)
+
+
+# ---- decisions
+
+
+def elastic(**options: object) -> System:
+    system = System(
+        kind="banaserve",
+        colocated=4,
+        migration="elastic",
+        history_s=300.0,
+        control_s=1.0,
+        migration_options={"profile": H100, **options},
+    )
+    limits = replace(system.control_limits, concurrent=1000, per_minute=1000)
+    return replace(system, control_limits=limits)
+
+
+def rows(rate_per_s: float, prompt: int, output: int, duration_s: float, first_s: float = 0.0):
+    draws = random.Random(f"{rate_per_s} {prompt} {output}")
+    at_s, found = first_s, []
+    while (at_s := at_s + draws.expovariate(rate_per_s)) < first_s + duration_s:
+        found.append((at_s, draws.randint(prompt // 2, 3 * prompt // 2), draws.randint(1, output)))
+    return found
+
+
+def run(system: System, load: list[tuple[float, int, int]], limits: tuple[float, float]):
+    requests = [SimRequest(number, *row) for number, row in enumerate(load)]
+    found = tallied(profiles.load(H100), system, requests)
+    return summary(found, LatencyLimits(*limits)), found.steps
+
+
+def test_it_comes_near_the_best_split_and_beats_what_it_began_with():
+    load, limits = rows(5.2, 12_000, 200, 90.0), (2.0, 0.03)
+    own, steps = run(elastic(ttft_s=2.0, tpot_s=0.03), load, limits)
+    began, _ = run(System(kind="banaserve", colocated=4), load, limits)
+    best, _ = run(System(kind="banaserve", prefill=3, decode=1), load, limits)
+    assert best["goodput_fraction"] > began["goodput_fraction"] + 0.1
+    assert own["goodput_fraction"] > best["goodput_fraction"] - 0.06
+    assert any("to prefill" in words for _, words in steps)
+
+
+@pytest.mark.parametrize("rate_per_s", [2.5, 4.5])
+def test_a_load_that_stays_the_same_is_left_alone_after_two_minutes(rate_per_s):
+    load = rows(rate_per_s, 12_000, 200, 600.0)
+    _, steps = run(elastic(ttft_s=2.0, tpot_s=0.03), load, (2.0, 0.03))
+    assert [(at_s, words) for at_s, words in steps if 120 < at_s < 600] == []
+
+
+def test_what_is_so_already_needs_no_step():
+    views = {
+        InstanceId(name): view(name, role, tokens=512)
+        for name, role in (("c0", Role.COLOCATED), ("c1", Role.PREFILL))
+    }
+    requests = [seen(n / 10, 20) for n in range(100)]
+    cluster = ClusterView(10.0, views, requests=requests)
+    options = ElasticOptions(profile=H100, ttft_s=1.0, tpot_s=0.05)
+    decision = decide(Elastic(options).situation(cluster), options)
+    plan = plan_of(decision, cluster, options)
+    for step in plan.steps:
+        now = views[step.instances[0]]
+        if isinstance(step.action, SwitchRole):
+            assert step.action.role is not now.role
+        else:
+            assert isinstance(step.action, SetStepTokens)
+            assert step.action.tokens != now.step_tokens
+    assert plan.rejected
+    assert isinstance(plan.memory, Memory)
+    nobody = decide(Situation(10.0, [], requests, None), options)
+    assert nobody.changes == ()
+
+
+async def test_a_decision_is_the_same_in_a_process_of_its_own():
+    views = [view(f"c{n}", Role.COLOCATED) for n in range(2)]
+    requests = [seen(n / 10, 20, ended=n < 90) for n in range(100)]
+    situation = Situation(10.0, views, requests, Memory(0.0, 4.0))
+    options = ElasticOptions(profile=H100, ttft_s=1.0, tpot_s=0.05)
+    process = DecisionProcess()
+    try:
+        first = await process.decide(situation, options)
+        again = await process.decide(situation, options)
+    finally:
+        await process.stop()
+    here = decide(situation, options)
+    assert first == again
+    assert [tuple(one) for one in first.candidates] == [tuple(one) for one in here.candidates]
+    assert (first.reason, first.gain, first.memory) == (here.reason, here.gain, here.memory)
+
+
+def test_half_a_message_ends_the_process_quietly():
+    from banaserve.elastic.process import serve
+
+    answers = BytesIO()
+    serve(BytesIO(b""), answers)
+    assert answers.getvalue() == b""
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ttft_s": -1.0}, "ttft_s is -1.0: give 0 or more"),
+        ({"chunks": "many"}, "chunks is 'many': give numbers of tokens"),
+        ({"roles": "some"}, "roles is 'some': give any or fixed"),
+        ({"window_s": 0.0}, "window_s is 0.0: give more than 0"),
+    ],
+)
+def test_options_that_make_no_sense(options, words):
+    with pytest.raises(UserError, match=words):
+        registry.make("elastic", **options)
