@@ -6,15 +6,11 @@ Greedy, float32, SmolLM2, two prefill and two decode instances and nobody who de
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import migration_load as loads
-from banaserve import models
 from banaserve.api.admin_client import AdminClient
-from banaserve.bench.loadgen.servers import Server, banaserve_server
 from banaserve.controller.schemas import RoleRequest
 from banaserve.engine.interface import RoleChange
 from banaserve.errors import UserError
@@ -22,24 +18,13 @@ from banaserve.run_dir import find_admin
 
 pytestmark = pytest.mark.e2e
 
-OPTIONS = (
+SERVE_OPTIONS = (
     *("--pd", "2:2", "--dtype", "float32", "--max-model-len", "1024"),
-    *("--kv-store-size", "512MiB", "--kv-cache-memory-bytes", str(96 << 20)),
+    *("--kv-cache-memory-bytes", str(96 << 20)),
     *("--max-num-batched-tokens", "1024", "--max-num-seqs", "32", "--orchestrator", "off"),
 )
 NUM_CHANGES = 100
 NUM_STREAMS = 16
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("elastic") / "run"
-
-
-@pytest.fixture(scope="module")
-def server(run_dir: Path) -> Iterator[Server]:
-    with banaserve_server(models.PACKAGED, *OPTIONS, "--run-dir", str(run_dir)) as started:
-        yield started
 
 
 def changed(admin: AdminClient, ask: RoleRequest) -> RoleChange | None:
@@ -55,9 +40,9 @@ def changed(admin: AdminClient, ask: RoleRequest) -> RoleChange | None:
     return change
 
 
-def test_tokens_stay_the_same_while_roles_and_step_sizes_change_at_random(server, run_dir):
-    admin = AdminClient(*find_admin(run_dir))
-    reference = loads.Reference(24, 500, seed=11)
+def test_tokens_stay_the_same_while_roles_and_step_sizes_change_at_random(server, fork_server):
+    admin = AdminClient(*find_admin(server.run_dir))
+    reference = loads.Reference(fork_server, 24, longest=400, seed=11)
     draws = random.Random(17)
     seen: set[str] = set()
     num_refused = 0
