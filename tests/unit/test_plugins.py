@@ -203,6 +203,7 @@ class Fine:
 
 class Loose(LegByLeg):
     Options = Changing
+    def __init__(self, options, legs, start): ...
     def choose_prefill(self, request, views, now_s): ...
     def choose_decode(self, views, now_s): ...
 
@@ -326,8 +327,8 @@ def test_a_module_that_ends_the_process_is_refused_and_the_rest_goes_on(
 ) -> None:
     install(site, "acme", "import sys; sys.exit(3)", {f"{ROUTING_GROUP}:x": "acme:X"})
     routing_plugin(site, package="zeal-routing")
-    first, second = use_plugins(ROUTING_GROUP)
-    assert (first.problem, second.problem) == ("SystemExit: 3", "")
+    good, refused = use_plugins(ROUTING_GROUP)
+    assert (good.problem, refused.problem) == ("", "SystemExit: 3")
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -448,7 +449,7 @@ def test_a_policy_that_fails_is_named(site: Path, how: str, problem: str) -> Non
     with pytest.raises(PolicyError) as failed:
         routing.make_named("failing", how=how).route(request, cluster)
     assert str(failed.value) == f"routing policy failing of acme 1.0: {problem}"
-    with pytest.raises(NoInstanceError, match="^nobody is ready$"):
+    with pytest.raises(NoInstanceError, match=r"^nobody is ready$"):
         routing.make_named("failing", how="nobody").route(request, cluster)
     assert routing.make_named("failing").label == "failing (acme 1.0)"
 
