@@ -20,8 +20,10 @@ from banaserve.controller.schemas import (
     WantedStep,
 )
 from banaserve.engine.interface import Ending, Executor, StepOutcome
+from banaserve.errors import PolicyError
 from banaserve.orchestrator.control import ControlLimits, Mode, Remembered, kind_of, turn
 from banaserve.orchestrator.migration import registry
+from banaserve.registry import one_line
 from banaserve.types import ClusterView, InstanceId, Step
 
 logger = logging.getLogger(__name__)
@@ -151,8 +153,10 @@ class Controller:
     def _failed(self, failure: Exception, pause_s: float) -> None:
         self._num_restarts += 1
         metrics.RESTARTS.inc()
-        frame = traceback.extract_tb(failure.__traceback__)[-1]
-        self._error = f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+        is_policys = isinstance(failure, PolicyError)
+        place = (failure.__cause__ or failure) if is_policys else failure
+        frame = traceback.extract_tb(place.__traceback__)[-1]
+        self._error = str(failure) if is_policys else one_line(failure)
         logger.error(
             "the orchestrator failed (%s, %s:%s) and begins again in %g s; serving goes on",
             self._error,
@@ -185,7 +189,7 @@ class Controller:
 
     def _turn(self) -> None:
         began_s = self._clock.now()
-        policy = registry.make(self._options.policy, **self._section())
+        policy = registry.make_named(self._options.policy, **self._section())
         options = self._options
         found = turn(
             self._executor.view(),
