@@ -34,6 +34,10 @@ class NoInstanceError(BanaServeError):
     """No instance of the asked role serves at present: answer 503 and try later."""
 
 
+class PolicyError(BanaServeError):
+    """A policy failed, which is a mistake in its code: answer 500 and go on serving."""
+
+
 class DeadlineExceededError(BanaServeError):
     """The request ran out of its time budget."""
 

@@ -16,8 +16,7 @@ from enum import StrEnum
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
-from banaserve.errors import UserError
-from banaserve.registry import Registry
+from banaserve.registry import Registry, one_line
 
 
 class PluginGroup(StrEnum):
@@ -69,7 +68,7 @@ def load_plugins(registries: Mapping[PluginGroup, Registry[Any]]) -> list[Plugin
         try:
             found = distribution.entry_points
         except Exception as error:  # a line without "=" is a TypeError
-            unread.append(Plugin("banaserve.*", "entry_points.txt", package, _one_line(error)))
+            unread.append(Plugin("banaserve.*", "entry_points.txt", package, one_line(error)))
             continue
         entries += [
             (group, entry.name, package, entry)
@@ -97,14 +96,9 @@ def _packages() -> dict[str, Distribution]:
 def _load(entry: EntryPoint, package: str, group: PluginGroup, registry: Registry[Any]) -> Plugin:
     try:
         registry.add_plugin(entry.name, entry.load(), package)
-    # It is another package's code that runs here: it may raise anything.
-    except Exception as error:
-        problem = _one_line(error)
+    # It is another package's code that runs here: it may raise anything, and may call sys.exit.
+    except (Exception, SystemExit) as error:
+        problem = one_line(error)
         registry.refuse(entry.name, package, problem)
         return Plugin(group, entry.name, package, problem)
     return Plugin(group, entry.name, package)
-
-
-def _one_line(error: Exception) -> str:
-    words = " ".join(str(error).split())
-    return words if isinstance(error, UserError) else f"{type(error).__name__}: {words}"

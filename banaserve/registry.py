@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from importlib import import_module
-from typing import Any, Generic, TypeVar
+from types import FunctionType, NoneType, UnionType
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from banaserve.errors import UserError
 from banaserve.names import check_known
@@ -16,6 +18,15 @@ C = TypeVar("C")
 
 OWN = "banaserve"
 """The package of what is registered without another package's name."""
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_TAKES: Mapping[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+}
+"""Types of options that values are checked against, in words."""
 
 
 class Registry(Generic[T]):
@@ -41,6 +52,7 @@ class Registry(Generic[T]):
         self._built_in = built_in
         self._found: dict[str, T] = {}
         self._offers: dict[str, tuple[str, object]] = {}
+        self._rivals: dict[str, list[str]] = {}
 
     def register(self, name: str) -> Callable[[C], C]:
         """Returns a class decorator that makes the class known as ``name``.
@@ -79,6 +91,9 @@ class Registry(Generic[T]):
             owner, offered = self._offers[name]
             if owner == package and offered is found:
                 return
+            rivals = self._rivals.setdefault(name, [])
+            if package not in rivals:
+                rivals.append(package)
             raise UserError(f"the name is taken by {owner}: it needs another one")
         self._found[name], self._offers[name] = self._check(name, found), (package, found)
         self.refused.pop(name, None)
@@ -94,6 +109,28 @@ class Registry(Generic[T]):
             import_module(module)
         return sorted(self._found)
 
+    def owner(self, name: str) -> str:
+        """Returns the package of ``name`` with its version; ``OWN`` for ours.
+
+        Raises:
+            UserError: There is none of this name.
+        """
+        self.get(name)
+        return self._offers[name][0]
+
+    def label(self, name: str) -> str:
+        """Returns ``name``, and of what package it is where that is not banaserve."""
+        owner = self.owner(name)
+        return name if owner == OWN else f"{name} of {owner}"
+
+    def rivalry(self, name: str) -> str:
+        """Returns whose ``name`` is used where several packages offer one; empty where not."""
+        rivals = self._rivals.get(name)
+        if not rivals or name not in self._offers:
+            return ""
+        refused = ", ".join(rivals)
+        return f"{self.kind} {name}: that of {self.owner(name)} is used, that of {refused} refused"
+
     def get(self, name: str) -> T:
         """Returns the implementation ``name``.
 
@@ -107,6 +144,8 @@ class Registry(Generic[T]):
 def check_class(found: object, interface: type, arguments: Sequence[str] | None = None) -> Any:
     """Returns ``found``, a class that has the methods of ``interface``.
 
+    What overrides a method of a class of banaserve takes as many arguments as that one, too.
+
     Args:
         interface: A protocol or base class: each of its public methods is needed, with as many
             arguments as there.
@@ -116,41 +155,85 @@ def check_class(found: object, interface: type, arguments: Sequence[str] | None 
         UserError: ``found`` is no such class; names what is missing or differs.
     """
     if not isinstance(found, type):
-        raise UserError(f"it refers to {found!r}, which is no class")
-    wanted = {
-        name: list(inspect.signature(member).parameters)
-        for name, member in vars(interface).items()
-        if not name.startswith("_") and inspect.isfunction(member)
-    }
+        kind, name = type(found).__name__, getattr(found, "__qualname__", "")
+        raise UserError(f"it refers to a {kind}{f' ({name})' if name else ''}, which is no class")
+    wanted = {name: one for name, one in _methods(interface).items() if not name.startswith("_")}
     have = dict(inspect.getmembers(found))
     missing = [name for name in wanted if name not in have]
     missing += [name for name, one in have.items() if getattr(one, "__isabstractmethod__", False)]
     if missing:
         raise UserError(f"{found.__name__} lacks {', '.join(sorted(missing))}")
-    for name, parameters in wanted.items():
-        check_call(have[name], f"{found.__name__}.{name}", parameters)
+    for name, member in {**_overridden(found), **wanted}.items():
+        _check_override(found, name, member)
     if arguments is not None:
         check_call(found, found.__name__, arguments)
     return found
 
 
-def check_call(called: Any, name: str, arguments: Sequence[str]) -> None:
-    """Returns if ``called`` can be called with these arguments by place.
+def _methods(owner: type) -> dict[str, FunctionType]:
+    """Returns the methods of a class without those of its parents and those of Python."""
+    return {
+        name: member
+        for name, member in vars(owner).items()
+        if inspect.isfunction(member) and not name.startswith("__")
+    }
+
+
+def _overridden(found: type) -> dict[str, FunctionType]:
+    """Returns the methods of banaserve's classes that another package's class overrides."""
+    overridden: dict[str, FunctionType] = {}
+    theirs: set[str] = set()
+    for owner in found.__mro__[:-1]:
+        if owner.__module__.partition(".")[0] == OWN:
+            for name, member in _methods(owner).items():
+                if name in theirs:
+                    overridden.setdefault(name, member)
+        else:
+            theirs.update(vars(owner))
+    return overridden
+
+
+def _check_override(found: type, name: str, wanted: FunctionType) -> None:
+    """Returns if ``found.name`` can be called as ``wanted`` is, on an instance of ``found``."""
+    parameters = list(inspect.signature(wanted).parameters.values())
+    places = [
+        one.name
+        for one in parameters
+        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    keywords = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+    if isinstance(inspect.getattr_static(found, name), staticmethod | classmethod):
+        places = places[1:]
+    called = getattr(found, name)
+    check_call(called, f"{found.__name__}.{name}", places, keywords)
+    if _is_async(called) and not _is_async(wanted):
+        raise UserError(f"{found.__name__}.{name} is async: it has to be a plain function")
+
+
+def _is_async(called: object) -> bool:
+    return inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)
+
+
+def check_call(
+    called: Any, name: str, arguments: Sequence[str], keywords: Sequence[str] = ()
+) -> None:
+    """Returns if ``called`` can be called with these arguments by place and by keyword.
 
     Raises:
         UserError: It is no function, or takes others.
     """
-    wanted = f"{name} has to take ({', '.join(arguments)})"
+    listed = [*arguments, *(f"{keyword}=" for keyword in keywords)]
+    wanted = f"{name} has to take ({', '.join(listed)})"
     if not callable(called):
         raise UserError(f"{wanted}: it cannot be called")
     try:
-        inspect.signature(called).bind(*arguments)
+        inspect.signature(called).bind(*arguments, **dict.fromkeys(keywords))
     except (TypeError, ValueError) as error:
         raise UserError(f"{wanted}: {error}") from error
 
 
 def check_options(found: Any) -> None:
-    """Returns if ``found.Options`` is a dataclass in which every option has a valid default.
+    """Returns if ``found.Options`` is a frozen dataclass in which every option has a valid default.
 
     Raises:
         UserError: It is not.
@@ -163,28 +246,118 @@ def check_options(found: Any) -> None:
     except Exception as error:
         why = f"{found.__name__}.Options needs a valid default for each option: {error}"
         raise UserError(why) from error
+    check_frozen(options, f"{found.__name__}.Options")
+
+
+def check_frozen(options: Any, name: str) -> None:
+    """Returns if a dataclass, or an instance of one, cannot be changed.
+
+    Raises:
+        UserError: It can be.
+    """
+    if not options.__dataclass_params__.frozen:
+        raise UserError(f"{name} can be changed: write @dataclass(frozen=True)")
 
 
 def build_options(
-    owner: str, known: Sequence[str], build: Callable[..., C], section: Mapping[str, Any]
+    owner: str,
+    options: Any,
+    build: Callable[..., C],
+    section: Mapping[str, Any],
+    package: str = OWN,
 ) -> C:
     """Returns ``build(**section)``: the options of one policy from its section of a configuration.
 
+    Each value has to be of its field's type, where that is a number, text, true or false, or one
+    of these or None. A number is text for a field of text, and the words ``true`` and ``false``
+    are what they say: a command line cannot tell them apart.
+
     Args:
         owner: Whose options they are, for messages.
-        known: Names of its options.
+        options: Their dataclass, or an instance of it.
+        package: That it comes from.
 
     Raises:
-        UserError: An unknown option, or a value out of range.
+        UserError: An unknown option, a value of another type or out of range.
     """
+    known = option_names(options)
     for option in section:
         check_known(f"option of {owner}", option, known)
+    types = option_types(options)
+    given = {
+        option: _typed(owner, option, value, types.get(option, ()))
+        for option, value in section.items()
+    }
     try:
-        return build(**section)
+        return build(**given)
+    except UserError:
+        raise
     except (TypeError, ValueError) as error:
-        raise UserError(f"options of {owner}: {error}") from error
+        raise UserError(f"options of {_of(owner, package)}: {error}") from error
+    except Exception as error:
+        if package == OWN:
+            raise
+        why = f"options of {_of(owner, package)}: {one_line(error)}"
+        raise UserError(why) from error
+
+
+def build_policy(owner: str, package: str, build: Callable[..., C], *arguments: Any) -> C:
+    """Returns ``build(*arguments)``: a policy with its options.
+
+    Raises:
+        UserError: A policy of another package cannot be built; names the package.
+    """
+    try:
+        return build(*arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        if package == OWN:
+            raise
+        raise UserError(f"{_of(owner, package)}: {one_line(error)}") from error
+
+
+def _of(owner: str, package: str) -> str:
+    return owner if package == OWN else f"{owner} of {package}"
+
+
+def _typed(owner: str, option: str, value: Any, types: Sequence[type]) -> Any:
+    """Returns ``value`` as one of ``types``; as it is where there is none."""
+    if not types or type(value) in types or (type(value) is int and float in types):
+        return value
+    if bool in types and value in ("true", "false"):
+        return value == "true"
+    if str in types and type(value) in (int, float):
+        return str(value)
+    takes = " or ".join(_TAKES[one] for one in types if one is not NoneType)
+    raise UserError(f"{owner}: {option} takes {takes}: got {value!r}")
 
 
 def option_names(options: Any) -> list[str]:
     """Returns the names of the fields of a dataclass or of an instance of one."""
     return [field.name for field in fields(options)]
+
+
+def option_types(options: Any) -> dict[str, tuple[type, ...]]:
+    """Returns the types that each option takes; nothing of those whose annotation says another."""
+    try:
+        hints = get_type_hints(options if isinstance(options, type) else type(options))
+    except Exception:  # an annotation may name what is not imported at run time
+        return {}
+    found = {}
+    for name in option_names(options):
+        hint = hints[name]
+        types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if any(one in _TAKES for one in types) and all(
+            one in _TAKES or one is NoneType for one in types
+        ):
+            found[name] = types
+    return found
+
+
+def one_line(error: BaseException) -> str:
+    """Returns what ``error`` says in one line, after its class where it is no ``UserError``."""
+    words = _ADDRESS.sub("", " ".join(str(error).split()))
+    if isinstance(error, UserError):
+        return words
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__

@@ -187,7 +187,7 @@ _ERRORS = {
 def admin_routes() -> set[tuple[str, str]]:
     """Return method and path of every route of the admin API, as the server has them."""
     nothing = cast(Any, None)  # The routes' functions ask it only when they are called.
-    control, traces = Control(nothing, nothing, nothing), Traces(nothing, nothing)
+    control, traces = Control(nothing, nothing, nothing, nothing), Traces(nothing, nothing)
     app = cast(Starlette, admin_app(nothing, control, traces))
     return {
         (method, route.path)

@@ -31,6 +31,7 @@ class Stream(threading.Thread):
         self._max_tokens = max_tokens
         self.begun = threading.Event()
         self.num_pieces = 0
+        self.num_tokens = 0
 
     def run(self) -> None:
         pieces = self._client.completions.create(
@@ -39,11 +40,15 @@ class Stream(threading.Thread):
             max_tokens=self._max_tokens,
             temperature=0.0,
             stream=True,
+            stream_options={"include_usage": True},
             extra_body={"ignore_eos": True},
         )
-        for _ in pieces:
+        for piece in pieces:
+            # A piece may hold several tokens; the last one says how many there were.
             self.num_pieces += 1
             self.begun.set()
+            if piece.usage is not None:
+                self.num_tokens = piece.usage.completion_tokens
 
 
 def show(admin: AdminClient) -> None:
@@ -85,7 +90,7 @@ def main() -> None:
     print("home again:")
     show(admin)
     stream.join()
-    print(f"the stream has ended after {stream.num_pieces} pieces")
+    print(f"the stream has ended after {stream.num_tokens} tokens")
 
 
 if __name__ == "__main__":

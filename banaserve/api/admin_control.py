@@ -26,15 +26,17 @@ from banaserve.controller.schemas import PauseRequest, RoleRequest
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration_executor import MoveExecutor
 from banaserve.engine.vllm.role_switch import Roles
+from banaserve.orchestrator.routing.named import NamedPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Who decides and who carries it out."""
+    """Who decides and who carries it out, and who routes."""
 
     controller: Controller
     executor: MoveExecutor
     roles: Roles
+    routing: NamedPolicy
 
 
 def control_routes(control: Control, coordinator: Coordinator) -> list[Route]:
@@ -58,6 +60,7 @@ def _status(control: Control, coordinator: Coordinator) -> Endpoint:
             coordinator,
             control.roles,
             control.controller.status(),
+            control.routing,
             time.time(),
         )
         return answer(found)

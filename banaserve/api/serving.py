@@ -182,7 +182,7 @@ def _cluster(parts: Parts) -> Cluster:
     ]
     section: dict[str, Any] = dict(config.routing_options)
     legs = LegOptions(skip_prefill_below_tokens=config.skip_prefill_below_tokens)
-    policy = registry.make(config.routing_policy, legs=legs, **section)
+    policy = registry.make_named(config.routing_policy, legs=legs, **section)
     patience = ClusterTimeouts(
         config.start_timeout_s, config.restart_grace_s, config.engine_stall_s
     )
@@ -257,7 +257,7 @@ async def _controlling(
     controller = Controller(executor, options, log, clock, time.time)
     controller.start()
     try:
-        yield Control(controller, executor, roles)
+        yield Control(controller, executor, roles, cluster.policy)
     finally:
         await controller.stop()
         await roles.stop()

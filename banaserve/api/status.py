@@ -9,6 +9,7 @@ from banaserve.engine.vllm.migration_executor import seconds_of
 from banaserve.engine.vllm.role_switch import Roles
 from banaserve.orchestrator.measure import judge, load_of
 from banaserve.orchestrator.migration.scoring import module_words
+from banaserve.orchestrator.routing.named import NamedPolicy
 from banaserve.types import ClusterView, InstanceView
 
 _ENDED_SHOWN = 5
@@ -20,6 +21,7 @@ def status_of(
     coordinator: Coordinator,
     roles: Roles,
     controller: ControllerStatus,
+    routing: NamedPolicy,
     at_s: float,
 ) -> ServerStatus:
     """Returns instances, their moves and the controller; ``at_s`` is seconds since 1970."""
@@ -41,7 +43,7 @@ def status_of(
     ]
     ended = [move for move in moves if not _is_open(move)]
     kept = [move for move in moves if _is_open(move)] + ended[-_ENDED_SHOWN:]
-    return ServerStatus(at_s, instances, kept, controller)
+    return ServerStatus(at_s, instances, kept, controller, routing.name, routing.package)
 
 
 def _is_open(move: MoveLine) -> bool:

@@ -12,8 +12,11 @@ from banaserve.balancer.membership import TargetRegistry
 from banaserve.balancer.queue import RequestQueue
 from banaserve.balancer.routing_request import without_tried
 from banaserve.balancer.targets import Target
+from banaserve.errors import PolicyError
+from banaserve.orchestrator.replicas import registry
 from banaserve.orchestrator.replicas.fleet import Fleet
 from banaserve.orchestrator.replicas.interface import Request, RoutingDecision
+from banaserve.registry import one_line
 
 
 class Dispatcher:
@@ -40,16 +43,29 @@ class Dispatcher:
 
     def take_settings(self, settings: BalancerSettings) -> None:
         """Let the limits of ``settings`` hold from here on."""
+        self._policy = registry.POLICIES.label(settings.policy.name)
         self.max_attempts = settings.limits.max_attempts
         self.max_queue = settings.limits.max_queue
         self._has_keys = bool(settings.api_keys or settings.tenants)
 
     def decide(self, request: Request, without: set[str]) -> RoutingDecision:
-        """Returns the policy's decision, leaving out ``without`` where other targets are left."""
+        """Returns the policy's decision, leaving out ``without`` where other targets are left.
+
+        Raises:
+            PolicyError: The policy fails, or names a target that there is not.
+        """
         view = self.fleet.view(monotonic())
         if without and self.has_other(request, without):
             view = without_tried(view, without)
-        return self.fleet.policy.choose(request, view)
+        try:
+            decision = self.fleet.policy.choose(request, view)
+            target = decision.target
+            if target is None or target in self._targets.targets:
+                return decision
+        # It may be another package's code: sys.exit in it would end the balancer.
+        except (Exception, SystemExit) as error:
+            raise PolicyError(f"policy {self._policy}: {one_line(error)}") from error
+        raise PolicyError(f"policy {self._policy}: there is no replica {target!r}")
 
     def has_other(self, request: Request, tried: set[str]) -> bool:
         """Returns whether a target that is not in ``tried`` may serve ``request`` at present."""

@@ -13,6 +13,7 @@ from banaserve.balancer.http.client_connection import ClientConnection
 from banaserve.balancer.http.replica_connection import ReplicaConnection, Sink
 from banaserve.balancer.http.request import ClientRequest
 from banaserve.balancer.http.response import Body, ChunkedBody, ResponseHead, UntilClose
+from banaserve.errors import PolicyError
 from banaserve.orchestrator.replicas.interface import (
     Flight,
     Request,
@@ -107,7 +108,12 @@ class ProxiedRequest:
         queue.join(self)
 
     def place(self) -> bool:
-        decision = self._dispatcher.decide(self.request, self._tried)
+        try:
+            decision = self._dispatcher.decide(self.request, self._tried)
+        except PolicyError as failure:
+            self._dispatcher.log(str(failure))
+            self._answer(500, str(failure), None)
+            return True
         if decision.target is not None:
             self._send(decision)
             return True

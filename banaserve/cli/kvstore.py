@@ -9,11 +9,12 @@ import os
 import tempfile
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import msgspec
 import typer
 
-from banaserve.cli.plugins import use_plugins
+from banaserve.cli.plugins import use_plugins, warn_of_rivalries
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import clear_store, fetch_stats
 from banaserve.kvstore.daemon.options import DEFAULT_SSD_SIZE, StoreOptions
@@ -80,6 +81,7 @@ def start(
     if context.invoked_subcommand is not None:
         return
     use_plugins(PluginGroup.STORE_TIERS)
+    warn_of_rivalries((PluginGroup.STORE_TIERS, urlsplit(distributed).scheme))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s kvstore %(levelname)s %(message)s")
     options = StoreOptions(
         size=size,

@@ -20,6 +20,18 @@ REGISTRIES: dict[PluginGroup, Registry[Any]] = {
 }
 
 
+def rivalries(*asked: tuple[PluginGroup, str]) -> list[str]:
+    """Returns a line for each of these names that several packages offer: whose is used."""
+    lines = [REGISTRIES[group].rivalry(name) for group, name in asked]
+    return [line for line in lines if line]
+
+
+def warn_of_rivalries(*asked: tuple[PluginGroup, str]) -> None:
+    """Say on standard error whose is used of each of these names that several packages offer."""
+    for line in rivalries(*asked):
+        print_error(line)
+
+
 def use_plugins(*groups: PluginGroup) -> list[Plugin]:
     """Register the plugins of ``groups``; each one that is refused is a line on standard error."""
     found = load_plugins({group: REGISTRIES[group] for group in groups})

@@ -19,7 +19,7 @@ from banaserve.balancer.config import (
 )
 from banaserve.balancer.config_file import read_settings
 from banaserve.cli.console import print_error, timed
-from banaserve.cli.plugins import use_plugins
+from banaserve.cli.plugins import use_plugins, warn_of_rivalries
 from banaserve.cli.sockets import listening
 from banaserve.errors import UserError
 from banaserve.orchestrator.replicas import registry
@@ -38,6 +38,7 @@ def route_command(argv: Sequence[str]) -> int:
     known = _make_parser().parse_args(argv)
     settings = _from_file(argv, known.config) if known.config else _from_words(known)
     settings.check()
+    warn_of_rivalries((PluginGroup.REPLICA_POLICIES, settings.policy.name))
     if not settings.replicas and not settings.peers:
         raise UserError("route: no replica: give --replica URL, once for each, or --config FILE")
     from banaserve.balancer import server
@@ -125,7 +126,7 @@ def _banner(balancer: Balancer) -> None:
     settings = balancer.settings
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"http://{host}:{settings.port}"
-    lines = ["", f"  banaserve routes by {settings.policy.name}"]
+    lines = ["", f"  banaserve routes by {registry.POLICIES.label(settings.policy.name)}"]
     for target in balancer.targets.values():
         state = "ready" if target.is_healthy else "does not answer yet"
         lines.append(f"  {target.endpoint.url:<32} {state}")

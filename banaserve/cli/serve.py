@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
+from urllib.parse import urlsplit
 
 from banaserve import models
 from banaserve.cli import emulation
-from banaserve.cli.console import Say, timed
-from banaserve.cli.plugins import use_plugins
+from banaserve.cli.console import Say, print_error, timed
+from banaserve.cli.plugins import rivalries, use_plugins
 from banaserve.cli.serve_options import check_orchestrator, parse_serve_argv
 from banaserve.cli.sockets import listening
 from banaserve.config import ServeConfig
@@ -25,11 +26,13 @@ from banaserve.errors import UserError
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import format_size, parse_size
 from banaserve.linux import available_memory_bytes
+from banaserve.orchestrator.control import Mode
 from banaserve.orchestrator.routing import registry
 from banaserve.plugins import PluginGroup
 from banaserve.run_dir import RunDir, open_run_dir
 
 _AGAIN_S = 0.5
+logger = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 
@@ -39,11 +42,14 @@ def serve_command(argv: list[str]) -> int:
     Raises:
         UserError: Something the user can mend; nothing is left running.
     """
-    use_plugins(
+    found = use_plugins(
         PluginGroup.ROUTING_POLICIES, PluginGroup.MIGRATION_POLICIES, PluginGroup.STORE_TIERS
     )
     config = parse_serve_argv(argv)
     _check(config)
+    contested = rivalries(*_asked(config))
+    for line in contested:
+        print_error(line)
     with (
         Leaving() as leaving,
         listening(config.host, config.port) as sock,
@@ -51,6 +57,9 @@ def serve_command(argv: list[str]) -> int:
         _quiet(run) as terminal,
         leaving.insisting(),
     ):
+        # Standard error, where they have been said, is often not kept.
+        for line in [*(str(plugin) for plugin in found if plugin.problem), *contested]:
+            logger.warning("%s", line)
         say = timed(terminal)
         model = emulation.resolve(config, say)
         _serve(config, model, sock, run, say, terminal)
@@ -66,6 +75,14 @@ def _check(config: ServeConfig) -> None:
     registry.make(config.routing_policy, **section)
     emulation.profile_of(config)
     check_orchestrator(config.orchestrator)
+
+
+def _asked(config: ServeConfig) -> Iterator[tuple[PluginGroup, str]]:
+    """Names that are in use and that packages can offer."""
+    yield PluginGroup.ROUTING_POLICIES, config.routing_policy
+    if config.orchestrator.mode != Mode.OFF:
+        yield PluginGroup.MIGRATION_POLICIES, config.orchestrator.policy
+    yield PluginGroup.STORE_TIERS, urlsplit(config.kv_store_distributed).scheme
 
 
 def _check_pool(config: ServeConfig) -> None:
@@ -151,6 +168,7 @@ def _banner(
         f"  banaserve serves {model.served_name} ({shape})",
         f"  API    {url}/v1",
         f"  logs   {Path(run.logs)}",
+        f"  routing  {registry.POLICIES.label(config.routing_policy)}",
         *([f"  dtype  {dtype}"] if dtype else []),
         *([f"  time   {time_is}"] if (time_is := emulation.words(config)) else []),
         "",

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from banaserve.bench.results.statistics import mean_interval
 from banaserve.cli.console import print_rows
-from banaserve.cli.plugins import use_plugins
+from banaserve.cli.plugins import use_plugins, warn_of_rivalries
 from banaserve.costs import profile as profiles
 from banaserve.errors import UserError
 from banaserve.orchestrator.migration.registry import names
@@ -115,7 +115,12 @@ def simulate_command(
         limit=limit,
         max_output_tokens=max_output_tokens,
     )
-    return _compare(job(asked), seeds, seed, as_json, chrome_trace)
+    planned = job(asked)
+    systems = planned.systems.values()
+    asked_names = [(PluginGroup.ROUTING_POLICIES, one.routing) for one in systems]
+    asked_names += [(PluginGroup.MIGRATION_POLICIES, one.migration) for one in systems]
+    warn_of_rivalries(*dict.fromkeys(asked_names))
+    return _compare(planned, seeds, seed, as_json, chrome_trace)
 
 
 def _compare(

@@ -22,6 +22,7 @@ from banaserve.controller.schemas import (
 from banaserve.elastic.policy import Elastic, plan_of
 from banaserve.elastic.process import DecisionProcess
 from banaserve.engine.interface import Ending, Executor, StepOutcome
+from banaserve.errors import PolicyError
 from banaserve.orchestrator.control import (
     ControlLimits,
     Mode,
@@ -31,7 +32,9 @@ from banaserve.orchestrator.control import (
     to_plan_for,
 )
 from banaserve.orchestrator.migration import registry
-from banaserve.orchestrator.migration.interface import MigrationPlan, MigrationPolicy
+from banaserve.orchestrator.migration.interface import MigrationPlan
+from banaserve.orchestrator.migration.named import NamedMigrationPolicy
+from banaserve.registry import one_line
 from banaserve.types import ClusterView, InstanceId, Step
 
 logger = logging.getLogger(__name__)
@@ -163,8 +166,10 @@ class Controller:
     def _failed(self, failure: Exception, pause_s: float) -> None:
         self._num_restarts += 1
         metrics.RESTARTS.inc()
-        frame = traceback.extract_tb(failure.__traceback__)[-1]
-        self._error = f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+        is_policys = isinstance(failure, PolicyError)
+        place = (failure.__cause__ or failure) if is_policys else failure
+        frame = traceback.extract_tb(place.__traceback__)[-1]
+        self._error = str(failure) if is_policys else one_line(failure)
         logger.error(
             "the orchestrator failed (%s, %s:%s) and begins again in %g s; serving goes on",
             self._error,
@@ -197,7 +202,7 @@ class Controller:
 
     async def _turn(self) -> None:
         began_s = self._clock.now()
-        policy = registry.make(self._options.policy, **self._section())
+        policy = registry.make_named(self._options.policy, **self._section())
         options = self._options
         seen = self._executor.view()
         view, _ = to_plan_for(seen, options.limits, self._remembered)
@@ -219,11 +224,11 @@ class Controller:
             task.add_done_callback(self._carrying.discard)
         metrics.UNDER_WAY.set(len(found.view.under_way) + len(found.begin))
 
-    async def _plan(self, policy: MigrationPolicy, view: ClusterView) -> MigrationPlan:
+    async def _plan(self, policy: NamedMigrationPolicy, view: ClusterView) -> MigrationPlan:
         """The policy's plan; one that takes seconds is made in a process of its own."""
-        if isinstance(policy, Elastic):
-            decision = await self._deciding.decide(policy.situation(view), policy.options)
-            return plan_of(decision, view, policy.options)
+        if isinstance(elastic := policy.policy, Elastic):
+            decision = await self._deciding.decide(elastic.situation(view), elastic.options)
+            return plan_of(decision, view, elastic.options)
         return policy.plan(view)
 
     def _section(self) -> dict[str, Any]:

@@ -203,12 +203,19 @@ class MoveLine(msgspec.Struct, frozen=True):
 
 
 class ServerStatus(msgspec.Struct, frozen=True):
-    """State of a running server, for one screen."""
+    """State of a running server, for one screen.
+
+    Attributes:
+        routing_policy: Name of the policy that chooses instances for requests.
+        routing_package: Name and version of the package that it is from; empty for banaserve's own.
+    """
 
     at_s: float
     instances: list[InstanceStatus]
     moves: list[MoveLine]
     controller: ControllerStatus
+    routing_policy: str = ""
+    routing_package: str = ""
 
 
 class PauseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -39,8 +39,8 @@ def _section(policy: str, given: dict[str, Any], factor: float) -> dict[str, Any
     for key, value in {**registry.defaults(policy), **given}.items():
         if key.startswith(_LEARNT) or not isinstance(value, int | float):
             continue
-        if key.endswith("_per_s"):
-            section[key] = value / factor
-        elif key.endswith("_s"):
-            section[key] = value * factor
+        if not key.endswith("_s"):
+            continue
+        scaled = value / factor if key.endswith("_per_s") else value * factor
+        section[key] = round(scaled) if registry.is_whole(policy, key) else scaled
     return section

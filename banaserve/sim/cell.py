@@ -63,8 +63,8 @@ class Cell:
         self._turn, self._lighter = turn, lighter
         self._token_s = profile.shape.token_bytes / profile.link.bytes_per_s
         self._hop_s = profile.link.hop_s
-        self._routing = routings.make(system.routing, start=turn, **system.routing_options)
-        self._migration = migrations.make(system.migration, **system.migration_options)
+        self._routing = routings.make_named(system.routing, start=turn, **system.routing_options)
+        self._migration = migrations.make_named(system.migration, **system.migration_options)
         self._max_tokens = min(profile.model.max_context_tokens, profile.memory.kv_tokens)
         self._block_tokens = profile.memory.block_tokens
         self._memory = control.Remembered()

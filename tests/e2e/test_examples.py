@@ -16,7 +16,7 @@ from installed_packages import install_example
 pytestmark = pytest.mark.e2e
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SMALL = ("--kv-cache-memory-bytes", str(256 << 20))
+SMALL = ("--kv-cache-memory-bytes", str(512 << 20))
 DEADLINE_S = 400
 
 
@@ -55,7 +55,7 @@ def test_the_policy_and_the_tier_of_the_examples_serve(server) -> None:
     asked = [sys.executable, "-m", "banaserve", "trace", answer.id]
     asked += ["--run-dir", str(server.run_dir)]
     shown = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert "routed to p0 then d0 by Sticky (two_legs)" in shown
+    assert "routed to p0 then d0 by sticky (example-sticky-routing 1.0) (two_legs)" in shown
     assert server.metric("banaserve_kvstore_tier_available", tier="dictionary") == 1
 
 
@@ -65,7 +65,7 @@ def test_layers_are_moved_and_returned_under_a_stream(server) -> None:
     assert "d0: all 30 layers at home" in before
     assert re.search(r"d0: .* at p0", away)
     assert "d0: all 30 layers at home" in home
-    assert "the stream has ended after 400 pieces" in home
+    assert "the stream has ended after 400 tokens" in home
 
 
 def test_one_to_one_is_served_from_python(free_port: Callable[[], int]) -> None:

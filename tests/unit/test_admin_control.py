@@ -35,6 +35,7 @@ from banaserve.controller.schemas import (
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size
 from banaserve.orchestrator.control import Mode
+from banaserve.orchestrator.routing.registry import make_named
 from banaserve.types import Role
 from waiting import until
 
@@ -86,7 +87,9 @@ class Served:
         )
         self.controller.start()
         await until(lambda: self.controller.status().state is ControllerState.RUNNING)
-        control = Control(self.controller, self.world.executor, self.world.roles)
+        control = Control(
+            self.controller, self.world.executor, self.world.roles, make_named("round_robin")
+        )
         return AdminDoor(users_app, self.world.cluster.coordinator, KEY, control)
 
     async def close(self) -> None:
@@ -121,6 +124,7 @@ async def test_a_server_on_one_screen(served):
     assert by_id["p0"]["guests"] == ["layers 10:20 of d0"]
     assert by_id["p0"]["left_out"] == "its report is stale"
     assert [(move["id"], move["state"]) for move in found["moves"]] == [("m1", "done")]
+    assert (found["routing_policy"], found["routing_package"]) == ("round_robin", "")
     assert (found["controller"]["mode"], found["controller"]["policy"]) == ("on", "repaired")
 
 
@@ -229,6 +233,7 @@ def test_the_commands(server, capsys):
 
     code, out, _ = banaserve("status")
     assert (code, out.splitlines()[0]) == (0, "orchestrator on, running: repaired every 3600 s")
+    assert out.splitlines()[1] == "routing round_robin"
     assert "d0        decode   ready" in out
     assert len(json.loads(banaserve("status", "--json")[1])["instances"]) == 4
     assert banaserve("decisions")[1] == "the orchestrator has decided nothing so far\n"

@@ -23,11 +23,13 @@ from vllm.sampling_params import SamplingParams
 from banaserve.api.app import vllm_app
 from banaserve.clock import WallClock
 from banaserve.engine.vllm.client import DisaggregatedClient, tenant
+from banaserve.engine.vllm.cluster import Cluster, ClusterTimeouts
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.server import StaysUp
 from banaserve.engine.vllm.engine_args import parse_vllm_argv
 from banaserve.engine.vllm.lora import Adapters
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
+from banaserve.orchestrator.routing.named import NamedPolicy
 
 MAX_MODEL_LEN = 16
 
@@ -262,3 +264,33 @@ class _Nothing:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+class _Broken:
+    def route(self, *_: object) -> Any:
+        raise ValueError("boom")
+
+
+async def test_a_routing_policy_that_fails_is_answered_500_under_its_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    policy = NamedPolicy(_Broken(), "broken", "acme-routing 1.0")
+    cluster = Cluster([], policy, WallClock(), ClusterTimeouts())
+    app = vllm_app(parse_vllm_argv([]), ("generate",), None)
+    app.state.args = SimpleNamespace(log_error_stack=False)
+
+    @app.post("/v1/x")
+    async def ask() -> None:
+        asked: Any = SimpleNamespace(request_id="r", prompt_token_ids=[1, 2])
+        await cluster.route(asked, 2, None, RequestNotes(WallClock(), "r", 2, 0.0, 0.0))
+
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://door") as door:
+        answers = [await door.post("/v1/x") for _ in range(2)]
+    line = "routing policy broken of acme-routing 1.0: ValueError: boom"
+    assert [(one.status_code, one.json()["error"]["message"]) for one in answers] == [
+        (500, line),
+        (500, line),
+    ]
+    told = [one for one in caplog.records if one.name == "banaserve.engine.vllm.cluster"]
+    assert [(one.getMessage(), bool(one.exc_info)) for one in told] == [(line, True), (line, False)]

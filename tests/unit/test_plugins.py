@@ -23,11 +23,11 @@ from typer.testing import CliRunner
 from banaserve.bench.loadgen.servers import free_port
 from banaserve.cli import main as cli
 from banaserve.cli.doctor.command import app as doctor
-from banaserve.cli.plugins import REGISTRIES, use_plugins
+from banaserve.cli.plugins import REGISTRIES, rivalries, use_plugins
 from banaserve.cli.serve import serve_command
 from banaserve.controller.loop import ControllerOptions
 from banaserve.controller.time_scaling import dilated
-from banaserve.errors import UserError
+from banaserve.errors import NoInstanceError, PolicyError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.daemon import process as daemon
 from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec, open_tier
@@ -51,7 +51,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder that packages can be installed to; what they register is forgotten afterwards."""
     for registry in REGISTRIES.values():
         registry.names()
-        for kept in ("_found", "_offers", "refused"):
+        for kept in ("_found", "_offers", "_rivals", "refused"):
             monkeypatch.setattr(registry, kept, dict(getattr(registry, kept)))
     folder = tmp_path / "site"
     folder.mkdir()
@@ -86,7 +86,9 @@ def test_a_routing_policy_decides_with_its_own_options(site: Path) -> None:
         routing.make("by_id", delta_l=1)
     with pytest.raises(UserError, match="place is -1: give 0 or more"):
         routing.make("by_id", place=-1)
-    with pytest.raises(UserError, match=r"options of routing policy by_id: .*not supported"):
+    with pytest.raises(
+        UserError, match="routing policy by_id: place takes a whole number: got 'far'"
+    ):
         routing.make("by_id", place="far")
     assert preset("static", prefill=1, decode=1, routing="by_id", routing_options={"place": 2})
 
@@ -191,7 +193,53 @@ class NoSharing(NoPresets):
     PRESETS = {"plain": Nothing()}
     needs = frozenset({"peer_prefixes"})
 
+@dataclass
+class Changing:
+    place: int = 0
+
+@dataclass(frozen=True)
+class Fine:
+    place: int = 0
+
+class Loose(LegByLeg):
+    Options = Changing
+    def __init__(self, options, legs, start): ...
+    def choose_prefill(self, request, views, now_s): ...
+    def choose_decode(self, views, now_s): ...
+
+class Good(Loose):
+    Options = Fine
+
+class OtherDecode(Good):
+    def choose_decode(self, request, views, now_s): ...
+
+class OtherPrefill(Good):
+    def choose_prefill(self, views, now_s): ...
+
+class OtherBoth(Good):
+    def choose_both(self, views, now_s): ...
+
+class Waits(Good):
+    async def choose_both(self, request, views, now_s): ...
+
+class LoosePresets(NoPresets):
+    PRESETS = {"plain": Changing()}
+
+class OtherPick(Policy):
+    PRESETS = {"plain": Nothing()}
+    def pick(self, request, candidates): ...
+
+class WaitingPlan:
+    Options = Fine
+    def __init__(self, options): ...
+    async def plan(self, cluster): ...
+
+def factory(options, legs, start): ...
+
 from dictionary_tier import DictionaryTier
+
+class AsyncTier(DictionaryTier):
+    async def poll(self): ...
 
 class NoUrl(DictionaryTier):
     check_url = None
@@ -219,6 +267,24 @@ function = len
         (f"{ROUTING_GROUP}:x", "acme:OtherInit", "OtherInit has to take (options, legs, start)"),
         (f"{ROUTING_GROUP}:x", "acme:NoOptions", "NoOptions has no dataclass Options"),
         (f"{ROUTING_GROUP}:x", "acme:Unready", "needs a valid default for each option"),
+        (f"{ROUTING_GROUP}:x", "acme:factory", "it refers to a function (factory), which is no"),
+        (f"{ROUTING_GROUP}:x", "acme:Loose", "Loose.Options can be changed: write @dataclass(fr"),
+        (
+            f"{ROUTING_GROUP}:x",
+            "acme:OtherDecode",
+            "choose_decode has to take (self, views, now_s)",
+        ),
+        (f"{ROUTING_GROUP}:x", "acme:OtherPrefill", "has to take (self, request, views, now_s)"),
+        (
+            f"{ROUTING_GROUP}:x",
+            "acme:OtherBoth",
+            "OtherBoth.choose_both has to take (self, request",
+        ),
+        (f"{ROUTING_GROUP}:x", "acme:Waits", "Waits.choose_both is async: it has to be a plain"),
+        (f"{REPLICA_GROUP}:x", "acme:OtherPick", "OtherPick.pick has to take (self, request, cand"),
+        (f"{REPLICA_GROUP}:x", "acme:LoosePresets", "PRESETS['plain'] can be changed"),
+        (f"{MIGRATION_GROUP}:x", "acme:WaitingPlan", "WaitingPlan.plan is async"),
+        (f"{TIER_GROUP}:x", "acme:AsyncTier", "AsyncTier.poll is async"),
         (f"{REPLICA_GROUP}:random", "acme:NoPresets", "the name is taken by banaserve"),
         (f"{REPLICA_GROUP}:x", "acme:Needy", "Needy lacks choose, hold_safe, on_failed"),
         (f"{REPLICA_GROUP}:x", "acme:NoPresets", "NoPresets.PRESETS names no options"),
@@ -256,6 +322,160 @@ def test_a_module_that_raises_is_refused(site: Path) -> None:
     assert plugin.problem == "ZeroDivisionError: division by zero"
 
 
+def test_a_module_that_ends_the_process_is_refused_and_the_rest_goes_on(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(site, "acme", "import sys; sys.exit(3)", {f"{ROUTING_GROUP}:x": "acme:X"})
+    routing_plugin(site, package="zeal-routing")
+    good, refused = use_plugins(ROUTING_GROUP)
+    assert (good.problem, refused.problem) == ("", "SystemExit: 3")
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+TYPED = """
+from dataclasses import dataclass
+from banaserve.orchestrator.routing.leg_by_leg import LegByLeg
+
+@dataclass(frozen=True)
+class Options:
+    rest: int = 0
+    share: float = 0.5
+    strict: bool = False
+    tag: str = ""
+    limit: float | None = None
+    other: tuple = ()
+
+    def __post_init__(self):
+        if self.rest == 13:
+            raise LookupError("thirteen")
+
+class Typed(LegByLeg):
+    Options = Options
+
+    def __init__(self, options, legs, start=0):
+        super().__init__(legs, start)
+        self.options = options
+        if options.rest == 14:
+            raise LookupError("fourteen")
+
+    def choose_prefill(self, request, views, now_s):
+        return self.choose_decode(views, now_s)
+
+    def choose_decode(self, views, now_s):
+        return views[0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ({"rest": "x"}, "routing policy typed: rest takes a whole number: got 'x'"),
+        ({"rest": 1.5}, "routing policy typed: rest takes a whole number: got 1.5"),
+        ({"rest": True}, "routing policy typed: rest takes a whole number: got True"),
+        ({"share": "abc"}, "routing policy typed: share takes a number: got 'abc'"),
+        ({"limit": "abc"}, "routing policy typed: limit takes a number: got 'abc'"),
+        ({"strict": 1}, "routing policy typed: strict takes true or false: got 1"),
+        ({"tag": True}, "routing policy typed: tag takes text: got True"),
+        ({"rest": 13}, "options of routing policy typed of acme 1.0: LookupError: thirteen"),
+        ({"rest": 14}, "routing policy typed of acme 1.0: LookupError: fourteen"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(
+    site: Path, section: dict[str, object], problem: str
+) -> None:
+    install(site, "acme", TYPED, {f"{ROUTING_GROUP}:typed": "acme:Typed"})
+    assert [plugin.problem for plugin in use_plugins(ROUTING_GROUP)] == [""]
+    with pytest.raises(UserError) as refused:
+        routing.make("typed", **section)
+    assert str(refused.value) == problem
+
+
+def test_values_are_of_their_fields_types(site: Path) -> None:
+    install(site, "acme", TYPED, {f"{ROUTING_GROUP}:typed": "acme:Typed"})
+    use_plugins(ROUTING_GROUP)
+    section: dict[str, object] = {"share": 1, "strict": "true", "tag": 5, "limit": None}
+    options = routing.make("typed", **section, other=(1,)).options  # type: ignore[attr-defined]
+    assert (options.share, options.strict, options.tag, options.limit) == (1, True, "5", None)
+
+
+FAILING = """
+import sys
+from dataclasses import dataclass
+from banaserve.errors import NoInstanceError
+from banaserve.types import Route
+
+@dataclass(frozen=True)
+class Options:
+    how: str = "boom"
+
+class Failing:
+    Options = Options
+
+    def __init__(self, options, legs, start=0):
+        self.how = options.how
+
+    def route(self, request, cluster):
+        if self.how == "boom":
+            raise ValueError("boom")
+        if self.how == "exit":
+            sys.exit(3)
+        if self.how == "nobody":
+            raise NoInstanceError("nobody is ready")
+        view = cluster.instances["c0"]
+        return {
+            "id": "c0",
+            "unknown": Route(None, "c9", "r"),
+            "view": Route(None, view, "r"),
+        }[self.how]
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "problem"),
+    [
+        ("boom", "ValueError: boom"),
+        ("exit", "SystemExit: 3"),
+        ("id", "route returned a str, which is no Route"),
+        ("unknown", "there is no instance 'c9'"),
+        ("view", "its Route has a InstanceView where an instance's id belongs"),
+    ],
+)
+def test_a_policy_that_fails_is_named(site: Path, how: str, problem: str) -> None:
+    install(site, "acme", FAILING, {f"{ROUTING_GROUP}:failing": "acme:Failing"})
+    use_plugins(ROUTING_GROUP)
+    view = InstanceView(InstanceId("c0"), Role.COLOCATED, True, None, 0, 0, 1000.0)
+    cluster = ClusterView(0.0, {view.id: view})
+    request = RequestView(RequestId("1"), 100)
+    with pytest.raises(PolicyError) as failed:
+        routing.make_named("failing", how=how).route(request, cluster)
+    assert str(failed.value) == f"routing policy failing of acme 1.0: {problem}"
+    with pytest.raises(NoInstanceError, match=r"^nobody is ready$"):
+        routing.make_named("failing", how="nobody").route(request, cluster)
+    assert routing.make_named("failing").label == "failing (acme 1.0)"
+
+
+def test_a_choice_that_is_no_view_is_named(site: Path) -> None:
+    source = ROUTING.replace("return by_id[", "return by_id[0].id or by_id[")
+    install(site, "acme", source, {f"{ROUTING_GROUP}:by_id": "acme:ById"})
+    use_plugins(ROUTING_GROUP)
+    view = InstanceView(InstanceId("c0"), Role.COLOCATED, True, None, 0, 0, 1000.0)
+    with pytest.raises(PolicyError, match="TypeError: choose_both returned a value of type str"):
+        routing.make_named("by_id").route(
+            RequestView(RequestId("1"), 100), ClusterView(0.0, {view.id: view})
+        )
+
+
+def test_a_migration_policy_that_fails_is_named(site: Path) -> None:
+    source = MIGRATION.replace("return MigrationPlan(", "raise ValueError(")
+    source = source.replace("reason=", "")
+    install(site, "acme", source, {f"{MIGRATION_GROUP}:lazy": "acme:Lazy"})
+    use_plugins(MIGRATION_GROUP)
+    with pytest.raises(
+        PolicyError, match=r"^migration policy lazy of acme 1\.0: ValueError: waits"
+    ):
+        migration.make_named("lazy").plan(ClusterView(0.0, {}))
+
+
 def test_metadata_that_cannot_be_read_is_named(site: Path) -> None:
     info = install(site, "acme", ROUTING, {})
     (info / "entry_points.txt").write_text("[banaserve.routing_policies]\nby_id\n")
@@ -273,6 +493,27 @@ def test_the_second_package_of_a_name_is_refused(site: Path) -> None:
     assert (first.package, first.problem) == ("acme-routing 1.0", "")
     assert second.package == "zeal-routing 1.0"
     assert second.problem == "the name is taken by acme-routing 1.0: it needs another one"
+    assert rivalries((ROUTING_GROUP, "by_id"), (ROUTING_GROUP, "load_aware")) == [
+        "routing policy by_id: that of acme-routing 1.0 is used, that of zeal-routing 1.0 refused"
+    ]
+
+
+def test_what_is_refused_is_in_the_server_s_log(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    routing_plugin(site, package="zeal-routing")
+    routing_plugin(site, package="acme-routing")
+    argv = ["--model", str(tmp_path / "nowhere"), "--run-dir", str(tmp_path / "run")]
+    argv += ["--routing-policy", "by_id", "--kv-store-size", "1MiB", "--port", str(free_port())]
+    done = asked("serve", *argv)
+    assert done.returncode == cli.EXIT_USER_ERROR
+    (log,) = (tmp_path / "run").rglob("front.log")
+    for line in (
+        "plugin by_id of zeal-routing 1.0 (banaserve.routing_policies) is refused: ",
+        "routing policy by_id: that of acme-routing 1.0 is used, that of zeal-routing 1.0 refused",
+    ):
+        assert line in log.read_text()
+        assert line in done.stderr
 
 
 def test_loading_again_changes_nothing(site: Path) -> None:
@@ -427,7 +668,7 @@ def test_a_request_goes_where_a_plugin_decides(site: Path) -> None:
     try:
         assert process.stdout is not None
         shown = list(iter(lambda: process.stdout.readline(), "  Ctrl-C ends it.\n"))
-        assert "  banaserve routes by by_id\n" in shown
+        assert "  banaserve routes by by_id of acme-replicas 1.0\n" in shown
         for _ in range(3):
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=20) as reply:
                 assert reply.read() == str(ports[-1]).encode()

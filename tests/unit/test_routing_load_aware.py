@@ -237,9 +237,9 @@ def test_published_policy_applies_the_algorithm_to_colocated_instances() -> None
         ({"preset": "published", "delta_l": 0.0}, "above 0"),
         ({"stale_after_s": 0.0}, "more than 0"),
         ({"max_running_requests": -1}, "more than 0"),
-        ({"full_load_s": "a second"}, "full_load_s is a second: give more than 0"),
+        ({"full_load_s": "a second"}, "full_load_s takes a number: got 'a second'"),
         ({"stale_after_s": float("nan")}, "more than 0"),
-        ({"preset": "published", "delta_l": "high"}, "above 0"),
+        ({"preset": "published", "delta_l": "high"}, "delta_l takes a number: got 'high'"),
     ],
 )
 def test_options_out_of_range(section: dict[str, object], words: str) -> None:

@@ -79,6 +79,7 @@ def _print(found: ServerStatus, as_json: bool) -> None:
         typer.echo(json.dumps(msgspec.to_builtins(found)))
         return
     typer.echo(controller_line(found.controller))
+    typer.echo(routing_line(found))
     print_rows(instance_rows(found), STYLES)
     if found.moves:
         print_rows(move_rows(found.moves), STYLES)
@@ -90,6 +91,7 @@ def _screen(found: ServerStatus) -> Group:
 
     return Group(
         Text(controller_line(found.controller)),
+        Text(routing_line(found)),
         Text(),
         make_table(instance_rows(found), STYLES),
         Text(),
@@ -108,6 +110,12 @@ def controller_line(found: ControllerStatus) -> str:
     if found.error:
         line += f"; failed {found.num_restarts} times, last: {found.error}"
     return line
+
+
+def routing_line(found: ServerStatus) -> str:
+    """The routing policy in one line."""
+    package = f" of {found.routing_package}" if found.routing_package else ""
+    return f"routing {found.routing_policy}{package}"
 
 
 def instance_rows(found: ServerStatus) -> list[tuple[str, ...]]:

@@ -21,12 +21,12 @@ from banaserve.engine.vllm.compat.requests import GracefulHTTPError
 from banaserve.engine.vllm.instance import Instance, State
 from banaserve.engine.vllm.tracing.events import NoInstance
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
-from banaserve.errors import InstanceDeadError, NoInstanceError
+from banaserve.errors import InstanceDeadError, NoInstanceError, PolicyError
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.wire import MAX_KEYS
-from banaserve.orchestrator.routing.interface import RoutingPolicy
+from banaserve.orchestrator.routing.named import NamedPolicy
 from banaserve.processes import Pulse
 from banaserve.types import ClusterView, InstanceId, RequestId, RequestView, Role, Route
 
@@ -41,14 +41,15 @@ class Cluster:
     def __init__(
         self,
         instances: Sequence[Instance],
-        policy: RoutingPolicy,
+        policy: NamedPolicy,
         clock: Clock,
         patience: ClusterTimeouts,
     ) -> None:
         self.instances = {instance.id: instance for instance in instances}
         self.lookup: PrefixLookup | None = None
         self.on_ended: list[Callable[[InstanceId], None]] = []
-        self._policy = policy
+        self.policy = policy
+        self._has_shown_failure = False
         self._clock = clock
         self._patience = patience
         self._tasks: list[asyncio.Task[None]] = []
@@ -203,7 +204,7 @@ class Cluster:
         one leg.
 
         Raises:
-            GracefulHTTPError: 503 when still no instance serves.
+            GracefulHTTPError: 503 when still no instance serves; 500 where the policy fails.
         """
         num_tokens = len(request.prompt_token_ids or ())
         cached = num_tokens if split_blocker else num_tokens - uncached_tokens
@@ -213,9 +214,13 @@ class Cluster:
         while True:
             seen = self.view()
             try:
-                route = self._policy.route(view, seen)
-                notes.routed(type(self._policy).__name__, route, split_blocker, seen)
+                route = self.policy.route(view, seen)
+                notes.routed(self.policy.label, route, split_blocker, seen)
                 return route
+            except PolicyError as failure:
+                self._log(failure)
+                error = GracefulHTTPError(str(failure), HTTPStatus.INTERNAL_SERVER_ERROR)
+                raise error from None
             except NoInstanceError as nobody:
                 if not waits:
                     notes.note(NoInstance(str(nobody)))
@@ -223,6 +228,12 @@ class Cluster:
                 if self.has_failed or self._clock.now() >= until_s:
                     raise GracefulHTTPError(str(nobody), HTTPStatus.SERVICE_UNAVAILABLE) from None
                 await asyncio.sleep(0.1)
+
+    def _log(self, failure: PolicyError) -> None:
+        """A line for each request that the policy fails; the first says where in its code."""
+        cause = None if self._has_shown_failure else failure.__cause__
+        self._has_shown_failure = True
+        logger.error("%s", failure, exc_info=cause)
 
 
 class RestartPolicy:

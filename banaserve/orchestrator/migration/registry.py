@@ -6,10 +6,18 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 from banaserve.orchestrator.migration.interface import MigrationPolicy
+from banaserve.orchestrator.migration.named import NamedMigrationPolicy
 from banaserve.orchestrator.migration.no_op import Still
 from banaserve.orchestrator.migration.published import Published
 from banaserve.orchestrator.migration.repaired import Repaired
-from banaserve.registry import Registry, build_options, check_class, check_options, option_names
+from banaserve.registry import (
+    Registry,
+    build_options,
+    build_policy,
+    check_class,
+    check_options,
+    option_types,
+)
 
 
 class MigrationPolicyClass(Protocol):
@@ -46,12 +54,31 @@ def defaults(name: str) -> dict[str, Any]:
     return {field.name: getattr(options, field.name) for field in fields(options)}
 
 
+def is_whole(name: str, option: str) -> bool:
+    """Whether an option of the policy ``name`` takes whole numbers alone.
+
+    Raises:
+        UserError: An unknown policy.
+    """
+    types = option_types(POLICIES.get(name).Options).get(option, ())
+    return int in types and float not in types
+
+
 def make(name: str, /, **section: Any) -> MigrationPolicy:
     """Builds the policy ``name`` from its section of the configuration.
 
     Raises:
         UserError: An unknown policy, an unknown option or a value out of range.
     """
-    policy = POLICIES.get(name)
-    known = option_names(policy.Options)
-    return policy(build_options(f"migration policy {name}", known, policy.Options, section))
+    policy, package, owner = POLICIES.get(name), POLICIES.owner(name), f"migration policy {name}"
+    options = build_options(owner, policy.Options, policy.Options, section, package)
+    return build_policy(owner, package, policy, options)
+
+
+def make_named(name: str, /, **section: Any) -> NamedMigrationPolicy:
+    """Builds the policy ``name`` as ``make`` does; its mistakes are told under its name.
+
+    Raises:
+        UserError: As ``make``.
+    """
+    return NamedMigrationPolicy(make(name, **section), POLICIES.label(name))

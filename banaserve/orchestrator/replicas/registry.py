@@ -11,7 +11,13 @@ from banaserve.names import check_known
 from banaserve.orchestrator.replicas.interface import Generator, Need, ReplicaPolicy
 from banaserve.orchestrator.replicas.policy import Policy
 from banaserve.orchestrator.replicas.prefixes.peers import SharesPrefixes
-from banaserve.registry import Registry, build_options, check_class, option_names
+from banaserve.registry import (
+    Registry,
+    build_options,
+    build_policy,
+    check_class,
+    check_frozen,
+)
 
 BUILT_IN = (
     "cache_aware",
@@ -45,6 +51,7 @@ def _check(name: str, found: object) -> type[Policy]:
     for preset, options in presets.items():
         if isinstance(options, type) or not is_dataclass(options):
             raise UserError(f"{policy.__name__}.PRESETS[{preset!r}] is no instance of a dataclass")
+        check_frozen(options, f"{policy.__name__}.PRESETS[{preset!r}]")
     check_needs(policy)
     return policy
 
@@ -97,7 +104,7 @@ def make(
     Raises:
         UserError: An unknown policy, preset or option, or a value out of range.
     """
-    policy = POLICIES.get(name)
+    policy, package, owner = POLICIES.get(name), POLICIES.owner(name), f"policy {name}"
     preset = preset or next(iter(policy.PRESETS))
     check_known(f"preset of policy {name}", preset, policy.PRESETS)
     if unit_bytes not in UNIT_BYTES:
@@ -107,5 +114,5 @@ def make(
     def changed(**changes: Any) -> Any:
         return replace(start, **changes)
 
-    options = build_options(f"policy {name}", option_names(start), changed, section)
-    return policy(options, generator, unit_bytes)
+    options = build_options(owner, start, changed, section, package)
+    return build_policy(owner, package, policy, options, generator, unit_bytes)

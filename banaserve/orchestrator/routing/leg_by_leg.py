@@ -26,14 +26,20 @@ class LegByLeg(ABC):
         legs = plan_legs(request, cluster, self._legs)
         if not legs.prefill:
             views = self._decode_turns.order(legs.decode)
-            both = self._decode_turns.take(self.choose_both(request, views, cluster.now_s))
+            both = self._decode_turns.take(
+                checked(self.choose_both(request, views, cluster.now_s), "choose_both")
+            )
             return Route(None, both.id, legs.reason)
         views = self._prefill_turns.order(legs.prefill)
-        prefill = self._prefill_turns.take(self.choose_prefill(request, views, cluster.now_s))
+        prefill = self._prefill_turns.take(
+            checked(self.choose_prefill(request, views, cluster.now_s), "choose_prefill")
+        )
         if prefill.role is Role.COLOCATED:
             return Route(None, self._decode_turns.take(prefill).id, LegReason.COLOCATED)
         views = self._decode_turns.order(legs.decode)
-        decode = self._decode_turns.take(self.choose_decode(views, cluster.now_s))
+        decode = self._decode_turns.take(
+            checked(self.choose_decode(views, cluster.now_s), "choose_decode")
+        )
         return Route(prefill.id, decode.id, legs.reason)
 
     @abstractmethod
@@ -51,3 +57,15 @@ class LegByLeg(ABC):
     ) -> InstanceView:
         """Returns the one of ``views`` that serves the whole request."""
         return self.choose_decode(views, now_s)
+
+
+def checked(chosen: InstanceView, method: str) -> InstanceView:
+    """Returns ``chosen``, the answer of ``method``.
+
+    Raises:
+        TypeError: It is no view.
+    """
+    if not isinstance(chosen, InstanceView):
+        what = type(chosen).__name__
+        raise TypeError(f"{method} returned a value of type {what}, which is no InstanceView")
+    return chosen

@@ -6,7 +6,15 @@ from typing import Any, Protocol
 
 from banaserve.orchestrator.routing.interface import RoutingPolicy
 from banaserve.orchestrator.routing.legs import LegOptions
-from banaserve.registry import Registry, build_options, check_class, check_options, option_names
+from banaserve.orchestrator.routing.named import NamedPolicy
+from banaserve.registry import (
+    OWN,
+    Registry,
+    build_options,
+    build_policy,
+    check_class,
+    check_options,
+)
 
 
 class PolicyClass(Protocol):
@@ -46,7 +54,19 @@ def make(
     Raises:
         UserError: An unknown policy, an unknown option or a value out of range.
     """
-    policy = POLICIES.get(name)
-    known = option_names(policy.Options)
-    options = build_options(f"routing policy {name}", known, policy.Options, section)
-    return policy(options, legs or LegOptions(), start)
+    policy, package, owner = POLICIES.get(name), POLICIES.owner(name), f"routing policy {name}"
+    options = build_options(owner, policy.Options, policy.Options, section, package)
+    return build_policy(owner, package, policy, options, legs or LegOptions(), start)
+
+
+def make_named(
+    name: str, /, *, legs: LegOptions | None = None, start: int = 0, **section: Any
+) -> NamedPolicy:
+    """Builds the policy ``name`` as ``make`` does; its mistakes are told under its name.
+
+    Raises:
+        UserError: As ``make``.
+    """
+    policy = make(name, legs=legs, start=start, **section)
+    package = POLICIES.owner(name)
+    return NamedPolicy(policy, name, "" if package == OWN else package)

@@ -46,6 +46,7 @@ class Routed(msgspec.Struct, frozen=True, tag=True):
     """The routing policy chose.
 
     Attributes:
+        policy: Its name, with the package of one that is not banaserve's own.
         prefill: None where one instance serves the whole request.
         reason: Of the policy, for the number of legs.
         split_blocker: Why the request cannot be split; None where it can. In JSON it keeps the name
