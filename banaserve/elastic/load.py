@@ -12,7 +12,7 @@ from banaserve.types import ObservedRequest
 class Moments(NamedTuple):
     """Number of samples of a quantity, their mean and their variance."""
 
-    count: int
+    num_samples: int
     mean: float
     variance: float
 
@@ -21,12 +21,12 @@ class Moments(NamedTuple):
 
         Student's test of two samples with one variance, which the longer of them mostly gives.
         """
-        count = self.count + other.count
+        count = self.num_samples + other.num_samples
         gap = abs(self.mean - other.mean)
         if count < 4 or gap <= least_fraction * max(self.mean, other.mean):
             return False
-        squares = (self.count - 1) * self.variance + (other.count - 1) * other.variance
-        chance = sqrt(squares / (count - 2) * (1 / self.count + 1 / other.count))
+        squares = (self.num_samples - 1) * self.variance + (other.num_samples - 1) * other.variance
+        chance = sqrt(squares / (count - 2) * (1 / self.num_samples + 1 / other.num_samples))
         return gap > deviations * chance
 
 
