@@ -115,7 +115,7 @@ class ElasticOptions:
         return ServiceLimits(ttft_s or None, tpot_s or None)
 
 
-class Memory(NamedTuple):
+class LoadMemory(NamedTuple):
     """What one decision hands to the next.
 
     Attributes:
@@ -133,7 +133,7 @@ class Situation(NamedTuple):
     now_s: float
     instances: Sequence[InstanceView]
     requests: Sequence[ObservedRequest]
-    memory: Memory | None
+    memory: LoadMemory | None
 
 
 class Change(NamedTuple):
@@ -161,7 +161,7 @@ class Decision(NamedTuple):
     changes: Sequence[Change]
     candidates: Sequence[Candidate]
     gain: float
-    memory: Memory | None
+    memory: LoadMemory | None
     reason: str
 
 
@@ -179,7 +179,7 @@ class Elastic:
     def situation(self, cluster: ClusterView) -> Situation:
         """Returns what a decision about ``cluster`` needs."""
         ready = [view for view in cluster.instances.values() if view.ready]
-        memory = cluster.memory if isinstance(cluster.memory, Memory) else None
+        memory = cluster.memory if isinstance(cluster.memory, LoadMemory) else None
         return Situation(cluster.now_s, ready, cluster.requests, memory)
 
 
@@ -215,10 +215,10 @@ def decide(situation: Situation, options: ElasticOptions) -> Decision:
         return Decision((), (), 0.0, memory, "there were no requests lately")
     if memory is None:
         start_s = requests[0].arrival_s
-        memory = Memory(start_s, start_s + options.first_plan_s)
+        memory = LoadMemory(start_s, start_s + options.first_plan_s)
     elif _is_new(requests, memory, now_s, options):
         since_s = now_s - options.recent_s / 2
-        memory = Memory(since_s, min(now_s, since_s + options.first_plan_s))
+        memory = LoadMemory(since_s, min(now_s, since_s + options.first_plan_s))
     age_s = now_s - memory.since_s
     is_enough = memory.next_s <= memory.since_s + options.first_plan_s and (
         sum(one.end_s is not None and one.arrival_s >= memory.since_s for one in requests)
@@ -234,7 +234,7 @@ def decide(situation: Situation, options: ElasticOptions) -> Decision:
 
 
 def _is_new(
-    requests: Sequence[ObservedRequest], memory: Memory, now_s: float, options: ElasticOptions
+    requests: Sequence[ObservedRequest], memory: LoadMemory, now_s: float, options: ElasticOptions
 ) -> bool:
     """Whether what came in the last seconds is another load than what came before."""
     border_s = now_s - options.recent_s
@@ -268,7 +268,7 @@ class _Search:
             options.dilation,
         )
 
-    def best(self, memory: Memory) -> Decision:
+    def best(self, memory: LoadMemory) -> Decision:
         """All arrangements over a short stretch, then the best of them over a long one."""
         options, views = self._options, self._views
         present = arrangement_of(views)

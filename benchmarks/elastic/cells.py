@@ -86,7 +86,7 @@ _OPPOSITE = {
 }
 
 
-class Cell(NamedTuple):
+class LoadCell(NamedTuple):
     """One comparison."""
 
     profile: str
@@ -113,7 +113,7 @@ class Cell(NamedTuple):
         return self.arrivals in ("diurnal", "swing")
 
 
-def cells(how_many: int, traced: bool) -> list[Cell]:
+def cells(how_many: int, traced: bool) -> list[LoadCell]:
     """Returns a covering subset of ``how_many`` cells, see the module; 0 is all of them."""
     levels: list[Sequence[object]] = [
         tuple(LIMITS),
@@ -124,18 +124,18 @@ def cells(how_many: int, traced: bool) -> list[Cell]:
         range(1, 6),
     ]
     if not how_many:
-        return [Cell(*one) for one in product(*levels) if _makes_sense(Cell(*one))]  # type: ignore[arg-type]
+        return [LoadCell(*one) for one in product(*levels) if _makes_sense(LoadCell(*one))]  # type: ignore[arg-type]
     draws = Random("cells of the elastic comparison")
     columns = []
     for options in levels:
         column = [options[n % len(options)] for n in range(how_many)]
         draws.shuffle(column)
         columns.append(column)
-    found = [Cell(*one) for one in zip(*columns, strict=True)]
+    found = [LoadCell(*one) for one in zip(*columns, strict=True)]
     return [one if _makes_sense(one) else one._replace(arrivals="steady") for one in found]
 
 
-def _makes_sense(cell: Cell) -> bool:
+def _makes_sense(cell: LoadCell) -> bool:
     """A trace has arrivals of its own, which are stretched to the rate."""
     return cell.lengths not in _TRACED or cell.arrivals == "steady"
 
@@ -149,7 +149,7 @@ class Rows(NamedTuple):
         return [SimRequest(number, *row) for number, row in enumerate(self.rows)]
 
 
-def sample(cell: Cell, count: int, data: Path | None) -> Rows:
+def sample(cell: LoadCell, count: int, data: Path | None) -> Rows:
     """Returns ``count`` requests of the cell's lengths that all arrive at once."""
     draws = Random(f"{cell.lengths} sample")
     most = profiles.load(cell.profile).model.max_context_tokens
@@ -163,7 +163,7 @@ def sample(cell: Cell, count: int, data: Path | None) -> Rows:
     return Rows([(0.0, *cut(*LENGTHS[names[n % len(names)]](draws), most)) for n in range(count)])
 
 
-def load_of(cell: Cell, rate_per_s: float, data: Path | None) -> Rows:
+def load_of(cell: LoadCell, rate_per_s: float, data: Path | None) -> Rows:
     """Returns the cell's requests at a mean of ``rate_per_s``."""
     draws = Random(f"{cell.lengths} {cell.arrivals} {cell.seed}")
     most = profiles.load(cell.profile).model.max_context_tokens
@@ -184,7 +184,7 @@ def load_of(cell: Cell, rate_per_s: float, data: Path | None) -> Rows:
     return Rows(rows)
 
 
-def _stretched(cell: Cell, rate_per_s: float, most: int, data: Path | None) -> Rows:
+def _stretched(cell: LoadCell, rate_per_s: float, most: int, data: Path | None) -> Rows:
     """A stretch of the trace, another one for each seed, run at the rate."""
     found = _trace(cell.lengths, data)
     count = min(len(found), max(2, round(rate_per_s * DURATION_S)))

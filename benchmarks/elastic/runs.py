@@ -12,7 +12,7 @@ from banaserve.sim.batch import EngineLimits
 from banaserve.sim.result import LatencyLimits, summary
 from banaserve.sim.run import tallied
 from banaserve.sim.system import System
-from benchmarks.elastic.cells import Cell, Rows, load_of, sample
+from benchmarks.elastic.cells import LoadCell, Rows, load_of, sample
 
 CHUNKS = (512, 2048)
 """Of the fixed arrangements."""
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 class CellOutcome(NamedTuple):
     """Outcomes of a cell by the words of the arrangement, and of elastic variants by name."""
 
-    cell: Cell
+    cell: LoadCell
     num_requests: int
     fixed: dict[str, Outcome]
     elastic: dict[str, Outcome]
@@ -64,7 +64,7 @@ def fixed_system(arrangement: Arrangement) -> System:
     )
 
 
-def elastic_system(cell: Cell, size: int, **options: object) -> System:
+def elastic_system(cell: LoadCell, size: int, **options: object) -> System:
     """A cluster that begins with all doing both and follows its load."""
     ttft_s, tpot_s = cell.service_limits
     system = System(
@@ -84,7 +84,7 @@ def elastic_system(cell: Cell, size: int, **options: object) -> System:
     return replace(system, control_limits=limits)
 
 
-def saturation_per_s(cell: Cell, size: int, data: Path | None) -> float:
+def saturation_per_s(cell: LoadCell, size: int, data: Path | None) -> float:
     """Requests a second that the fastest of five arrangements ends when all come at once."""
     rows = sample(cell, _SAMPLE, data)
     half = size // 2
@@ -96,7 +96,7 @@ def saturation_per_s(cell: Cell, size: int, data: Path | None) -> float:
 
 
 def run_cell(
-    cell: Cell, size: int, data: Path | None, variants: dict[str, dict[str, object]]
+    cell: LoadCell, size: int, data: Path | None, variants: dict[str, dict[str, object]]
 ) -> CellOutcome:
     """Runs everything that is compared in ``cell``, all on the same requests."""
     rows = load_of(cell, cell.fraction * saturation_per_s(cell, size, data), data)
@@ -108,7 +108,7 @@ def run_cell(
     return CellOutcome(cell, len(rows.rows), fixed, elastic)
 
 
-def _run(cell: Cell, system: System, rows: Rows) -> Outcome:
+def _run(cell: LoadCell, system: System, rows: Rows) -> Outcome:
     found = tallied(profiles.load(cell.profile), system, rows.requests())
     told = summary(found, LatencyLimits(*cell.service_limits))
     return Outcome(

@@ -12,7 +12,7 @@ from banaserve.costs import profile as profiles
 from banaserve.elastic.arrangement import Arrangement, arrangement_of, arrangements, assign
 from banaserve.elastic.forecast import ServiceLimits, forecast, future_of
 from banaserve.elastic.load import load_stats
-from banaserve.elastic.policy import Elastic, ElasticOptions, Memory, Situation, decide, plan_of
+from banaserve.elastic.policy import Elastic, ElasticOptions, LoadMemory, Situation, decide, plan_of
 from banaserve.elastic.process import DecisionProcess
 from banaserve.errors import UserError
 from banaserve.orchestrator.migration import registry
@@ -212,7 +212,7 @@ def test_what_is_so_already_needs_no_step():
             assert isinstance(step.action, SetStepTokens)
             assert step.action.tokens != now.step_tokens
     assert plan.rejected
-    assert isinstance(plan.memory, Memory)
+    assert isinstance(plan.memory, LoadMemory)
     nobody = decide(Situation(10.0, [], requests, None), options)
     assert nobody.changes == ()
 
@@ -220,7 +220,7 @@ def test_what_is_so_already_needs_no_step():
 async def test_a_decision_is_the_same_in_a_process_of_its_own():
     views = [view(f"c{n}", Role.COLOCATED) for n in range(2)]
     requests = [seen(n / 10, 20, ended=n < 90) for n in range(100)]
-    situation = Situation(10.0, views, requests, Memory(0.0, 4.0))
+    situation = Situation(10.0, views, requests, LoadMemory(0.0, 4.0))
     options = ElasticOptions(profile=H100, ttft_s=1.0, tpot_s=0.05)
     process = DecisionProcess()
     try:

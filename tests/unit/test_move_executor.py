@@ -311,8 +311,10 @@ async def test_switches_that_cannot_be(world):
     with pytest.raises(MigrationError, match="already"):
         world.roles.begin("p0", "decode", 1.0)
     world.instances[P1].role = Role.COLOCATED
-    with pytest.raises(MigrationError, match="does both"):
+    with pytest.raises(MigrationError, match="only one that serves prefill"):
         world.roles.begin("p1", "decode", 1.0)
+    with pytest.raises(MigrationError, match="p1 does both already"):
+        world.roles.begin("p1", "both", 1.0)
 
 
 async def test_whatever_goes_wrong_in_a_switch_ends_it(world, monkeypatch):
@@ -334,7 +336,7 @@ async def test_the_engine_takes_the_budget_of_its_role(world, monkeypatch):
     back = step(SwitchRole(P1, Role.DECODE, Role.PREFILL))
     given = []
 
-    async def late(role: Role) -> None:
+    async def late(role: Role, step_tokens: int = 0) -> None:
         given.append(role)
         if role is Role.PREFILL:
             raise NoAnswerError("the engine has not taken its budget in 30 s")
