@@ -18,7 +18,7 @@ DOCUMENTS = check.documents()
 FOLDERS = ("banaserve", "benchmarks", "csrc", "docs", "tests")
 # Of pip and of vLLM, which banaserve passes on.
 OTHERS = {
-    *("--extra-index-url", "--no-deps", "--require-hashes", "--dtype"),
+    *("--extra-index-url", "--no-deps", "--no-build-isolation", "--require-hashes", "--dtype"),
     *("--kv-transfer-config", "--scheduler-cls", "--ssl-certfile"),
     "--enable-prompt-tokens-details",
     # Of the checker of another vLLM, which is no command.
