@@ -352,9 +352,9 @@ async def test_a_switch_that_is_given_up_while_the_engine_answers_changes_nothin
     p1, answers = world.instances[P1], asyncio.Event()
     asked = p1.take_budget
 
-    async def slow(role: Role) -> None:
+    async def slow(role: Role, step_tokens: int = 0) -> None:
         await answers.wait()
-        await asked(role)
+        await asked(role, step_tokens)
 
     p1.take_budget = slow
     change = world.roles.begin("p1", "decode", 60)
