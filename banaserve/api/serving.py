@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import signal
 import socket
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import ASGIApp
 
@@ -31,6 +32,7 @@ from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster, ClusterTimeouts, PrefixLookup
 from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.compat.engine import EngineDeadError
 from banaserve.engine.vllm.engine_api import WorkerApi
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.launch.launcher import Launcher
@@ -52,6 +54,10 @@ from banaserve.orchestrator.routing.legs import LegOptions
 from banaserve.run_dir import AdminAccess, RunDir, write_admin
 
 Say = Callable[[str], None]
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+_ANSWER_S, _NUM_ASKED = 30.0, 10
 _MIN_STEP_TIMEOUT_S = 60.0
 _UNPACED_PROFILE = "smollm2-135m-cpu"
 """What the elastic policy forecasts with where nothing is said: the model that comes along."""
@@ -209,13 +215,31 @@ async def _connect(parts: Parts, cluster: Cluster) -> DisaggregatedClient:
         parts.config.request_timeout_s,
         lookup_above_tokens=parts.config.skip_prefill_below_tokens,
     )
-    await client.adopt_engine_facts()
+    await _answered(client.adopt_engine_facts)
     if parts.config.kv_store:  # colocated instances may once hand over: roles change
         asked = call(WorkerApi.banaserve_fingerprint)
-        fingerprint = asked.read((await client.collective_rpc(asked.name))[0])
+        answers = await _answered(lambda: client.collective_rpc(asked.name))
+        fingerprint = asked.read(answers[0])
         assert fingerprint is not None, "with a store every worker has a connector"
         cluster.lookup = PrefixLookup(parts.engine_config, fingerprint, parts.store_socket)
     return client
+
+
+async def _answered(ask: Callable[[], Awaitable[T]]) -> T:
+    """The answer of every instance that serves; asked again where one has ended meanwhile.
+
+    An engine that dies under such a question may leave it open for ever.
+
+    Raises:
+        UserError: They have not answered, again and again.
+    """
+    for _ in range(_NUM_ASKED):
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await ask()
+        except (TimeoutError, EngineDeadError):
+            logger.warning("an instance has not answered while the server starts: asked again")
+    raise UserError("the instances do not answer: see their logs")
 
 
 async def _app(parts: Parts, client: DisaggregatedClient, cluster: Cluster) -> ASGIApp:

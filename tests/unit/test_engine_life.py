@@ -160,10 +160,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clusters, "_PROBE_INTERVAL_S", 0.001)
 
 
-def cluster_of(mortal: Mortal) -> clusters.Cluster:
+def cluster_of(mortal: Mortal, stall_s: float = 600.0) -> clusters.Cluster:
     nothing: Any = None
     instances: Any = [mortal]
-    return clusters.Cluster(instances, nothing, WallClock(), clusters.ClusterTimeouts(1.0, 1.0))
+    return clusters.Cluster(
+        instances, nothing, WallClock(), clusters.ClusterTimeouts(1.0, 1.0, stall_s)
+    )
 
 
 @pytest.mark.usefixtures("quick")
@@ -200,7 +202,7 @@ async def test_an_instance_that_stands_still_is_started_again(
     process: subprocess.Popen[bytes],
 ) -> None:
     mortal = Mortal(None, None)
-    cluster = cluster_of(mortal)
+    cluster = cluster_of(mortal, stall_s=0.05)
     await cluster.start(lambda _: None)
     mortal.pid, mortal.report = process.pid, SimpleNamespace(at_s=WallClock().now() - 1e6)
     await until(lambda: not mortal._starts)

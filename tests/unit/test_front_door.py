@@ -34,6 +34,7 @@ from banaserve.engine.vllm.engine_args import refuse_taken
 from banaserve.errors import UserError
 from banaserve.models import ResolvedModel
 from banaserve.run_dir import open_run_dir
+from banaserve.types import Role
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -203,11 +204,30 @@ def test_no_option_of_vllm_counts_as_one_of_ours_misspelt() -> None:
         (["--restart-grace", "nan"], "--restart-grace nan: must not be negative"),
         (["--migration-kv-growth", "nan"], "at least 1"),
         (["--orchestrator-interval", "nan"], "--orchestrator-interval nan: must be above 0"),
+        (["--instances", "2", "--pd", "1:1"], "--pd and --instances exclude each other"),
+        (["--instances", "2", "--no-kv-store"], "need the store"),
+        (["--elastic", "--orchestrator", "off"], "--elastic and --orchestrator off exclude"),
+        (["--elastic", "--orchestrator-policy", "repaired"], "repaired exclude each other"),
+        (["--slo-ttft", "nan"], "--slo-ttft nan: seconds above 0"),
+        (["--slo-tpot", "-1"], "--slo-tpot -1: seconds above 0"),
     ],
 )
 def test_senseless_command_lines_say_what_to_do(argv: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
         parse_serve_argv(argv)
+
+
+def test_instances_that_are_left_to_the_load() -> None:
+    config = parse_serve_argv(["--instances", "4", "--slo-ttft", "2"])
+    chosen = config.orchestrator
+    assert [role for _, role in config.instances()] == [Role.COLOCATED] * 4
+    assert (chosen.mode, chosen.policy, chosen.slo_ttft_s) == ("on", "elastic", 2.0)
+    config = parse_serve_argv(["--pd", "2:2", "--elastic"])
+    assert (config.prefill, config.decode, config.orchestrator.policy) == (2, 2, "elastic")
+    assert config.orchestrator.concurrent > 100
+    assert parse_serve_argv([]).orchestrator.policy == "repaired"
+    by_hand = parse_serve_argv(["--instances", "2", "--orchestrator", "off"]).orchestrator
+    assert (by_hand.mode, by_hand.policy) == ("off", "repaired")
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,8 @@ class DisaggregatedClient(EngineClient):
     async def adopt_engine_facts(self) -> None:
         """Take over what the engines decided at start: context length, cache size, tasks."""
         engines = [i.llm.vllm_config for i in self._cluster.serving() if i.llm is not None]
+        if not engines:
+            raise compat.EngineDeadError
         self.model_config.max_model_len = min(e.model_config.max_model_len for e in engines)
         cache = self.vllm_config.cache_config
         cache.num_gpu_blocks = engines[0].cache_config.num_gpu_blocks

@@ -122,12 +122,14 @@ class Cluster:
         are ended, and so started again.
         """
         watch = StallWatch(self._patience.stall_s, counts_work=is_on_cpu())
+        # Nobody asks an idle engine before this begins, however long the others take to start.
+        since_s = self._clock.now()
         while True:
             await asyncio.sleep(min(_PROBE_INTERVAL_S, self._patience.stall_s / 2))
             if instance.state is not State.READY:
                 continue
             report, now_s = instance.view().report, self._clock.now()
-            heard_s = report.at_s if report is not None else now_s
+            heard_s = max(report.at_s, since_s) if report is not None else now_s
             if instance.has_lost_client or watch.has_stalled(instance.pid, heard_s, now_s):
                 how = "its client has failed" if instance.has_lost_client else "it has stalled"
                 logger.warning("instance %s is ended: %s", instance.id, how)
