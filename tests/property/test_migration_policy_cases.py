@@ -301,7 +301,7 @@ def test_the_published_preset_ends_when_a_pass_changes_nothing() -> None:
 
 
 def test_the_static_baseline_stays_still() -> None:
-    assert names() == ["published", "repaired", "still"]
+    assert names() == ["elastic", "published", "repaired", "still"]
     assert make("still").plan(FIGURE_2B).steps == ()
 
 

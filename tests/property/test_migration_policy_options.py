@@ -24,7 +24,7 @@ from banaserve.orchestrator.model.moving import Link
         ("repaired", {"rho": -1.0}, "rho is -1.0: give 0 or more"),
         ("repaired", {"overlap_fraction": 1.5}, r"overlap_fraction is 1.5: give a number in"),
         ("repaired", {"horizon_s": float("nan")}, "horizon_s is nan"),
-        ("repaired", {"max_moves": "many"}, "max_moves is 'many'"),
+        ("repaired", {"max_moves": "many"}, "max_moves takes a whole number: got 'many'"),
         ("repaired", {"delta_down": 0.5}, "delta_down is above delta_up"),
         ("repaired", {"scalar": "som"}, "did you mean sum"),
         ("published", {"layers_a_move": 0}, "layers_a_move is 0"),

@@ -392,7 +392,7 @@ def test_counters_of_a_replica_that_left_do_not_touch_its_successor():
         ("least_load", {"preset": "best"}, "unknown preset of policy least_load"),
         ("least_load", {"prefill_ms": 3}, "did you mean prefill_ms_per_token"),
         ("least_load", {"prefill_ms_per_token": -1}, "prefill_ms_per_token is -1"),
-        ("least_load", {"prefill_ms_per_token": "fast"}, "give a number"),
+        ("least_load", {"prefill_ms_per_token": "fast"}, "takes a number: got 'fast'"),
         ("consistent_hash", {"max_load_factor": 0.5}, "give 1 to"),
         ("round_robin", {"unit_bytes": 3}, "unit_bytes is 3"),
     ],

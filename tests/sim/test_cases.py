@@ -112,7 +112,12 @@ def test_a_wrong_event_is_named(tmp_path: Path, old: str, new: str, words: str) 
 
 
 def test_the_profiles_that_come_with_the_package() -> None:
-    assert profile.names() == ["llama-13b-a100", "opt-13b-a100", "smollm2-135m-cpu"]
+    assert profile.names() == [
+        "llama-13b-a100",
+        "llama-3.1-8b-h100",
+        "opt-13b-a100",
+        "smollm2-135m-cpu",
+    ]
     opt = profile.load("opt-13b-a100")
     assert opt.shape.token_bytes == 819_200
     assert opt.shape.layer_weight_bytes == 629_278_720

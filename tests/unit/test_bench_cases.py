@@ -15,6 +15,7 @@ from banaserve.bench.serving.timeline import decisions_of
 from banaserve.controller.loop import ControllerOptions
 from banaserve.controller.schemas import DecisionRecord, StepRecord, WantedStep
 from banaserve.controller.time_scaling import dilated
+from banaserve.elastic.policy import ElasticOptions
 from banaserve.errors import UserError
 from banaserve.orchestrator.control import ControlLimits as ControlLimits
 from banaserve.orchestrator.migration import registry
@@ -133,7 +134,8 @@ def test_another_benchmarks_file_is_not_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", registry.names())
 def test_a_dilated_controller_is_as_patient_as_the_cluster(policy: str) -> None:
-    section = {"link_sync_s": 0.5, "timeout_factor": 3.0} if policy != "still" else {}
+    has_link = policy not in ("elastic", "still")
+    section = {"link_sync_s": 0.5, "timeout_factor": 3.0} if has_link else {}
     options = ControllerOptions(policy=policy, section=section, limits=ControlLimits(per_minute=9))
     slow = dilated(options, 4.0)
     assert (slow.interval_s, slow.limits.per_minute) == (8.0, 9)
@@ -144,6 +146,9 @@ def test_a_dilated_controller_is_as_patient_as_the_cluster(policy: str) -> None:
         assert (slow.section["timeout_factor"], slow.section["link_sync_s"]) == (3.0, 0.5)
         assert "link_bytes_per_s" not in slow.section
         assert "ttft_budget_s" not in slow.section
+    if policy == "elastic":
+        assert slow.section["window_s"] == 4 * ElasticOptions().window_s
+        assert slow.section["ttft_s"] == 0.0
     if policy == "published":
         assert slow.section["rho_per_s"] == 0.0
     assert dict(dilated(options, 1.0).section).items() >= section.items()

@@ -17,6 +17,8 @@ import pytest
 from package_index import PackageIndex, serving, wheel
 
 ROOT = Path(__file__).parents[2]
+_FOREIGN = ("PIP_", "UV_", "PYTHON", "MAKE", "MFLAGS")
+"""Beginnings of variables that must not reach the installer: these tests may run below make."""
 sys.path.insert(0, str(ROOT / "requirements"))
 
 from installer import consistency, diagnosis, lock, pip_settings, progress  # noqa: E402
@@ -127,7 +129,7 @@ def checkout(index: PackageIndex, tmp_path: Path) -> Checkout:
         (requirements / name).write_text(text)
     home = tmp_path / "home"
     home.mkdir()
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "UV_", "PYTHON"))}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
     uv = [str(Path(UV).parent)] if UV else []
     environment = kept | {
         "HOME": str(home),

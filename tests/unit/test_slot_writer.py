@@ -86,7 +86,8 @@ def test_nothing_is_written_to_the_pool_of_another_life(store: Store, kv: np.nda
     assert not writer.write(copies, contextlib.nullcontext), "the store is away"
     store.start()
     assert not writer.write(copies, contextlib.nullcontext), "it is another one"
-    eventually(lambda: writer.write(reserve(store)[1], contextlib.nullcontext))
+    _, fresh = reserve(store)
+    eventually(lambda: writer.write(fresh, contextlib.nullcontext))
     writer.close()
 
 
