@@ -70,6 +70,11 @@ class OrchestratorConfig:
     per_minute: int = 6
     decision_log: Path | None = None
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether it decides by forecast."""
+        return self.policy == "elastic" and self.mode != "off"
+
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
@@ -275,6 +280,8 @@ def _check_parts(config: ServeConfig) -> None:
     ):
         if not limit_s >= 0:
             raise UserError(f"{option} {limit_s:g}: seconds above 0, or 0 for no limit")
+        if limit_s and not orchestrator.is_elastic:
+            raise UserError(f"{option} needs the elastic policy: give --elastic, or leave it out")
     if orchestrator.mode != "off" and not config.kv_store:
         raise UserError(
             f"--orchestrator {orchestrator.mode} needs the store, with which steps are measured: "

@@ -60,6 +60,8 @@ def parse_serve_argv(argv: Sequence[str]) -> ServeConfig:
 
 
 def _check_instances(known: argparse.Namespace) -> None:
+    if known.instances < 0:
+        raise UserError(f"--instances {known.instances}: must not be negative")
     given = [name for name in ("pd", "colocated", "instances") if getattr(known, name)]
     if len(given) > 1:
         raise UserError(f"--{given[0]} and --{given[1]} exclude each other")

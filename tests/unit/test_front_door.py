@@ -210,6 +210,14 @@ def test_no_option_of_vllm_counts_as_one_of_ours_misspelt() -> None:
         (["--elastic", "--orchestrator-policy", "repaired"], "repaired exclude each other"),
         (["--slo-ttft", "nan"], "--slo-ttft nan: seconds above 0"),
         (["--slo-tpot", "-1"], "--slo-tpot -1: seconds above 0"),
+        (["--slo-ttft", "2"], "--slo-ttft needs the elastic policy: give --elastic"),
+        (["--slo-tpot", "0.1", "--orchestrator", "on"], "--slo-tpot needs the elastic policy"),
+        (
+            ["--slo-ttft", "2", "--orchestrator-policy", "elastic", "--orchestrator", "off"],
+            "--slo-ttft needs the elastic policy",
+        ),
+        (["--instances", "-1"], "--instances -1: must not be negative"),
+        (["--colocated", "-1"], "--colocated -1: must not be negative"),
     ],
 )
 def test_senseless_command_lines_say_what_to_do(argv: list[str], says: str) -> None:
