@@ -33,14 +33,6 @@ class Arrangement(NamedTuple):
             return max(PREFILL_STEP_TOKENS, self.step_tokens)
         return self.step_tokens
 
-    def roles(self) -> tuple[Role, ...]:
-        """The role of each instance, those that prefill first."""
-        return (
-            *(Role.PREFILL for _ in range(self.num_prefill)),
-            *(Role.DECODE for _ in range(self.num_decode)),
-            *(Role.COLOCATED for _ in range(self.num_both)),
-        )
-
     def __str__(self) -> str:
         return (
             f"{self.num_prefill} prefill, {self.num_decode} decode, {self.num_both} both, "

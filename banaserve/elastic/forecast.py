@@ -71,10 +71,9 @@ class FutureRequest(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """Worth of each request, those under way first, and when the last one is done."""
+    """Worth of each request, those under way first."""
 
     values: tuple[float, ...]
-    total_s: float
 
     @property
     def mean(self) -> float:
@@ -190,10 +189,8 @@ def forecast(
     end_s = (future[-1].at_s if future else 0.0) + patience_s
     timeline.run(until_s=end_s)
     values = []
-    total_s = 0.0
     for one, request in coming:
         done_s = request.end_s if request.end_s >= 0 else end_s
-        total_s = max(total_s, done_s)
         began_s = one.at_s - one.age_s
         first_s = request.first_s if request.first_s >= 0 else end_s
         if one.first_age_s is not None:
@@ -206,4 +203,4 @@ def forecast(
                 done_s - began_s,
             )
         )
-    return Forecast(tuple(values), total_s)
+    return Forecast(tuple(values))

@@ -88,15 +88,28 @@ class DecisionProcess:
 
 
 def serve(asks: BinaryIO, answers: BinaryIO) -> None:
-    """Answer questions from ``asks`` until it closes."""
-    while head := asks.read(_LENGTH.size):
-        (size,) = _LENGTH.unpack(head)
-        if size > _MAX_BYTES:
-            raise SystemExit(f"a question of {size} bytes")
-        ask = msgspec.msgpack.decode(asks.read(size), type=_Ask)
+    """Answer questions from ``asks`` until it closes, be it within one.
+
+    Raises:
+        SystemExit: A question is absurdly long.
+    """
+    while (question := _read(asks)) is not None:
+        ask = msgspec.msgpack.decode(question, type=_Ask)
         body = msgspec.msgpack.encode(decide(ask.situation, ask.options))
         answers.write(_LENGTH.pack(len(body)) + body)
         answers.flush()
+
+
+def _read(asks: BinaryIO) -> bytes | None:
+    """The next question; None where ``asks`` closes before its end."""
+    head = asks.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (size,) = _LENGTH.unpack(head)
+    if size > _MAX_BYTES:
+        raise SystemExit(f"a question of {size} bytes: {_MAX_BYTES} are the most")
+    body = asks.read(size)
+    return body if len(body) == size else None
 
 
 if __name__ == "__main__":

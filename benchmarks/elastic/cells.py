@@ -1,6 +1,6 @@
 """Cells of the comparison: a device and model, lengths, arrivals, a rate and a pair of limits.
 
-``cells("full")`` is the product of all. The committed result is a covering subset of it: cells are
+``cells(0, ...)`` is the product of all. The committed result is a covering subset of it: cells are
 drawn without replacement, by a fixed seed, so that every level of every factor occurs as often as
 any other, give or take one; so no cell was picked by hand, and none for what comes out of it.
 """

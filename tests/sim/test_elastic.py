@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
+import struct
+import subprocess
+import sys
 from dataclasses import replace
 from io import BytesIO
+from math import exp
 
+import msgspec
 import pytest
 
 from banaserve.costs import profile as profiles
+from banaserve.elastic import process as processes
 from banaserve.elastic.arrangement import Arrangement, arrangement_of, arrangements, assign
 from banaserve.elastic.forecast import ServiceLimits, forecast, future_of
 from banaserve.elastic.load import load_stats
@@ -32,6 +38,10 @@ from banaserve.types import (
 )
 
 H100 = "llama-3.1-8b-h100"
+NO_LIMITS = ServiceLimits()
+"""The worth of a request is the logarithm of its time then, with a minus."""
+HEAD = struct.pack("<I", 7)
+"""Of a question of seven bytes."""
 
 
 def view(name: str, role: Role, kv: float = 0.0, prefill: int = 0, tokens: int = 2048):
@@ -133,7 +143,9 @@ def test_a_forecast_sees_what_a_run_of_the_same_requests_gives():
     system = System(kind="banaserve", prefill=1, decode=1)
     rows = [SimRequest(n, one.arrival_s, 2000, one.output_tokens) for n, one in enumerate(requests)]
     ran = summary(tallied(profile, system, rows), LatencyLimits(0.5, 0.02))
-    assert told.total_s == pytest.approx(ran["total_s"], rel=1e-6)
+    timed = forecast(profile, System(kind="banaserve", colocated=2), roles, future, NO_LIMITS, 30.0)
+    ends_s = [one.at_s + exp(-worth) for one, worth in zip(future, timed.values, strict=True)]
+    assert max(ends_s) == pytest.approx(ran["total_s"], rel=1e-6)
     within = sum(value > 0.5 for value in told.values) / len(told.values)
     assert within == pytest.approx(ran["goodput_fraction"], abs=0.05)
 
@@ -234,12 +246,27 @@ async def test_a_decision_is_the_same_in_a_process_of_its_own():
     assert (first.reason, first.gain, first.memory) == (here.reason, here.gain, here.memory)
 
 
-def test_half_a_message_ends_the_process_quietly():
-    from banaserve.elastic.process import serve
-
+@pytest.mark.parametrize("rest", [b"", HEAD[:2], HEAD, HEAD + b"half"])
+def test_half_a_message_ends_the_process_quietly(rest):
+    options = ElasticOptions(profile=H100)
+    body = msgspec.msgpack.encode((Situation(10.0, (), (), None), options))
     answers = BytesIO()
-    serve(BytesIO(b""), answers)
-    assert answers.getvalue() == b""
+    processes.serve(BytesIO(struct.pack("<I", len(body)) + body + rest), answers)
+    (size,) = struct.unpack("<I", answers.getvalue()[:4])
+    assert len(answers.getvalue()) == 4 + size  # one answer, and nothing behind it
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "said"),
+    [(HEAD + b"half", 0, ""), (b"\xff\xff\xff\xff", 1, "a question of 4294967295 bytes: ")],
+)
+def test_the_process_says_a_line_at_most(asked, code, said):
+    argv = [sys.executable, "-P", "-m", "banaserve.elastic.process"]
+    ended = subprocess.run(argv, input=asked, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (code, b"")
+    lines = ended.stderr.decode().splitlines()
+    assert len(lines) == bool(said)
+    assert "".join(lines).startswith(said)
 
 
 @pytest.mark.parametrize(
