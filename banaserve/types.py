@@ -186,11 +186,16 @@ class ReturnModule:
 
 @dataclass(frozen=True, slots=True)
 class SwitchRole:
-    """Send ``instance`` the legs of ``role``; nothing restarts."""
+    """Send ``instance`` the legs of ``role``; nothing restarts.
+
+    Attributes:
+        step_tokens: Most tokens of its steps from then on; 0 is what the role has.
+    """
 
     instance: InstanceId
     old: Role
     role: Role
+    step_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +283,9 @@ class Step:
         action = self.action
         if isinstance(action, SwitchRole):
             view = cluster.instances.get(action.instance)
-            return view is not None and view.role is action.role
+            if view is None or view.role is not action.role:
+                return False
+            return action.step_tokens in (0, view.step_tokens)
         if isinstance(action, SetStepTokens):
             view = cluster.instances.get(action.instance)
             return view is not None and view.step_tokens == action.tokens

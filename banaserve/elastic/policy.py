@@ -184,18 +184,28 @@ class Elastic:
 
 
 def plan_of(decision: Decision, cluster: ClusterView, options: ElasticOptions) -> MigrationPlan:
-    """Returns ``decision`` as steps for ``cluster``; what is so already needs none."""
+    """Returns ``decision`` as steps for ``cluster``; what is so already needs none.
+
+    An instance that is changing still is left alone: a second step would be refused.
+    """
     steps = []
+    changing = {
+        step.action.instance
+        for step in cluster.under_way
+        if isinstance(step.action, SwitchRole | SetStepTokens)
+    }
     for change in decision.changes:
         view = cluster.instances.get(change.instance)
-        if view is None or not view.ready:
+        if view is None or not view.ready or change.instance in changing:
             continue
-        actions: list[SwitchRole | SetStepTokens] = []
+        action: SwitchRole | SetStepTokens
         if view.role is not change.role:
-            actions.append(SwitchRole(view.id, view.role, change.role))
-        if view.step_tokens != change.step_tokens:
-            actions.append(SetStepTokens(view.id, view.step_tokens, change.step_tokens))
-        steps += [Step(action, (), 0.0, decision.gain, options.window_s) for action in actions]
+            action = SwitchRole(view.id, view.role, change.role, change.step_tokens)
+        elif view.step_tokens != change.step_tokens:
+            action = SetStepTokens(view.id, view.step_tokens, change.step_tokens)
+        else:
+            continue
+        steps.append(Step(action, (), 0.0, decision.gain, options.window_s))
     rejected = tuple(
         Rejected(one.words, RejectReason.WORSE, one.worth) for one in decision.candidates
     )

@@ -214,7 +214,8 @@ def kind_of(action: Action) -> str:
 def words(action: Action) -> str:
     """Returns ``action`` as a policy names its candidates."""
     if isinstance(action, SwitchRole):
-        return f"switch {action.instance} from {action.old.value} to {action.role.value}"
+        size = f" with steps of {action.step_tokens} tokens" if action.step_tokens else ""
+        return f"switch {action.instance} from {action.old.value} to {action.role.value}{size}"
     if isinstance(action, SetStepTokens):
         return f"steps of {action.tokens} tokens on {action.instance} instead of {action.old}"
     if isinstance(action, MoveModule):

@@ -46,6 +46,7 @@ class SimInstance:
         self.view_old_s = 0.0
         self.busy_fraction = 0.0
         self._fill = 1.0
+        self._own_step_tokens = engine.limits.step_tokens
         self._fill_of_full_step()
         self._tokens_per_s = tokens_per_s
         self._last = (0.0, 0.0, 0.0)
@@ -53,10 +54,12 @@ class SimInstance:
         self._view: InstanceView | None = None
 
     def set_step_tokens(self, tokens: int) -> None:
-        """Let its next steps take at most ``tokens``."""
-        self.engine.limits = replace(self.engine.limits, step_tokens=tokens)
-        self._fill_of_full_step()
-        self.is_dirty = True
+        """Let its next steps take at most ``tokens``; 0 is what they took at the start."""
+        tokens = tokens or self._own_step_tokens
+        if tokens != self.engine.limits.step_tokens:
+            self.engine.limits = replace(self.engine.limits, step_tokens=tokens)
+            self._fill_of_full_step()
+            self.is_dirty = True
 
     def _fill_of_full_step(self) -> None:
         step_s, work_s = self.engine.costs.mixed_s(self.engine.limits.step_tokens, 0, 0, 0)

@@ -61,6 +61,7 @@ class Placing:
             instance = self._instances[step.action.instance]
             if isinstance(step.action, SwitchRole):
                 instance.role = step.action.role
+                instance.set_step_tokens(step.action.step_tokens)
             else:
                 instance.set_step_tokens(step.action.tokens)
             self._changed(instance)

@@ -54,7 +54,15 @@ class Instance(doubles.Instance):
         report = InstanceReport(0, 0, 0.0, 0.0, 0.0)
         ready = self.is_ready and not self.is_draining
         return InstanceView(
-            self.id, self.role, ready, report, 0, 0, 1.0, placements=self.placements
+            self.id,
+            self.role,
+            ready,
+            report,
+            0,
+            0,
+            1.0,
+            placements=self.placements,
+            step_tokens=self.step_tokens,
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -270,6 +272,113 @@ async def test_a_switch_drains_as_long_as_it_may_cost(world):
     assert (p1.role, p1.is_draining, p1.inflight_requests) == (Role.DECODE, False, 3)
     (change,) = world.roles.recent()
     assert (change.state, change.num_left) == ("done", 3)
+
+
+async def test_a_switch_brings_the_size_of_its_steps(world):
+    p1 = world.instances[P1]
+    switch = step(SwitchRole(P1, Role.PREFILL, Role.DECODE, 512))
+    assert (await world.executor.carry_out(switch)).ending is Ending.DONE
+    assert (p1.role, p1.budget, p1.step_tokens) == (Role.DECODE, Role.DECODE, 512)
+    assert switch.is_finished(world.executor.view())
+    p1.step_tokens = 256
+    assert not switch.is_finished(world.executor.view())
+    back = step(SwitchRole(P1, Role.DECODE, Role.PREFILL))
+    assert (await world.executor.carry_out(back)).ending is Ending.DONE
+    assert (p1.role, p1.step_tokens) == (Role.PREFILL, 0)
+    assert back.is_finished(world.executor.view())
+
+
+async def test_all_switches_of_a_plan_are_done_side_by_side(world):
+    answers = asyncio.Event()
+    for one in world.instances.values():
+        one.role, one.inflight_requests = Role.COLOCATED, 3
+        one.take_budget = _after(answers.wait, one.take_budget)
+    roles = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
+    steps = [
+        replace(step(SwitchRole(name, Role.COLOCATED, role, 2048)), cost_s=0.0)
+        for name, role in zip(world.instances, roles, strict=True)
+    ]
+    carrying = asyncio.gather(*(world.executor.carry_out(one) for one in steps))
+    await until(lambda: len(world.roles.recent()) == 4)
+    # They may serve until they have their roles: nobody drains.
+    assert all(view.ready for view in world.executor.view().instances.values())
+    answers.set()
+    assert [outcome.ending for outcome in await carrying] == [Ending.DONE] * 4
+    assert [one.role for one in world.instances.values()] == list(roles)
+    assert {one.step_tokens for one in world.instances.values()} == {2048}
+
+
+@pytest.mark.parametrize("drain_s", [0.0, 60.0])
+async def test_who_is_to_leave_a_leg_does_not_count_for_it(world, drain_s):
+    for one in world.instances.values():
+        one.role, one.inflight_requests = Role.COLOCATED, 1
+    begun = [world.roles.begin(n, "prefill", 60, drain_s) for n in ("d0", "p0", "p1")]
+    with pytest.raises(MigrationError, match="only one that serves decode"):
+        world.roles.begin("x0", "prefill", 60, drain_s)
+    for one in world.instances.values():
+        one.inflight_requests = 0
+    assert [(await world.roles.wait(one.id)).state for one in begun] == ["done"] * 3
+
+
+@pytest.mark.parametrize("drains_s", [(0.0,), (0.0, 60.0)])
+@pytest.mark.parametrize("seed", range(4))
+async def test_switches_side_by_side_leave_no_leg_to_nobody(world, seed, drains_s):
+    draws, endings, alone = random.Random(seed), set(), []
+    instances = list(world.instances.values())
+    for one, role in zip(instances, draws.choice(COVERED), strict=True):
+        one.role = role
+        one.take_budget = _after(_pausing(draws), one.take_budget)
+        one.set_role = _checking(instances, one, alone)
+
+    async def switch(name: str) -> None:
+        await _pausing(draws)()
+        role = draws.choice(("prefill", "decode", "both"))
+        try:
+            change = world.roles.begin(name, role, 60, draws.choice(drains_s))
+        except MigrationError:
+            return
+        endings.add((await world.roles.wait(change.id)).state)
+
+    for _ in range(100):
+        await asyncio.gather(*(switch(one.id) for one in instances))
+    assert alone == []
+    # One that drains serves nothing meanwhile, for which another's switch is given up.
+    assert endings == {"done"} if drains_s == (0.0,) else {"done", "failed"}
+
+
+def _covers(roles: Any) -> bool:
+    return frozenset().union(*(role.legs for role in roles)) == Role.COLOCATED.legs
+
+
+COVERED = [roles for roles in itertools.product(Role, repeat=4) if _covers(roles)]
+
+
+def _pausing(draws: random.Random) -> Any:
+    async def pause() -> None:
+        for _ in range(draws.randrange(4)):
+            await asyncio.sleep(0)
+
+    return pause
+
+
+def _after(pause: Any, take_budget: Any) -> Any:
+    async def late(role: Role, step_tokens: int = 0) -> None:
+        await pause()
+        await take_budget(role, step_tokens)
+
+    return late
+
+
+def _checking(instances: Any, own: Any, alone: list[Any]) -> Any:
+    set_role = own.set_role
+
+    def checked(role: Role) -> None:
+        set_role(role)
+        serving = [one.role for one in instances if one is own or not one.is_draining]
+        if not _covers(serving):
+            alone.append(serving)
+
+    return checked
 
 
 async def test_a_switch_by_hand_and_its_abort(world):

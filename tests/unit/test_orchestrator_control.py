@@ -177,6 +177,11 @@ def test_a_silent_instance_is_named_by_the_plan():
         (LAYERS, "layers", "move layers 10:20 from d0 to p0"),
         (BACK, "return", "return heads 1,2 of layers 3:4 from p0 to d0"),
         (SWITCH, "role", "switch p1 from prefill to decode"),
+        (
+            replace(SWITCH, step_tokens=512),
+            "role",
+            "switch p1 from prefill to decode with steps of",
+        ),
         (replace(LAYERS, module=Module(0, 30, (2,))), "heads", "move heads 2 of layers 0:30"),
     ],
 )

@@ -251,7 +251,11 @@ class MoveExecutor:
     async def _switch(self, action: SwitchRole, step: Step) -> StepOutcome:
         # What draining may cost is what the policy has weighed the switch with.
         change = self._roles.begin(
-            action.instance, action.role.value, step.timeout_s, drain_s=step.cost_s
+            action.instance,
+            action.role.value,
+            step.timeout_s,
+            drain_s=step.cost_s,
+            step_tokens=action.step_tokens,
         )
         self._own_ids.add(change.id)
         try:

@@ -131,7 +131,8 @@ class Roles:
     """Drains instances and gives them another role.
 
     The engine knows no role, so a leg that comes late is served all the same: draining keeps the
-    work of one role from slowing down that of the other. One that will do both drains nothing.
+    work of one role from slowing down that of the other. One that will do both drains nothing, and
+    one that may not drain serves on until it has the other role.
 
     Args:
         instances: By id; they may die and come back.
@@ -143,7 +144,7 @@ class Roles:
         self._numbers = itertools.count(1)
         self._changes: dict[str, RoleChange] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._changing: set[InstanceId] = set()
+        self._changing: dict[InstanceId, Role] = {}
 
     def begin(
         self,
@@ -182,9 +183,8 @@ class Roles:
                 del self._changes[old]
         if role in (Role.COLOCATED, instance.role):
             drain_s = 0.0
-        else:
-            instance.is_draining = True
-        self._changing.add(instance.id)
+        instance.is_draining = drain_s > 0
+        self._changing[instance.id] = role
         task = asyncio.create_task(
             self._run(change, instance, role, timeout_s, drain_s, step_tokens)
         )
@@ -241,11 +241,15 @@ class Roles:
             )
 
     def _left_alone(self, instance: RoleInstance, role: Role) -> Role | None:
-        """The leg that nobody would serve if ``instance`` had ``role``; None where all is well."""
+        """The leg that nobody would serve if ``instance`` had ``role``; None where all is well.
+
+        Another one that is switching counts for the legs that it serves before and after, so that
+        the order in which several get their roles does not matter, nor that one of them fails.
+        """
         served = set(role.legs)
         for other in self._instances.values():
             if other is not instance and other.is_ready and not other.is_draining:
-                served |= other.role.legs
+                served |= other.role.legs & self._changing.get(other.id, other.role).legs
         return next((leg for leg in (Role.PREFILL, Role.DECODE) if leg not in served), None)
 
     # ---- running
@@ -279,7 +283,7 @@ class Roles:
             change.state, change.reason = "failed", f"{type(broken).__name__}: {broken}"
         finally:
             instance.is_draining = False
-            self._changing.discard(instance.id)
+            del self._changing[instance.id]
 
     async def _adopt(
         self, change: RoleChange, instance: RoleInstance, role: Role, step_tokens: int
