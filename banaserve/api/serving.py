@@ -28,10 +28,11 @@ from banaserve.config import ServeConfig
 from banaserve.controller.decisions import DecisionLog
 from banaserve.controller.loop import Controller, ControllerOptions
 from banaserve.controller.time_scaling import dilated
+from banaserve.elastic.forecast_profile import forecast_profile
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster, ClusterTimeouts, PrefixLookup
-from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.compat.config import VllmConfig, is_on_cpu, own_budget
 from banaserve.engine.vllm.compat.engine import EngineDeadError
 from banaserve.engine.vllm.engine_api import WorkerApi
 from banaserve.engine.vllm.instance import Instance
@@ -59,8 +60,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _ANSWER_S, _NUM_ASKED = 30.0, 10
 _MIN_STEP_TIMEOUT_S = 60.0
-_UNPACED_PROFILE = "smollm2-135m-cpu"
-"""What the elastic policy forecasts with where nothing is said: the model that comes along."""
 _HOP_BYTES_PER_S = 2e9
 
 
@@ -111,7 +110,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
             )
         )
         control = await stack.enter_async_context(
-            _controlling(parts.config, cluster, coordinator, client.requests)
+            _controlling(parts, cluster, coordinator, client.requests)
         )
         traces = Traces(client.requests, cluster.instances)
         app = await _app(parts, client, cluster)
@@ -261,18 +260,25 @@ async def _app(parts: Parts, client: DisaggregatedClient, cluster: Cluster) -> A
 
 @contextlib.asynccontextmanager
 async def _controlling(
-    config: ServeConfig, cluster: Cluster, coordinator: Coordinator, requests: RequestLog
+    parts: Parts, cluster: Cluster, coordinator: Coordinator, requests: RequestLog
 ) -> AsyncIterator[Control]:
     """Who decides what moves; ends what it has under way when the block ends."""
-    clock, chosen = WallClock(), config.orchestrator
+    clock, config, chosen = WallClock(), parts.config, parts.config.orchestrator
     roles = Roles(cluster.instances, clock)
+    if chosen.is_elastic:
+        requests.observe()
     executor = MoveExecutor(
-        cluster, coordinator, roles, clock, config.migration_kv_growth, requests.observed
+        cluster,
+        coordinator,
+        roles,
+        clock,
+        config.migration_kv_growth,
+        requests.observed if chosen.is_elastic else None,
     )
     options = ControllerOptions(
         mode=Mode(chosen.mode),
         policy=chosen.policy,
-        section={**_section(config), **dict(chosen.options)},
+        section={**_section(config, parts.engine_config), **dict(chosen.options)},
         interval_s=chosen.interval_s,
         limits=ControlLimits(concurrent=chosen.concurrent, per_minute=chosen.per_minute),
     )
@@ -287,20 +293,23 @@ async def _controlling(
         await roles.stop()
 
 
-def _section(config: ServeConfig) -> dict[str, Any]:
+def _section(config: ServeConfig, engine_config: VllmConfig) -> dict[str, Any]:
     """What policies assume of real engines: a guest has to be forked and to load weights.
 
     Messages between steps wait for neither: they are copies in memory.
     """
     chosen = config.orchestrator
-    if chosen.policy == "elastic":
+    if chosen.is_elastic:
+        num_tokens, num_requests = own_budget(engine_config)
         return {
-            "profile": config.pace or _UNPACED_PROFILE,
+            "profile": forecast_profile(config, is_on_cpu()),
             "dilation": config.dilate,
             "ttft_s": chosen.slo_ttft_s,
             "tpot_s": chosen.slo_tpot_s,
+            "min_step_tokens": min(num_requests, num_tokens),
+            "max_step_tokens": num_tokens,
         }
-    if chosen.policy == "still":
+    if chosen.policy in ("still", "elastic"):
         return {}
     return {"min_timeout_s": _MIN_STEP_TIMEOUT_S, "hop_bytes_per_s": _HOP_BYTES_PER_S}
 

@@ -17,6 +17,7 @@ from banaserve.cli import emulation
 from banaserve.cli.sockets import check_tls
 from banaserve.config import MINIATURE, ServeConfig
 from banaserve.cpu_features import DtypeChoice, choose_dtype, read_cpu_flags
+from banaserve.elastic.forecast_profile import forecast_profile
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size, parse_size
 from banaserve.models import ResolvedModel, cache
@@ -65,6 +66,8 @@ def prepared(
         check_first_come(engine_config)
     on_cpu = is_on_cpu()
     Budgets.of(config, engine_config)  # what cannot be stops here
+    if config.orchestrator.is_elastic:
+        forecast_profile(config, on_cpu)
     if config.kv_store:
         from banaserve.engine.vllm.kv_connector.block_hash import check_parallel
 

@@ -22,6 +22,7 @@ from banaserve.cli.plugins import rivalries, use_plugins
 from banaserve.cli.serve_options import check_orchestrator, parse_serve_argv
 from banaserve.cli.sockets import listening
 from banaserve.config import ServeConfig
+from banaserve.elastic.forecast_profile import forecast_profile
 from banaserve.errors import UserError
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import format_size, parse_size
@@ -75,6 +76,8 @@ def _check(config: ServeConfig) -> None:
     registry.make(config.routing_policy, **section)
     emulation.profile_of(config)
     check_orchestrator(config.orchestrator)
+    if config.orchestrator.is_elastic:
+        forecast_profile(config, on_cpu=True)  # on another device it is asked again, behind vLLM
 
 
 def _asked(config: ServeConfig) -> Iterator[tuple[PluginGroup, str]]:

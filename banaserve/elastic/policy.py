@@ -47,6 +47,8 @@ class ElasticOptions:
         ttft_s, tpot_s: Limits of a request that is served well; 0 is none, and with neither the
             forecast looks at latency.
         chunks: Tokens of a step to choose from, separated by commas.
+        min_step_tokens, max_step_tokens: What the engines can do: sizes beyond these become these;
+            0 is no limit.
         roles: ``any``, or ``fixed`` where they stay what they are and only step sizes change.
         first_plan_s: A load's first plan comes when it has lasted this long,
         first_ended: or when so many of its requests have ended, so that their lengths are known.
@@ -68,6 +70,8 @@ class ElasticOptions:
     ttft_s: float = 0.0
     tpot_s: float = 0.0
     chunks: str = "512,1024,2048"
+    min_step_tokens: int = 0
+    max_step_tokens: int = 0
     roles: str = "any"
     first_plan_s: float = 4.0
     first_ended: int = 20
@@ -84,7 +88,7 @@ class ElasticOptions:
     certainty: float = 1.5
 
     def __post_init__(self) -> None:
-        for name in ("ttft_s", "tpot_s"):
+        for name in ("ttft_s", "tpot_s", "min_step_tokens", "max_step_tokens"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}: give 0 or more")
         for name in (
@@ -99,15 +103,30 @@ class ElasticOptions:
                 raise UserError(f"{name} is {getattr(self, name)}: give more than 0")
         if self.roles not in ("any", "fixed"):
             raise UserError(f"roles is {self.roles!r}: give any or fixed")
-        if not self.step_sizes or min(self.step_sizes) < 1:
+        if 0 < self.max_step_tokens < self.min_step_tokens:
+            raise UserError(
+                f"max_step_tokens is {self.max_step_tokens}: give at least min_step_tokens, "
+                f"{self.min_step_tokens}"
+            )
+        sizes = self._sizes()
+        if not sizes or min(sizes) < 1:
             raise UserError(f"chunks is {self.chunks!r}: give numbers of tokens, as 512,2048")
 
     @property
     def step_sizes(self) -> tuple[int, ...]:
+        """Sizes of steps to choose from, each once, that the engines can do."""
+        return tuple(sorted({self.feasible(size) for size in self._sizes()}))
+
+    def feasible(self, step_tokens: int) -> int:
+        """The size of a step that the engines take where ``step_tokens`` is asked for."""
+        most = self.max_step_tokens or step_tokens
+        return max(self.min_step_tokens, min(step_tokens, most))
+
+    def _sizes(self) -> set[int]:
         try:
-            return tuple(sorted({int(one) for one in self.chunks.split(",")}))
+            return {int(one) for one in self.chunks.split(",")}
         except ValueError:
-            return ()
+            return set()
 
     @property
     def limits(self) -> ServiceLimits:
@@ -307,7 +326,7 @@ class _Search:
         if gain < max(least, options.certainty * chance_of(found, held)):
             reason = f"{best} would be better by {gain:.3f} only"
             return Decision((), candidates, gain, memory, reason)
-        return Decision(_changes(best, views), candidates, gain, memory, str(best))
+        return Decision(_changes(best, views, options), candidates, gain, memory, str(best))
 
     def _forecast(self, wanted: Arrangement, future: Sequence[FutureRequest]) -> Forecast:
         options, views = self._options, self._views
@@ -315,7 +334,7 @@ class _Search:
         roles: list[tuple[InstanceId, Role, int]] = []
         for view in views:
             role = changed.get(view.id, view.role)
-            roles.append((view.id, role, wanted.tokens_of(role)))
+            roles.append((view.id, role, options.feasible(wanted.tokens_of(role))))
         system = System(kind="banaserve", colocated=len(views), handover="store")
         patience_s = max(30.0, 4 * (options.limits.ttft_s or 0.0))
         return forecast(self._profile, system, roles, future, options.limits, patience_s)
@@ -336,13 +355,15 @@ def chance_of(one: Forecast, other: Forecast) -> float:
     return sqrt(spread / len(parts))
 
 
-def _changes(wanted: Arrangement, views: Sequence[InstanceView]) -> tuple[Change, ...]:
+def _changes(
+    wanted: Arrangement, views: Sequence[InstanceView], options: ElasticOptions
+) -> tuple[Change, ...]:
     """Those who will do both first, then who prefills: so each leg is always served."""
     changed = assign(wanted, views)
     roles = {view.id: changed.get(view.id, view.role) for view in views}
     order = (Role.COLOCATED, Role.PREFILL, Role.DECODE)
     return tuple(
-        Change(name, role, wanted.tokens_of(role))
+        Change(name, role, options.feasible(wanted.tokens_of(role)))
         for role in order
         for name, own in roles.items()
         if own is role

@@ -18,14 +18,27 @@ from banaserve.elastic import process as processes
 from banaserve.elastic.arrangement import Arrangement, arrangement_of, arrangements, assign
 from banaserve.elastic.forecast import ServiceLimits, forecast, future_of
 from banaserve.elastic.load import load_stats
-from banaserve.elastic.policy import Elastic, ElasticOptions, LoadMemory, Situation, decide, plan_of
+from banaserve.elastic.policy import (
+    Change,
+    Decision,
+    Elastic,
+    ElasticOptions,
+    LoadMemory,
+    Situation,
+    _changes,
+    decide,
+    plan_of,
+)
 from banaserve.elastic.process import DecisionProcess
 from banaserve.errors import UserError
 from banaserve.orchestrator.migration import registry
+from banaserve.sim.batch import EngineLimits
+from banaserve.sim.cluster import SimCluster
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits, summary
 from banaserve.sim.run import tallied
 from banaserve.sim.system import System
+from banaserve.sim.timeline import Timeline
 from banaserve.types import (
     ClusterView,
     InstanceId,
@@ -34,6 +47,7 @@ from banaserve.types import (
     ObservedRequest,
     Role,
     SetStepTokens,
+    Step,
     SwitchRole,
 )
 
@@ -229,6 +243,73 @@ def test_what_is_so_already_needs_no_step():
     assert nobody.changes == ()
 
 
+def test_a_role_and_its_step_size_are_one_step():
+    views = {
+        InstanceId(name): view(name, role, tokens=512)
+        for name, role in (("c0", Role.COLOCATED), ("c1", Role.COLOCATED), ("p0", Role.PREFILL))
+    }
+    changes = [
+        Change(InstanceId("c0"), Role.PREFILL, 2048),
+        Change(InstanceId("c1"), Role.COLOCATED, 1024),
+        Change(InstanceId("p0"), Role.PREFILL, 512),
+    ]
+    decision = Decision(changes, (), 0.5, None, "")
+    cluster, options = ClusterView(10.0, views), ElasticOptions(profile=H100)
+    plan = plan_of(decision, cluster, options)
+    assert [step.action for step in plan.steps] == [
+        SwitchRole(InstanceId("c0"), Role.COLOCATED, Role.PREFILL, 2048),
+        SetStepTokens(InstanceId("c1"), 512, 1024),
+    ]
+    # What is under way is not asked for once more.
+    again = replace(cluster, under_way=plan.steps[:1])
+    assert [step.action for step in plan_of(decision, again, options).steps] == [
+        SetStepTokens(InstanceId("c1"), 512, 1024)
+    ]
+
+
+def test_a_simulated_switch_sets_the_size_of_steps_too():
+    system = System(kind="banaserve", colocated=2, limits=EngineLimits(step_tokens=1536))
+    (cell,) = SimCluster(Timeline(), profiles.load(H100), system).cells
+    name, *_ = cell.instances
+
+    def sizes(*actions: SwitchRole | SetStepTokens) -> list[int]:
+        for action in actions:
+            step = Step(action, (), 0.0, 0.0, 0.0)
+            cell.placing.begin(step)
+            assert step.is_finished(cell.view())
+        return [one.step_tokens for one in cell.view().instances.values()]
+
+    assert sizes(SwitchRole(name, Role.COLOCATED, Role.PREFILL, 4096)) == [4096, 1536]
+    switch = SwitchRole(name, Role.PREFILL, Role.COLOCATED)
+    assert sizes(switch) == [1536, 1536]
+    assert not Step(replace(switch, step_tokens=512), (), 0.0, 0.0, 0.0).is_finished(cell.view())
+    assert sizes(SetStepTokens(name, 1536, 512), replace(switch, role=Role.DECODE)) == [1536, 1536]
+
+
+@pytest.mark.parametrize(
+    ("limits", "sizes", "of_prefill"),
+    [
+        ({}, (512, 1024, 2048), 2048),
+        ({"max_step_tokens": 1024}, (512, 1024), 1024),
+        ({"max_step_tokens": 700}, (512, 700), 700),
+        ({"max_step_tokens": 1500, "chunks": "512,4096,2048"}, (512, 1500), 1500),
+        ({"min_step_tokens": 1024}, (1024, 2048), 2048),
+        ({"min_step_tokens": 600, "max_step_tokens": 600}, (600,), 600),
+    ],
+)
+def test_no_step_is_larger_or_smaller_than_engines_can(limits, sizes, of_prefill):
+    options = ElasticOptions(profile=H100, ttft_s=1.0, tpot_s=0.05, **limits)
+    assert options.step_sizes == sizes
+    views = [view(f"c{n}", Role.COLOCATED, tokens=1) for n in range(2)]
+    requests = [seen(n / 10, 20) for n in range(100)]
+    decision = decide(Situation(10.0, views, requests, None), options)
+    words = [one.words for one in decision.candidates]
+    assert len(words) == len(set(words))
+    assert {change.step_tokens for change in decision.changes} <= {*sizes, of_prefill}
+    changes = _changes(Arrangement(1, 1, 0, sizes[-1]), views, options)
+    assert [change.step_tokens for change in changes] == [of_prefill, sizes[-1]]
+
+
 async def test_a_decision_is_the_same_in_a_process_of_its_own():
     views = [view(f"c{n}", Role.COLOCATED) for n in range(2)]
     requests = [seen(n / 10, 20, ended=n < 90) for n in range(100)]
@@ -276,6 +357,9 @@ def test_the_process_says_a_line_at_most(asked, code, said):
         ({"chunks": "many"}, "chunks is 'many': give numbers of tokens"),
         ({"roles": "some"}, "roles is 'some': give any or fixed"),
         ({"window_s": 0.0}, "window_s is 0.0: give more than 0"),
+        ({"chunks": "0,512", "min_step_tokens": 64}, "chunks is '0,512'"),
+        ({"max_step_tokens": -1}, "max_step_tokens is -1: give 0 or more"),
+        ({"min_step_tokens": 64, "max_step_tokens": 32}, "max_step_tokens is 32: give at least"),
     ],
 )
 def test_options_that_make_no_sense(options, words):

@@ -30,6 +30,7 @@ from banaserve.types import (
     InstanceId,
     Module,
     MoveModule,
+    ObservedRequest,
     ReturnModule,
     Role,
     Step,
@@ -188,6 +189,21 @@ async def test_a_cancelled_step_is_aborted(world):
     await until(lambda: not any(m.is_open for m in world.cluster.coordinator.recent()))
     assert world.executor.view().under_way == ()
     assert world.engine.units == {}
+
+
+async def test_requests_are_in_the_view_where_the_policy_looks_at_them(world):
+    assert world.executor.view().requests == ()
+    request, asked = ObservedRequest(1.0, 5, 0, 0, None, None, None), []
+    looking = executors.MoveExecutor(
+        SimpleNamespace(instances=world.instances),
+        world.cluster.coordinator,
+        world.roles,
+        SimpleNamespace(now=lambda: 1000.0),
+        2.0,
+        lambda since_s: asked.append(since_s) or [request],
+    )
+    assert looking.view().requests == [request]
+    assert asked == [700.0]
 
 
 async def test_what_people_move_keeps_its_instances_busy(world):

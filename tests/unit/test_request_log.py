@@ -80,6 +80,26 @@ def test_the_log_keeps_what_is_under_way_and_the_last_that_have_ended() -> None:
     assert log.last(0) == []
 
 
+def test_policies_see_more_requests_than_have_notes() -> None:
+    log = RequestLog(Ticks(), kept=2)
+    followed(log, "before")
+    assert log.observed(0.0) == []
+    log.observe(kept=4)
+    with log.following("slow", 7, 0.5, 0.0) as slow:
+        slow.tokens_so_far = lambda: 3
+        followed(log, *(f"r{i}" for i in range(6)))
+        slow.leg_began("decode", "d0", 1, "slow-1")
+        first, *ended = log.observed(0.0)
+    assert (first.prompt_tokens, first.output_tokens) == (7, 3)
+    assert (first.instance, first.end_s) == (InstanceId("d0"), None)
+    assert len(ended) == 4
+    assert all(one.end_s is not None and one.instance is None for one in ended)
+    assert [one.arrival_s for one in ended] == sorted(one.arrival_s for one in ended)
+    last_s = ended[-1].arrival_s
+    assert [one.arrival_s for one in log.observed(last_s)] == [last_s]
+    assert len(log.last()) == 2
+
+
 @pytest.mark.parametrize(
     ("wanted", "found"),
     [

@@ -135,7 +135,8 @@ class MoveExecutor:
 
     Args:
         kv_growth: How many times the KV blocks of the start an instance may once have.
-        requests: Returns those under way, and those that have arrived since a time of ``clock``.
+        requests: Returns those under way, and those that have arrived since a time of ``clock``;
+            None where the policy looks at none.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class MoveExecutor:
         roles: Roles,
         clock: Clock,
         kv_growth: float,
-        requests: Callable[[float], Sequence[ObservedRequest]] = lambda _: (),
+        requests: Callable[[float], Sequence[ObservedRequest]] | None = None,
     ) -> None:
         self._cluster = cluster
         self._coordinator = coordinator
@@ -193,6 +194,8 @@ class MoveExecutor:
         known = {instance.id: self._known(instance) for instance in instances}
         now_s = self._clock.now()
         view = cluster_view(now_s, (i.view() for i in instances), known, self._under_way())
+        if self._requests is None:
+            return view
         return replace(view, requests=self._requests(now_s - _HISTORY_S))
 
     def _known(self, instance: Instance) -> Known:

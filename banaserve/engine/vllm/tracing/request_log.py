@@ -23,6 +23,8 @@ from banaserve.engine.vllm.tracing.events import (
 from banaserve.errors import UserError
 from banaserve.types import ClusterView, InstanceId, ObservedRequest, Route
 
+OBSERVED_REQUESTS = 20_000
+"""Those of five minutes at 66 a second: a load is compared with what came before it."""
 _NAMED = 5
 _PREFIXES = ("chatcmpl-", "cmpl-")
 
@@ -179,6 +181,11 @@ class RequestLog:
         self._clock = clock
         self._open: dict[int, RequestNotes] = {}
         self._ended: deque[RequestNotes] = deque(maxlen=kept)
+        self._observed: deque[ObservedRequest] | None = None
+
+    def observe(self, kept: int = OBSERVED_REQUESTS) -> None:
+        """Keep, of many more requests than have notes, what ``observed`` returns of them."""
+        self._observed = deque(maxlen=kept)
 
     @contextlib.contextmanager
     def following(
@@ -202,6 +209,8 @@ class RequestLog:
             notes.end(notes.finish_reason or how, error)
             del self._open[id(notes)]
             self._ended.append(notes)
+            if self._observed is not None:
+                self._observed.append(notes.observed())
 
     def last(self, count: int | None = None) -> list[RequestSummary]:
         """The last ``count`` requests to arrive, or all that are known, the oldest first."""
@@ -210,8 +219,11 @@ class RequestLog:
         return [notes.summary() for notes in known[first:]]
 
     def observed(self, since_s: float) -> list[ObservedRequest]:
-        """Requests under way and those that have arrived since, in the order of their arrivals."""
-        found = [notes.observed() for notes in self._ended if notes.arrived_s >= since_s]
+        """Requests under way and those that have arrived since, in the order of their arrivals.
+
+        Of those that have ended, the ones that have since ``observe`` was called.
+        """
+        found = [request for request in self._observed or () if request.arrival_s >= since_s]
         found += [notes.observed() for notes in self._open.values()]
         return sorted(found, key=lambda request: request.arrival_s)
 
