@@ -339,7 +339,7 @@ class ObservedRequest(NamedTuple):
 
     Attributes:
         arrival_s: On the router's clock.
-        cached_tokens: Of the prompt, those that were found in the store.
+        cached_tokens: Of the prompt, those that were found and not computed.
         output_tokens: Generated so far; of one that has ended, all of them.
         instance: Where it is at present: whoever computes its prompt, or decodes it; None when it
             has ended.

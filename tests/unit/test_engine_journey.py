@@ -266,6 +266,19 @@ async def test_cached_tokens_are_those_of_the_prefill_leg(temperature: float) ->
     assert reader.num_cached_tokens == 7
 
 
+@pytest.mark.parametrize(("looked_up", "noted"), [(0, 7), (5, 5)])
+async def test_an_engine_says_what_it_found_of_a_prompt_that_was_not_looked_up(
+    looked_up: int, noted: int
+) -> None:
+    engine, given = Engine("c0"), job(streamed())
+    given.notes.cached_tokens = looked_up
+    reader = Reader(given, Engines(engine))
+    await reader.reaches(engine)
+    engine.compute(1, num_cached=7)
+    await reader.read()
+    assert given.notes.cached_tokens == noted
+
+
 async def test_an_abort_by_id_ends_a_request_on_its_prefill_leg() -> None:
     prefill, decode = Engine("p0"), Engine("d0")
     given = job(streamed())

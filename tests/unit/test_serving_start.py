@@ -1,4 +1,4 @@
-"""Questions to engines while a server starts: one that dies meanwhile holds nothing up."""
+"""A server that starts: questions to engines, to the store, and options of its policy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.api import serving
+from banaserve.cli.serve_options import parse_serve_argv
+from banaserve.elastic.arrangement import arrangements
+from banaserve.elastic.policy import ElasticOptions, _changes
 from banaserve.engine.vllm import cluster as clusters
 from banaserve.engine.vllm.cluster import Cluster, ClusterTimeouts
 from banaserve.engine.vllm.compat.engine import EngineDeadError
 from banaserve.engine.vllm.instance import State
+from banaserve.engine.vllm.role_switch import Budgets
 from banaserve.errors import UserError
-from banaserve.types import InstanceId
+from banaserve.types import InstanceId, InstanceView, Role
 from waiting import until
 
 
@@ -74,3 +78,79 @@ async def test_an_engine_that_waited_for_the_others_to_start_has_not_stalled(mon
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
     assert killed == []
+
+
+@pytest.mark.parametrize(
+    ("roles", "cached"),
+    [
+        ((Role.COLOCATED, Role.COLOCATED), 0),
+        ((Role.COLOCATED, Role.PREFILL), 32),
+        ((Role.PREFILL, Role.DECODE), 32),
+    ],
+)
+async def test_the_store_is_asked_only_where_a_request_may_have_two_legs(roles, cached):
+    asked = []
+
+    async def cached_tokens(request: object) -> int:
+        asked.append(request)
+        return 32
+
+    instances = [SimpleNamespace(id=InstanceId(f"i{n}"), role=role) for n, role in enumerate(roles)]
+    cluster = Cluster(instances, None, SlowClock(), ClusterTimeouts())
+    request = SimpleNamespace(prompt_token_ids=[1] * 40)
+    assert await cluster.cached_tokens(request) == 0  # there is no store
+    cluster.lookup = SimpleNamespace(cached_tokens=cached_tokens)
+    assert await cluster.cached_tokens(request) == cached
+    assert len(asked) == bool(cached)
+
+
+# ---- the policy's options
+
+
+def engines(num_tokens: int, num_requests: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=num_tokens,
+            max_num_seqs=num_requests,
+            max_num_scheduled_tokens=None,
+            max_num_active_seqs=None,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_requests", "sizes"),
+    [
+        (8192, 256, (512, 1024, 2048)),
+        (1024, 32, (512, 1024)),
+        (300, 32, (300,)),
+        (4096, 1024, (1024, 2048)),
+    ],
+)
+def test_elastic_asks_engines_for_steps_that_they_can_do(num_tokens, num_requests, sizes):
+    config, own = parse_serve_argv(["--instances", "2"]), engines(num_tokens, num_requests)
+    options = ElasticOptions(**serving._section(config, own))
+    assert options.step_sizes == sizes
+    views = [
+        InstanceView(InstanceId(f"c{n}"), Role.COLOCATED, True, None, 0, 0, 1.0) for n in range(3)
+    ]
+    budgets = Budgets.of(config, own)
+    for wanted in arrangements(3, options.step_sizes):
+        for change in _changes(wanted, views, options):
+            given = budgets.of_steps(change.role, change.step_tokens)
+            assert given.num_tokens == change.step_tokens
+
+
+def test_what_the_command_line_says_reaches_the_policy():
+    argv = ["--instances", "2", "--slo-ttft", "2", "--pace", "opt-13b-a100", "--dilate", "4"]
+    config = parse_serve_argv(argv)
+    assert serving._section(config, engines(2048, 128)) == {
+        "profile": "opt-13b-a100",
+        "dilation": 4.0,
+        "ttft_s": 2.0,
+        "tpot_s": 0.0,
+        "min_step_tokens": 128,
+        "max_step_tokens": 2048,
+    }
+    off = parse_serve_argv(["m", "--orchestrator", "off", "--orchestrator-policy", "elastic"])
+    assert serving._section(off, engines(2048, 128)) == {}

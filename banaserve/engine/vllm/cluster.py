@@ -188,8 +188,14 @@ class Cluster:
         )
 
     async def cached_tokens(self, request: compat.EngineCoreRequest) -> int:
-        """What the store holds of the prompt; 0 without a store."""
+        """What the store holds of the prompt; 0 without a store.
+
+        Also 0 while all instances do both: a request has one leg then, whatever the store holds,
+        and need not wait for its answer.
+        """
         if self.lookup is None or request.prompt_token_ids is None:
+            return 0
+        if all(one.role is Role.COLOCATED for one in self.instances.values()):
             return 0
         return await self.lookup.cached_tokens(request)
 

@@ -183,6 +183,8 @@ class RequestContext:
         self.num_sent += 1
         if self.num_sent == 1:
             self.notes.first_output(source, self.first_token_blocker if self.prefilled else None)
+            if not self.notes.cached_tokens:  # the store is not asked while all instances do both
+                self.notes.cached_tokens = output.num_cached_tokens or 0
         if output.finished:
             self.notes.finish_reason = output.outputs[0].finish_reason
         return output
