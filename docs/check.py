@@ -1,7 +1,8 @@
 """Check that what the documents name is there: ``python -m docs.check``, one line a finding.
 
-Links, also their anchors; and names of code in the form ``file.py:function``, ``file.py:Class`` or
-``file.py:Class.method``, with the file's path from ``banaserve/`` or the top of the repository.
+Links, also their anchors; names of code in the form ``file.py:function``, ``file.py:Class`` or
+``file.py:Class.method``, with the file's path from ``banaserve/`` or the top of the repository; and
+no line that a merge has left.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ REFERENCE_PAGES = ("commands.md", "admin-api.md", "metrics.md", "configuration.m
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _CODE_NAME = re.compile(r"((?:[\w.-]+/)*[\w-]+\.py):([A-Za-z_]\w*(?:\.\w+)*)")
+_MERGE_MARK = re.compile(r"(<{7}|>{7}) ")
 _FENCE = re.compile(r"^\s*(```|~~~)")
 
 
@@ -45,11 +47,13 @@ def main() -> int:
 
 
 def findings_in(document: Path) -> Iterator[str]:
-    """Yield one line for each dead link, dead anchor and name of code that is not there."""
+    """Yield one line for each dead link, dead anchor, name that is not there and merge's mark."""
     is_code = False
     for number, line in enumerate(document.read_text().splitlines(), start=1):
         place = f"{document.relative_to(ROOT) if ROOT in document.parents else document}:{number}"
         is_code ^= bool(_FENCE.match(line))
+        if _MERGE_MARK.match(line):
+            yield f"{place}: a merge has left its mark"
         if not is_code:
             for target in _LINK.findall(line):
                 if problem := _link_problem(document, target):

@@ -60,7 +60,7 @@ def main() -> None:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
         answer = client.chat.completions.create(
             model=client.models.list().data[0].id,
-            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            messages=[{"role": "user", "content": "Name the capital of France."}],
             max_tokens=16,
             temperature=0.0,
         )

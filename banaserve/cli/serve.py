@@ -164,7 +164,7 @@ def _banner(
     key = ' -H "Authorization: Bearer $BANASERVE_API_KEY"' if config.api_keys else ""
     body = (
         f'{{"model": "{model.served_name}", "messages": '
-        '[{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
+        '[{"role": "user", "content": "Name the capital of France."}], "temperature": 0}'
     )
     lines = [
         "",

@@ -34,12 +34,18 @@ _SPREAD = 0.08
 
 @dataclass(frozen=True, slots=True)
 class Miniature:
-    """Dimensions of a miniature; everything else is the same for all."""
+    """Dimensions of a miniature; everything else is the same for all.
+
+    Attributes:
+        hidden_size: A multiple of the number of heads, as transformers wants it.
+    """
 
     num_layers: int
     num_heads: int
     num_kv_heads: int
     max_context_tokens: int
+    hidden_size: int = HIDDEN_SIZE
+    head_size: int = HEAD_SIZE
 
     @classmethod
     def of(
@@ -59,7 +65,7 @@ class Miniature:
     @property
     def token_bytes(self) -> int:
         """K and V of one token in all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * HEAD_SIZE * ELEMENT_BYTES
+        return self.num_layers * 2 * self.num_kv_heads * self.head_size * ELEMENT_BYTES
 
 
 def resolve(
@@ -104,9 +110,9 @@ def _write(miniature: Miniature, packaged: Path, target: Path) -> None:
 
 def _config(miniature: Miniature, packaged: dict[str, Any]) -> dict[str, Any]:
     return packaged | {
-        "head_dim": HEAD_SIZE,
-        "hidden_size": HIDDEN_SIZE,
-        "intermediate_size": HIDDEN_SIZE,
+        "head_dim": miniature.head_size,
+        "hidden_size": miniature.hidden_size,
+        "intermediate_size": miniature.hidden_size,
         "max_position_embeddings": miniature.max_context_tokens,
         "num_attention_heads": miniature.num_heads,
         "num_hidden_layers": miniature.num_layers,
@@ -122,22 +128,24 @@ def _weights(
     miniature: Miniature, vocab_size: int
 ) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
     random = np.random.default_rng(0)
-    ones = np.ones(HIDDEN_SIZE, np.float32)
+    hidden = miniature.hidden_size
+    ones = np.ones(hidden, np.float32)
 
     def matrix(rows: int, columns: int) -> npt.NDArray[np.float32]:
         return random.normal(0.0, _SPREAD, (rows, columns)).astype(np.float32)
 
-    queries, keys = miniature.num_heads * HEAD_SIZE, miniature.num_kv_heads * HEAD_SIZE
-    yield "model.embed_tokens.weight", matrix(vocab_size, HIDDEN_SIZE)
-    yield "lm_head.weight", matrix(vocab_size, HIDDEN_SIZE)
+    size = miniature.head_size
+    queries, keys = miniature.num_heads * size, miniature.num_kv_heads * size
+    yield "model.embed_tokens.weight", matrix(vocab_size, hidden)
+    yield "lm_head.weight", matrix(vocab_size, hidden)
     yield "model.norm.weight", ones
     for layer in range(miniature.num_layers):
         stem = f"model.layers.{layer}"
         yield f"{stem}.input_layernorm.weight", ones
         yield f"{stem}.post_attention_layernorm.weight", ones
-        yield f"{stem}.self_attn.q_proj.weight", matrix(queries, HIDDEN_SIZE)
-        yield f"{stem}.self_attn.k_proj.weight", matrix(keys, HIDDEN_SIZE)
-        yield f"{stem}.self_attn.v_proj.weight", matrix(keys, HIDDEN_SIZE)
-        yield f"{stem}.self_attn.o_proj.weight", matrix(HIDDEN_SIZE, queries)
+        yield f"{stem}.self_attn.q_proj.weight", matrix(queries, hidden)
+        yield f"{stem}.self_attn.k_proj.weight", matrix(keys, hidden)
+        yield f"{stem}.self_attn.v_proj.weight", matrix(keys, hidden)
+        yield f"{stem}.self_attn.o_proj.weight", matrix(hidden, queries)
         for part in ("gate_proj", "up_proj", "down_proj"):
-            yield f"{stem}.mlp.{part}.weight", matrix(HIDDEN_SIZE, HIDDEN_SIZE)
+            yield f"{stem}.mlp.{part}.weight", matrix(hidden, hidden)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
+import small_model
 from banaserve.bench.loadgen import servers
 from fork_server import ForkServer
 from observing import until
@@ -66,11 +67,15 @@ def launch(
 
 @pytest.fixture(scope="module")
 def serve(launch: Callable[..., Run]) -> Callable[..., Run]:
-    """``serve(*options, port=, env=, fresh=)`` starts a small server; returns when it serves."""
+    """``serve(*options, port=, env=, fresh=)`` starts a small server; returns when it serves.
+
+    Without a model it is the small one, which has SmolLM2's name.
+    """
 
     def start(*options: str, **how: object) -> Run:
-        if "--model" not in options and "--pace" not in options:
-            options = ("--model", MODEL, *LIGHT, *options)
+        if "--pace" not in options:
+            model = () if "--model" in options else small_model.options()
+            options = (*model, *LIGHT, *options)
         run = launch(*options, **how)
         run.wait_for("Ctrl-C ends it.")
         return run

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import small_model
 from banaserve import models
 from banaserve.api.admin_client import AdminClient
 from banaserve.bench.datasets import prompts
@@ -39,7 +40,7 @@ class Reference:
     """Prompts, and what one plain vLLM engine answers."""
 
     def __init__(self, forks: ForkServer, num_prompts: int, longest: int, seed: int) -> None:
-        model = models.resolve(models.PACKAGED, None, print)
+        model = small_model.resolve()
         tokenize = tokenizer(model.path_or_id)
         few = max(1, num_prompts // 8)
         found = prompts.prompts("synthetic", num_prompts - few, 40, 160, seed, tokenize)

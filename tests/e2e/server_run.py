@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from observing import until
 START_DEADLINE_S = 240.0
 END_DEADLINE_S = 10.0
 DEADLINE_S = 60.0
-_SHM = Path("/dev/shm")
+_IN_SHM = re.compile(r"/dev/shm/\S+$", re.MULTILINE)
 
 Metrics = dict[str, dict[frozenset[tuple[str, str]], float]]
 
@@ -60,7 +61,7 @@ class Run(servers.Server):
         self._terminal = folder / "stdout"
         # Not below ``folder``: a socket's path has at most 107 characters.
         self.temp_dir = Path(tempfile.mkdtemp(prefix="bt-"))
-        self._shm_before = set(_SHM.iterdir())
+        self._shm: set[Path] = set()
         self._mark = uuid.uuid4().hex
         self._seen: set[psutil.Process] = set()
         command = ["banaserve", "serve", "--port", str(port)]
@@ -97,6 +98,7 @@ class Run(servers.Server):
             until(printed, f"{text!r} is printed", START_DEADLINE_S)
         except AssertionError as failure:
             raise AssertionError(f"{failure}\n{self.tails()}") from None
+        self._note_shared_memory()
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send a signal as a terminal does, to the process group; returns the exit code.
@@ -104,7 +106,7 @@ class Run(servers.Server):
         Raises:
             AssertionError: Something is left after ten seconds.
         """
-        self.processes()
+        self._note_shared_memory()
         os.killpg(self.process.pid, number)
         until(self.is_gone, "every process of the server has ended", END_DEADLINE_S)
         self.check_nothing_left()
@@ -135,9 +137,14 @@ class Run(servers.Server):
         assert not (self.run_dir / "run.json").exists()
 
     def _leaves_no_memory(self) -> bool:
-        # Other servers of this machine make files there too, which they are about to use.
-        new = set(_SHM.iterdir()) - self._shm_before
-        return all(_is_in_use(path) for path in new)
+        return not any(path.exists() for path in self._shm)
+
+    def _note_shared_memory(self) -> None:
+        """What its processes have mapped of /dev/shm, where other servers make files too."""
+        for process in self.processes():
+            with contextlib.suppress(OSError):
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+                self._shm.update(map(Path, _IN_SHM.findall(maps)))
 
     def close(self) -> None:
         """End it if it still runs, whatever a test has left it in."""
@@ -177,13 +184,4 @@ class Run(servers.Server):
 def _lives(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def _is_in_use(path: Path) -> bool:
-    """Whether a process that lives maps it; then it is not of a server that is gone."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(OSError):
-            if str(path) in Path(f"/proc/{process.pid}/maps").read_text():
-                return True
     return False

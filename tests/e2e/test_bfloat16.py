@@ -19,15 +19,15 @@ from server_run import Run
 
 pytestmark = pytest.mark.e2e
 
-OUTPUT_TOKENS = 24
-BFLOAT16 = ("--pd", "1:1", "--dtype", "bfloat16")
+OUTPUT_TOKENS = 16
+BFLOAT16 = ("--model", models.PACKAGED, "--pd", "1:1", "--dtype", "bfloat16")
 TEXTS = (
     "The capital of France is",
     "Once upon a time there was a little girl who",
     "List the planets of the solar system in order, and say of each how large it is:",
-    "The history of the Roman Empire began " + "and then the empire grew larger. " * 60,
+    "The history of the Roman Empire began " + "and then the empire grew larger. " * 30,
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
-    "A letter to a friend who moved away. " + "The weather has been fine. " * 150,
+    "A letter to a friend who moved away. " + "The weather has been fine. " * 60,
 )
 
 

@@ -14,6 +14,7 @@ from banaserve.bench.datasets import prompts as datasets_prompts
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.bench.loadgen.loops import closed_loop
 from banaserve.config import DEFAULT_SKIP_PREFILL_BELOW_TOKENS
+from depth import IS_LONG
 from fork_server import ForkServer
 from reference import reference_tokens, tokenizer
 from server_run import Run
@@ -32,7 +33,7 @@ SAMPLINGS = {
         "ignore_eos": True,
     },
 }
-FLOAT32 = ("--dtype", "float32", "--kv-store-size", "1536MiB")
+FLOAT32 = ("--model", models.PACKAGED, "--dtype", "float32", "--kv-store-size", "1536MiB")
 
 
 def data_folder() -> Path | None:
@@ -43,14 +44,14 @@ def data_folder() -> Path | None:
 
 
 def real_prompts(tokenize: Callable[[str], list[int]]) -> list[list[int]]:
-    """26 short instructions and 6 texts of 1,000 to 4,000 tokens."""
+    """Short instructions and texts of 1,000 to 2,000 tokens; in a long run 26 and six to 4,000."""
     data = data_folder()
     kinds = ("alpaca", "longbench") if data else ("synthetic", "synthetic")
     shapes = [
-        (kinds[0], 26, 5, 80),
-        (kinds[1], 4, 1000, 1200),
-        (kinds[1], 1, 1800, 2200),
-        (kinds[1], 1, 3500, 4000),
+        (kinds[0], 26 if IS_LONG else 14, 5, 80),
+        (kinds[1], 4 if IS_LONG else 2, 1000, 1200),
+        (kinds[1], 1, 1950, 2200),
+        *([(kinds[1], 1, 3500, 4000)] if IS_LONG else []),
     ]
     found = []
     for number, (kind, count, low, high) in enumerate(shapes):

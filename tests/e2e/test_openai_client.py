@@ -21,8 +21,9 @@ pytestmark = pytest.mark.e2e
 
 MODEL = "smollm2-135m"
 MAX_CONCURRENT = 4
-CONTEXT_TOKENS = 2048
+CONTEXT_TOKENS = 1024
 SERVE_OPTIONS = (
+    *("--model", MODEL),
     *("--max-concurrent-requests", str(MAX_CONCURRENT), "--max-body-size", "1MiB"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     # In bf16 the two best tokens often tie, and batches of other shapes break ties differently.
@@ -326,7 +327,7 @@ def test_decode_computes_at_most_one_prompt_token_a_request(server, complete):
 
 def test_requests_that_share_their_prompt_or_their_id_do_not_disturb_each_other(complete):
     prompt = numbered_tokens(55, 400)
-    same = {"stream": True, "max_tokens": 40, "extra_headers": {"X-Request-Id": "the-same"}}
+    same = {"stream": True, "max_tokens": 20, "extra_headers": {"X-Request-Id": "the-same"}}
 
     def ask(pieces: int) -> str:
         with complete(prompt, extra_body={"ignore_eos": True}, **same) as stream:
@@ -366,7 +367,7 @@ def test_a_cancelled_stream_frees_its_blocks_within_a_second(server, complete, p
     took_s = []
     for _ in range(3):
         stream = complete(
-            numbered_tokens(7, 600), stream=True, max_tokens=1400, extra_body={"ignore_eos": True}
+            numbered_tokens(7, 600), stream=True, max_tokens=400, extra_body={"ignore_eos": True}
         )
         for _ in zip(range(5), stream, strict=False):
             pass
@@ -378,7 +379,7 @@ def test_a_cancelled_stream_frees_its_blocks_within_a_second(server, complete, p
 
 
 def test_a_client_that_leaves_during_prefill_frees_its_blocks(server, poll):
-    body = json.dumps({"model": MODEL, "prompt": numbered_tokens(8, 2000), "max_tokens": 9})
+    body = json.dumps({"model": MODEL, "prompt": numbered_tokens(8, 1000), "max_tokens": 9})
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     decoded = server.metric("banaserve_scheduled_requests_total", instance_id="d0")
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
@@ -465,7 +466,7 @@ def test_a_body_that_is_too_large(announced, server):
 
 
 def test_too_many_requests_at_once(server, complete, poll):
-    endless = {"stream": True, "max_tokens": 1900, "extra_body": {"ignore_eos": True}}
+    endless = {"stream": True, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
     streams = [complete(**endless) for _ in range(MAX_CONCURRENT)]
     with pytest.raises(openai.RateLimitError) as refused:
         complete()

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import migration_load as loads
+import small_model
 from banaserve import models
 from banaserve.api.admin_client import AdminClient
 from banaserve.bench.datasets import prompts
@@ -60,7 +61,7 @@ class Before:
     """Prompts, and what the server answers while nothing has moved."""
 
     def __init__(self, server: Run) -> None:
-        tokenize = tokenizer(models.resolve(models.PACKAGED, None, print).path_or_id)
+        tokenize = tokenizer(small_model.resolve().path_or_id)
         found = prompts.prompts("synthetic", 10, 40, 160, 5, tokenize)
         found += prompts.prompts("synthetic", 4, 200, 350, 6, tokenize)
         self.prompts = [tokenize(prompt.text) for prompt in found]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import small_model
 from banaserve import models
 from banaserve.bench.datasets import prompts as datasets_prompts
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
@@ -73,7 +74,7 @@ class Deployment:
 
 @pytest.fixture(scope="module")
 def model() -> models.ResolvedModel:
-    return models.resolve(models.PACKAGED, None, print)
+    return small_model.resolve()
 
 
 @pytest.fixture(scope="module")

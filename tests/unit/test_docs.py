@@ -41,6 +41,7 @@ def test_dead_links_and_names_are_one_line_each(tmp_path: Path) -> None:
         "# A page\n[here](#a-page) [nowhere](#no) [gone](gone.md)\n"
         "`clock.py:WallClock.now` `clock.py:stop` `no/where.py:main`\n"
         "```mermaid\nA->>B: api/app.py:make_nothing\n```\n"
+        f"{'<' * 7} HEAD\n"
     )
     assert [line.partition(": ")[2] for line in check.findings_in(document)] == [
         "page.md has no heading #no",
@@ -48,6 +49,7 @@ def test_dead_links_and_names_are_one_line_each(tmp_path: Path) -> None:
         "clock.py has no stop",
         "there is no file no/where.py",
         "api/app.py has no make_nothing",
+        "a merge has left its mark",
     ]
 
 

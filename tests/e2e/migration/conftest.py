@@ -42,6 +42,8 @@ def _in_process() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("OMP_NUM_THREADS", "1")
+        # Nobody here has a GPU that a look at a model's class could wake in the wrong process.
+        patch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look())
         # As in an engine's own process: its sampler would be compiled at the first logprobs.
         torch.compiler.set_stance("force_eager")
         yield

@@ -15,10 +15,12 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 def main() -> None:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import registry
 
     from banaserve.engine.vllm.launch import forkserver
 
     forkserver.pre_import()
+    registry._run_in_subprocess = lambda look: look()  # a process that imports vLLM once more
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     orders = socket.socket(fileno=int(sys.argv[1]))
     while True:

@@ -12,13 +12,13 @@ from rig import all_kinds, modules_of
 pytestmark = pytest.mark.e2e
 
 ENGINE = "smollm2"
-NUM_TOKENS = 48
+NUM_TOKENS = 24
 PARTS = 3
 TEXTS = (
     "The capital of France is",
     "Once upon a time there was a little girl who",
     "List the planets of the solar system in order:",
-    "The history of the Roman Empire began " + "and then the empire grew larger. " * 60,
+    "The history of the Roman Empire began " + "and then the empire grew larger. " * 40,
     "def fibonacci(n):",
 )
 
