@@ -1,7 +1,12 @@
-"""Instructions of this processor, and the number type that engines compute in on it."""
+"""Instructions of this processor, the number type that engines compute in on it, and AMX's leave.
+
+AMX is used by leave of Linux: a process asks once (``arch_prctl``, Documentation/arch/x86/xstate).
+"""
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +14,7 @@ from pathlib import Path
 BFLOAT16_FLAGS = {"x86_64": ("avx512_bf16", "amx_bf16"), "aarch64": ("bf16",)}
 """By architecture: with any of these the processor multiplies bfloat16 itself."""
 _FIELDS = ("flags", "Features")  # x86, ARM
+_ARCH_PRCTL, _ASK_LEAVE, _TILE_DATA = 158, 0x1023, 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +55,13 @@ def read_cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
         if field.strip() in _FIELDS:
             return frozenset(value.split())
     return frozenset()
+
+
+def ask_for_amx() -> None:
+    """Let this process compute with AMX's tiles, where the processor has them; else nothing.
+
+    A process that has not asked ends with SIGILL at the first tile. oneDNN asks at its first
+    product, vLLM's attention does not: a process that begins with attention has to ask itself.
+    """
+    if platform.machine() == "x86_64":
+        ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ASK_LEAVE, _TILE_DATA)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from banaserve.cpu_features import choose_dtype, read_cpu_flags
@@ -50,3 +53,28 @@ def test_flags_are_read_as_linux_writes_them(text, flags, tmp_path):
 
 def test_no_flags_where_there_is_no_such_file(tmp_path):
     assert read_cpu_flags(tmp_path / "none") == set()
+
+
+LEAVE = """
+import ctypes
+from banaserve.cpu_features import ask_for_amx
+
+def leave():
+    allowed = ctypes.c_uint64()
+    assert ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(allowed)) == 0
+    return allowed.value >> 18 & 1
+
+print(leave(), ask_for_amx(), leave())
+"""
+
+
+@pytest.mark.skipif("amx_tile" not in read_cpu_flags(), reason="this processor has no AMX")
+def test_a_process_that_asks_may_use_amx():
+    done = subprocess.run([sys.executable, "-P", "-c", LEAVE], capture_output=True, text=True)
+    assert done.stdout == "0 None 1\n", done.stderr
+
+
+def test_asking_for_amx_harms_nobody():
+    code = "from banaserve.cpu_features import ask_for_amx; ask_for_amx()"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-import torch
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import (
     initialize_model,
@@ -54,17 +53,10 @@ def pipeline_stage(start: int, end: int) -> Iterator[None]:
 def start_alone(rendezvous: str) -> None:
     """Make the process groups that vLLM's layers expect, with this process alone in each.
 
-    And be allowed AMX where the processor has it: vLLM's attention uses it in bfloat16 and does
-    not ask for it. In an engine oneDNN has asked, at the first product; a process whose first step
-    is attention ends with SIGILL.
-
     Args:
         rendezvous: Path of a file that does not exist yet.
     """
     from vllm.distributed import parallel_state
-
-    if torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()
 
     parallel_state.init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
     parallel_state.initialize_model_parallel(1, 1)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from banaserve.cpu_features import ask_for_amx
 from banaserve.engine.vllm.compat import model as compat
 from banaserve.engine.vllm.compat.config import VllmConfig, set_current_vllm_config
 from banaserve.engine.vllm.migration.guest.throttle import run_low_priority
@@ -19,6 +20,8 @@ def guest_environment(config: VllmConfig, rendezvous: str) -> Iterator[None]:
     device = device_of(config)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        ask_for_amx()  # the first step of a guest of heads is attention
     with set_current_vllm_config(config):
         run_low_priority(lambda: compat.start_alone(rendezvous))
     try:
