@@ -50,7 +50,10 @@ def joined(url: str) -> MooncakeTier:
 def store(tier: MooncakeTier, order: dict[str, Any]) -> str:
     data = np.random.default_rng(order["seed"]).bytes(order["num_bytes"])
     block = np.frombuffer(data, np.uint8)
-    assert tier.submit_store(BlockName(bytes.fromhex(order["store"]), None), block) is not None
+    name = BlockName(bytes.fromhex(order["store"]), None)
+    while tier.submit_store(name, block) is None:  # it has just lost its master
+        select.select([tier.fd], [], [])
+        tier.poll()
     while not (ended := tier.poll()):
         select.select([tier.fd], [], [])
     return str(ended[0].outcome.value)

@@ -125,7 +125,8 @@ def tier(stack: ExitStack, master: Peer) -> MooncakeTier:
 
 @pytest.fixture
 def other(stack: ExitStack, master: Peer) -> OtherProcess:
-    other = OtherProcess(url_of(master))
+    # Patient: it is here to do as it is told, and on a busy machine a second is soon over.
+    other = OtherProcess(url_of(master).replace("timeout=1", "timeout=30"))
     stack.callback(other.close)
     return other
 
