@@ -171,7 +171,7 @@ def _moved(
             trial = Ledger(facts, placements)
             for one in (*moves, PlannedMove(host, guest, module)):
                 trial.put(*one)
-            if not _has_room(trial, guest, of[guest].kv_tokens):
+            if not has_room(trial, guest, of[guest].kv_tokens):
                 continue
             ledger = trial
             moves.append(PlannedMove(host, guest, module))
@@ -180,7 +180,7 @@ def _moved(
     return tuple(moves)
 
 
-def _has_room(ledger: Ledger, guest: InstanceId, kv_tokens: float) -> bool:
+def has_room(ledger: Ledger, guest: InstanceId, kv_tokens: float) -> bool:
     """Whether a guest keeps room for what it uses, and for what may come."""
     left = ledger.blocks(guest)
     own = slabs.blocks(ledger.facts, (), 0)
