@@ -173,15 +173,14 @@ class LoadMemory(NamedTuple):
         next_s: When to decide again though it is.
         is_settled: It is known.
         wanted: What the instances were to be by the last plan.
-        away_gain: What modules away bring, smoothed over the times that it was looked at since the
-            load is known.
+        num_for_home: Looks in a row at which modules away would better be at home.
     """
 
     since_s: float
     next_s: float
     is_settled: bool = False
     wanted: tuple[Change, ...] = ()
-    away_gain: float | None = None
+    num_for_home: int = 0
 
 
 class Situation(NamedTuple):
@@ -306,7 +305,7 @@ def decide(situation: Situation, options: ElasticOptions) -> Decision:
         return Decision((), (), 0.0, memory, "the load is what it was")
     is_known = memory.is_settled and not _is_missing(memory.wanted, situation.instances)
     search = _Search(situation, memory.since_s, options)
-    decision = search.homeward(memory.away_gain) if is_known else search.best()
+    decision = search.homeward(memory.num_for_home) if is_known else search.best()
     return decision._replace(memory=_after(decision, memory, situation, options))
 
 
@@ -324,8 +323,8 @@ def _after(
     is_away = bool(decision.moves or placements_of(situation.instances))
     is_done = not (decision.changes or decision.returns or is_away)
     next_s = float("inf") if is_done else now_s + options.recheck_s
-    away_gain = None if decision.memory is None else decision.memory.away_gain
-    return LoadMemory(memory.since_s, next_s, True, wanted, away_gain)
+    num_for_home = 0 if decision.memory is None else decision.memory.num_for_home
+    return LoadMemory(memory.since_s, next_s, True, wanted, num_for_home)
 
 
 def _is_missing(wanted: Sequence[Change], views: Iterable[InstanceView]) -> bool:
@@ -352,8 +351,9 @@ _MOVED_FROM = 3
 
 _MOVES_KEPT = 2
 
-_NEWEST_SHARE = 0.4
-"""Of what modules away bring: three looks that say nothing bring them home, one does not."""
+_HOME_CERTAINTY = 2.0
+_LOOKS_FOR_HOME = 3
+"""In a row, at which having modules at home must be better by so many deviations of chance."""
 
 
 class _Search:
@@ -402,27 +402,27 @@ class _Search:
         found |= self._moved(found)
         return self._chosen(stay, found)
 
-    def homeward(self, away_gain: float | None) -> Decision:
-        """Only whether modules that are away should come home, by evidence that adds up.
+    def homeward(self, num_for_home: int) -> Decision:
+        """Only whether modules that are away should come home: several looks must say so in a row.
 
-        A single look may err, and under a load that stays the same there are many.
+        Under a load that stays the same there are many looks, and one may err. In an overload
+        nothing brings anything, and that is no reason for a change.
 
         Args:
-            away_gain: What they brought at earlier looks.
+            num_for_home: Looks that have said so by now.
         """
         if not self._away:
             return Decision((), (), 0.0, None, "the load is what it was")
         stay, home = Wanted(self._present), Wanted(self._present, self._away)
         held, back = self._told(stay), self._told(home)
-        now = held.mean - back.mean
-        least = self._least(held)
-        before = least if away_gain is None else away_gain
-        gain = before + _NEWEST_SHARE * (min(now, 2 * least) - before)
+        gain = back.mean - held.mean
         shown = (Candidate(str(stay), held.mean), Candidate(str(home), back.mean))
-        memory = LoadMemory(0.0, 0.0, away_gain=gain)
-        if gain > least / 4:
-            return Decision((), shown, gain, memory, f"{stay}: modules away bring {gain:.3f}")
-        return Decision((), shown, -gain, None, str(home), self._away)
+        if gain <= max(0.0, _HOME_CERTAINTY * chance_of(back, held)):
+            return Decision((), shown, 0.0, None, f"{stay}: nothing is better")
+        if num_for_home + 1 < _LOOKS_FOR_HOME:
+            memory = LoadMemory(0.0, 0.0, num_for_home=num_for_home + 1)
+            return Decision((), shown, gain, memory, f"{home}, if it stays so")
+        return Decision((), shown, gain, None, str(home), self._away)
 
     def _chosen(self, stay: Wanted, found: dict[Wanted, Forecast]) -> Decision:
         """The best of ``found``, if that is clearly better than what there is."""
