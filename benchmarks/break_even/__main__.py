@@ -26,11 +26,8 @@ from banaserve.bench.results.result import Figure, figure
 from banaserve.costs import profile as profiles
 from benchmarks.break_even import page
 from benchmarks.break_even.gains import PROFILES
-from benchmarks.break_even.simulated import Compared, compared, questions
+from benchmarks.break_even.simulated import WORTH_IT, Compared, compared, questions
 from benchmarks.script import run_script
-
-WORTH_IT = 0.02
-"""Goodput by which modules away must be better to count: what the policy asks of any change."""
 
 
 def main(argv: Sequence[str]) -> int:

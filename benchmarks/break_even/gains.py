@@ -35,6 +35,7 @@ _BATCHES = (8, 64, 256)
 _CONTEXTS = (500, 2000, 8000, 32_000)
 _HOST, _GUEST = InstanceId("host"), InstanceId("guest")
 _SHARES = (1 / 8, 1 / 4, 1 / 2)
+PROMPT_SHARE = 1 / 4
 _WORN = 0.25
 """Mean of min(x, 1 - x) while the share x of a sequence in older blocks falls from 1 to 0."""
 
@@ -159,14 +160,31 @@ def gains(profile: Profile, point: Point) -> list[ModuleGain]:
     ]
 
 
-def break_even_bytes_per_s(profile: Profile, kind: str, point: Point) -> float | None:
+def prompt_gain(profile: Profile, kind: str, tokens: int, share: float = PROMPT_SHARE) -> float:
+    """Returns by how much more prompt tokens a second an instance computes in steps of ``tokens``.
+
+    With ``share`` of its layers or heads away.
+    """
+    facts = profile.facts
+    total = facts.num_kv_heads if kind == "heads" else facts.num_layers
+    module = module_of(kind, max(1, int(total * share)), (), profile)
+    assert module is not None
+    return 1 / (1 - net_relief(profile, module, StepWork(tokens, tokens**2))) - 1
+
+
+def break_even_bytes_per_s(profile: Profile, kind: str, point: Point | int) -> float | None:
     """Returns the bandwidth from which a kind brings more speed than its messages cost.
 
     None where it never does: what overlaps is less than the latency of its messages.
+
+    Args:
+        point: What is decoded, or the prompt tokens of a step.
     """
 
     def is_worth_it(bytes_per_s: float) -> bool:
         linked = with_link(profile, bytes_per_s)
+        if isinstance(point, int):
+            return prompt_gain(linked, kind, point) > 0
         if kind == "older blocks":
             return older_gain(linked, point).speed > 0
         return max(one.speed for one in _gains(linked, kind, point)) > 0

@@ -10,7 +10,6 @@ import msgspec
 from banaserve.bench.results import result
 from banaserve.costs import profile as profiles
 from banaserve.costs.profile import Profile
-from benchmarks.break_even import words
 from benchmarks.break_even.gains import (
     LINKS_BYTES_PER_S,
     PROFILES,
@@ -20,14 +19,16 @@ from benchmarks.break_even.gains import (
     full_point,
     gains,
     points,
+    prompt_gain,
     switch_gain,
     with_link,
 )
-from benchmarks.break_even.simulated import LIMITS, Compared
+from benchmarks.break_even.simulated import WORTH_IT, Compared
 from benchmarks.location import ROOT
 
 PAGE = ROOT / "docs" / "break-even.md"
 RESULT = ROOT / "benchmarks" / "results" / "break-even.json"
+_TEMPLATE = Path(__file__).parent / "template.md"
 COMMAND = "python -m benchmarks break-even --page"
 
 _CONTEXTS = (500, 2000, 8000, 32_000)
@@ -47,13 +48,21 @@ def written(only_check: bool) -> int:
 
 
 def page(path: Path) -> str:
-    """Returns the page, its last part from the result at ``path``."""
+    """Returns the page, the simulator's part from the result at ``path``."""
     found = [msgspec.convert(one, Compared) for one in result.read(path).raw.values()]
-    lines = [words.OPENING, ""]
+    speeds: list[str] = []
     for name in PROFILES:
-        lines += [f"### {name}", "", *_speeds(profiles.load(name)), ""]
-    lines += [words.ROOM, "", *_rooms(), "", words.SIMULATED, "", *_simulated(found), ""]
-    return "\n".join(lines) + words.CONCLUSION
+        speeds += [f"### {name}", "", *_speeds(profiles.load(name)), ""]
+    parts = {
+        "speeds": speeds[:-1],
+        "prompts": _prompts(),
+        "rooms": _rooms(),
+        "simulated": _simulated(found),
+    }
+    text = _TEMPLATE.read_text()
+    for name, lines in parts.items():
+        text = text.replace(f"{{{name}}}", "\n".join(lines))
+    return text
 
 
 def _speeds(profile: Profile) -> Iterator[str]:
@@ -71,6 +80,20 @@ def _speeds(profile: Profile) -> Iterator[str]:
     yield f"At {own} GB/s; break-even in GB/s."
     yield ""
     yield from _table((*heading, "heads from", "older from"), rows)
+
+
+def _prompts() -> Iterator[str]:
+    rows = []
+    for name in PROFILES:
+        profile = profiles.load(name)
+        for tokens in (512, 2048, 8192):
+            told = []
+            for kind in ("layers", "heads"):
+                told.append(f"{prompt_gain(profile, kind, tokens):+.1%}")
+                told.append(_bandwidth(break_even_bytes_per_s(profile, kind, tokens)))
+            rows.append((name, f"{tokens:,}", *told))
+    heading = ("profile", "tokens of a step", "layers", "from GB/s", "heads", "from GB/s")
+    yield from _table(heading, rows)
 
 
 def _steps_ms(profile: Profile, point: Point) -> tuple[str, str]:
@@ -99,42 +122,25 @@ def _rooms() -> Iterator[str]:
 
 
 def _simulated(found: Sequence[Compared]) -> Iterator[str]:
-    rows = []
-    for one in found:
-        asked = one.question
-        for place, (ttft_s, tpot_s) in enumerate(LIMITS[asked.profile]):
-            best, moved = one.best(one.plain, place), one.best(one.moved, place)
-            if one.plain[best][place] >= 0.99 or one.gain(place) <= 0:
-                continue
-            rows.append(
-                (
-                    asked.name,
-                    f"{ttft_s:g} s, {1e3 * tpot_s:g} ms",
-                    best,
-                    f"{one.plain[best][place]:.3f}",
-                    moved,
-                    f"{one.moved[moved][place]:.3f}",
-                )
-            )
-    yield _counted(found)
-    yield ""
-    yield from _table(
-        ("question", "limits", "best at home", "", "best with modules away", ""), rows
-    )
-
-
-def _counted(found: Sequence[Compared]) -> str:
     parts = []
     for name in PROFILES:
-        gained = [
-            one.gain(place)
-            for one in found
-            if one.question.profile == name
-            for place in range(len(LIMITS[name]))
-        ]
-        worth_it = sum(gain > 0.02 for gain in gained)
+        gained = [one.gain for one in found if one.question.profile == name]
+        worth_it = sum(gain > WORTH_IT for gain in gained)
         parts.append(f"{worth_it} of {len(gained)} on {name} (at most {max(gained):+.3f})")
-    return "Better by more than 0.02: in " + ", ".join(parts) + "."
+    yield f"Better with modules away by more than {WORTH_IT:g}: {', '.join(parts)}. All that gain:"
+    yield ""
+    rows = []
+    for one in sorted(found, key=lambda other: -other.gain):
+        if one.gain > 0:
+            best, moved = max(one.plain, key=one.plain.__getitem__), _best_moved(one)
+            goodput = f"{one.plain[best]:.3f}", f"{one.moved[moved]:.3f}"
+            rows.append((one.question.name, best, goodput[0], moved, goodput[1]))
+    heading = ("question", "best at home", "goodput", "best with modules away", "goodput")
+    yield from _table(heading, rows)
+
+
+def _best_moved(one: Compared) -> str:
+    return max(one.moved, key=one.moved.__getitem__)
 
 
 def _bandwidth(bytes_per_s: float | None) -> str:

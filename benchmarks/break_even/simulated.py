@@ -20,6 +20,8 @@ from banaserve.types import InstanceId, ModulePlacement, Role
 from benchmarks.break_even.gains import with_link
 
 CHUNKS = (512, 2048)
+WORTH_IT = 0.02
+"""Goodput by which modules away must be better to count: what the policy asks of any change."""
 DURATION_S = 60.0
 _PATIENCE_S = 120.0
 _TRIES = 6

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from banaserve.costs import profile as profiles
+from benchmarks.break_even import page
 from benchmarks.break_even.__main__ import figures
 from benchmarks.break_even.gains import (
     PROFILES,
@@ -15,10 +18,12 @@ from benchmarks.break_even.gains import (
     gains,
     older_gain,
     points,
+    prompt_gain,
     switch_gain,
     with_link,
 )
 from benchmarks.break_even.simulated import Compared, Question, compared
+from benchmarks.location import ROOT
 
 OPT = profiles.load("opt-13b-a100")
 H100 = profiles.load("llama-3.1-8b-h100")
@@ -81,6 +86,29 @@ def test_the_simulator_compares_everything_on_one_load(monkeypatch: pytest.Monke
     assert len(found.moved) == 8
     assert all("1 prefill, 1 decode" in name for name in found.moved)
     assert compared(asked) == found
+
+
+def test_prompts_in_long_steps_gain_by_layers_away() -> None:
+    gained = [prompt_gain(OPT, "layers", tokens) for tokens in (512, 2048, 8192)]
+    assert gained == sorted(gained)
+    assert gained[0] < 0.05 < gained[1]
+    at = break_even_bytes_per_s(OPT, "layers", 2048)
+    assert at is not None
+    assert prompt_gain(with_link(OPT, at / 1.1), "layers", 2048) < 0 < gained[1]
+
+
+def test_the_page_is_that_of_the_cost_model_and_the_committed_result() -> None:
+    assert page.written(only_check=True) == 0
+
+
+def test_a_stale_page_is_one_line_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stale = ROOT / "build" / tmp_path.name / "break-even.md"
+    monkeypatch.setattr(page, "PAGE", stale)
+    assert page.written(only_check=True) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert page.COMMAND in line
 
 
 def test_figures_count_what_is_worth_it() -> None:
