@@ -12,7 +12,7 @@ from banaserve.costs import modules as costs
 from banaserve.costs.profile import Profile
 from banaserve.costs.steps import StepCosts
 from banaserve.elastic.forecast import InstanceUse
-from banaserve.elastic.planning import Ledger, PlannedMove
+from banaserve.elastic.planning import Ledger, PlannedMove, is_modelled
 from banaserve.orchestrator.migration import slabs
 from banaserve.orchestrator.migration.candidates import sizes
 from banaserve.orchestrator.migration.options import MoveOptions
@@ -52,7 +52,9 @@ def candidates(
     found = []
     for kind in kinds:
         hosts = sorted(needs, key=lambda name: (-needs[name], name))
-        hosts = [name for name in hosts if needs[name] > 0 and _may_move(views[name], kind)]
+        hosts = [
+            name for name in hosts if needs[name] > 0 and _may_move(views[name], kind, profile)
+        ]
         if not hosts:
             continue
         alike = [name for name in hosts if needs[name] >= needs[hosts[0]] / 2]
@@ -135,9 +137,9 @@ def _need(one: InstanceUse, kinds: Sequence[str], profile: Profile) -> float:
     return one.short_fraction + one.busy_fraction * max(reliefs)
 
 
-def _may_move(view: InstanceView, kind: str) -> bool:
+def _may_move(view: InstanceView, kind: str, profile: Profile) -> bool:
     facts = view.facts
-    if facts is None:
+    if facts is None or not is_modelled(view, profile.facts):
         return False
     return facts.can_move_heads if kind == "heads" else facts.can_move_layers
 
@@ -166,7 +168,7 @@ def _moved(
         share = costs.share(profile, module, costs.attention_fraction(profile, of[host].work))
         for guest in sorted(loads, key=lambda name: (loads[name], name)):
             is_free = guest not in hosts and not ledger.away(guest)
-            if not is_free or not _may_move(views[guest], kind):
+            if not is_free or not _may_move(views[guest], kind, profile):
                 continue
             trial = Ledger(facts, placements)
             for one in (*moves, PlannedMove(host, guest, module)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from banaserve.costs.profile import Profile
@@ -106,6 +107,32 @@ class Ledger:
         self._held[one.guest] -= one.guest_bytes
 
 
+def modelled(views: Sequence[InstanceView], facts: InstanceFacts) -> tuple[InstanceView, ...]:
+    """Returns ``views`` with what modules away take of a guest in the memory of ``facts``.
+
+    An engine that stands for a modelled one has memory of its own. Modules of one that has other
+    layers or heads say nothing here, and are left out.
+    """
+    ledger, found = Ledger(facts, ()), []
+    names = {view.id for view in views}
+    for view in views:
+        placements = []
+        for one in view.placements if is_modelled(view, facts) else ():
+            if one.guest in names:
+                held = ledger.put(one.host, one.guest, one.module)
+                placements.append(replace(one, guest_bytes=held))
+        found.append(replace(view, placements=tuple(placements)))
+    return tuple(found)
+
+
+def is_modelled(view: InstanceView, facts: InstanceFacts) -> bool:
+    """Whether an instance has the layers and heads of ``facts``."""
+    own = view.facts
+    if own is None:
+        return False
+    return (own.num_layers, own.num_kv_heads) == (facts.num_layers, facts.num_kv_heads)
+
+
 def placements_of(views: Iterable[InstanceView]) -> tuple[ModulePlacement, ...]:
     """Returns the modules that are away between two of ``views``."""
     found = [one for view in views for one in view.placements]
@@ -178,8 +205,10 @@ def steps_of(
     ready = {name: view for name, view in views.items() if view.ready}
     placements = placements_of(ready.values())
     ledger = None if profile is None else Ledger(profile.facts, placements)
-    for one in ordered.returns:
-        if one in placements and ledger is not None and profile is not None:
+    there = {(one.host, one.guest, one.module): one for one in placements}
+    for wanted in ordered.returns:
+        one = there.get((wanted.host, wanted.guest, wanted.module))
+        if one is not None and ledger is not None and profile is not None:
             steps.append(_return_step(one, ready, ledger, profile, dilation, gain))
             ledger.take_home(one)
     for change in ordered.changes:

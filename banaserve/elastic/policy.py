@@ -30,6 +30,7 @@ from banaserve.elastic.planning import (
     PlannedMove,
     Wanted,
     changes_of,
+    modelled,
     must_return,
     placements_of,
     steps_of,
@@ -65,8 +66,8 @@ class ElasticOptions:
         first_plan_s: A load's first plan comes when it has lasted this long,
         first_ended: or when so many of its requests have ended, so that their lengths are known.
         settled_s: After this a load is known; it is planned for again when it changes.
-        recheck_s: After this it is looked at once more whether a plan has come about, and whether
-            modules that are away still bring anything.
+        recheck_s: After this it is looked again whether modules that are away still bring anything
+            under a known load; and, after longer and longer, whether a plan has come about.
         window_s: Requests of at most so long ago are forecast.
         horizon_s: So far a forecast looks.
         max_requests: That arrive in a forecast at most.
@@ -320,9 +321,11 @@ def _after(
         next_s = now_s + max(options.first_plan_s, age_s / 2)
         next_s = min(next_s, memory.since_s + options.settled_s)
         return memory._replace(next_s=next_s, wanted=wanted)
-    is_away = bool(decision.moves or placements_of(situation.instances))
-    is_done = not (decision.changes or decision.returns or is_away)
-    next_s = float("inf") if is_done else now_s + options.recheck_s
+    next_s = float("inf")
+    if decision.moves or placements_of(situation.instances):
+        next_s = now_s + options.recheck_s
+    elif decision.changes:
+        next_s = now_s + max(options.recheck_s, age_s / 2)
     num_for_home = 0 if decision.memory is None else decision.memory.num_for_home
     return LoadMemory(memory.since_s, next_s, True, wanted, num_for_home)
 
@@ -362,7 +365,7 @@ class _Search:
     def __init__(self, situation: Situation, since_s: float, options: ElasticOptions) -> None:
         self._options = options
         self._profile = profiles.load(options.profile)
-        self._views = situation.instances
+        self._views = modelled(situation.instances, self._profile.facts)
         self._present = arrangement_of(self._views)
         self._away = placements_of(self._views)
         self._bounds: list[Candidate] = []

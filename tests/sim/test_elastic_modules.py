@@ -15,7 +15,14 @@ from banaserve.costs.profile import Profile
 from banaserve.elastic import modules
 from banaserve.elastic.arrangement import Arrangement, arrangements
 from banaserve.elastic.forecast import InstanceUse
-from banaserve.elastic.planning import Ledger, Wanted, changes_of, must_return, steps_of
+from banaserve.elastic.planning import (
+    Ledger,
+    Wanted,
+    changes_of,
+    modelled,
+    must_return,
+    steps_of,
+)
 from banaserve.elastic.policy import (
     Decision,
     Elastic,
@@ -36,6 +43,7 @@ from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
 from banaserve.types import (
     ClusterView,
+    Influence,
     InstanceId,
     InstanceReport,
     InstanceView,
@@ -180,7 +188,7 @@ def test_a_known_load_is_asked_whether_modules_still_pay(rate_per_s, is_home) ->
         if decision.returns:
             break
         situation = situation._replace(memory=decision.memory._replace(next_s=150.0))
-    assert (list(decision.returns) == list(gone)) is is_home
+    assert [one.module for one in decision.returns] == ([heads] if is_home else [])
     assert (1 < num_looks <= 4) is is_home
     now_home = [replace(one, placements=()) for one in views]
     later = decide(situation._replace(instances=now_home), options)
@@ -295,6 +303,28 @@ def test_a_plan_counts_memory_as_instances_do() -> None:
     cell.placing.begin_in_order(back)
     timeline.run(until_s=20.0)
     assert cell.instances[d0].kv_blocks == cell.instances[p0].kv_blocks
+
+
+def test_modules_of_an_engine_that_stands_for_another_take_the_memory_of_that() -> None:
+    """A paced engine has the layers and heads of the modelled one, and other bytes."""
+    small = replace(OPT.facts, layer_token_bytes=64, layer_weight_bytes=100, memory_bytes=10**6)
+    views = [
+        replace(view("d0", Role.DECODE, (away("d0", "p0", held=1000),)), facts=small),
+        replace(view("p0", Role.PREFILL), facts=small),
+    ]
+    (host, guest) = modelled(views, OPT.facts)
+    ledger = Ledger(OPT.facts, ())
+    assert host.placements[0].guest_bytes == ledger.put(host.id, guest.id, LAYERS) > 10**9
+    # A plan names what really is there.
+    ordered = Decision((), (), 0.1, None, "", host.placements)
+    (step,) = steps_of(ordered, {one.id: one for one in views}, OPT, 4.0, 60.0)
+    assert step.influence == ((guest.id, Influence(guest_bytes=-1000)),)
+    other = [replace(one, facts=replace(small, num_layers=12)) for one in views]
+    assert modelled(other, OPT.facts)[0].placements == ()
+    idle = use("p0", 0.1, 0.0, StepWork())
+    asked = [use("d0", 1.0, 0.5, DECODES), idle]
+    by_name = {one.id: replace(one, placements=()) for one in other}
+    assert modules.candidates(("layers",), asked, by_name, (), OPT) == []
 
 
 def test_steps_begin_in_their_order_and_end_with_an_instance() -> None:
