@@ -485,24 +485,26 @@ class _Search:
     def _screened(self, others: list[Wanted]) -> list[Wanted]:
         """The best of ``others`` over a short stretch.
 
-        Where they are many, their roles first in steps of one size, the middle one.
+        Where they are many, their roles first in steps of one size, the middle one, over half of it.
         """
         options = self._options
         short = self._future[: self._num_under_way + options.screened_requests]
         if len(others) <= options.kept or len(short) == len(self._future):
             return others
 
-        def best_of(some: Iterable[Wanted], count: int) -> list[Wanted]:
-            return sorted(some, key=lambda one: -self._forecast(one, short).mean)[:count]
+        def best_of(some: Iterable[Wanted], future: Sequence[FutureRequest]) -> list[Wanted]:
+            found = sorted(some, key=lambda one: -self._forecast(one, future).mean)
+            return found[: options.kept]
 
         if len(others) >= options.coarse:
             by_roles: dict[tuple[int, ...], list[Wanted]] = {}
             for one in others:
                 by_roles.setdefault(one.arrangement[:3], []).append(one)
             middle = [sizes[len(sizes) // 2] for sizes in by_roles.values()]
-            roles = {one.arrangement[:3] for one in best_of(middle, options.kept)}
+            half = short[: self._num_under_way + options.screened_requests // 2]
+            roles = {one.arrangement[:3] for one in best_of(middle, half)}
             others = [one for one in others if one.arrangement[:3] in roles]
-        return best_of(others, options.kept)
+        return best_of(others, short)
 
     def _moved(self, found: dict[Wanted, Forecast]) -> dict[Wanted, Forecast]:
         """The best arrangements found with modules moved, those that the cost model speaks for."""
