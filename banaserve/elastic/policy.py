@@ -485,7 +485,7 @@ class _Search:
     def _screened(self, others: list[Wanted]) -> list[Wanted]:
         """The best of ``others`` over a short stretch.
 
-        Where they are many, their roles first in steps of one size, the middle one, over half of it.
+        Where they are many, their roles first, in steps of one size and over half of it.
         """
         options = self._options
         short = self._future[: self._num_under_way + options.screened_requests]
