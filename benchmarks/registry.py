@@ -8,6 +8,10 @@ from banaserve.cli.bench import Benchmark
 BENCHMARKS = {
     **bench.BENCHMARKS,
     "all": Benchmark("benchmarks.run_all", "What do all of them say, in one report?"),
+    "break-even": Benchmark(
+        "benchmarks.break_even.__main__",
+        "Under which model, batch, link and limits do moved modules pay more than a switch?",
+    ),
     "cases": Benchmark(
         "benchmarks.cases", "Do the simulator's cases reach their goals on paced engines?"
     ),

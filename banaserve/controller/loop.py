@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from banaserve.clock import Clock
@@ -25,6 +25,7 @@ from banaserve.engine.interface import Ending, Executor, StepOutcome
 from banaserve.errors import PolicyError
 from banaserve.orchestrator.control import (
     ControlLimits,
+    Held,
     Mode,
     Remembered,
     concluded,
@@ -103,7 +104,8 @@ class Controller:
         self._remembered = Remembered()
         self._settling: list[_Settling] = []
         self._deciding = DecisionProcess()
-        self._carrying: set[asyncio.Task[None]] = set()
+        self._carrying: set[asyncio.Task[object]] = set()
+        self._waiting: list[list[tuple[Step, WantedStep]]] = []
         self._loop: asyncio.Task[None] | None = None
         self._num_turns = 0
         self._num_restarts = 0
@@ -205,6 +207,8 @@ class Controller:
         policy = registry.make_named(self._options.policy, **self._section())
         options = self._options
         seen = self._executor.view()
+        waiting = [step for left in self._waiting for step, _ in left]
+        seen = replace(seen, under_way=(*seen.under_way, *waiting))
         view, _ = to_plan_for(seen, options.limits, self._remembered)
         plan = await self._plan(policy, view)
         # What has failed or begun meanwhile counts.
@@ -218,10 +222,12 @@ class Controller:
         self._num_turns += 1
         _count(decision)
         self._settle(found.view)
-        for step, wanted in zip(found.begin, decision.steps, strict=False):
-            task = asyncio.create_task(self._carry_out(step, wanted, decision))
-            self._carrying.add(task)
-            task.add_done_callback(self._carrying.discard)
+        pairs = list(zip(found.begin, decision.steps, strict=False))
+        if plan.is_ordered and pairs:
+            self._carry(self._carry_out_in_order(pairs, decision))
+        else:
+            for step, wanted in pairs:
+                self._carry(self._carry_out(step, wanted, decision))
         metrics.UNDER_WAY.set(len(found.view.under_way) + len(found.begin))
 
     async def _plan(self, policy: NamedMigrationPolicy, view: ClusterView) -> MigrationPlan:
@@ -240,7 +246,30 @@ class Controller:
 
     # ---- what came of it
 
-    async def _carry_out(self, step: Step, wanted: WantedStep, decision: DecisionRecord) -> None:
+    def _carry(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.create_task(work)
+        self._carrying.add(task)
+        task.add_done_callback(self._carrying.discard)
+
+    async def _carry_out_in_order(
+        self, pairs: Sequence[tuple[Step, WantedStep]], decision: DecisionRecord
+    ) -> None:
+        """Each step when the one before it is done; those behind one that is not, not at all."""
+        left = list(pairs)
+        self._waiting.append(left)
+        try:
+            while left:
+                if not await self._carry_out(*left.pop(0), decision):
+                    for _, wanted in left:
+                        wanted.held = str(Held.EARLIER)
+                    if left:
+                        self.log.write(decision)
+                    return
+        finally:
+            self._waiting.remove(left)
+
+    async def _carry_out(self, step: Step, wanted: WantedStep, decision: DecisionRecord) -> bool:
+        """Whether the step is done."""
         logger.info("orchestrator: %s", wanted.what)
         try:
             outcome = await self._executor.carry_out(step)
@@ -254,10 +283,11 @@ class Controller:
             logger.warning("orchestrator: %s: %s %s", wanted.what, outcome.ending, outcome.reason)
             self._remembered = self._remembered.with_failed(step.action, now_s)
             self.log.write(decision)
-            return
+            return False
         error = abs(step.cost_s - outcome.seconds) / max(outcome.seconds, 1e-9)
         metrics.COST_ERROR.labels(kind_of(step.action)).set(error)
         self._settling.append(_Settling(decision, wanted, step.instances, now_s))
+        return True
 
     def _settle(self, view: ClusterView) -> None:
         """Read off what steps have changed, once the smoothed reports show it."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from banaserve.costs.profile import Profile
 from banaserve.orchestrator.migration import slabs
-from banaserve.orchestrator.model import moving
+from banaserve.orchestrator.model import moving, overlapping
+from banaserve.orchestrator.model.calibration import StepTime, StepWork
 from banaserve.types import Module
+
+_MAX_PARTS = 32
+"""Micro-batches that a step is cut into at most where the engine is not told otherwise."""
 
 
 def share(profile: Profile, module: Module, attention_fraction: float) -> float:
@@ -17,6 +21,37 @@ def share(profile: Profile, module: Module, attention_fraction: float) -> float:
     facts = profile.facts
     of_all = slabs.num_slabs(facts, module) / (facts.num_layers * facts.num_kv_heads)
     return of_all * attention_fraction if module.heads else of_all
+
+
+def attention_fraction(profile: Profile, work: StepWork) -> float:
+    """Share of a step of ``work`` that is attention: what heads take along, in [0, 1]."""
+    context_s = work.context_tokens * profile.decode(int(work.decode_requests)).context_token_s
+    attention_s = work.prefill_pairs * profile.prefill.pair_s + context_s
+    step_s = _model(profile, work).predict_s(work)
+    return attention_s / step_s if step_s > 0 else 0.0
+
+
+def relief(profile: Profile, module: Module, work: StepWork) -> float:
+    """Share of a step of ``work`` that its host does not take with ``module`` away, in [0, 1].
+
+    Layers are computed at the same time as far as the step can be cut into micro-batches. Heads
+    always are: each layer's other heads are computed here while the guest computes its own.
+    """
+    own = share(profile, module, attention_fraction(profile, work))
+    if module.heads:
+        return own
+    return own * overlapping.overlap_fraction(_model(profile, work), work, _MAX_PARTS)
+
+
+def _model(profile: Profile, work: StepWork) -> StepTime:
+    """Step times around ``work``; a step with prompts and decoding has the larger fixed part."""
+    prefill, decode = profile.prefill, profile.decode(int(work.decode_requests))
+    fixed_s = decode.fixed_s
+    if work.prefill_tokens:
+        fixed_s = max(prefill.fixed_s, decode.fixed_s if work.decode_requests else 0.0)
+    return StepTime.of(
+        fixed_s, prefill.token_s, prefill.pair_s, decode.context_token_s, decode.request_s
+    )
 
 
 def hop_s(profile: Profile, module: Module, tokens: int) -> float:
@@ -33,3 +68,14 @@ def hop_s(profile: Profile, module: Module, tokens: int) -> float:
         link,
         shape.num_heads // shape.num_kv_heads,
     )
+
+
+def older_hop_s(profile: Profile, num_layers: int, tokens: int) -> float:
+    """Seconds that older blocks of ``num_layers`` elsewhere add to a step of ``tokens`` tokens.
+
+    In each layer queries go, and outputs and their log-sum-exp come back in float32.
+    """
+    shape, link = profile.shape, profile.between
+    head_bytes = shape.head_dim * shape.element_bytes + 4 * (shape.head_dim + 1)
+    num_bytes = tokens * shape.num_heads * head_bytes
+    return num_layers * (2 * link.hop_s + link.transfer_s(num_bytes))

@@ -10,19 +10,22 @@ Efron's redistribution to the right).
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log, sqrt
 from typing import NamedTuple
 
 from banaserve.costs.profile import Profile
+from banaserve.orchestrator.model.calibration import StepWork
 from banaserve.sim.cell import Cell
+from banaserve.sim.instance import SimInstance
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
-from banaserve.types import InstanceId, ObservedRequest, Role
+from banaserve.types import InstanceId, ModulePlacement, MoveModule, ObservedRequest, Role, Step
 
 _GOLDEN = 0.6180339887498949
+_TICK_S = 1.0
 _STEEPNESS = 10
 _MARGIN_SHARE = 0.15
 
@@ -70,10 +73,32 @@ class FutureRequest(NamedTuple):
     first_age_s: float | None = None
 
 
+class InstanceUse(NamedTuple):
+    """Use of an instance while requests arrive.
+
+    Attributes:
+        busy_fraction: Of the time.
+        short_fraction: Of the time, in which a request waits for KV memory.
+        kv_tokens: Mean of those in use.
+        work: Of its mean step.
+    """
+
+    instance: InstanceId
+    busy_fraction: float
+    short_fraction: float
+    kv_tokens: float
+    work: StepWork
+
+
 class Forecast(NamedTuple):
-    """Worth of each request, those under way first."""
+    """Worth of each request, those under way first.
+
+    Attributes:
+        use: Of each instance; empty where nobody asked.
+    """
 
     values: tuple[float, ...]
+    use: tuple[InstanceUse, ...] = ()
 
     @property
     def mean(self) -> float:
@@ -157,12 +182,19 @@ def forecast(
     future: Sequence[FutureRequest],
     limits: ServiceLimits,
     patience_s: float,
+    steps: Sequence[Step] = (),
+    placements: Sequence[ModulePlacement] = (),
+    *,
+    watch: bool = False,
 ) -> Forecast:
     """Simulates ``future`` on instances of ``roles``, each with its step's tokens.
 
     Args:
-        system: Routing, handover and limits of the engines.
+        system: Routing, handover, limits of the engines, and what modules bring that are away.
         patience_s: After the last arrival; what is not done then counts as ending then.
+        steps: Of a plan, which begins at once.
+        placements: Modules that are away already.
+        watch: Tell the use of each instance.
     """
     timeline = Timeline()
     cell = Cell(
@@ -176,6 +208,8 @@ def forecast(
     )
     for name, _, step_tokens in roles:
         cell.instances[name].set_step_tokens(step_tokens)
+    cell.placing.put(placements)
+    cell.placing.begin_in_order(steps)
     coming: list[tuple[FutureRequest, SimRequest]] = []
     for number, one in enumerate(future):
         request = SimRequest(number, one.at_s, one.prompt_tokens, one.output_tokens)
@@ -186,7 +220,14 @@ def forecast(
             cell.adopt(request, one.instance, one.generated)
         else:
             timeline.at(one.at_s, cell.submit, request)
-    end_s = (future[-1].at_s if future else 0.0) + patience_s
+    arrived_s = future[-1].at_s if future else 0.0
+    end_s = arrived_s + patience_s
+    gauges = [_Gauge(one, timeline) for one in cell.instances.values()] if watch else []
+    has_modules = placements or any(isinstance(step.action, MoveModule) for step in steps)
+    if has_modules:
+        _every_second(timeline, lambda: _bend(cell), end_s)
+    for gauge in gauges:
+        _every_second(timeline, gauge.sample, arrived_s)
     timeline.run(until_s=end_s)
     values = []
     for one, request in coming:
@@ -203,4 +244,57 @@ def forecast(
                 done_s - began_s,
             )
         )
-    return Forecast(tuple(values))
+    return Forecast(tuple(values), tuple(gauge.use() for gauge in gauges))
+
+
+class _Gauge:
+    """Samples of one instance."""
+
+    def __init__(self, instance: SimInstance, timeline: Timeline) -> None:
+        self._instance = instance
+        self._timeline = timeline
+        self._num_samples = 0
+        self._num_short = 0
+        self._kv_tokens = 0.0
+        self._works: list[StepWork] = []
+        self._busy_fraction = 0.0
+
+    def sample(self) -> None:
+        engine = self._instance.engine
+        self._num_samples += 1
+        self._num_short += engine.is_short_of_kv
+        self._kv_tokens += engine.used_tokens
+        self._works.append(engine.work)
+        self._busy_fraction = engine.busy()[0] / self._timeline.now_s
+
+    def use(self) -> InstanceUse:
+        count = max(1, self._num_samples)
+        works = self._works
+        work = StepWork(
+            sum(one.prefill_tokens for one in works) / count,
+            sum(one.prefill_pairs for one in works) / count,
+            sum(one.decode_requests for one in works) / count,
+            sum(one.context_tokens for one in works) / count,
+        )
+        return InstanceUse(
+            self._instance.id,
+            min(1.0, self._busy_fraction),
+            self._num_short / count,
+            self._kv_tokens / count,
+            work,
+        )
+
+
+def _bend(cell: Cell) -> None:
+    """What modules cost follows what their hosts do."""
+    cell.view()  # smooths how busy each is
+    cell.placing.bend()
+
+
+def _every_second(timeline: Timeline, happen: Callable[[], None], until_s: float) -> None:
+    def tick(_: object) -> None:
+        happen()
+        if timeline.now_s + _TICK_S <= until_s:
+            timeline.after(_TICK_S, tick)
+
+    timeline.after(_TICK_S, tick)

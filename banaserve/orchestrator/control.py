@@ -41,6 +41,7 @@ class Held(StrEnum):
     CONCURRENT = "as many steps as may be are under way"
     RATE = "as many steps as may be have begun within a minute"
     FAILED = "it failed a moment ago"
+    EARLIER = "a step before it has not come about"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,9 @@ def concluded(
     held: list[tuple[Step, Held]] = []
     for step in plan.steps:
         # Later steps of a plan count on the earlier ones.
-        reason = held[0][1] if held else _held(step, mode, is_paused, limits, before, view, begin)
+        reason = (
+            held[0][1] if held else _held(step, plan, mode, is_paused, limits, before, view, begin)
+        )
         if reason is None:
             begin.append(step)
         else:
@@ -166,6 +169,7 @@ def concluded(
 
 def _held(
     step: Step,
+    plan: MigrationPlan,
     mode: Mode,
     is_paused: bool,
     limits: ControlLimits,
@@ -182,7 +186,8 @@ def _held(
     if _is_free(step):
         return None
     num_begun = sum(not _is_free(other) for other in begin)
-    if len(view.under_way) + num_begun >= limits.concurrent:
+    num_at_once = 0 if plan.is_ordered else num_begun
+    if len(view.under_way) + num_at_once >= limits.concurrent:
         return Held.CONCURRENT
     if len(before.begun_s) + num_begun >= limits.per_minute:
         return Held.RATE

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from banaserve.orchestrator.model.calibration import StepWork
 from banaserve.sim.request import SimRequest
 
 
@@ -59,6 +60,24 @@ class SimBatch:
     def num_running(self) -> int:
         decoding, prefilling = len(self.decoding), len(self.prefilling)
         return decoding + prefilling + len(self.loading) + len(self._joining)
+
+    @property
+    def work(self) -> StepWork:
+        """Work of a step with the requests that it has at present."""
+        tokens = computed = 0
+        for request in self.prefilling:
+            tokens += request.to_compute
+            computed = max(computed, request.computed)
+        tokens = min(tokens, max(0, self.limits.step_tokens - len(self.decoding)))
+        pairs = tokens * (tokens + 2 * computed)
+        return StepWork(tokens, pairs, len(self.decoding), self._context)
+
+    @property
+    def is_short_of_kv(self) -> bool:
+        """Whether the next request waits for room for its tokens, and for nothing else."""
+        if not self.waiting or self.num_running >= self.limits.max_requests:
+            return False
+        return not self._has_room(self.waiting[0])
 
     def _free(self) -> int:
         return self.kv_tokens - self.used_tokens

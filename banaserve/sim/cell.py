@@ -142,7 +142,8 @@ class Cell:
         for instance in self._everyone:
             if instance.is_dirty or now_s > instance.view_old_s:
                 views[instance.id] = instance.view(now_s)
-        return ClusterView(now_s, views, tuple(self.placing.under_way))
+        under_way = (*self.placing.under_way, *self.placing.waiting)
+        return ClusterView(now_s, views, under_way)
 
     def _send(self, request: SimRequest) -> None:
         """Route ``request`` with everything that it has so far, and give it to its first leg."""
@@ -243,8 +244,11 @@ class Cell:
         view = replace(self.view(), requests=self.observed())
         turn = control.turn(view, self._migration, Mode.ON, False, limits, self._memory)
         self._memory = turn.after
-        for step in turn.begin:
-            self.placing.begin(step)
+        if turn.plan.is_ordered:
+            self.placing.begin_in_order(turn.begin)
+        else:
+            for step in turn.begin:
+                self.placing.begin(step)
 
     def kill(self, name: InstanceId, back_after_s: float | None) -> None:
         """The instance dies; its requests run again elsewhere."""

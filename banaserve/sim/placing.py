@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 from banaserve.costs import modules
 from banaserve.costs.profile import Profile
 from banaserve.orchestrator.control import words
+from banaserve.orchestrator.model.calibration import StepWork
 from banaserve.sim.instance import SimInstance
 from banaserve.sim.timeline import Timeline
 from banaserve.types import (
@@ -29,6 +31,7 @@ class Placing:
 
     Attributes:
         under_way: Steps that have begun and are not committed.
+        waiting: Steps that begin, in this order, when those under way are committed.
         num_aborted: Steps that ended because an instance died.
         done: Steps that were committed, and when.
         on_begin: Called with each move that begins.
@@ -39,8 +42,8 @@ class Placing:
         timeline: Timeline,
         instances: Mapping[InstanceId, SimInstance],
         profile: Profile,
-        overlap_fraction: float,
-        attention_fraction: float,
+        overlap_fraction: float | None,
+        attention_fraction: float | None,
     ) -> None:
         self._timeline = timeline
         self._instances = instances
@@ -48,9 +51,29 @@ class Placing:
         self._overlap = overlap_fraction
         self._attention = attention_fraction
         self.under_way: list[Step] = []
+        self.waiting: deque[Step] = deque()
         self.num_aborted = 0
         self.done: list[tuple[float, Step]] = []
         self.on_begin: list[Callable[[Step], None]] = []
+
+    def put(self, placements: Sequence[ModulePlacement]) -> None:
+        """Let ``placements`` hold from the start."""
+        for placement in placements:
+            host, guest = self._instances[placement.host], self._instances[placement.guest]
+            host.placements = (*host.placements, placement)
+            guest.guest_bytes += placement.guest_bytes
+        for name in {one for placement in placements for one in (placement.host, placement.guest)}:
+            self._instances[name].fit()
+        self.bend()
+
+    def begin_in_order(self, steps: Sequence[Step]) -> None:
+        """Start ``steps``, each when the one before it is committed."""
+        self.waiting.extend(steps)
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        while self.waiting and not self.under_way:
+            self.begin(self.waiting.popleft())
 
     def begin(self, step: Step) -> None:
         """Start ``step``: roles and sizes of steps change at once.
@@ -96,6 +119,7 @@ class Placing:
             self._changed(instance)
         self._count(step)
         self.bend()
+        self._begin_waiting()
 
     def lose(self, dead: SimInstance) -> list[Step]:
         """An instance has died: steps about it end, hosts take their modules home without KV.
@@ -104,6 +128,9 @@ class Placing:
             The steps that ended so.
         """
         aborted = [step for step in self.under_way if dead.id in step.instances]
+        # Those that wait count on those before them.
+        if aborted or any(dead.id in step.instances for step in self.waiting):
+            self.waiting.clear()
         self.num_aborted += len(aborted)
         self.under_way[:] = [step for step in self.under_way if dead.id not in step.instances]
         for placement in dead.placements:
@@ -135,13 +162,14 @@ class Placing:
         shares = dict.fromkeys(self._instances, 0.0)
         for host in instances:
             costs = host.engine.costs
-            gone = hop_s = 0.0
+            relief = hop_s = 0.0
+            work = host.engine.work
             for placement in host.placements:
-                share = self._share(placement.module)
-                gone += share
+                share = self._share(placement.module, work)
+                relief += self._relief(placement.module, share, work)
                 hop_s += self._hop_s(host, placement.module)
                 shares[placement.guest] += share * host.busy_fraction
-            costs.relief = self._overlap * gone
+            costs.relief = relief
             costs.hop_s = hop_s
         for name, share in shares.items():
             self._instances[name].engine.costs.guest_share = share
@@ -159,8 +187,16 @@ class Placing:
             for at_s, step in self.done
         ]
 
-    def _share(self, module: Module) -> float:
-        return modules.share(self._profile, module, self._attention)
+    def _share(self, module: Module, work: StepWork) -> float:
+        attention = self._attention
+        if attention is None:
+            attention = modules.attention_fraction(self._profile, work)
+        return modules.share(self._profile, module, attention)
+
+    def _relief(self, module: Module, share: float, work: StepWork) -> float:
+        if self._overlap is None:
+            return modules.relief(self._profile, module, work)
+        return self._overlap * share
 
     def _hop_s(self, host: SimInstance, module: Module) -> float:
         tokens = len(host.engine.decoding)

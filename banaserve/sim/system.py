@@ -33,8 +33,10 @@ class System:
         control_limits: What it may begin, and over which time reports are smoothed.
         cell_size: Instances that one router and one policy look after; 0 is all of them. Requests
             go to the cell with the fewest.
-        overlap_fraction: How much hosts and guests really overlap.
-        attention_fraction: Share of a layer's time that moved heads take along.
+        overlap_fraction: How much hosts and guests really overlap; None is what steps in
+            micro-batches allow.
+        attention_fraction: Share of a layer's time that moved heads take along; None is that of
+            the steps at hand.
         limits: Of each engine, whatever its role.
     """
 
@@ -53,8 +55,8 @@ class System:
     history_s: float = 0.0
     control_limits: ControlLimits = field(default_factory=ControlLimits)
     cell_size: int = 0
-    overlap_fraction: float = 0.0
-    attention_fraction: float = 0.3
+    overlap_fraction: float | None = 0.0
+    attention_fraction: float | None = 0.3
     limits: EngineLimits = field(default_factory=EngineLimits)
 
     def __post_init__(self) -> None:
@@ -70,8 +72,9 @@ class System:
         if self.control_s <= 0:
             raise UserError(f"control_s is {self.control_s}: give more than 0")
         for name in ("overlap_fraction", "attention_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"{name} is {getattr(self, name)}: give a share in [0, 1]")
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise UserError(f"{name} is {value}: give a share in [0, 1]")
         # Built once here so that a wrong option stops before anything runs.
         routings.make(self.routing, **self.routing_options)
         migrations.make(self.migration, **self.migration_options)

@@ -163,18 +163,20 @@ def sample(cell: LoadCell, count: int, data: Path | None) -> Rows:
     return Rows([(0.0, *cut(*LENGTHS[names[n % len(names)]](draws), most)) for n in range(count)])
 
 
-def load_of(cell: LoadCell, rate_per_s: float, data: Path | None) -> Rows:
+def load_of(
+    cell: LoadCell, rate_per_s: float, data: Path | None, duration_s: float = DURATION_S
+) -> Rows:
     """Returns the cell's requests at a mean of ``rate_per_s``."""
     draws = Random(f"{cell.lengths} {cell.arrivals} {cell.seed}")
     most = profiles.load(cell.profile).model.max_context_tokens
     if cell.lengths in _TRACED:
         return _stretched(cell, rate_per_s, most, data)
     arrivals = Arrivals(
-        duration_s=DURATION_S,
+        duration_s=duration_s,
         rate_per_s=rate_per_s,
         variation=3.0 if cell.arrivals == "bursts" else 1.0,
         swing_fraction=0.8 if cell.arrivals == "diurnal" else 0.0,
-        period_s=DURATION_S / 2,
+        period_s=duration_s / 2,
     )
     rows = []
     for at_s in arrivals.times_s(draws):

@@ -44,6 +44,8 @@ def figures(outcomes: Sequence[CellOutcome]) -> dict[str, Figure]:
         if name != "elastic":
             parts = [_gain(one, one.fixed[one.best].goodput, name) for one in outcomes]
             found[f"without.{name}"] = figure([_geometric_mean(parts)], "ratio")
+            whole = [_gain(one, one.elastic["elastic"].goodput, name) for one in outcomes]
+            found[f"without_over_whole.{name}"] = figure(whole, "ratio")
     wholes = [_gain(one, one.fixed[one.best].goodput) for one in outcomes]
     found["over_best_fixed"] = figure([_geometric_mean(wholes)], "ratio")
     _add(found, "changes", "changes", [len(one.elastic["elastic"].changes_s) for one in outcomes])
@@ -77,6 +79,22 @@ def table(outcomes: Iterable[CellOutcome]) -> Table:
             f"{_colocated(one, 2048):.3f}",
             f"{own.goodput:.3f} in {own.total_s:.0f}",
             f"{len(own.changes_s)} changes",
+        )
+    return shown
+
+
+def ablation_table(outcomes: Sequence[CellOutcome]) -> Table:
+    """A row a part of the elastic system: what is left without it."""
+    shown = Table(title="without a part: goodput over that of the whole")
+    for heading in ("without", "mean", "least", "most", "total time over the whole's"):
+        shown.add_column(heading)
+    for name in outcomes[0].elastic:
+        ratios = [_gain(one, max(one.elastic["elastic"].goodput, _LEAST), name) for one in outcomes]
+        times = [one.elastic[name].total_s / one.elastic["elastic"].total_s for one in outcomes]
+        mean, longer = _geometric_mean(ratios), _geometric_mean(times)
+        words = "nothing" if name == "elastic" else name
+        shown.add_row(
+            words, f"{mean:.3f}", f"{min(ratios):.3f}", f"{max(ratios):.3f}", f"{longer:.3f}"
         )
     return shown
 

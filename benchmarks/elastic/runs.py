@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,8 @@ from benchmarks.elastic.cells import LoadCell, Rows, load_of, sample
 CHUNKS = (512, 2048)
 """Of the fixed arrangements."""
 
-_SAMPLE = 400
+_SAMPLE = 100
+"""Requests an instance, all at once: enough that batches are full."""
 _ANY = 10_000
 
 
@@ -64,7 +66,22 @@ def fixed_system(arrangement: Arrangement) -> System:
     )
 
 
-def elastic_system(cell: LoadCell, size: int, **options: object) -> System:
+class Variant(NamedTuple):
+    """What a variant of the elastic system has else than the whole.
+
+    Attributes:
+        options: Of its migration policy.
+        system: Attributes of ``System``, as the routing and its options.
+    """
+
+    options: Mapping[str, object] = {}
+    system: Mapping[str, object] = {}
+
+
+WHOLE = Variant()
+
+
+def elastic_system(cell: LoadCell, size: int, variant: Variant = WHOLE) -> System:
     """A cluster that begins with all doing both and follows its load."""
     ttft_s, tpot_s = cell.service_limits
     system = System(
@@ -73,42 +90,47 @@ def elastic_system(cell: LoadCell, size: int, **options: object) -> System:
         migration="elastic",
         history_s=300.0,
         control_s=1.0,
+        overlap_fraction=None,
+        attention_fraction=None,
         migration_options={
             "profile": cell.profile,
             "ttft_s": ttft_s,
             "tpot_s": tpot_s,
-            **options,
+            **variant.options,
         },
     )
     limits = replace(system.control_limits, concurrent=_ANY, per_minute=_ANY)
-    return replace(system, control_limits=limits)
+    return replace(system, control_limits=limits, **variant.system)
 
 
 def saturation_per_s(cell: LoadCell, size: int, data: Path | None) -> float:
     """Requests a second that the fastest of five arrangements ends when all come at once."""
-    rows = sample(cell, _SAMPLE, data)
+    rows = sample(cell, size * _SAMPLE, data)
     half = size // 2
     some = [
         *(Arrangement(0, 0, size, chunk) for chunk in CHUNKS),
         *(Arrangement(p, size - p, 0, CHUNKS[-1]) for p in (half - 1, half, half + 1)),
     ]
-    return max(len(rows.rows) / _run(cell, fixed_system(one), rows).total_s for one in some)
+    return max(len(rows.rows) / run_rows(cell, fixed_system(one), rows).total_s for one in some)
 
 
 def run_cell(
-    cell: LoadCell, size: int, data: Path | None, variants: dict[str, dict[str, object]]
+    cell: LoadCell, size: int, data: Path | None, variants: Mapping[str, Variant]
 ) -> CellOutcome:
     """Runs everything that is compared in ``cell``, all on the same requests."""
     rows = load_of(cell, cell.fraction * saturation_per_s(cell, size, data), data)
-    fixed = {str(one): _run(cell, fixed_system(one), rows) for one in arrangements(size, CHUNKS)}
+    fixed = {
+        str(one): run_rows(cell, fixed_system(one), rows) for one in arrangements(size, CHUNKS)
+    }
     elastic = {
-        name: _run(cell, elastic_system(cell, size, **options), rows)
-        for name, options in variants.items()
+        name: run_rows(cell, elastic_system(cell, size, variant), rows)
+        for name, variant in variants.items()
     }
     return CellOutcome(cell, len(rows.rows), fixed, elastic)
 
 
-def _run(cell: LoadCell, system: System, rows: Rows) -> Outcome:
+def run_rows(cell: LoadCell, system: System, rows: Rows) -> Outcome:
+    """Runs ``rows`` through ``system``."""
     found = tallied(profiles.load(cell.profile), system, rows.requests())
     told = summary(found, LatencyLimits(*cell.service_limits))
     return Outcome(

@@ -114,6 +114,7 @@ def test_a_wrong_event_is_named(tmp_path: Path, old: str, new: str, words: str) 
 def test_the_profiles_that_come_with_the_package() -> None:
     assert profile.names() == [
         "llama-13b-a100",
+        "llama-3.1-70b-h100-tp4",
         "llama-3.1-8b-h100",
         "opt-13b-a100",
         "smollm2-135m-cpu",
@@ -136,6 +137,29 @@ def test_the_llama_estimate_follows_its_derivation() -> None:
         opt.decode_small.fixed_s + weights_s * (ratio - 1), abs=1e-5
     )
     assert llama.decode_small.context_token_s == opt.decode_small.context_token_s
+
+
+def test_the_estimate_of_four_devices_follows_its_derivation() -> None:
+    told, model = (
+        profile.load("llama-3.1-70b-h100-tp4"),
+        profile.load("llama-3.1-70b-h100-tp4").model,
+    )
+    flops, reads = 4 * 0.48 * 989e12, 4 * 0.75 * 3.35e12
+    layers, head = 80 * model.layer_weights, model.fixed_weights / 2
+    assert model.layer_weights == 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192
+    assert model.fixed_weights == 2 * 128256 * 8192
+    reduced_s = 160 * 16_384 * 1.5 / 350e9
+    assert told.prefill.token_s == pytest.approx(2 * layers / flops + reduced_s, rel=0.01)
+    assert told.prefill.pair_s == pytest.approx(2 * 8192 * 80 / (4 * 0.40 * 989e12), rel=0.01)
+    fixed_s = 2 * (layers + head) / reads + 0.5e-3 + 160 * 9e-6
+    assert told.decode_small.fixed_s == pytest.approx(fixed_s, rel=0.01)
+    assert told.decode_small.context_token_s == pytest.approx(
+        told.shape.token_bytes / reads, rel=0.01
+    )
+    request_s = 2 * (layers + head) / flops + 160 * 0.13e-6
+    assert told.decode_small.request_s == pytest.approx(request_s, rel=0.01)
+    room = 4 * (0.9 * 80e9 - 3.5e9) - 2 * (layers + model.fixed_weights)
+    assert told.memory.kv_tokens == pytest.approx(room / told.shape.token_bytes, rel=0.01)
 
 
 def test_the_profile_of_this_engine_gives_the_runs_that_it_was_made_of() -> None:

@@ -12,7 +12,8 @@ pytest.importorskip("vllm")
 from banaserve.api import serving
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.elastic.arrangement import arrangements
-from banaserve.elastic.policy import ElasticOptions, _changes
+from banaserve.elastic.planning import changes_of
+from banaserve.elastic.policy import ElasticOptions
 from banaserve.engine.vllm import cluster as clusters
 from banaserve.engine.vllm.cluster import Cluster, ClusterTimeouts
 from banaserve.engine.vllm.compat.engine import EngineDeadError
@@ -136,21 +137,25 @@ def test_elastic_asks_engines_for_steps_that_they_can_do(num_tokens, num_request
     ]
     budgets = Budgets.of(config, own)
     for wanted in arrangements(3, options.step_sizes):
-        for change in _changes(wanted, views, options):
+        for change in changes_of(wanted, views, options.feasible):
             given = budgets.of_steps(change.role, change.step_tokens)
             assert given.num_tokens == change.step_tokens
 
 
-def test_what_the_command_line_says_reaches_the_policy():
+def test_what_the_command_line_says_reaches_the_policy(monkeypatch):
+    monkeypatch.setattr(serving, "is_on_cpu", lambda: True)
     argv = ["--instances", "2", "--slo-ttft", "2", "--pace", "opt-13b-a100", "--dilate", "4"]
     config = parse_serve_argv(argv)
     assert serving._section(config, engines(2048, 128)) == {
         "profile": "opt-13b-a100",
+        "modules": "layers,heads",
         "dilation": 4.0,
         "ttft_s": 2.0,
         "tpot_s": 0.0,
         "min_step_tokens": 128,
         "max_step_tokens": 2048,
     }
+    unpaced = parse_serve_argv(["--instances", "2"])
+    assert serving._section(unpaced, engines(2048, 128))["modules"] == "none"  # one processor
     off = parse_serve_argv(["m", "--orchestrator", "off", "--orchestrator-policy", "elastic"])
     assert serving._section(off, engines(2048, 128)) == {}

@@ -60,6 +60,8 @@ class MigrationPlan:
         is_balancing: To be handed back in the next ``ClusterView``.
         memory: The same: what the policy wants to know again, immutable.
         reason: Why there are no more steps than these.
+        is_ordered: A step begins when the one before it is done; after one that has come to
+            another end, none does.
     """
 
     steps: tuple[Step, ...] = ()
@@ -69,6 +71,7 @@ class MigrationPlan:
     is_balancing: bool = False
     reason: str = ""
     memory: object = None
+    is_ordered: bool = False
 
 
 class MigrationPolicy(Protocol):

@@ -1,0 +1,192 @@
+"""Modules that could leave their instances, and a bound of what that brings by the cost model.
+
+Only what the bound says can matter is forecast: a forecast takes a hundred times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from banaserve.costs import modules as costs
+from banaserve.costs.profile import Profile
+from banaserve.costs.steps import StepCosts
+from banaserve.elastic.forecast import InstanceUse
+from banaserve.elastic.planning import Ledger, PlannedMove, is_modelled
+from banaserve.orchestrator.migration import slabs
+from banaserve.orchestrator.migration.candidates import sizes
+from banaserve.orchestrator.migration.options import MoveOptions
+from banaserve.orchestrator.model.calibration import StepWork
+from banaserve.types import InstanceId, InstanceView, Module, ModulePlacement
+
+KINDS = ("layers", "heads")
+
+_LIMITS = MoveOptions()
+"""How much may be away, and what an instance keeps for itself, as in every other policy."""
+
+_SIZES = 3
+"""Of the largest that may be away, each half of the next: the bound is linear below."""
+
+
+class Bounded(NamedTuple):
+    """Moves at once, and the share by which their hosts could serve more or faster at most."""
+
+    moves: tuple[PlannedMove, ...]
+    bound: float
+
+
+def candidates(
+    kinds: Sequence[str],
+    use: Sequence[InstanceUse],
+    views: Mapping[InstanceId, InstanceView],
+    placements: Sequence[ModulePlacement],
+    profile: Profile,
+) -> list[Bounded]:
+    """Returns what could leave the fullest instance, or all that are nearly as full as it.
+
+    Args:
+        use: Of each instance without these moves.
+        placements: Modules that are away and stay there.
+    """
+    needs = {one.instance: _need(one, kinds, profile) for one in use}
+    found = []
+    for kind in kinds:
+        hosts = sorted(needs, key=lambda name: (-needs[name], name))
+        hosts = [
+            name for name in hosts if needs[name] > 0 and _may_move(views[name], kind, profile)
+        ]
+        if not hosts:
+            continue
+        alike = [name for name in hosts if needs[name] >= needs[hosts[0]] / 2]
+        groups = [hosts[:1]] if len(alike) == 1 else [hosts[:1], alike]
+        for size in _sizes(kind, profile):
+            for group in groups:
+                moves = _moved(kind, size, group, use, views, placements, profile)
+                if len(moves) == len(group):
+                    bound = bound_of(moves, use, placements, profile)
+                    found.append(Bounded(moves, bound))
+    return sorted(found, key=lambda one: -one.bound)
+
+
+def bound_of(
+    moves: Sequence[PlannedMove],
+    use: Sequence[InstanceUse],
+    placements: Sequence[ModulePlacement],
+    profile: Profile,
+) -> float:
+    """Returns the share by which hosts could serve more at most, less what guests lose for sure.
+
+    A host gains where requests wait for KV memory, as much as its memory grows; and its steps
+    become shorter by what the guest computes at the same time, less the messages. A guest that is
+    busy loses what the module's work takes of it.
+    """
+    of = {one.instance: one for one in use}
+    before, after = (Ledger(profile.facts, placements) for _ in range(2))
+    gain = 0.0
+    for move in moves:
+        host, guest = of[move.host], of[move.guest]
+        after.put(*move)
+        room = after.blocks(move.host) / max(1, before.blocks(move.host)) - 1
+        gain += host.short_fraction * max(0.0, room)
+        gain += host.busy_fraction * max(0.0, net_relief(profile, move.module, host.work))
+        share = costs.share(profile, move.module, costs.attention_fraction(profile, host.work))
+        gain -= share * host.busy_fraction * max(0.0, guest.busy_fraction + share - 1)
+    return gain / len(of)
+
+
+def net_relief(profile: Profile, module: Module, work: StepWork) -> float:
+    """Share of a step of ``work`` by which it is shorter with ``module`` away; may be below 0."""
+    step_s = step_time_s(profile, work)
+    if step_s <= 0:
+        return 0.0
+    tokens = int(work.prefill_tokens + work.decode_requests)
+    return costs.relief(profile, module, work) - costs.hop_s(profile, module, tokens) / step_s
+
+
+def step_time_s(profile: Profile, work: StepWork) -> float:
+    """Seconds of a step of ``work`` with everything at home."""
+    told, _ = StepCosts(profile).mixed_s(
+        int(work.prefill_tokens),
+        int(work.prefill_pairs),
+        int(work.decode_requests),
+        int(work.context_tokens),
+    )
+    return told
+
+
+def module_of(kind: str, size: int, taken: Sequence[Module], profile: Profile) -> Module | None:
+    """Returns the last ``size`` layers, or heads of all layers, that are at home; or None."""
+    free = slabs.free_heads if kind == "heads" else slabs.free_layers
+    return free(profile.facts, taken, size)
+
+
+def _sizes(kind: str, profile: Profile) -> Iterator[int]:
+    facts = profile.facts
+    total = facts.num_kv_heads if kind == "heads" else facts.num_layers
+    yield from list(sizes(int(total * _LIMITS.max_away_fraction)))[-_SIZES:]
+
+
+def _need(one: InstanceUse, kinds: Sequence[str], profile: Profile) -> float:
+    """How much an instance could gain from less to do or from more memory; only compared."""
+    reliefs = [0.0]
+    for kind in kinds:
+        for size in _sizes(kind, profile):
+            module = module_of(kind, size, (), profile)
+            if module is not None:
+                reliefs.append(net_relief(profile, module, one.work))
+    return one.short_fraction + one.busy_fraction * max(reliefs)
+
+
+def _may_move(view: InstanceView, kind: str, profile: Profile) -> bool:
+    facts = view.facts
+    if facts is None or not is_modelled(view, profile.facts):
+        return False
+    return facts.can_move_heads if kind == "heads" else facts.can_move_layers
+
+
+def _moved(
+    kind: str,
+    size: int,
+    hosts: Sequence[InstanceId],
+    use: Sequence[InstanceUse],
+    views: Mapping[InstanceId, InstanceView],
+    placements: Sequence[ModulePlacement],
+    profile: Profile,
+) -> tuple[PlannedMove, ...]:
+    """A module of each of ``hosts``, each to whom has least to do by then; fewer where none can."""
+    facts = profile.facts
+    ledger = Ledger(facts, placements)
+    loads = {one.instance: one.busy_fraction for one in use}
+    of = {one.instance: one for one in use}
+    moves: list[PlannedMove] = []
+    for host in hosts:
+        if ledger.is_guest(host) or ledger.away(host):
+            continue
+        module = module_of(kind, size, ledger.away(host), profile)
+        if module is None:
+            continue
+        share = costs.share(profile, module, costs.attention_fraction(profile, of[host].work))
+        for guest in sorted(loads, key=lambda name: (loads[name], name)):
+            is_free = guest not in hosts and not ledger.away(guest)
+            if not is_free or not _may_move(views[guest], kind, profile):
+                continue
+            trial = Ledger(facts, placements)
+            for one in (*moves, PlannedMove(host, guest, module)):
+                trial.put(*one)
+            if not has_room(trial, guest, of[guest].kv_tokens):
+                continue
+            ledger = trial
+            moves.append(PlannedMove(host, guest, module))
+            loads[guest] += share * of[host].busy_fraction
+            break
+    return tuple(moves)
+
+
+def has_room(ledger: Ledger, guest: InstanceId, kv_tokens: float) -> bool:
+    """Whether a guest keeps room for what it uses, and for what may come."""
+    left = ledger.blocks(guest)
+    own = slabs.blocks(ledger.facts, (), 0)
+    used = kv_tokens / ledger.facts.block_tokens
+    return left >= max(1.0, _LIMITS.min_blocks_fraction * own) and (
+        used <= _LIMITS.memory_limit_fraction * left
+    )

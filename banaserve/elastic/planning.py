@@ -1,0 +1,283 @@
+"""Plans of a decision: modules come home, then roles and step sizes change, then modules leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+from banaserve.costs.profile import Profile
+from banaserve.elastic.arrangement import Arrangement, assign
+from banaserve.orchestrator.migration import slabs
+from banaserve.orchestrator.migration.scoring import module_words
+from banaserve.orchestrator.model.moving import migration_s
+from banaserve.types import (
+    Influence,
+    InstanceFacts,
+    InstanceId,
+    InstanceView,
+    Module,
+    ModulePlacement,
+    MoveModule,
+    ReturnModule,
+    Role,
+    SetStepTokens,
+    Step,
+    SwitchRole,
+)
+
+_TIMEOUT_FACTOR = 5.0
+_LEAST_TIMEOUT_S = 5.0
+
+
+class PlannedMove(NamedTuple):
+    """A module that is to leave ``host`` for ``guest``."""
+
+    host: InstanceId
+    guest: InstanceId
+    module: Module
+
+
+class Change(NamedTuple):
+    """What one instance is to be from here on."""
+
+    instance: InstanceId
+    role: Role
+    step_tokens: int
+
+
+class Wanted(NamedTuple):
+    """What a cluster is to be: an arrangement, and where modules run.
+
+    Attributes:
+        returns: Modules that come home first; the others that are away stay there.
+        moves: Modules that leave then.
+    """
+
+    arrangement: Arrangement
+    returns: tuple[ModulePlacement, ...] = ()
+    moves: tuple[PlannedMove, ...] = ()
+
+    def __str__(self) -> str:
+        words = [str(self.arrangement)]
+        words += [f"{module_words(one.module)} of {one.host} home" for one in self.returns]
+        words += [f"{module_words(one.module)} of {one.host} at {one.guest}" for one in self.moves]
+        return ", ".join(words)
+
+
+class Ledger:
+    """Memory of instances while modules come and go.
+
+    Args:
+        facts: Of every instance, as the profile models it.
+    """
+
+    def __init__(self, facts: InstanceFacts, placements: Iterable[ModulePlacement]) -> None:
+        self.facts = facts
+        self._away: dict[InstanceId, list[Module]] = {}
+        self._held: dict[InstanceId, int] = {}
+        for one in placements:
+            self.put(one.host, one.guest, one.module, one.guest_bytes)
+
+    def away(self, host: InstanceId) -> Sequence[Module]:
+        """Modules of ``host`` that run elsewhere."""
+        return self._away.get(host, ())
+
+    def is_guest(self, name: InstanceId) -> bool:
+        """Whether modules of others run at ``name``."""
+        return self._held.get(name, 0) > 0
+
+    def blocks(self, name: InstanceId) -> int:
+        """KV blocks that ``name`` has."""
+        return slabs.blocks(self.facts, self.away(name), self._held.get(name, 0))
+
+    def put(
+        self, host: InstanceId, guest: InstanceId, module: Module, held: int | None = None
+    ) -> int:
+        """Let ``module`` run at ``guest``; returns the bytes that it takes there."""
+        self._away[host] = [*self.away(host), module]
+        if held is None:
+            held = slabs.guest_bytes(self.facts, module, self.blocks(host), False)
+        self._held[guest] = self._held.get(guest, 0) + held
+        return held
+
+    def take_home(self, one: ModulePlacement) -> None:
+        """Let a module run at its host again."""
+        self._away[one.host] = [module for module in self.away(one.host) if module != one.module]
+        self._held[one.guest] -= one.guest_bytes
+
+
+def modelled(views: Sequence[InstanceView], facts: InstanceFacts) -> tuple[InstanceView, ...]:
+    """Returns ``views`` with what modules away take of a guest in the memory of ``facts``.
+
+    An engine that stands for a modelled one has memory of its own. Modules of one that has other
+    layers or heads say nothing here, and are left out.
+    """
+    ledger, found = Ledger(facts, ()), []
+    names = {view.id for view in views}
+    for view in views:
+        placements = []
+        for one in view.placements if is_modelled(view, facts) else ():
+            if one.guest in names:
+                held = ledger.put(one.host, one.guest, one.module)
+                placements.append(replace(one, guest_bytes=held))
+        found.append(replace(view, placements=tuple(placements)))
+    return tuple(found)
+
+
+def is_modelled(view: InstanceView, facts: InstanceFacts) -> bool:
+    """Whether an instance has the layers and heads of ``facts``."""
+    own = view.facts
+    if own is None:
+        return False
+    return (own.num_layers, own.num_kv_heads) == (facts.num_layers, facts.num_kv_heads)
+
+
+def placements_of(views: Iterable[InstanceView]) -> tuple[ModulePlacement, ...]:
+    """Returns the modules that are away between two of ``views``."""
+    found = [one for view in views for one in view.placements]
+    names = {view.id for view in views}
+    return tuple(one for one in found if one.guest in names)
+
+
+def must_return(
+    wanted: Arrangement, views: Sequence[InstanceView], placements: Sequence[ModulePlacement]
+) -> tuple[ModulePlacement, ...]:
+    """Returns those of ``placements`` that come home before ``wanted``.
+
+    Whose host or guest changes its role: it was sent there for what the two of them did.
+    """
+    changed = assign(wanted, views)
+    return tuple(one for one in placements if one.host in changed or one.guest in changed)
+
+
+def changes_of(
+    wanted: Arrangement,
+    views: Sequence[InstanceView],
+    feasible: Callable[[int], int] = lambda step_tokens: step_tokens,
+) -> tuple[Change, ...]:
+    """Those who will do both first, then who prefills: so each leg is always served.
+
+    Args:
+        feasible: The size of a step that engines take where one is asked for.
+    """
+    changed = assign(wanted, views)
+    roles = {view.id: changed.get(view.id, view.role) for view in views}
+    order = (Role.COLOCATED, Role.PREFILL, Role.DECODE)
+    return tuple(
+        Change(name, role, feasible(wanted.tokens_of(role)))
+        for role in order
+        for name, own in roles.items()
+        if own is role
+    )
+
+
+class Ordered(Protocol):
+    """What is to change: modules come home, then ``changes`` happen, then modules leave."""
+
+    @property
+    def returns(self) -> Sequence[ModulePlacement]: ...
+
+    @property
+    def changes(self) -> Sequence[Change]: ...
+
+    @property
+    def moves(self) -> Sequence[PlannedMove]: ...
+
+    @property
+    def gain(self) -> float: ...
+
+
+def steps_of(
+    ordered: Ordered,
+    views: Mapping[InstanceId, InstanceView],
+    profile: Profile | None,
+    dilation: float,
+    window_s: float,
+) -> tuple[Step, ...]:
+    """Returns the steps, in their order; what is so already needs none.
+
+    Args:
+        profile: By which modules take memory and time; None where none moves.
+    """
+    steps: list[Step] = []
+    gain = ordered.gain
+    ready = {name: view for name, view in views.items() if view.ready}
+    placements = placements_of(ready.values())
+    ledger = None if profile is None else Ledger(profile.facts, placements)
+    there = {(one.host, one.guest, one.module): one for one in placements}
+    for wanted in ordered.returns:
+        one = there.get((wanted.host, wanted.guest, wanted.module))
+        if one is not None and ledger is not None and profile is not None:
+            steps.append(_return_step(one, ready, ledger, profile, dilation, gain))
+            ledger.take_home(one)
+    for change in ordered.changes:
+        view = ready.get(change.instance)
+        if view is None:
+            continue
+        action: SwitchRole | SetStepTokens
+        if view.role is not change.role:
+            action = SwitchRole(view.id, view.role, change.role, change.step_tokens)
+        elif view.step_tokens != change.step_tokens:
+            action = SetStepTokens(view.id, view.step_tokens, change.step_tokens)
+        else:
+            continue
+        steps.append(Step(action, (), 0.0, gain, window_s))
+    for move in ordered.moves:
+        if move.host in ready and move.guest in ready and ledger and profile is not None:
+            steps.append(_move_step(move, ready, ledger, profile, dilation, gain))
+    return tuple(steps)
+
+
+def _return_step(
+    one: ModulePlacement,
+    views: Mapping[InstanceId, InstanceView],
+    ledger: Ledger,
+    profile: Profile,
+    dilation: float,
+    gain: float,
+) -> Step:
+    used = _used_blocks(views[one.host], ledger)
+    num_bytes = slabs.moved_bytes(profile.facts, one.module, used, False)
+    action = ReturnModule(one.host, one.guest, one.module, num_bytes)
+    felt = (one.guest, Influence(guest_bytes=-one.guest_bytes))
+    return _timed(action, (felt,), num_bytes, profile, dilation, gain)
+
+
+def _move_step(
+    move: PlannedMove,
+    views: Mapping[InstanceId, InstanceView],
+    ledger: Ledger,
+    profile: Profile,
+    dilation: float,
+    gain: float,
+) -> Step:
+    used = _used_blocks(views[move.host], ledger)
+    num_bytes = slabs.moved_bytes(profile.facts, move.module, used, False)
+    before = {name: ledger.blocks(name) for name in (move.host, move.guest)}
+    held = ledger.put(*move)
+    grown = {name: ledger.blocks(name) - before[name] for name in before}
+    felt = {
+        move.host: Influence(kv_blocks=grown[move.host]),
+        move.guest: Influence(kv_blocks=grown[move.guest], guest_bytes=held),
+    }
+    action = MoveModule(move.host, move.guest, move.module, num_bytes)
+    return _timed(action, tuple(sorted(felt.items())), num_bytes, profile, dilation, gain)
+
+
+def _timed(
+    action: MoveModule | ReturnModule,
+    felt: tuple[tuple[InstanceId, Influence], ...],
+    num_bytes: int,
+    profile: Profile,
+    dilation: float,
+    gain: float,
+) -> Step:
+    cost_s = migration_s(num_bytes, profile.between) * dilation
+    timeout_s = max(_LEAST_TIMEOUT_S * dilation, _TIMEOUT_FACTOR * cost_s)
+    return Step(action, felt, cost_s, gain, timeout_s)
+
+
+def _used_blocks(view: InstanceView, ledger: Ledger) -> float:
+    report = view.report
+    return 0.0 if report is None else report.kv_used_fraction * ledger.blocks(view.id)

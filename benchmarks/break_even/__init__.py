@@ -1,0 +1,1 @@
+"""Where moved modules pay more than a role switch or another step size."""

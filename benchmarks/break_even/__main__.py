@@ -1,0 +1,92 @@
+"""Under which model, batch, link and limits do moved modules pay more than a switch of roles?
+
+    python -m benchmarks break-even [--sizes 2,4] [--links 12.5,50,450] [--json FILE]
+    python -m benchmarks break-even --page     # writes docs/break-even.md
+    python -m benchmarks break-even --check    # one line and exit code 1 where the page is stale
+
+By the cost model in closed form, and in the simulator: every fixed arrangement with everything at
+home, and each with a quarter or a half of the layers or heads of one side away at the other.
+Nothing is run. The page holds both, the simulator's part from the committed result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from datetime import UTC, datetime
+from multiprocessing import get_context
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from banaserve.arguments import Parser
+from banaserve.bench.results import result
+from banaserve.bench.results.result import Figure, figure
+from banaserve.costs import profile as profiles
+from benchmarks.break_even import page
+from benchmarks.break_even.gains import PROFILES
+from benchmarks.break_even.simulated import WORTH_IT, Compared, compared, questions
+from benchmarks.script import run_script
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the comparisons, or write or check the page; the exit code."""
+    parser = Parser(prog="python -m benchmarks break-even", description=__doc__)
+    parser.add_argument("--sizes", default="2,4", help="numbers of instances")
+    parser.add_argument("--links", default="12.5,50,450", help="GB/s, of the smallest size alone")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--page", action="store_true", help="write docs/break-even.md alone")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 where it is stale")
+    given = parser.parse_args(list(argv))
+    if given.page or given.check:
+        return page.written(given.check)
+    started_at, console = datetime.now(UTC), Console(width=200)
+    sizes = [int(one) for one in given.sizes.split(",")]
+    links = [1e9 * float(one) for one in given.links.split(",")]
+    asked = list(questions(sizes[:1], links))
+    asked += [
+        one
+        for name in PROFILES
+        for one in questions(sizes[1:], [profiles.load(name).link.bytes_per_s], [name])
+    ]
+    found = []
+    # Spawned: the parent may have threads.
+    with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
+        for number, one in enumerate(pool.map(compared, asked), start=1):
+            found.append(one)
+            best = max(one.plain.values())
+            console.print(
+                f"{number}/{len(asked)} {one.question.name}, {one.rate_per_s:.1f} requests/s: "
+                f"{best:.3f} {one.gain:+.3f}"
+            )
+    record = result.result(
+        "break-even",
+        seed=0,
+        options={"sizes": sizes, "links": links},
+        started_at=started_at,
+        figures=figures(found),
+        notes=[str(__doc__)],
+        raw={one.question.name: msgspec.to_builtins(one) for one in found},
+    )
+    console.print(result.table(record))
+    if given.json is not None:
+        result.write(record, given.json)
+    return 0
+
+
+def figures(found: Sequence[Compared]) -> dict[str, Figure]:
+    """Returns gains in goodput by modules away over the best with all at home, by profile."""
+    shown: dict[str, Figure] = {}
+    for name in dict.fromkeys(one.question.profile for one in found):
+        own = [one for one in found if one.question.profile == name]
+        gains = [one.gain for one in own]
+        shown[f"gain.{name}"] = figure(gains, "fraction")
+        worth_it = sum(gain > WORTH_IT for gain in gains)
+        shown[f"worth_it.{name}"] = figure([worth_it / len(gains)], "fraction")
+    return shown
+
+
+if __name__ == "__main__":
+    run_script(main)

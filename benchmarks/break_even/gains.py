@@ -1,0 +1,231 @@
+"""Gains of moved modules, a role switch and a step size by the cost model, in closed form.
+
+One instance decodes ``batch`` requests of ``context`` tokens; another one is idle for a share of
+its time. What is compared is by how much the tokens a second of the first one grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from banaserve.costs import modules as costs
+from banaserve.costs.profile import Profile
+from banaserve.elastic.modules import has_room, module_of, net_relief, step_time_s
+from banaserve.elastic.planning import Ledger
+from banaserve.orchestrator.migration import slabs
+from banaserve.orchestrator.model.calibration import StepWork
+from banaserve.orchestrator.model.moving import migration_s
+from banaserve.types import InstanceId, Module
+
+PROFILES = ("opt-13b-a100", "llama-3.1-8b-h100", "llama-3.1-70b-h100-tp4")
+
+LINKS_BYTES_PER_S = (12.5e9, 25e9, 50e9, 200e9, 450e9)
+"""RDMA of 100 Gbit/s; PCIe 4 or 200 Gbit/s; RDMA of 400 Gbit/s; four such cards; NVLink 4."""
+
+IDLE_FRACTION = 0.5
+CHUNK = 512
+"""The smallest step size on offer."""
+
+MAX_REQUESTS = 256
+"""Of a batch: what engines run at once."""
+
+_BATCHES = (8, 64, 256)
+_CONTEXTS = (500, 2000, 8000, 32_000)
+_HOST, _GUEST = InstanceId("host"), InstanceId("guest")
+_SHARES = (1 / 8, 1 / 4, 1 / 2)
+PROMPT_SHARE = 1 / 4
+_WORN = 0.25
+"""Mean of min(x, 1 - x) while the share x of a sequence in older blocks falls from 1 to 0."""
+
+
+class Point(NamedTuple):
+    """What is decoded."""
+
+    batch: int
+    context: int
+
+    @property
+    def work(self) -> StepWork:
+        return StepWork(0, 0, self.batch, self.batch * self.context)
+
+    def __str__(self) -> str:
+        return f"{self.batch} of {self.context:,}"
+
+
+class ModuleGain(NamedTuple):
+    """Gain by a kind of module.
+
+    Attributes:
+        kind: ``layers``, ``heads`` or ``older blocks``.
+        share: Of the layers or heads that leave.
+        speed: Gain in tokens a second with the same batch; below 0 it is a loss.
+        room: The same where requests wait for KV memory, so that the batch grows with it.
+        copy_s: Time of the copy.
+    """
+
+    kind: str
+    share: float
+    speed: float
+    room: float
+    copy_s: float
+
+
+def points(profile: Profile) -> Iterator[Point]:
+    """Yields what fits into the memory and the context of ``profile``."""
+    for batch in _BATCHES:
+        for context in _CONTEXTS:
+            fits = batch * context <= profile.memory.kv_tokens
+            if fits and context <= profile.model.max_context_tokens:
+                yield Point(batch, context)
+
+
+def full_point(profile: Profile, context: int) -> Point | None:
+    """Returns the batch that fills the memory; None where engines take no batch as large."""
+    batch = profile.memory.kv_tokens // context
+    if not 0 < batch <= MAX_REQUESTS or context > profile.model.max_context_tokens:
+        return None
+    return Point(batch, context)
+
+
+def with_link(profile: Profile, bytes_per_s: float) -> Profile:
+    """Returns ``profile`` with another bandwidth between its instances."""
+    return replace(profile, link=replace(profile.link, bytes_per_s=bytes_per_s))
+
+
+def best_gain(profile: Profile, kind: str, point: Point) -> ModuleGain:
+    """Returns the gain of the share of layers or heads that brings most."""
+    return max(_gains(profile, kind, point), key=lambda one: (one.room, one.speed))
+
+
+def _gains(profile: Profile, kind: str, point: Point) -> list[ModuleGain]:
+    """Of each share for which a guest has memory, as policies see it."""
+    found = [_gain(profile, kind, share, point) for share in _SHARES]
+    return [one for one in found if one is not None]
+
+
+def _gain(profile: Profile, kind: str, share: float, point: Point) -> ModuleGain | None:
+    facts = profile.facts
+    total = facts.num_kv_heads if kind == "heads" else facts.num_layers
+    module = module_of(kind, max(1, int(total * share)), (), profile)
+    assert module is not None
+    ledger = Ledger(facts, ())
+    before = ledger.blocks(_HOST)
+    ledger.put(_HOST, _GUEST, module)
+    if not has_room(ledger, _GUEST, 0.0):
+        return None
+    room = ledger.blocks(_HOST) / before
+    used = point.batch * point.context / facts.block_tokens
+    return ModuleGain(
+        kind,
+        share,
+        _speed(profile, module, point, 1.0),
+        _speed(profile, module, point, room),
+        migration_s(slabs.moved_bytes(facts, module, used, False), profile.between),
+    )
+
+
+def _speed(profile: Profile, module: Module, point: Point, room: float) -> float:
+    """Gain in tokens a second where the batch is ``room`` times as large; a guest has its limit."""
+    grown = Point(min(MAX_REQUESTS, int(point.batch * room)), point.context)
+    work = costs.share(profile, module, costs.attention_fraction(profile, grown.work))
+    if work > IDLE_FRACTION + 1e-9:
+        return float("-inf")
+    step_s = step_time_s(profile, grown.work) * (1 - net_relief(profile, module, grown.work))
+    before = point.batch / step_time_s(profile, point.work)
+    return grown.batch / step_s / before - 1
+
+
+def older_gain(profile: Profile, point: Point) -> ModuleGain:
+    """Returns the gain of all older blocks, as a mean until those who decode now have ended.
+
+    In each layer the longer part of a sequence is waited for; what leaves frees no KV blocks; and
+    the part that is away falls from all to nothing.
+    """
+    step_s = step_time_s(profile, point.work)
+    relief = _WORN * costs.attention_fraction(profile, point.work)
+    hop_s = costs.older_hop_s(profile, profile.model.num_layers, point.batch)
+    speed = 1 / (1 - relief + hop_s / step_s) - 1
+    num_bytes = point.batch * point.context * profile.shape.token_bytes
+    return ModuleGain("older blocks", 1.0, speed, speed, migration_s(num_bytes, profile.between))
+
+
+def gains(profile: Profile, point: Point) -> list[ModuleGain]:
+    """Returns the gain of each kind."""
+    return [
+        best_gain(profile, "layers", point),
+        best_gain(profile, "heads", point),
+        older_gain(profile, point),
+    ]
+
+
+def prompt_gain(profile: Profile, kind: str, tokens: int, share: float = PROMPT_SHARE) -> float:
+    """Returns by how much more prompt tokens a second an instance computes in steps of ``tokens``.
+
+    With ``share`` of its layers or heads away.
+    """
+    facts = profile.facts
+    total = facts.num_kv_heads if kind == "heads" else facts.num_layers
+    module = module_of(kind, max(1, int(total * share)), (), profile)
+    assert module is not None
+    return 1 / (1 - net_relief(profile, module, StepWork(tokens, tokens**2))) - 1
+
+
+def break_even_bytes_per_s(profile: Profile, kind: str, point: Point | int) -> float | None:
+    """Returns the bandwidth from which a kind brings more speed than its messages cost.
+
+    None where it never does: what overlaps is less than the latency of its messages.
+
+    Args:
+        point: What is decoded, or the prompt tokens of a step.
+    """
+
+    def is_worth_it(bytes_per_s: float) -> bool:
+        linked = with_link(profile, bytes_per_s)
+        if isinstance(point, int):
+            return prompt_gain(linked, kind, point) > 0
+        if kind == "older blocks":
+            return older_gain(linked, point).speed > 0
+        return max(one.speed for one in _gains(linked, kind, point)) > 0
+
+    low, high = 1e8, 1e13
+    if not is_worth_it(high):
+        return None
+    if is_worth_it(low):
+        return low
+    while high / low > 1.01:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if is_worth_it(middle) else (middle, high)
+    return high
+
+
+class SwitchGain(NamedTuple):
+    """Gain where the idle instance does both.
+
+    Attributes:
+        speed: It decodes for as long as it is idle, in steps of its own batch.
+        step_s: The step with nothing beside it.
+        mixed_step_s: Its step with the smallest chunk beside the decoding requests: no limit on
+            time per output token below it can be kept so.
+        chunk_loss: Share by which prompts are slower in such chunks than in ones of 2,048 tokens.
+    """
+
+    speed: float
+    step_s: float
+    mixed_step_s: float
+    chunk_loss: float
+
+
+def switch_gain(profile: Profile, point: Point) -> SwitchGain:
+    """Returns what the idle share is worth if it decodes requests of its own."""
+    own = point.work
+    small = StepWork(CHUNK, CHUNK**2, own.decode_requests, own.context_tokens)
+    step_s = step_time_s(profile, StepWork(CHUNK, CHUNK**2)) / CHUNK
+    large_s = step_time_s(profile, StepWork(2048, 2048**2)) / 2048
+    return SwitchGain(
+        IDLE_FRACTION,
+        step_time_s(profile, own),
+        step_time_s(profile, small),
+        1 - large_s / step_s,
+    )

@@ -1,0 +1,65 @@
+"""Figures and variants of the benchmark of the elastic policy."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.elastic.__main__ import PARTS
+from benchmarks.elastic.cells import LoadCell
+from benchmarks.elastic.constant import (
+    ConstantOutcome,
+    constant_cells,
+    constant_figures,
+    constant_table,
+)
+from benchmarks.elastic.figures import ablation_table, figures
+from benchmarks.elastic.runs import CellOutcome, Outcome, elastic_system, saturation_per_s
+
+CELL = LoadCell("opt-13b-a100", "alpaca capped", "steady", 0.9, 0, 1)
+
+
+def test_changes_count_once_the_load_is_known() -> None:
+    early = ConstantOutcome(CELL, 10, 30.0, 1.0, (4.0, 4.0, 60.0))
+    late = ConstantOutcome(CELL, 10, 30.0, 1.0, (4.0, 121.0, 900.0))
+    assert (early.changes_a_minute, late.changes_a_minute) == (0.0, 2 / 28)
+    found = constant_figures([early, late])
+    assert found["changes_a_minute_max"].samples == [2 / 28]
+    assert found["early_changes"].samples == [3, 1]
+    assert constant_table([early, late]).row_count == 2
+
+
+def test_constant_cells_are_below_at_and_above_saturation() -> None:
+    chosen = constant_cells()
+    assert {one.fraction for one in chosen} == {0.5, 0.9, 1.1}
+    assert {one.profile for one in chosen} == {"opt-13b-a100", "llama-3.1-8b-h100"}
+    assert {one.arrivals for one in chosen} == {"steady"}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_each_part_can_be_left_out(name: str) -> None:
+    whole, without = elastic_system(CELL, 4), elastic_system(CELL, 4, PARTS[name])
+    assert whole != without
+    assert elastic_system(CELL, 8, PARTS[name]).colocated == 8
+
+
+def outcome(goodput: float, total_s: float = 100.0) -> Outcome:
+    return Outcome(goodput, total_s, 1.0, 1.0, 1.0, 1.0)
+
+
+def test_what_is_left_without_a_part() -> None:
+    fixed = {f"0 prefill, 0 decode, 4 both, steps of {n}": outcome(0.5) for n in (512, 2048)}
+    cells = [
+        CellOutcome(CELL, 10, fixed, {"elastic": outcome(0.8), "roles": outcome(0.4)}),
+        CellOutcome(CELL, 10, fixed, {"elastic": outcome(0.5), "roles": outcome(0.5)}),
+    ]
+    found = figures(cells)
+    assert found["without_over_whole.roles"].samples == [0.5, 1.0]
+    assert found["without.roles"].samples == [pytest.approx((0.8 * 1.0) ** 0.5)]
+    table = ablation_table(cells)
+    assert [*table.columns[0].cells] == ["nothing", "roles"]
+    assert [*table.columns[1].cells] == ["1.000", f"{0.5**0.5:.3f}"]
+
+
+def test_saturation_grows_with_the_instances() -> None:
+    four, eight = (saturation_per_s(CELL, size, None) for size in (4, 8))
+    assert 1.7 < eight / four < 2.2
