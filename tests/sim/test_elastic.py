@@ -18,6 +18,7 @@ from banaserve.elastic import process as processes
 from banaserve.elastic.arrangement import Arrangement, arrangement_of, arrangements, assign
 from banaserve.elastic.forecast import ServiceLimits, forecast, future_of
 from banaserve.elastic.load import load_stats
+from banaserve.elastic.planning import changes_of
 from banaserve.elastic.policy import (
     Change,
     Decision,
@@ -25,7 +26,6 @@ from banaserve.elastic.policy import (
     ElasticOptions,
     LoadMemory,
     Situation,
-    _changes,
     decide,
     plan_of,
 )
@@ -306,7 +306,7 @@ def test_no_step_is_larger_or_smaller_than_engines_can(limits, sizes, of_prefill
     words = [one.words for one in decision.candidates]
     assert len(words) == len(set(words))
     assert {change.step_tokens for change in decision.changes} <= {*sizes, of_prefill}
-    changes = _changes(Arrangement(1, 1, 0, sizes[-1]), views, options)
+    changes = changes_of(Arrangement(1, 1, 0, sizes[-1]), views, options.feasible)
     assert [change.step_tokens for change in changes] == [of_prefill, sizes[-1]]
 
 
