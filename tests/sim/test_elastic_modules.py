@@ -93,8 +93,8 @@ def coming(rate_per_s: float, prompt: int, output: int, until_s: float) -> list[
 # ---- one search
 
 
-def flood(kinds: str) -> tuple[dict[str, float], list[tuple[float, str]]]:
-    """One prefills, one decodes, and what decodes has too little memory for a minute."""
+def following(profile: str, limits: tuple[float, float], **options: object) -> System:
+    """One that prefills and one that decodes, and the policy."""
     system = System(
         kind="banaserve",
         prefill=1,
@@ -104,13 +104,24 @@ def flood(kinds: str) -> tuple[dict[str, float], list[tuple[float, str]]]:
         control_s=1.0,
         overlap_fraction=None,
         attention_fraction=None,
-        migration_options={"ttft_s": 3.0, "tpot_s": 0.2, "modules": kinds, "roles": "fixed"},
+        migration_options={
+            "profile": profile,
+            "ttft_s": limits[0],
+            "tpot_s": limits[1],
+            **options,
+        },
     )
-    limits = replace(system.control_limits, concurrent=1000, per_minute=1000)
+    control = replace(system.control_limits, concurrent=1000, per_minute=1000)
+    return replace(system, control_limits=control)
+
+
+def flood(kinds: str) -> tuple[dict[str, float], list[tuple[float, str]]]:
+    """One prefills, one decodes, and what decodes has too little memory for a minute."""
+    system = following(OPT.name, (3.0, 0.2), modules=kinds, roles="fixed")
     draws, at_s, rows = random.Random(1), 0.0, []
     while (at_s := at_s + draws.expovariate(6.0)) < 60.0:
         rows.append(SimRequest(len(rows), at_s, draws.randint(300, 900), draws.randint(200, 600)))
-    found = tallied(OPT, replace(system, control_limits=limits), rows)
+    found = tallied(OPT, system, rows)
     return summary(found, LatencyLimits(3.0, 0.2)), list(found.steps)
 
 
@@ -123,6 +134,24 @@ def test_a_module_leaves_where_that_is_best_and_comes_home_when_the_load_is_ligh
     assert left.startswith("move heads")
     assert home.startswith("return heads")
     assert left_s < 60 < home_s < served["total_s"]
+
+
+def test_where_a_split_is_best_heads_of_decode_keep_it_within_its_limits() -> None:
+    """From all-do-both: roles and heads are one plan, and nothing changes while the load lasts."""
+    draws, at_s, rows = random.Random(1), 0.0, []
+    while (at_s := at_s + draws.expovariate(16.1)) < 45.0:
+        rows.append((at_s, draws.randint(750, 2250), draws.randint(200, 600)))
+    served, steps = [], []
+    for kinds in ("none", "layers,heads"):
+        system = following(H100.name, (2.0, 0.03), modules=kinds)
+        requests = [SimRequest(number, *row) for number, row in enumerate(rows)]
+        found = tallied(H100, replace(system, colocated=2, prefill=0, decode=0), requests)
+        served.append(summary(found, LatencyLimits(2.0, 0.03))["goodput_fraction"])
+        steps = list(found.steps)
+    assert served[1] > served[0] + 0.05
+    early = [words for at_s, words in steps if at_s < 45]
+    assert [words.split()[0] for words in early] == ["switch", "switch", "move"]
+    assert "heads" in early[2]
 
 
 def test_a_kind_that_is_off_is_never_looked_at() -> None:
