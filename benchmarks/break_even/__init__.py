@@ -1,1 +1,1 @@
-"""Where moved modules pay more than a role switch or another step size."""
+"""Break-even of moved modules: where they pay more than a switch of roles or another step size."""

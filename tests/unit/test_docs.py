@@ -23,6 +23,7 @@ OTHERS = {
     "--enable-prompt-tokens-details",
     # Of the checker of another vLLM, which is no command.
     *("--only-breaks", "--cache"),
+    "--page",  # of a benchmark, whose options are its own
 }
 WITH_OPTIONS = [
     ROOT / "README.md",
