@@ -22,6 +22,7 @@ from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
 from banaserve.types import InstanceId, ObservedRequest, Role
 
+_KNOWN_LENGTHS = 256
 _GOLDEN = 0.6180339887498949
 _STEEPNESS = 10
 _MARGIN_SHARE = 0.15
@@ -176,6 +177,7 @@ def forecast(
     )
     for name, _, step_tokens in roles:
         cell.instances[name].set_step_tokens(step_tokens)
+    cell.expect(one.output_tokens for one in future[:_KNOWN_LENGTHS])
     coming: list[tuple[FutureRequest, SimRequest]] = []
     for number, one in enumerate(future):
         request = SimRequest(number, one.at_s, one.prompt_tokens, one.output_tokens)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from banaserve.costs import profile as profiles
 from banaserve.elastic.arrangement import Arrangement, arrangement_of, arrangements, assign
@@ -50,6 +50,7 @@ class ElasticOptions:
         min_step_tokens, max_step_tokens: What the engines can do: sizes beyond these become these;
             0 is no limit.
         roles: ``any``, or ``fixed`` where they stay what they are and only step sizes change.
+        routing: Policy that routes in the forecast: the one that serves.
         first_plan_s: A load's first plan comes when it has lasted this long,
         first_ended: or when so many of its requests have ended, so that their lengths are known.
         settled_s: After this a load is known; it is planned for again when it changes.
@@ -73,6 +74,7 @@ class ElasticOptions:
     min_step_tokens: int = 0
     max_step_tokens: int = 0
     roles: str = "any"
+    routing: str = "load_aware"
     first_plan_s: float = 4.0
     first_ended: int = 20
     settled_s: float = 120.0
@@ -127,6 +129,14 @@ class ElasticOptions:
             return {int(one) for one in self.chunks.split(",")}
         except ValueError:
             return set()
+
+    @property
+    def routing_options(self) -> dict[str, Any]:
+        """What the policy that routes is given in the forecast, in the time of it."""
+        if self.routing != "slo_aware":
+            return {}
+        limits = self.limits
+        return {"ttft_s": limits.ttft_s or 0.0, "tpot_s": limits.tpot_s or 0.0}
 
     @property
     def limits(self) -> ServiceLimits:
@@ -335,7 +345,13 @@ class _Search:
         for view in views:
             role = changed.get(view.id, view.role)
             roles.append((view.id, role, options.feasible(wanted.tokens_of(role))))
-        system = System(kind="banaserve", colocated=len(views), handover="store")
+        system = System(
+            kind="banaserve",
+            colocated=len(views),
+            handover="store",
+            routing=options.routing,
+            routing_options=options.routing_options,
+        )
         patience_s = max(30.0, 4 * (options.limits.ttft_s or 0.0))
         return forecast(self._profile, system, roles, future, options.limits, patience_s)
 
