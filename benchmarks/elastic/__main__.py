@@ -30,6 +30,7 @@ from benchmarks.script import run_script
 _QUICK, _COVERING = 8, 60
 _WHOLE: dict[str, dict[str, object]] = {"elastic": {}}
 _PARTS: dict[str, dict[str, object]] = {
+    "legs": {"routing": "load_aware"},
     "chunks": {"chunks": "2048"},
     "roles": {"roles": "fixed"},
 }
@@ -43,7 +44,12 @@ def main(argv: Sequence[str]) -> int:
     size.add_argument("--full", action="store_true", help="all cells: days")
     parser.add_argument("--cells", type=int, default=_COVERING, help="of the covering subset")
     parser.add_argument("--instances", type=int, default=4)
-    parser.add_argument("--ablation", action="store_true", help="without chunks, without roles")
+    parser.add_argument(
+        "--ablation",
+        nargs="*",
+        choices=tuple(_PARTS),
+        help="also without these parts, or without each in turn",
+    )
     parser.add_argument("--data", type=Path)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path)
@@ -52,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
     data = data_folder(given.data)
     how_many = 0 if given.full else _QUICK if given.quick else given.cells
     chosen = cells(how_many, data is not None)
-    variants = _WHOLE | (_PARTS if given.ablation else {})
+    without = () if given.ablation is None else given.ablation or tuple(_PARTS)
+    variants = _WHOLE | {name: _PARTS[name] for name in without}
     run = partial(run_cell, size=given.instances, data=data, variants=variants)
     found = []
     # Spawned: the parent may have threads.
@@ -72,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
             "cells": len(chosen),
             "instances": given.instances,
             "traces": data is not None,
-            "ablation": given.ablation,
+            "ablation": list(without),
         },
         started_at=started_at,
         figures=figures(found),

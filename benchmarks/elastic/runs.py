@@ -64,19 +64,24 @@ def fixed_system(arrangement: Arrangement) -> System:
     )
 
 
-def elastic_system(cell: LoadCell, size: int, **options: object) -> System:
+def elastic_system(
+    cell: LoadCell, size: int, routing: str = "slo_aware", **options: object
+) -> System:
     """A cluster that begins with all doing both and follows its load."""
     ttft_s, tpot_s = cell.service_limits
+    limits_s = {"ttft_s": ttft_s, "tpot_s": tpot_s}
     system = System(
         kind="banaserve",
         colocated=size,
+        routing=routing,
+        routing_options=limits_s if routing == "slo_aware" else {},
         migration="elastic",
         history_s=300.0,
         control_s=1.0,
         migration_options={
             "profile": cell.profile,
-            "ttft_s": ttft_s,
-            "tpot_s": tpot_s,
+            "routing": routing,
+            **limits_s,
             **options,
         },
     )
