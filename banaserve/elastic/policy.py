@@ -23,7 +23,9 @@ from banaserve.elastic.forecast import (
 )
 from banaserve.elastic.load import load_stats
 from banaserve.errors import UserError
+from banaserve.names import check_known
 from banaserve.orchestrator.migration.interface import MigrationPlan, Rejected, RejectReason
+from banaserve.orchestrator.routing import registry as routings
 from banaserve.sim.system import System
 from banaserve.types import (
     ClusterView,
@@ -105,6 +107,7 @@ class ElasticOptions:
                 raise UserError(f"{name} is {getattr(self, name)}: give more than 0")
         if self.roles not in ("any", "fixed"):
             raise UserError(f"roles is {self.roles!r}: give any or fixed")
+        check_known("routing policy", self.routing, routings.names())
         if 0 < self.max_step_tokens < self.min_step_tokens:
             raise UserError(
                 f"max_step_tokens is {self.max_step_tokens}: give at least min_step_tokens, "

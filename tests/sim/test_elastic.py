@@ -388,6 +388,7 @@ def test_the_process_says_a_line_at_most(asked, code, said):
         ({"ttft_s": -1.0}, "ttft_s is -1.0: give 0 or more"),
         ({"chunks": "many"}, "chunks is 'many': give numbers of tokens"),
         ({"roles": "some"}, "roles is 'some': give any or fixed"),
+        ({"routing": "slo_awar"}, "slo_aware"),
         ({"window_s": 0.0}, "window_s is 0.0: give more than 0"),
         ({"chunks": "0,512", "min_step_tokens": 64}, "chunks is '0,512'"),
         ({"max_step_tokens": -1}, "max_step_tokens is -1: give 0 or more"),
