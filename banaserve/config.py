@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from banaserve.errors import UserError
 from banaserve.types import InstanceId, Role
@@ -74,6 +75,10 @@ class OrchestratorConfig:
     def is_elastic(self) -> bool:
         """Whether it decides by forecast."""
         return self.policy == "elastic" and self.mode != "off"
+
+
+SLO_AWARE = "slo_aware"
+"""The routing policy that takes the limits of ``--slo-ttft`` and ``--slo-tpot``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +166,18 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @property
+    def routing_section(self) -> dict[str, Any]:
+        """What the routing policy is built with."""
+        given: dict[str, Any] = dict(self.routing_options)
+        if self.routing_policy != SLO_AWARE:
+            return given
+        limits = {
+            "ttft_s": self.orchestrator.slo_ttft_s,
+            "tpot_s": self.orchestrator.slo_tpot_s,
+        }
+        return {**limits, **given}
 
     @property
     def num_instances(self) -> int:
@@ -280,8 +297,11 @@ def _check_parts(config: ServeConfig) -> None:
     ):
         if not limit_s >= 0:
             raise UserError(f"{option} {limit_s:g}: seconds above 0, or 0 for no limit")
-        if limit_s and not orchestrator.is_elastic:
-            raise UserError(f"{option} needs the elastic policy: give --elastic, or leave it out")
+        if limit_s and not orchestrator.is_elastic and config.routing_policy != SLO_AWARE:
+            raise UserError(
+                f"{option} is looked at by --elastic and --routing-policy {SLO_AWARE} alone: give "
+                "one of them, or leave it out"
+            )
     if orchestrator.mode != "off" and not config.kv_store:
         raise UserError(
             f"--orchestrator {orchestrator.mode} needs the store, with which steps are measured: "

@@ -105,6 +105,10 @@ class InstanceReport:
         gpu_busy_fraction: Share of time with any kernel running on its GPUs, in [0, 1], by NVML;
             None where there is none.
         gpu_memory_fraction: Of their memory in use, by whomever.
+        step_coefficients: Of ``orchestrator/model/calibration.py:StepTime``, as learnt from its
+            steps, 0 of work that it has hardly had; empty until there are enough of them.
+        fetch_token_s: Time to fetch the KV of one token from the store; 0 where nothing has been
+            fetched yet.
     """
 
     num_running: int
@@ -121,6 +125,8 @@ class InstanceReport:
     gpu_busy_fraction: float | None = None
     gpu_memory_fraction: float | None = None
     overlap_fraction: float | None = None
+    step_coefficients: tuple[float, ...] = ()
+    fetch_token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -314,6 +320,11 @@ class InstanceView:
         epoch: Rises with each change of its placements.
         changed_s: When its placements, guests or role last changed; None where never.
         step_tokens: Most tokens that it takes in a step; 0 where that is not known.
+        inflight_tokens: Prompt tokens of ``inflight_requests``, cached ones among them; a leg that
+            goes on elsewhere brings what was generated so far.
+        inflight_prefill_requests: Those of ``inflight_requests`` whose prompt is not computed yet.
+        inflight_prefill_pairs: What their attention costs, as ``StepWork.prefill_pairs``.
+        kv_tokens: Room for the KV of so many tokens; 0 where that is not known.
     """
 
     id: InstanceId
@@ -328,6 +339,10 @@ class InstanceView:
     epoch: int = 0
     changed_s: float | None = None
     step_tokens: int = 0
+    inflight_tokens: int = 0
+    inflight_prefill_requests: int = 0
+    inflight_prefill_pairs: int = 0
+    kv_tokens: int = 0
 
     def report_age_s(self, now_s: float) -> float | None:
         """Seconds since the report was made; None where there is none."""
@@ -356,6 +371,20 @@ class ObservedRequest(NamedTuple):
     end_s: float | None
 
 
+class OutputLengths(NamedTuple):
+    """Output tokens of requests that have ended lately.
+
+    Attributes:
+        arriving_tokens: The middles of four equal parts of them, ascending.
+        present_tokens: The same of those that decode at one moment: the longer a request is, the
+            likelier it is among them.
+    """
+
+    mean_tokens: float
+    arriving_tokens: tuple[int, ...]
+    present_tokens: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterView:
     """All instances at one moment of the router's clock.
@@ -367,6 +396,7 @@ class ClusterView:
         requests: Those of the last while, in the order of their arrivals; empty where nobody
             collects them.
         memory: What the last plan of the same policy asked to be handed back.
+        output_lengths: Of requests that have ended lately; None before the first has.
     """
 
     now_s: float
@@ -376,6 +406,7 @@ class ClusterView:
     failed: frozenset[Attempt] = frozenset()
     requests: Sequence[ObservedRequest] = ()
     memory: object = None
+    output_lengths: OutputLengths | None = None
 
     def serving(self, role: Role) -> tuple[InstanceView, ...]:
         """Ready instances of ``role``, in the order of their ids."""
@@ -383,13 +414,36 @@ class ClusterView:
         return tuple(sorted(found, key=lambda view: view.id))
 
 
+class RequestLimits(NamedTuple):
+    """Limits that a request names for itself; None where those of the server hold."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+NO_LIMITS = RequestLimits()
+
+
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """What a routing policy may know of a request."""
+    """What a routing policy may know of a request.
+
+    Attributes:
+        cached_tokens: Of the prompt, those that the store holds.
+        max_output_tokens: It generates at most so many; 0 where that is not known.
+        limits: Of its own.
+        is_splittable: Whether two instances may serve it.
+        first_token_waits: Of two instances the second one samples its first token, when it has
+            been handed over.
+    """
 
     id: RequestId
     prompt_tokens: int
     cached_tokens: int = 0
+    max_output_tokens: int = 0
+    limits: RequestLimits = NO_LIMITS
+    is_splittable: bool = True
+    first_token_waits: bool = False
 
     @property
     def uncached_tokens(self) -> int:
@@ -398,8 +452,15 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request runs. ``prefill`` is None where one instance does both legs."""
+    """Where a request runs.
+
+    Attributes:
+        prefill: None where one instance does both legs.
+        ttft_s, tpot_s: What the policy predicts; None where it predicts nothing.
+    """
 
     prefill: InstanceId | None
     decode: InstanceId
     reason: str
+    ttft_s: float | None = None
+    tpot_s: float | None = None

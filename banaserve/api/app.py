@@ -23,6 +23,7 @@ from banaserve.api.auth import KeyMiddleware
 from banaserve.api.errors import answer_engines_died, error_response
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
 from banaserve.api.metrics import MetricsPage
+from banaserve.api.request_limits import RequestLimitsReader
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import server
@@ -66,7 +67,7 @@ async def make_app(
     held_bytes = max(_MAX_HELD_BYTES, options.max_body_bytes)
     limited = BodyLimit(app, options.max_body_bytes, held_bytes)
     counted = ConcurrencyLimit(limited, options.max_concurrent_requests)
-    return KeyMiddleware(counted, options.api_keys)
+    return KeyMiddleware(RequestLimitsReader(counted), options.api_keys)
 
 
 def vllm_app(args: Namespace, tasks: tuple[Any, ...], model_config: ModelConfig | None) -> FastAPI:

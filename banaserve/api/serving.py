@@ -24,7 +24,7 @@ from banaserve.api.admin_traces import Traces
 from banaserve.api.app import Door, DoorOptions, make_app
 from banaserve.api.metrics import MetricsPage
 from banaserve.clock import WallClock
-from banaserve.config import ServeConfig
+from banaserve.config import SLO_AWARE, ServeConfig
 from banaserve.controller.decisions import DecisionLog
 from banaserve.controller.loop import Controller, ControllerOptions
 from banaserve.controller.time_scaling import dilated
@@ -186,9 +186,8 @@ def _cluster(parts: Parts) -> Cluster:
         )
         for instance_id, role in config.instances()
     ]
-    section: dict[str, Any] = dict(config.routing_options)
     legs = LegOptions(skip_prefill_below_tokens=config.skip_prefill_below_tokens)
-    policy = registry.make_named(config.routing_policy, legs=legs, **section)
+    policy = registry.make_named(config.routing_policy, legs=legs, **config.routing_section)
     patience = ClusterTimeouts(
         config.start_timeout_s, config.restart_grace_s, config.engine_stall_s
     )
@@ -310,12 +309,19 @@ def _section(config: ServeConfig, engine_config: VllmConfig) -> dict[str, Any]:
             "dilation": config.dilate,
             "ttft_s": chosen.slo_ttft_s,
             "tpot_s": chosen.slo_tpot_s,
+            "routing": _forecast_routing(config),
             "min_step_tokens": min(num_requests, num_tokens),
             "max_step_tokens": num_tokens,
         }
     if chosen.policy in ("still", "elastic"):
         return {}
     return {"min_timeout_s": _MIN_STEP_TIMEOUT_S, "hop_bytes_per_s": _HOP_BYTES_PER_S}
+
+
+def _forecast_routing(config: ServeConfig) -> str:
+    """Which policy routes in a forecast: that of the server where it shapes the arrangement."""
+    usual = ServeConfig().routing_policy
+    return config.routing_policy if config.routing_policy == SLO_AWARE else usual
 
 
 def _with_admin(

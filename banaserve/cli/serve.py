@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
 from urllib.parse import urlsplit
 
 from banaserve import models
@@ -72,8 +72,7 @@ def _check(config: ServeConfig) -> None:
     _check_pool(config)
     StoreOptions.of(config).tiers()
     parse_size(config.max_body_size)
-    section: dict[str, Any] = dict(config.routing_options)
-    registry.make(config.routing_policy, **section)
+    registry.make(config.routing_policy, **config.routing_section)
     emulation.profile_of(config)
     check_orchestrator(config.orchestrator)
     if config.orchestrator.is_elastic:

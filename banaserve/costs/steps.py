@@ -83,6 +83,19 @@ class StepCosts:
             factor * work_s,
         )
 
+    def coefficients(self, batch: int) -> tuple[float, ...]:
+        """Returns what ``StepTime`` would learn from steps of about ``batch`` requests."""
+        fixed_s, context_s, request_s = self._of(batch)
+        factor = self.factor
+        return (
+            factor * max(fixed_s, self._prefill[0]) + self.hop_s,
+            factor * self._prefill[1],
+            factor * self._prefill[2],
+            factor * context_s,
+            factor * request_s,
+            0.0,
+        )
+
     def _of(self, batch: int) -> tuple[float, float, float]:
         return self._large if batch >= self._large_from else self._small
 

@@ -24,6 +24,7 @@ from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
 from banaserve.types import InstanceId, ModulePlacement, MoveModule, ObservedRequest, Role, Step
 
+_KNOWN_LENGTHS = 256
 _GOLDEN = 0.6180339887498949
 _TICK_S = 1.0
 _STEEPNESS = 10
@@ -210,6 +211,7 @@ def forecast(
         cell.instances[name].set_step_tokens(step_tokens)
     cell.placing.put(placements)
     cell.placing.begin_in_order(steps)
+    cell.expect(one.output_tokens for one in future[:_KNOWN_LENGTHS])
     coming: list[tuple[FutureRequest, SimRequest]] = []
     for number, one in enumerate(future):
         request = SimRequest(number, one.at_s, one.prompt_tokens, one.output_tokens)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from banaserve.costs import profile as profiles
 from banaserve.elastic import modules
@@ -36,7 +36,9 @@ from banaserve.elastic.planning import (
     steps_of,
 )
 from banaserve.errors import UserError
+from banaserve.names import check_known
 from banaserve.orchestrator.migration.interface import MigrationPlan, Rejected, RejectReason
+from banaserve.orchestrator.routing import registry as routings
 from banaserve.sim.system import System
 from banaserve.types import (
     ClusterView,
@@ -63,6 +65,7 @@ class ElasticOptions:
         roles: ``any``, or ``fixed`` where they stay what they are and only step sizes change.
         modules: What may leave its instance: ``layers``, ``heads``, or both, separated by a comma;
             ``none`` is nothing.
+        routing: Policy that routes in the forecast: the one that serves.
         first_plan_s: A load's first plan comes when it has lasted this long,
         first_ended: or when so many of its requests have ended, so that their lengths are known.
         settled_s: After this a load is known; it is planned for again when it changes.
@@ -92,6 +95,7 @@ class ElasticOptions:
     max_step_tokens: int = 0
     roles: str = "any"
     modules: str = "layers,heads"
+    routing: str = "load_aware"
     first_plan_s: float = 4.0
     first_ended: int = 20
     settled_s: float = 110.0
@@ -128,6 +132,7 @@ class ElasticOptions:
             raise UserError(f"roles is {self.roles!r}: give any or fixed")
         if self.modules != "none" and not set(self.kinds) <= set(modules.KINDS):
             raise UserError(f"modules is {self.modules!r}: give {', '.join(modules.KINDS)} or none")
+        check_known("routing policy", self.routing, routings.names())
         if 0 < self.max_step_tokens < self.min_step_tokens:
             raise UserError(
                 f"max_step_tokens is {self.max_step_tokens}: give at least min_step_tokens, "
@@ -159,6 +164,14 @@ class ElasticOptions:
         if self.modules == "none":
             return ()
         return tuple(dict.fromkeys(one.strip() for one in self.modules.split(",")))
+
+    @property
+    def routing_options(self) -> dict[str, Any]:
+        """What the policy that routes is given in the forecast, in the time of it."""
+        if self.routing != "slo_aware":
+            return {}
+        limits = self.limits
+        return {"ttft_s": limits.ttft_s or 0.0, "tpot_s": limits.tpot_s or 0.0}
 
     @property
     def limits(self) -> ServiceLimits:
@@ -373,6 +386,8 @@ class _Search:
             kind="banaserve",
             colocated=len(self._views),
             handover="store",
+            routing=options.routing,
+            routing_options=options.routing_options,
             overlap_fraction=None,
             attention_fraction=None,
         )
@@ -551,6 +566,7 @@ class _Search:
             options.window_s,
         )
         roles = [(view.id, view.role, view.step_tokens) for view in views.values()]
+
         patience_s = max(30.0, 4 * (options.limits.ttft_s or 0.0))
         return forecast(
             self._profile,

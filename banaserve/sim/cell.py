@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from banaserve.costs.profile import Profile
@@ -11,6 +11,7 @@ from banaserve.errors import NoInstanceError
 from banaserve.orchestrator import control
 from banaserve.orchestrator.control import Mode
 from banaserve.orchestrator.migration import registry as migrations
+from banaserve.orchestrator.model.output_length import OutputLengthWindow
 from banaserve.orchestrator.routing import registry as routings
 from banaserve.sim.engine import SimEngine
 from banaserve.sim.instance import SimInstance
@@ -73,6 +74,7 @@ class Cell:
         self.load = 0
         self.finished: list[SimRequest] = []
         self._seen: list[SimRequest] = []
+        self._output_lengths = OutputLengthWindow()
         self.num_refused = 0
         self.num_restarted = 0
         self._num_returning = 0
@@ -104,7 +106,7 @@ class Cell:
         prefill = profile.prefill
         tokens = self._system.limits.step_tokens
         step_s = prefill.fixed_s + tokens * prefill.token_s + tokens**2 * prefill.pair_s
-        return SimInstance(engine, role, profile.facts, tokens / step_s)
+        return SimInstance(engine, role, profile.facts, tokens / step_s, self._token_s)
 
     # ---- a request's way
 
@@ -126,9 +128,13 @@ class Cell:
         request.kv_tokens = request.all_tokens
         request.decode = instance
         self.load += 1
-        instance.inflight += 1
-        instance.is_dirty = True
+        instance.take(request, request.kv_tokens)
         instance.engine.submit(request)
+
+    def expect(self, output_lengths: Iterable[int]) -> None:
+        """Let routing know what requests have generated before this simulation."""
+        for tokens in output_lengths:
+            self._output_lengths.ended(tokens)
 
     def observed(self) -> tuple[ObservedRequest, ...]:
         """Returns the requests of the last while, as the router has seen them."""
@@ -143,7 +149,8 @@ class Cell:
             if instance.is_dirty or now_s > instance.view_old_s:
                 views[instance.id] = instance.view(now_s)
         under_way = (*self.placing.under_way, *self.placing.waiting)
-        return ClusterView(now_s, views, under_way)
+        lengths = self._output_lengths.lengths
+        return ClusterView(now_s, views, under_way, output_lengths=lengths)
 
     def _send(self, request: SimRequest) -> None:
         """Route ``request`` with everything that it has so far, and give it to its first leg."""
@@ -166,25 +173,20 @@ class Cell:
             cached = min(cache.lookup(request.hash_ids, request.prompt_tokens), tokens - 1)
         request.cached_tokens = request.found_tokens = cached
         request.to_compute = tokens - cached
-        request.uncounted_tokens = request.to_compute
-        first.inflight += 1
-        first.inflight_prefill_tokens += request.uncounted_tokens
-        first.is_dirty = True
+        first.take(request, tokens, request.to_compute)
         first.engine.submit(request)
 
     def _prefilled(self, engine: SimEngine, request: SimRequest) -> bool:
         """A prompt is computed: hand it over, unless it decodes where it is."""
         here = self.instances[engine.name]
-        here.inflight_prefill_tokens -= request.uncounted_tokens
-        request.uncounted_tokens = 0
-        here.is_dirty = True
+        here.prefilled(request)
         if request.hash_ids:
             cache = self.caches.get(here.id) or self.store
             if cache is not None:
                 cache.insert(request.hash_ids)
         if request.decode is here or request.generated >= request.output_tokens:
             return True
-        here.inflight -= 1
+        here.leave(request)
         if self._system.handover == "store":
             engine.used_tokens -= request.kv_tokens
         else:
@@ -193,8 +195,7 @@ class Cell:
         if target.engine.is_dead:
             self._restart(request)
             return False
-        target.inflight += 1
-        target.is_dirty = True
+        target.take(request, request.kv_tokens)
         target.engine.submit(request)
         return False
 
@@ -214,7 +215,7 @@ class Cell:
         engine = request.decode.engine
         if source is not None and source.is_dead:
             engine.drop(request)
-            request.decode.inflight -= 1
+            request.decode.leave(request)
             self._restart(request)
             return
         if source is not None:
@@ -223,9 +224,9 @@ class Cell:
 
     def _end(self, engine: SimEngine, request: SimRequest) -> None:
         instance = self.instances[engine.name]
-        instance.inflight -= 1
-        instance.is_dirty = True
+        instance.leave(request)
         self.load -= 1
+        self._output_lengths.ended(request.output_tokens)
         self._lighter(self._turn)
         self.finished.append(request)
 
@@ -255,7 +256,8 @@ class Cell:
         dead = self.instances[name]
         lost = dead.engine.kill()
         self._num_returning += back_after_s is not None
-        dead.inflight = dead.inflight_prefill_tokens = 0
+        dead.inflight = dead.inflight_tokens = 0
+        dead.forget_prompts()
         dead.is_dirty = True
         for step in self.placing.lose(dead):
             self._memory = self._memory.with_failed(step.action, self._timeline.now_s)

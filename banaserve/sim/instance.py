@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from banaserve.orchestrator.migration import slabs
 from banaserve.sim.engine import SimEngine
+from banaserve.sim.request import SimRequest
 from banaserve.types import InstanceFacts, InstanceReport, InstanceView, ModulePlacement, Role
 
 REPORT_S = 0.5
@@ -22,14 +23,21 @@ class SimInstance:
 
     Attributes:
         inflight: Requests that the router has sent there and that have not ended.
+        inflight_tokens: Tokens that those had when they came.
         inflight_prefill_tokens: Of those, tokens still to compute.
+        fetch_token_s: Time to fetch the KV of one token.
         link_free_s: When the last fetch in its queue will be done.
         is_dirty: Its view is out of date.
         view_old_s: When its view will be out of date for its age.
     """
 
     def __init__(
-        self, engine: SimEngine, role: Role, facts: InstanceFacts, tokens_per_s: float
+        self,
+        engine: SimEngine,
+        role: Role,
+        facts: InstanceFacts,
+        tokens_per_s: float,
+        fetch_token_s: float = 0.0,
     ) -> None:
         self.id = engine.name
         self.engine = engine
@@ -40,7 +48,9 @@ class SimInstance:
         self.epoch = 0
         self.changed_s: float | None = None
         self.inflight = 0
-        self.inflight_prefill_tokens = 0
+        self.inflight_tokens = 0
+        self.fetch_token_s = fetch_token_s
+        self.forget_prompts()
         self.link_free_s = 0.0
         self.is_dirty = True
         self.view_old_s = 0.0
@@ -64,6 +74,42 @@ class SimInstance:
     def _fill_of_full_step(self) -> None:
         step_s, work_s = self.engine.costs.mixed_s(self.engine.limits.step_tokens, 0, 0, 0)
         self._full = work_s / step_s
+
+    # ---- what the router counts
+
+    def take(self, request: SimRequest, tokens: int, to_compute: int = 0) -> None:
+        """Count ``request``, which comes with so many ``tokens``."""
+        self.inflight += 1
+        self.inflight_tokens += tokens
+        request.counted_tokens = tokens
+        self.is_dirty = True
+        if to_compute:
+            request.uncounted_tokens = to_compute
+            self._count_prompt(request, 1)
+
+    def prefilled(self, request: SimRequest) -> None:
+        """Its prompt is computed."""
+        if request.uncounted_tokens:
+            self._count_prompt(request, -1)
+            request.uncounted_tokens = 0
+        self.is_dirty = True
+
+    def leave(self, request: SimRequest) -> None:
+        """``request`` goes on elsewhere, or has ended."""
+        self.inflight -= 1
+        self.inflight_tokens -= request.counted_tokens
+        self.is_dirty = True
+
+    def forget_prompts(self) -> None:
+        """No prompt is to be computed here."""
+        self.inflight_prefill_tokens = self.inflight_prefill_requests = 0
+        self.inflight_prefill_pairs = 0
+
+    def _count_prompt(self, request: SimRequest, sign: int) -> None:
+        tokens = request.uncounted_tokens
+        self.inflight_prefill_tokens += sign * tokens
+        self.inflight_prefill_requests += sign
+        self.inflight_prefill_pairs += sign * tokens * (2 * request.counted_tokens - tokens)
 
     @property
     def kv_blocks(self) -> int:
@@ -99,6 +145,10 @@ class SimInstance:
             self.epoch,
             self.changed_s,
             self.engine.limits.step_tokens,
+            self.inflight_tokens,
+            self.inflight_prefill_requests,
+            self.inflight_prefill_pairs,
+            self.engine.kv_tokens,
         )
         return self._view
 
@@ -117,6 +167,8 @@ class SimInstance:
             step_s=engine.step_s,
             num_kv_blocks=blocks,
             guest_bytes=self.guest_bytes,
+            step_coefficients=engine.costs.coefficients(engine.num_running),
+            fetch_token_s=self.fetch_token_s,
         )
 
     def _smooth(self, now_s: float) -> None:

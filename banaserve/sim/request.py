@@ -22,12 +22,15 @@ class SimRequest:
         first_s, end_s: When its first and its last token came; -1 before.
         prefill, decode: Engines of its two legs; prefill is None where one serves both.
         held_by: The engine that keeps its KV until it is fetched.
+        counted_tokens: Its tokens in the router's counts of the instance that it is at,
+        uncounted_tokens: and of those, the ones that have to be computed there first.
     """
 
     __slots__ = (
         "arrival_s",
         "cached_tokens",
         "computed",
+        "counted_tokens",
         "decode",
         "end_s",
         "end_step",
@@ -71,6 +74,7 @@ class SimRequest:
         self.first_s = -1.0
         self.end_s = -1.0
         self.num_preemptions = 0
+        self.counted_tokens = 0
         self.uncounted_tokens = 0
         self.prefill: Any = None
         self.decode: Any = None

@@ -43,6 +43,7 @@ Outcome = TypeVar("Outcome")
 
 _QUICK, _COVERING = 8, 60
 PARTS = {
+    "legs": Variant({"routing": "load_aware"}, {"routing": "load_aware", "routing_options": {}}),
     "chunks": Variant({"chunks": "2048"}),
     "roles": Variant({"roles": "fixed"}),
     "layers": Variant({"modules": "heads"}),
@@ -63,7 +64,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="of constant load, simulated")
     parser.add_argument("--instances", type=int, default=4)
     parser.add_argument(
-        "--ablation", action="store_true", help=f"also without {', '.join(PARTS)}, one by one"
+        "--ablation",
+        nargs="*",
+        choices=tuple(PARTS),
+        help="also without these parts, or without each in turn",
     )
     parser.add_argument("--data", type=Path)
     parser.add_argument("--jobs", type=int, default=2)
@@ -98,7 +102,8 @@ def _compared(given: Namespace, console: Console) -> _Told:
     data = data_folder(given.data)
     how_many = 0 if given.full else _QUICK if given.quick else given.cells
     chosen = cells(how_many, data is not None)
-    variants = {"elastic": WHOLE} | (PARTS if given.ablation else {})
+    without = () if given.ablation is None else given.ablation or tuple(PARTS)
+    variants = {"elastic": WHOLE} | {name: PARTS[name] for name in without}
     run = partial(run_cell, size=given.instances, data=data, variants=variants)
     found = []
     for number, one in enumerate(_mapped(run, chosen, given.jobs), start=1):
@@ -112,10 +117,10 @@ def _compared(given: Namespace, console: Console) -> _Told:
         "cells": len(chosen),
         "instances": given.instances,
         "traces": data is not None,
-        "ablation": given.ablation,
+        "ablation": list(without),
     }
     raw = {one.cell.name: msgspec.to_builtins((one.fixed, one.elastic)) for one in found}
-    if given.ablation:
+    if without:
         console.print(ablation_table(found))
     return options, figures(found), table(found), raw
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from banaserve.costs import profile as profiles
 from banaserve.elastic.arrangement import Arrangement, arrangements
@@ -75,7 +75,7 @@ class Variant(NamedTuple):
     """
 
     options: Mapping[str, object] = {}
-    system: Mapping[str, object] = {}
+    system: Mapping[str, Any] = {}
 
 
 WHOLE = Variant()
@@ -84,9 +84,12 @@ WHOLE = Variant()
 def elastic_system(cell: LoadCell, size: int, variant: Variant = WHOLE) -> System:
     """A cluster that begins with all doing both and follows its load."""
     ttft_s, tpot_s = cell.service_limits
+    limits_s = {"ttft_s": ttft_s, "tpot_s": tpot_s}
     system = System(
         kind="banaserve",
         colocated=size,
+        routing="slo_aware",
+        routing_options=limits_s,
         migration="elastic",
         history_s=300.0,
         control_s=1.0,
@@ -94,8 +97,8 @@ def elastic_system(cell: LoadCell, size: int, variant: Variant = WHOLE) -> Syste
         attention_fraction=None,
         migration_options={
             "profile": cell.profile,
-            "ttft_s": ttft_s,
-            "tpot_s": tpot_s,
+            "routing": "slo_aware",
+            **limits_s,
             **variant.options,
         },
     )

@@ -1,6 +1,7 @@
 """Roles and step sizes that change at random under streams: no token changes.
 
-Greedy, float32, SmolLM2, two prefill and two decode instances and nobody who decides but this test.
+Greedy, float32, SmolLM2, two prefill and two decode instances; who decides on roles is this test,
+and requests are served by one instance or two as predicted.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ SERVE_OPTIONS = (
     *("--pd", "2:2", "--dtype", "float32", "--max-model-len", "1024"),
     *("--kv-cache-memory-bytes", str(96 << 20)),
     *("--max-num-batched-tokens", "1024", "--max-num-seqs", "32", "--orchestrator", "off"),
+    *("--routing-policy", "slo_aware", "--slo-ttft", "1", "--slo-tpot", "0.1"),
 )
 NUM_CHANGES = 100
 NUM_STREAMS = 16
@@ -63,5 +65,10 @@ def test_tokens_stay_the_same_while_roles_and_step_sizes_change_at_random(server
     assert seen == {"prefill", "decode", "colocated"}
     assert num_refused < NUM_CHANGES / 2
     assert len({record.id for record in load.records}) == len(reference.prompts)
+    for way in ("one_leg", "two_legs"):
+        assert server.metric("banaserve_requests_total", way=way) > 0
+        for time in ("ttft", "tpot"):
+            compared = "banaserve_routing_prediction_ratio_count"
+            assert server.metric(compared, time=time, legs=way) > 0
     assert server.metric("banaserve_leg_retries_total") == 0
     assert server.metric("banaserve_instance_restarts_total") == 0

@@ -203,6 +203,38 @@ def run(system: System, load: list[tuple[float, int, int]], limits: tuple[float,
     return summary(found, LatencyLimits(*limits)), found.steps
 
 
+def test_routing_by_predicted_times_serves_more_within_limits_whatever_the_arrangement():
+    """Most where roles are those of another load, since they are preferences."""
+    load, limits = rows(13.0, 6000, 200, 60.0), (2.0, 0.03)
+    slo = {"ttft_s": limits[0], "tpot_s": limits[1]}
+    for roles, gain in (
+        ({"colocated": 4}, 0.1),
+        ({"prefill": 2, "decode": 2}, 0.6),
+        ({"prefill": 1, "decode": 1, "colocated": 2}, 0.4),
+        ({"prefill": 3, "decode": 1}, -0.04),
+    ):
+        usual, _ = run(System(kind="banaserve", **roles), load, limits)
+        system = System(kind="banaserve", routing="slo_aware", routing_options=slo, **roles)
+        own, _ = run(system, load, limits)
+        assert own["num_finished"] == usual["num_finished"] == len(load)
+        assert own["goodput_fraction"] > usual["goodput_fraction"] + gain, roles
+        assert own["total_s"] < 1.15 * usual["total_s"], roles
+
+
+def test_a_forecast_knows_the_lengths_of_outputs_and_routes_as_it_is_told():
+    """An instance that prefills helps out with both legs by the one policy, not by the other."""
+    profile, limits = profiles.load(H100), ServiceLimits(2.0, 0.03)
+    requests = [seen(n / 10, 150) for n in range(100)]
+    future = future_of(requests, 0.0, 10.0, 10.0, 1000)
+    roles = [(InstanceId("p0"), Role.PREFILL, 2048), (InstanceId("d0"), Role.DECODE, 2048)]
+    worth = {}
+    for routing in ("load_aware", "slo_aware"):
+        options = {"ttft_s": 2.0, "tpot_s": 0.03} if routing == "slo_aware" else {}
+        system = System(kind="banaserve", colocated=2, routing=routing, routing_options=options)
+        worth[routing] = forecast(profile, system, roles, future, limits, 30.0).mean
+    assert worth["slo_aware"] >= worth["load_aware"]
+
+
 def test_it_comes_near_the_best_split_and_beats_what_it_began_with():
     load, limits = rows(5.2, 12_000, 200, 90.0), (2.0, 0.03)
     own, steps = run(elastic(ttft_s=2.0, tpot_s=0.03), load, limits)
@@ -356,6 +388,7 @@ def test_the_process_says_a_line_at_most(asked, code, said):
         ({"ttft_s": -1.0}, "ttft_s is -1.0: give 0 or more"),
         ({"chunks": "many"}, "chunks is 'many': give numbers of tokens"),
         ({"roles": "some"}, "roles is 'some': give any or fixed"),
+        ({"routing": "slo_awar"}, "slo_aware"),
         ({"window_s": 0.0}, "window_s is 0.0: give more than 0"),
         ({"chunks": "0,512", "min_step_tokens": 64}, "chunks is '0,512'"),
         ({"max_step_tokens": -1}, "max_step_tokens is -1: give 0 or more"),

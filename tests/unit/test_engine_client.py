@@ -30,6 +30,15 @@ from banaserve.engine.vllm.engine_args import parse_vllm_argv
 from banaserve.engine.vllm.lora import Adapters
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
 from banaserve.orchestrator.routing.named import NamedPolicy
+from banaserve.types import (
+    InstanceId,
+    InstanceView,
+    RequestId,
+    RequestLimits,
+    RequestView,
+    Role,
+    Route,
+)
 
 MAX_MODEL_LEN = 16
 
@@ -266,6 +275,38 @@ class _Nothing:
         pass
 
 
+class _Splitting:
+    """Splits every request, and keeps what it was shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[RequestView] = []
+
+    def route(self, request: RequestView, _: object) -> Route:
+        self.shown.append(request)
+        return Route(InstanceId("p0"), InstanceId("d0"), "two_legs")
+
+
+@pytest.mark.parametrize("blocker", [None, "prompt_logprobs"])
+async def test_a_request_that_cannot_be_split_is_not_whatever_the_policy_says(
+    blocker: str | None,
+) -> None:
+    policy = _Splitting()
+    instances: Any = [_viewed("p0"), _viewed("d0")]
+    cluster = Cluster(instances, NamedPolicy(policy, "splitting"), WallClock(), ClusterTimeouts())
+    params = SamplingParams(max_tokens=7)
+    asked: Any = SimpleNamespace(request_id="r", prompt_token_ids=[1, 2, 3], sampling_params=params)
+    notes = RequestNotes(WallClock(), "r", 3, 0.0, 0.0)
+    limits = RequestLimits(ttft_s=0.5)
+    route = await cluster.route(asked, 1, blocker, notes, limits)
+    assert route.prefill == (None if blocker else "p0")
+    assert policy.shown == [RequestView(RequestId("r"), 3, 2, 7, limits, blocker is None)]
+
+
+def _viewed(name: str) -> SimpleNamespace:
+    view = InstanceView(InstanceId(name), Role.COLOCATED, True, None, 0, 0, 1.0)
+    return SimpleNamespace(id=view.id, view=lambda: view)
+
+
 class _Broken:
     def route(self, *_: object) -> Any:
         raise ValueError("boom")
@@ -281,7 +322,10 @@ async def test_a_routing_policy_that_fails_is_answered_500_under_its_name(
 
     @app.post("/v1/x")
     async def ask() -> None:
-        asked: Any = SimpleNamespace(request_id="r", prompt_token_ids=[1, 2])
+        params = SamplingParams(max_tokens=1)
+        asked: Any = SimpleNamespace(
+            request_id="r", prompt_token_ids=[1, 2], sampling_params=params
+        )
         await cluster.route(asked, 2, None, RequestNotes(WallClock(), "r", 2, 0.0, 0.0))
 
     transport = httpx.ASGITransport(app=app)

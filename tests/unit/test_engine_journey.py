@@ -62,7 +62,7 @@ class Engine:
     async def abort(self, request_id: str, internal: bool = False) -> None:
         await compat.AsyncLLM.abort(self, request_id, internal)
 
-    def holding(self, _: int) -> Any:
+    def holding(self, *_: int) -> Any:
         return _Flight()
 
     async def generate(

@@ -24,17 +24,18 @@ from starlette.types import Receive, Scope, Send
 from banaserve.api.app import Door
 from banaserve.api.auth import KeyMiddleware
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
+from banaserve.api.request_limits import TPOT_HEADER, TTFT_HEADER, RequestLimitsReader
 from banaserve.cli import launch
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.cli.sockets import check_tls
 from banaserve.config import ServeConfig
 from banaserve.engine.vllm import engine_args
-from banaserve.engine.vllm.client import tenant
+from banaserve.engine.vllm.client import request_limits, tenant
 from banaserve.engine.vllm.engine_args import refuse_taken
 from banaserve.errors import UserError
 from banaserve.models import ResolvedModel
 from banaserve.run_dir import open_run_dir
-from banaserve.types import Role
+from banaserve.types import RequestLimits, Role
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,6 +76,39 @@ async def test_each_of_several_keys_is_a_tenant() -> None:
         ]
     assert tenants[0] == tenants[2] != tenants[1]
     assert None not in tenants
+
+
+@pytest.mark.parametrize("name", [TTFT_HEADER, TPOT_HEADER])
+@pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf", "", "1,5"])
+async def test_a_limit_that_is_no_number_of_seconds_is_refused(name: str, text: str) -> None:
+    async with client(RequestLimitsReader(echo)) as door:
+        answer = await door.post("/v1/completions", headers={name: text})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == f"{name} is {text!r}: give seconds, 0 or more"
+
+
+@pytest.mark.parametrize(
+    ("headers", "wanted"),
+    [
+        ({}, RequestLimits()),
+        ({TTFT_HEADER: "0.5"}, RequestLimits(ttft_s=0.5)),
+        ({"x-banaserve-slo-tpot": " 2e-2 "}, RequestLimits(tpot_s=0.02)),
+        ({TTFT_HEADER: "0", TPOT_HEADER: "1"}, RequestLimits(0.0, 1.0)),
+    ],
+)
+async def test_a_request_names_limits_of_its_own(
+    headers: dict[str, str], wanted: RequestLimits
+) -> None:
+    seen = []
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(request_limits.get())
+        await echo(scope, receive, send)
+
+    async with client(RequestLimitsReader(application)) as door:
+        assert (await door.post("/v1/x", headers=headers)).status_code == 200
+        assert (await door.post("/v1/x")).status_code == 200
+    assert seen == [wanted, RequestLimits()]
 
 
 async def test_no_key_set_lets_everybody_in() -> None:
@@ -210,11 +244,14 @@ def test_no_option_of_vllm_counts_as_one_of_ours_misspelt() -> None:
         (["--elastic", "--orchestrator-policy", "repaired"], "repaired exclude each other"),
         (["--slo-ttft", "nan"], "--slo-ttft nan: seconds above 0"),
         (["--slo-tpot", "-1"], "--slo-tpot -1: seconds above 0"),
-        (["--slo-ttft", "2"], "--slo-ttft needs the elastic policy: give --elastic"),
-        (["--slo-tpot", "0.1", "--orchestrator", "on"], "--slo-tpot needs the elastic policy"),
+        (
+            ["--slo-ttft", "2"],
+            "--slo-ttft is looked at by --elastic and --routing-policy slo_aware",
+        ),
+        (["--slo-tpot", "0.1", "--orchestrator", "on"], "--slo-tpot is looked at by"),
         (
             ["--slo-ttft", "2", "--orchestrator-policy", "elastic", "--orchestrator", "off"],
-            "--slo-ttft needs the elastic policy",
+            "--slo-ttft is looked at by",
         ),
         (["--instances", "-1"], "--instances -1: must not be negative"),
         (["--colocated", "-1"], "--colocated -1: must not be negative"),

@@ -20,6 +20,7 @@ from banaserve.engine.vllm.compat.engine import EngineDeadError
 from banaserve.engine.vllm.instance import State
 from banaserve.engine.vllm.role_switch import Budgets
 from banaserve.errors import UserError
+from banaserve.orchestrator.routing import registry
 from banaserve.types import InstanceId, InstanceView, Role
 from waiting import until
 
@@ -152,10 +153,46 @@ def test_what_the_command_line_says_reaches_the_policy(monkeypatch):
         "dilation": 4.0,
         "ttft_s": 2.0,
         "tpot_s": 0.0,
+        "routing": "slo_aware",
         "min_step_tokens": 128,
         "max_step_tokens": 2048,
     }
     unpaced = parse_serve_argv(["--instances", "2"])
     assert serving._section(unpaced, engines(2048, 128))["modules"] == "none"  # one processor
+    assert config.routing_section == {"ttft_s": 2.0, "tpot_s": 0.0}
     off = parse_serve_argv(["m", "--orchestrator", "off", "--orchestrator-policy", "elastic"])
     assert serving._section(off, engines(2048, 128)) == {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "policy", "section"),
+    [
+        (["--pd", "1:1"], "load_aware", {}),
+        (["--elastic"], "slo_aware", {"ttft_s": 0.0, "tpot_s": 0.0}),
+        (["--elastic", "--slo-tpot", "0.1"], "slo_aware", {"ttft_s": 0.0, "tpot_s": 0.1}),
+        (["--instances", "2", "--orchestrator", "off"], "load_aware", {}),
+        (["--elastic", "--routing-policy", "load_aware"], "load_aware", {}),
+        (
+            ["--routing-policy", "slo_aware", "--slo-ttft", "1", "--routing-option", "ttft_s=2"],
+            "slo_aware",
+            {"ttft_s": 2, "tpot_s": 0.0},
+        ),
+    ],
+)
+def test_who_routes_and_by_which_limits(argv, policy, section):
+    config = parse_serve_argv(argv)
+    assert (config.routing_policy, config.routing_section) == (policy, section)
+    registry.make(policy, **section)
+
+
+def test_limits_that_nobody_looks_at_are_refused():
+    with pytest.raises(
+        UserError, match=r"--slo-ttft is looked at by .* --routing-policy slo_aware"
+    ):
+        parse_serve_argv(["--slo-ttft", "1"])
+
+
+def test_a_forecast_routes_as_the_server_does_where_that_shapes_it():
+    for policy, forecast in (("load_aware", "load_aware"), ("least_requests", "load_aware")):
+        config = parse_serve_argv(["--elastic", "--routing-policy", policy])
+        assert serving._section(config, engines(2048, 128))["routing"] == forecast

@@ -38,6 +38,30 @@ def test_the_work_of_a_step(computes, work):
     assert work_of(computes) == work
 
 
+def test_coefficients_are_told_of_work_that_it_has_had():
+    meter = StepMeter(512, 0.0)
+    for number in range(40):
+        assert bool(meter.coefficients) is (number >= 20)
+        work = StepWork(decode_requests=1 + number % 7, context_tokens=50 + number)
+        meter.record(counted(work), number * 0.1)
+    fixed_s, token_s, pair_s, _, request_s, _ = meter.coefficients
+    assert (token_s, pair_s) == (0.0, 0.0)
+    assert fixed_s + 4 * request_s == pytest.approx(0.028, rel=0.05)
+    for number in range(5):
+        meter.record(counted(StepWork(100 + number, 10_000)), 10.0 + number)
+    assert meter.coefficients[1] == pytest.approx(1e-3, rel=0.2)
+
+
+def test_the_time_of_a_fetch_is_smoothed_over_fetches():
+    meter = StepMeter(512, 0.0)
+    assert meter.fetch_block_s == 0.0
+    meter.record({"load_seconds": 0.4, "loaded_blocks": 100}, 1.0)
+    assert meter.fetch_block_s == pytest.approx(0.004)
+    meter.record({}, 2.0)
+    meter.record({"load_seconds": 1.4, "loaded_blocks": 100}, 3.0)
+    assert meter.fetch_block_s == pytest.approx(0.005)
+
+
 def test_half_of_the_time_in_steps_is_half_busy():
     meter = StepMeter(512, 0.0)
     work = StepWork(decode_requests=1, context_tokens=50)

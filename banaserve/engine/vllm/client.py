@@ -44,9 +44,13 @@ from banaserve.engine.vllm.legs import end_with_context, first_token_blocker
 from banaserve.engine.vllm.lora import Adapters
 from banaserve.engine.vllm.tracing.events import LookedUp
 from banaserve.engine.vllm.tracing.request_log import RequestLog, RequestNotes
+from banaserve.types import NO_LIMITS, RequestLimits
 
 tenant: ContextVar[str | None] = ContextVar("tenant", default=None)
 """Name of the API key that the current task serves; set where there are several keys."""
+
+request_limits: ContextVar[RequestLimits] = ContextVar("request_limits", default=NO_LIMITS)
+"""Limits that the request of the current task names for itself."""
 
 _WEIGHTS = (
     "weights stay as they are while banaserve serves, since its store holds KV of these: restart it"
@@ -143,6 +147,8 @@ class DisaggregatedClient(EngineClient):
             finally:
                 self._contexts.pop(id(stream), None)
                 notes.output_tokens = context.num_output_tokens
+                if notes.finish_reason in ("stop", "length"):
+                    self._cluster.output_lengths.ended(context.num_output_tokens)
 
     async def _processed(
         self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
@@ -186,6 +192,7 @@ class DisaggregatedClient(EngineClient):
             uncached_tokens=await self._uncached_tokens(request, notes),
             split_blocker=_split_blocker(request),
             notes=notes,
+            limits=request_limits.get(),
         )
 
     def _first_token_blocker(self, request: compat.EngineCoreRequest) -> str | None:

@@ -26,9 +26,19 @@ from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.wire import MAX_KEYS
+from banaserve.orchestrator.model.output_length import OutputLengthWindow
 from banaserve.orchestrator.routing.named import NamedPolicy
 from banaserve.processes import Pulse
-from banaserve.types import ClusterView, InstanceId, RequestId, RequestView, Role, Route
+from banaserve.types import (
+    NO_LIMITS,
+    ClusterView,
+    InstanceId,
+    RequestId,
+    RequestLimits,
+    RequestView,
+    Role,
+    Route,
+)
 
 logger = logging.getLogger(__name__)
 _PROBE_INTERVAL_S = 0.5
@@ -49,6 +59,7 @@ class Cluster:
         self.lookup: PrefixLookup | None = None
         self.on_ended: list[Callable[[InstanceId], None]] = []
         self.policy = policy
+        self.output_lengths = OutputLengthWindow()
         self._has_shown_failure = False
         self._clock = clock
         self._patience = patience
@@ -185,6 +196,7 @@ class Cluster:
         return ClusterView(
             now_s=self._clock.now(),
             instances={i.id: i.view() for i in self.instances.values()},
+            output_lengths=self.output_lengths.lengths,
         )
 
     async def cached_tokens(self, request: compat.EngineCoreRequest) -> int:
@@ -205,24 +217,35 @@ class Cluster:
         uncached_tokens: int,
         split_blocker: str | None,
         notes: RequestNotes,
+        limits: RequestLimits = NO_LIMITS,
+        first_token_waits: bool = False,
     ) -> Route:
         """The policy's choice; waits a while for a restart where no instance serves.
 
-        A request that cannot be split is shown to the policy as wholly cached, so that it gets
-        one leg.
+        A request that cannot be split has one leg, whatever the policy says.
 
         Raises:
             GracefulHTTPError: 503 when still no instance serves; 500 where the policy fails.
         """
         num_tokens = len(request.prompt_token_ids or ())
-        cached = num_tokens if split_blocker else num_tokens - uncached_tokens
-        view = RequestView(RequestId(request.request_id), num_tokens, cached)
+        params = request.sampling_params
+        view = RequestView(
+            RequestId(request.request_id),
+            num_tokens,
+            num_tokens - uncached_tokens,
+            (params.max_tokens if params is not None else 1) or 0,
+            limits,
+            split_blocker is None,
+            first_token_waits,
+        )
         until_s = self._clock.now() + self._patience.no_instance_s
         waits = False
         while True:
             seen = self.view()
             try:
                 route = self.policy.route(view, seen)
+                if split_blocker is not None and route.prefill is not None:
+                    route = Route(None, route.decode, route.reason)
                 notes.routed(self.policy.label, route, split_blocker, seen)
                 return route
             except PolicyError as failure:

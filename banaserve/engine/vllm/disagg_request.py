@@ -13,7 +13,7 @@ import logging
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.cluster import Cluster
@@ -30,13 +30,44 @@ from banaserve.engine.vllm.tracing.events import LegEnded, LegFailed, LegOutput
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
 from banaserve.errors import DeadlineExceededError, InstanceDeadError
 from banaserve.orchestrator.routing.legs import LegReason
-from banaserve.types import Route
+from banaserve.types import NO_LIMITS, RequestLimits, Route
 
 Output = TypeVar("Output")
 logger = logging.getLogger(__name__)
 MAX_DEATHS = 3
 """So many instances may die one after the other under a request that comes no further."""
 DEAD = (compat.EngineDeadError, InstanceDeadError)
+
+
+class Prediction(NamedTuple):
+    """Times that the routing policy predicted.
+
+    Attributes:
+        routed_s: On the event loop's clock.
+    """
+
+    route: Route
+    routed_s: float
+
+    @classmethod
+    def of(cls, route: Route) -> Prediction | None:
+        """The prediction made with ``route`` a moment ago; None where the policy makes none."""
+        if route.ttft_s is None:
+            return None
+        return cls(route, asyncio.get_running_loop().time())
+
+    def observe_ttft(self, now_s: float) -> None:
+        """The first output has come."""
+        self._observe("ttft", self.route.ttft_s, now_s - self.routed_s)
+
+    def observe_tpot(self, measured_s: float) -> None:
+        """The last output has come, each after the first in ``measured_s`` on average."""
+        self._observe("tpot", self.route.tpot_s, measured_s)
+
+    def _observe(self, what: str, predicted_s: float | None, measured_s: float) -> None:
+        if predicted_s is not None and measured_s > 0:
+            legs = "one_leg" if self.route.prefill is None else "two_legs"
+            metrics.PREDICTED.labels(what, legs).observe(predicted_s / measured_s)
 
 
 class LegOutputCollector(compat.RequestOutputCollector):
@@ -130,6 +161,8 @@ class RequestContext:
         aborted: By its id, from outside: it ends where it stands.
         num_deaths: Instances that have died under it since it last came further.
         notes: What becomes of it, for ``banaserve trace``.
+        limits: That it names for itself.
+        prediction: Of the routing policy; None where it predicts nothing, or a leg was tried again.
     """
 
     request: compat.EngineCoreRequest
@@ -139,6 +172,7 @@ class RequestContext:
     deadline: float
     notes: RequestNotes
     generate_options: dict[str, Any] = field(default_factory=dict)
+    limits: RequestLimits = NO_LIMITS
     uncached_tokens: int = 0
     is_stored: bool = False
     split_blocker: str | None = None
@@ -149,6 +183,8 @@ class RequestContext:
     num_sent: int = 0
     aborted: bool = False
     num_deaths: int = 0
+    prediction: Prediction | None = None
+    _first_s: float = 0.0
     _furthest: int = 0
     _whole_tokens: int = 0
 
@@ -181,6 +217,7 @@ class RequestContext:
     def send(self, output: RequestOutput, source: str) -> RequestOutput:
         """``output`` goes to the client; ``source`` is the leg that computed it."""
         self.num_sent += 1
+        self._compare(output)
         if self.num_sent == 1:
             self.notes.first_output(source, self.first_token_blocker if self.prefilled else None)
             if not self.notes.cached_tokens:  # the store is not asked while all instances do both
@@ -188,6 +225,18 @@ class RequestContext:
         if output.finished:
             self.notes.finish_reason = output.outputs[0].finish_reason
         return output
+
+    def _compare(self, output: RequestOutput) -> None:
+        """Hold what was predicted against what has come, where it ran as it was routed first."""
+        prediction = self.prediction
+        if prediction is None:
+            return
+        now_s = asyncio.get_running_loop().time()
+        if self.num_sent == 1:
+            self._first_s = now_s
+            prediction.observe_ttft(now_s)
+        if output.finished and (more := self.num_output_tokens - 1) > 0:
+            prediction.observe_tpot((now_s - self._first_s) / more)
 
 
 async def prefill(context: RequestContext, instance: Instance) -> None:
@@ -197,7 +246,8 @@ async def prefill(context: RequestContext, instance: Instance) -> None:
     leg = prefill_leg(context.request, keeps_token)
     queue = LegOutputCollector(RequestOutputKind.FINAL_ONLY, leg.request_id)
     loop = asyncio.get_running_loop()
-    with instance.holding(context.uncached_tokens), _expiring(queue, context.deadline):
+    num_tokens = len(context.request.prompt_token_ids or ())
+    with instance.holding(context.uncached_tokens, num_tokens), _expiring(queue, context.deadline):
         alone, started_s = instance.is_alone, loop.time()
         context.notes.leg_began("prefill", instance.id, instance.incarnation, leg.request_id)
         try:
@@ -235,7 +285,8 @@ async def decode(
     )
     waiting = 0 if context.prefilled else context.uncached_tokens
     leg_name, num_resumed = "decode" if context.prefilled else "whole", len(context.tokens_so_far)
-    with instance.holding(waiting) as guard, _expiring(queue, context.deadline):
+    num_tokens = len(context.request.prompt_token_ids or ()) + num_resumed
+    with instance.holding(waiting, num_tokens) as guard, _expiring(queue, context.deadline):
         try:
             is_sent = is_awaited = _begin(context, llm, queue)
             num_before = len(context.tokens_so_far)
@@ -320,7 +371,8 @@ async def _whole(
     llm = _client(instance)
     waiting = 0 if context.prefilled else context.uncached_tokens
     assert context.request.external_req_id is not None
-    with instance.holding(waiting) as guard:
+    num_tokens = len(context.request.prompt_token_ids or ())
+    with instance.holding(waiting, num_tokens) as guard:
         context.notes.leg_began(
             "whole", instance.id, instance.incarnation, context.request.external_req_id
         )
@@ -387,8 +439,14 @@ async def run_request(
         try:
             async with asyncio.timeout_at(context.deadline):
                 route = await cluster.route(
-                    context.request, context.uncached_tokens, context.split_blocker, context.notes
+                    context.request,
+                    context.uncached_tokens,
+                    context.split_blocker,
+                    context.notes,
+                    context.limits,
+                    context.first_token_blocker is not None,
                 )
+            context.prediction = Prediction.of(route) if attempt == 1 else None
             leg = "prefill"
             if route.prefill is not None and not context.prefilled and not context.aborted:
                 await prefill(context, cluster.instance(route.prefill))
@@ -399,8 +457,13 @@ async def run_request(
             if route.prefill is not None and cluster.has_left_decode(route.decode):
                 async with asyncio.timeout_at(context.deadline):
                     route = await cluster.route(
-                        context.request, context.uncached_tokens, None, context.notes
+                        context.request,
+                        context.uncached_tokens,
+                        None,
+                        context.notes,
+                        context.limits,
                     )
+                context.prediction = None
             _count_way(context, route, attempt)
             context.is_stored = _comes_from_store(context, route)
             async with contextlib.aclosing(

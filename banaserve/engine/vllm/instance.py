@@ -16,7 +16,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import zmq
@@ -42,28 +42,54 @@ _DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 _SPEED_SMOOTHING = 0.2
 
 
+class Inflight(NamedTuple):
+    """Legs that an instance has been sent and that have not ended; fields as in ``InstanceView``.
+
+    Attributes:
+        tokens: That they had when they were sent.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    prefill_requests: int = 0
+    prefill_tokens: int = 0
+    prefill_pairs: int = 0
+
+    def with_leg(self, leg: Inflight, sign: int) -> Inflight:
+        """Returns this with ``leg`` added or, by a ``sign`` of -1, taken away."""
+        return Inflight(*(own + sign * its for own, its in zip(self, leg, strict=True)))
+
+
 class Counting(Protocol):
     """The part of an ``Instance`` that a guard changes."""
 
-    def add_inflight(self, requests: int, prefill_tokens: int) -> None: ...
+    def add_inflight(self, leg: Inflight, sign: int) -> None: ...
 
 
 class InflightGuard:
-    """Counts one leg of a request in its instance while it runs."""
+    """Counts one leg of a request in its instance while it runs.
 
-    def __init__(self, instance: Counting, prefill_tokens: int) -> None:
+    Args:
+        prefill_tokens: Of its ``tokens``, those that are to be computed there.
+    """
+
+    def __init__(self, instance: Counting, prefill_tokens: int, tokens: int) -> None:
         self._instance = instance
-        self._prefill_tokens = prefill_tokens
-        instance.add_inflight(1, prefill_tokens)
+        self._leg = Inflight(1, tokens)
+        pairs = prefill_tokens * (2 * tokens - prefill_tokens)
+        self._prompt = Inflight(0, 0, 1, prefill_tokens, pairs) if prefill_tokens else None
+        instance.add_inflight(self._leg, 1)
+        if self._prompt is not None:
+            instance.add_inflight(self._prompt, 1)
 
     def prefilled(self) -> None:
         """The prompt has been computed. May be said again with each output."""
-        if self._prefill_tokens:
-            self._instance.add_inflight(0, -self._prefill_tokens)
-            self._prefill_tokens = 0
+        if self._prompt is not None:
+            self._instance.add_inflight(self._prompt, -1)
+            self._prompt = None
 
     def end(self) -> None:
-        self._instance.add_inflight(-1, 0)
+        self._instance.add_inflight(self._leg, -1)
 
 
 async def startup_handshake(socket: zmq.asyncio.Socket, addresses: dict[str, str]) -> None:
@@ -106,7 +132,7 @@ class Instance:
     Attributes:
         role: What the router sends it; the engine does not know it.
         is_draining: The router sends it nothing, what it has goes on.
-        inflight_requests: Legs that it has been sent and that have not ended.
+        inflight: What it has been sent and has not ended.
         step_tokens: Most tokens of its steps; 0 where they are those of its role.
     """
 
@@ -138,12 +164,12 @@ class Instance:
         self._budgets = budgets
         self._gpu = GpuMeter.open(launcher.devices_of(instance_id), clock)
         self._board = self._new_board()
-        self.inflight_requests = 0
+        self.inflight = Inflight()
         # A look-up of labels costs as much as passing on a token.
         self._inflight_gauge = metrics.IN_FLIGHT.labels(self.id)
-        self._inflight_prefill_tokens = 0
         self._prefill_tokens_per_s = _DEFAULT_PREFILL_TOKENS_PER_S
         self.step_tokens = 0
+        self._kv_tokens = 0
         self._guests = (0, 0.0)
         self._placements: tuple[ModulePlacement, ...] = ()
         self._epoch = 0
@@ -172,6 +198,9 @@ class Instance:
             context.term()
         self.llm = await self._connected(addresses)
         compat.start_output_handler(self.llm)
+        cache = self.llm.vllm_config.cache_config
+        self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+        self._board.block_tokens = cache.block_size
         await self.take_budget(self.role, self.step_tokens)
         self._board.answered(idle=True)
         self.state = State.READY
@@ -268,9 +297,9 @@ class Instance:
                 self._board.answered(idle=llm.get_num_unfinished_requests() == 0)
 
     @contextlib.contextmanager
-    def holding(self, prefill_tokens: int) -> Iterator[InflightGuard]:
-        """Count a leg as in flight here, with ``prefill_tokens`` still to compute."""
-        guard = InflightGuard(self, prefill_tokens)
+    def holding(self, prefill_tokens: int, tokens: int = 0) -> Iterator[InflightGuard]:
+        """Count a leg of ``tokens`` as in flight here, ``prefill_tokens`` still to be computed."""
+        guard = InflightGuard(self, prefill_tokens, max(tokens, prefill_tokens))
         try:
             yield guard
         finally:
@@ -284,12 +313,16 @@ class Instance:
             ready=self.is_ready and not self.is_draining,
             report=with_guests(self._board.last, *self._guests),
             inflight_requests=self.inflight_requests,
-            inflight_prefill_tokens=self._inflight_prefill_tokens,
+            inflight_prefill_tokens=self.inflight.prefill_tokens,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             placements=self._placements,
             epoch=self._epoch,
             changed_s=self._changed_s,
             step_tokens=self._budgets.of_steps(self.role, self.step_tokens).num_tokens,
+            inflight_tokens=self.inflight.tokens,
+            inflight_prefill_requests=self.inflight.prefill_requests,
+            inflight_prefill_pairs=self.inflight.prefill_pairs,
+            kv_tokens=self._kv_tokens,
         )
 
     def _new_board(self) -> ReportBoard:
@@ -351,16 +384,20 @@ class Instance:
         """What reads its outputs has failed, though it computes on."""
         return self.state is State.READY and self.llm is not None and self.llm.errored
 
-    def add_inflight(self, requests: int, prefill_tokens: int) -> None:
-        self.inflight_requests += requests
-        self._inflight_prefill_tokens += prefill_tokens
-        self._inflight_gauge.set(self.inflight_requests)
+    def add_inflight(self, leg: Inflight, sign: int) -> None:
+        self.inflight = self.inflight.with_leg(leg, sign)
+        self._inflight_gauge.set(self.inflight.requests)
 
     def learn_prefill_speed(self, tokens: int, seconds: float) -> None:
         """Take a prefill that ran alone as a sample of this instance's speed."""
         if tokens >= 64 and seconds > 0:
             sample = tokens / seconds
             self._prefill_tokens_per_s += _SPEED_SMOOTHING * (sample - self._prefill_tokens_per_s)
+
+    @property
+    def inflight_requests(self) -> int:
+        """Legs that it has been sent and that have not ended."""
+        return self.inflight.requests
 
     @property
     def is_alone(self) -> bool:

@@ -35,6 +35,13 @@ STEP_ERROR = Gauge(
     "(step), or of migrations (migration)",
     ["model", "instance_id"],
 )
+PREDICTED = Histogram(
+    "banaserve_routing_prediction_ratio",
+    "Predicted over measured time to first token (ttft) and time per output token (tpot) of "
+    "requests whose routing policy predicts them (slo_aware), by their legs; 1 is right",
+    ["time", "legs"],
+    buckets=(0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0),
+)
 STORE_RESTARTS = Counter("banaserve_store_restarts", "Restarts of the store daemon")
 
 _TRANSFERS = {

@@ -22,6 +22,9 @@ from banaserve.types import InstanceId, InstanceReport
 SMOOTHING_S = 2.0
 _FIRST = StepTime.of(5e-3, 5e-4, 1e-7, 1e-6, 5e-4, doubt=3.0)
 """A small model on a CPU: only the sizes matter, which the first dozens of steps correct."""
+_SEEN_AFTER = 5
+"""Samples of a kind of work before which its coefficients are still the first guess."""
+_FETCH_WEIGHT = 0.1
 _LEARNT_AFTER = 20
 """Samples before which the fill of a step would be guesswork."""
 _LEARN_EVERY_S = 0.05
@@ -42,6 +45,7 @@ class StepMeter:
         step_tokens: Mean number of tokens in a step.
         model: Predicts a step's time without waiting for copies.
         remote_calls: Round trips to guests in each step at present.
+        fetch_block_s: Time to fetch a KV block, smoothed over fetches; 0 before the first.
     """
 
     def __init__(self, full_step_tokens: int, now_s: float) -> None:
@@ -50,7 +54,9 @@ class StepMeter:
         self.step_tokens = 0.0
         self.model = _FIRST
         self.remote_calls = 0
+        self.fetch_block_s = 0.0
         self._num_remote_samples = 0
+        self._num_prefill_samples = self._num_decode_samples = 0
         self.set_full_step(full_step_tokens)
         self._work = StepWork()
         self._since_s = now_s
@@ -66,6 +72,19 @@ class StepMeter:
         if self.model.fit.num_samples < _LEARNT_AFTER or not self.step_s:
             return 1.0
         return self.model.fill_fraction(self._work, self._full)
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """Of a step's time, 0 of work that it has hardly had; empty until they have been learnt."""
+        fit = self.model.fit
+        if fit.num_samples < _LEARNT_AFTER:
+            return ()
+        fixed_s, token_s, pair_s, context_s, request_s, call_s = fit.coefficients
+        if self._num_prefill_samples < _SEEN_AFTER:
+            token_s = pair_s = 0.0
+        if self._num_decode_samples < _SEEN_AFTER:
+            context_s = request_s = 0.0
+        return fixed_s, token_s, pair_s, context_s, request_s, call_s
 
     @property
     def call_s(self) -> float | None:
@@ -85,6 +104,7 @@ class StepMeter:
     def record(self, counted: Mapping[str, float], now_s: float) -> None:
         """Take what was counted since the last call: sums of ``TransferStats``."""
         busy_s = counted.get("busy_seconds", 0.0)
+        self._learn_fetch(counted.get("load_seconds", 0.0), counted.get("loaded_blocks", 0.0))
         weight = self._smooth_busy(busy_s, now_s)
         steps = counted.get("steps", 0.0)
         if steps <= 0:
@@ -95,11 +115,18 @@ class StepMeter:
             done = replace(work, remote_calls=self.remote_calls)
             self.model = self.model.observed(done, computed_s / steps)
             self._num_remote_samples += self.remote_calls > 0
+            self._num_prefill_samples += work.prefill_tokens > 0
+            self._num_decode_samples += work.decode_requests > 0
         weight = 1.0 if not self.step_s else weight
         self.step_s += weight * (busy_s / steps - self.step_s)
         tokens = work.prefill_tokens + work.decode_requests
         self.step_tokens += weight * (tokens - self.step_tokens)
         self._work = _blended(self._work, work, weight)
+
+    def _learn_fetch(self, fetch_s: float, num_blocks: float) -> None:
+        if num_blocks > 0 and fetch_s > 0:
+            weight = _FETCH_WEIGHT if self.fetch_block_s else 1.0
+            self.fetch_block_s += weight * (fetch_s / num_blocks - self.fetch_block_s)
 
     def idle(self, now_s: float) -> None:
         """Nothing has run since the last call."""
@@ -138,6 +165,9 @@ class ReportBoard:
     Args:
         full_step_tokens: The most tokens that one of its steps may compute.
         gpu: Reads its GPUs; None where they cannot be read.
+
+    Attributes:
+        block_tokens: Of a KV block; 0 where it is not known yet.
     """
 
     def __init__(
@@ -151,6 +181,7 @@ class ReportBoard:
         self._clock = clock
         self.meter = StepMeter(full_step_tokens, clock.now())
         self.last: InstanceReport | None = None
+        self.block_tokens = 0
         self._gpu = gpu
         self._unlearnt: dict[str, float] = {}
         self._learnt_s = float("-inf")
@@ -200,6 +231,8 @@ class ReportBoard:
             step_tokens=meter.step_tokens,
             gpu_busy_fraction=usage.busy_fraction if usage else None,
             gpu_memory_fraction=usage.memory_fraction if usage else None,
+            step_coefficients=meter.coefficients,
+            fetch_token_s=meter.fetch_block_s / self.block_tokens if self.block_tokens else 0.0,
         )
 
 

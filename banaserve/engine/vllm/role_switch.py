@@ -116,8 +116,10 @@ class RoleInstance(Protocol):
     id: InstanceId
     role: Role
     is_draining: bool
-    inflight_requests: int
     step_tokens: int
+
+    @property
+    def inflight_requests(self) -> int: ...
 
     @property
     def is_ready(self) -> bool: ...

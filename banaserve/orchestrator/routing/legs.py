@@ -18,6 +18,7 @@ class LegReason(StrEnum):
 
     TWO_LEGS = "two_legs"
     COLOCATED = "colocated"
+    OTHER_ROLE = "other_role"
     SHORT_PROMPT = "short_prompt"
     NO_PREFILL_INSTANCE = "fallback_no_prefill_instance"
     NO_DECODE_INSTANCE = "fallback_no_decode_instance"
@@ -73,11 +74,18 @@ def plan_legs(request: RequestView, cluster: ClusterView, options: LegOptions) -
         return _fallback(Role.DECODE, prefill, LegReason.NO_DECODE_INSTANCE, options)
     if num_colocated == len(decode) == len(prefill):
         return Legs((), decode, LegReason.COLOCATED)
-    if request.uncached_tokens <= options.skip_prefill_below_tokens:
+    if _is_short(request, options):
         return Legs((), decode, LegReason.SHORT_PROMPT)
     if not prefill:
         return _fallback(Role.PREFILL, decode, LegReason.NO_PREFILL_INSTANCE, options)
     return Legs(prefill, decode, LegReason.TWO_LEGS)
+
+
+def _is_short(request: RequestView, options: LegOptions) -> bool:
+    """Whether ``request`` has one leg, because it must or there is so little to compute."""
+    return not request.is_splittable or (
+        request.uncached_tokens <= options.skip_prefill_below_tokens
+    )
 
 
 def _ready(

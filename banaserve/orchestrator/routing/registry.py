@@ -31,7 +31,7 @@ def _check(name: str, found: object) -> PolicyClass:
     return policy
 
 
-BUILT_IN = ("least_requests", "load_aware", "round_robin")
+BUILT_IN = ("least_requests", "load_aware", "round_robin", "slo_aware")
 """Each is the name of a policy and of its file in this folder."""
 
 POLICIES: Registry[PolicyClass] = Registry(

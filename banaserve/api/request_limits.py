@@ -1,0 +1,61 @@
+"""Limits of service that a request names in its headers."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from math import isfinite
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from banaserve.api.errors import error_response
+from banaserve.engine.vllm.client import request_limits
+from banaserve.errors import UserError
+from banaserve.types import RequestLimits
+
+TTFT_HEADER = "X-Banaserve-SLO-TTFT"
+TPOT_HEADER = "X-Banaserve-SLO-TPOT"
+
+
+class RequestLimitsReader:
+    """Keeps the limits of a request for its routing; 400 to what is no number of seconds."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            limits = limits_of(Headers(scope=scope))
+        except UserError as wrong:
+            await error_response(HTTPStatus.BAD_REQUEST, str(wrong))(scope, receive, send)
+            return
+        before = request_limits.set(limits)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            request_limits.reset(before)
+
+
+def limits_of(headers: Headers) -> RequestLimits:
+    """Returns the limits in ``headers``, in seconds; 0 says that the request has none.
+
+    Raises:
+        UserError: One is no number of seconds.
+    """
+    return RequestLimits(_seconds(headers, TTFT_HEADER), _seconds(headers, TPOT_HEADER))
+
+
+def _seconds(headers: Headers, name: str) -> float | None:
+    text = headers.get(name)
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not isfinite(seconds) or seconds < 0:
+        raise UserError(f"{name} is {text[:40]!r}: give seconds, 0 or more")
+    return seconds

@@ -1,0 +1,235 @@
+"""Predicted times of a request at one instance, and what it costs those who are there. Pure.
+
+A step costs a + b n + c n^2 + d context + e batch (``calibration.py:StepTime``). Prompts are
+computed in steps of a bounded size, in the order of their arrivals, beside one token for each
+request that decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import ceil, exp
+from typing import NamedTuple
+
+from banaserve.types import InstanceView
+
+_LEAST_CHUNK_TOKENS = 64
+_MOST_PREFILL_SHARE = 0.9
+"""Of an instance's time: with more, tokens would take for ever by the formula alone."""
+_KV_KEPT_FREE_FRACTION = 0.02
+
+
+class LegLoad(NamedTuple):
+    """Tokens of a request at the instance that computes its prompt.
+
+    Attributes:
+        to_compute: Of the prompt, at least one.
+        fetched: Of the prompt, those whose KV comes from the store.
+        output: That will be generated, as expected.
+    """
+
+    to_compute: int
+    fetched: int
+    output: float
+
+    @property
+    def prompt(self) -> int:
+        return self.to_compute + self.fetched
+
+    @property
+    def pairs(self) -> int:
+        return self.to_compute * (self.to_compute + 2 * self.fetched)
+
+
+class InstanceTimes(NamedTuple):
+    """Times at one instance at one moment.
+
+    Attributes:
+        fixed_s, token_s, pair_s, context_s, request_s: Coefficients of a step.
+        fetch_token_s: Time to fetch the KV of one token.
+        batch: Requests that decode now; ``context_tokens`` are theirs.
+        all_requests: Those, prompts that are still to be computed, and what is computed elsewhere
+            and will decode here; ``all_tokens`` are theirs.
+        ahead_tokens, ahead_pairs: Of the prompts that are still to be computed.
+        chunk_tokens: Most prompt tokens of a step.
+        prefill_share: Of its time, that prompts take as they come lately.
+        prompts_per_s: So many come lately.
+        kv_tokens: Room for KV; 0 where it is not known.
+    """
+
+    fixed_s: float
+    token_s: float
+    pair_s: float
+    context_s: float
+    request_s: float
+    fetch_token_s: float
+    batch: int
+    context_tokens: float
+    all_requests: int
+    all_tokens: float
+    ahead_tokens: int
+    ahead_pairs: int
+    chunk_tokens: int
+    prefill_share: float
+    prompts_per_s: float
+    kv_tokens: int
+
+    def compute_s(self, tokens: int, pairs: int) -> float:
+        """What prompt tokens add to the steps that compute them."""
+        return self.token_s * tokens + self.pair_s * pairs
+
+    def leg_s(self, leg: LegLoad) -> float:
+        """What the prompt of ``leg`` adds to the steps that compute it."""
+        return self.compute_s(leg.to_compute, leg.pairs)
+
+    @property
+    def ahead_s(self) -> float:
+        """What the prompts that are still to be computed add to steps."""
+        return self.compute_s(self.ahead_tokens, self.ahead_pairs)
+
+    @property
+    def under_way_s(self) -> float:
+        """What is left of the step under way: half of it on average."""
+        step_s = self._beside_s if self.ahead_tokens or self.batch else 0.0
+        if self.ahead_tokens:
+            share = min(1.0, self.chunk_tokens / self.ahead_tokens)
+            step_s += share * self.ahead_s
+        return step_s / 2
+
+    def first_token_s(self, leg: LegLoad) -> float:
+        """Time until the prompt of ``leg`` is computed, behind those that came before it."""
+        steps = ceil((self.ahead_tokens + leg.to_compute) / self.chunk_tokens)
+        own_s = self.leg_s(leg)
+        own_s = max(own_s, leg.fetched * self.fetch_token_s - self.fixed_s)
+        return self.under_way_s + steps * self._beside_s + self.ahead_s + own_s
+
+    def handover_s(self, prompt_tokens: int) -> float:
+        """Time from the end of a prompt computed elsewhere to the step that goes on from it."""
+        return prompt_tokens * self.fetch_token_s + self.under_way_s
+
+    def step_s_with(self, more_requests: int = 0, more_tokens: float = 0.0) -> float:
+        """Time of a step that only decodes, when all that is to come has come, and so much more."""
+        step_s = self.fixed_s + self.request_s * (self.all_requests + more_requests)
+        return step_s + self.context_s * (self.all_tokens + more_tokens)
+
+    def token_s_with(self, more_requests: int = 0, more_tokens: float = 0.0) -> float:
+        """Time of an output token then, with the prompts that are computed between them."""
+        return self.step_s_with(more_requests, more_tokens) / (1 - self.prefill_share)
+
+    def spread(self, step_s: float, output_tokens: int) -> tuple[float, float]:
+        """Returns how likely no prompt comes in the time of ``output_tokens``, and what any cost.
+
+        Few tokens are done before the next prompt comes, or are stopped by it for long: their
+        mean, which a long output comes near, says nothing of either.
+
+        Args:
+            step_s: Of a step that only decodes.
+
+        Returns:
+            The chance, and the time that is added to each token where a prompt does come.
+        """
+        mean_s = step_s * self.prefill_share / (1 - self.prefill_share)
+        quiet = exp(-self.prompts_per_s * output_tokens * (step_s + mean_s))
+        return quiet, mean_s / (1 - quiet) if quiet < 1 else 0.0
+
+    def token_s_behind(self, more_requests: int, more_tokens: float, output: float) -> float:
+        """The same for one of ``output`` tokens that comes with its prompt computed elsewhere.
+
+        Prompts that wait here are computed between its tokens, however few come after them.
+        """
+        token_s = self.token_s_with(more_requests, more_tokens)
+        return max(token_s, token_s * (1 - self.prefill_share) + self.ahead_s / max(1.0, output))
+
+    def added_token_s(self, tokens: float) -> float:
+        """By how much a step of the others takes longer beside a request of ``tokens``."""
+        return self.request_s + self.context_s * tokens
+
+    def room_s(self, tokens: float, output_tokens: float) -> float:
+        """Time until requests that end have left room for the KV of so many ``tokens``.
+
+        Args:
+            output_tokens: Of a request there: how long it stays.
+        """
+        missing = self.all_tokens + tokens - self.kv_tokens * (1 - _KV_KEPT_FREE_FRACTION)
+        if not self.kv_tokens or missing <= 0 or not self.all_requests:
+            return 0.0
+        return missing / self.all_tokens * output_tokens * self.token_s_with()
+
+    @property
+    def _beside_s(self) -> float:
+        """Time of a step without the prompt tokens in it."""
+        return self.fixed_s + self.request_s * self.batch + self.context_s * self.context_tokens
+
+
+def assumed_coefficients(views: Iterable[InstanceView]) -> tuple[float, ...]:
+    """Returns the means of what ``views`` have learnt, for those that have not; 0 where none has.
+
+    One that has never prefilled cannot know what a prompt costs it; its peers can.
+    """
+    known = [view.report.step_coefficients for view in views if view.report is not None]
+    columns = zip(*(one for one in known if one), strict=True)
+    means = []
+    for column in columns:
+        learnt = [value for value in column if value > 0]
+        means.append(sum(learnt) / len(learnt) if learnt else 0.0)
+    return tuple(means)
+
+
+def times_of(
+    view: InstanceView,
+    output_tokens: float,
+    assumed: tuple[float, ...] = (),
+    prefill_share: float = 0.0,
+    prompts_per_s: float = 0.0,
+    coming_requests: int = 0,
+    coming_tokens: int = 0,
+) -> InstanceTimes:
+    """Returns the times at ``view``; steps that have not been learnt yet are taken as one speed.
+
+    Args:
+        output_tokens: Expected of any request; those under way have half of them on average.
+        assumed: Coefficients that it has not learnt; see ``assumed_coefficients``.
+        prefill_share, prompts_per_s: As in ``InstanceTimes``.
+        coming_requests, coming_tokens: That will decode here and are computed elsewhere as yet.
+    """
+    fixed_s, token_s, pair_s, context_s, request_s = _step(view, assumed)
+    batch = max(0, view.inflight_requests - view.inflight_prefill_requests)
+    prompts = max(0, view.inflight_tokens - view.inflight_prefill_tokens)
+    num_all = view.inflight_requests + coming_requests
+    return InstanceTimes(
+        fixed_s,
+        token_s,
+        pair_s,
+        context_s,
+        request_s,
+        view.report.fetch_token_s if view.report is not None else 0.0,
+        batch,
+        prompts + batch * output_tokens / 2 if batch else 0.0,
+        num_all,
+        max(1.0, view.inflight_tokens + coming_tokens + num_all * output_tokens / 2),
+        view.inflight_prefill_tokens,
+        view.inflight_prefill_pairs,
+        max(_LEAST_CHUNK_TOKENS, view.step_tokens - batch) if view.step_tokens else 1 << 30,
+        min(_MOST_PREFILL_SHARE, prefill_share),
+        prompts_per_s,
+        view.kv_tokens,
+    )
+
+
+def _step(
+    view: InstanceView, assumed: tuple[float, ...]
+) -> tuple[float, float, float, float, float]:
+    """Coefficients of a step: fixed, of a prompt token, a pair, a context token and a request."""
+    report = view.report
+    learnt = report.step_coefficients if report is not None else ()
+    coefficients = learnt or assumed
+    if not coefficients:
+        token_s = 1 / view.prefill_tokens_per_s if view.prefill_tokens_per_s > 0 else 1.0
+        return (report.step_s if report is not None else 0.0), token_s, 0.0, 0.0, token_s
+    # A fit may err below 0 where a kind of work has hardly been seen.
+    fixed_s, token_s, pair_s, context_s, request_s, call_s = (
+        own if own > 0 else other
+        for own, other in zip(coefficients, assumed or (0.0,) * len(coefficients), strict=True)
+    )
+    calls = sum(p.module.num_layers if p.module.heads else 1 for p in view.placements)
+    return fixed_s + call_s * calls, token_s, pair_s, context_s, request_s

@@ -1,0 +1,374 @@
+"""SLO-aware routing: one instance or two for each request, by predicted times and limits.
+
+For each request all instances are compared as the one that serves both legs, and all pairs of one
+that prefills and one that decodes. Roles say who mostly does what: an instance serves a leg that is
+not its own where that is predicted to be clearly better, since engines know no role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp
+from typing import ClassVar, NamedTuple
+
+from banaserve.errors import UserError
+from banaserve.orchestrator.model.serving_times import (
+    InstanceTimes,
+    LegLoad,
+    assumed_coefficients,
+    times_of,
+)
+from banaserve.orchestrator.routing.checks import check_number
+from banaserve.orchestrator.routing.legs import LegOptions, LegReason, Legs, plan_legs
+from banaserve.orchestrator.routing.registry import register
+from banaserve.orchestrator.routing.rotation import Rotation
+from banaserve.types import (
+    ClusterView,
+    InstanceId,
+    InstanceView,
+    OutputLengths,
+    RequestView,
+    Role,
+    Route,
+)
+
+_UNKNOWN_LENGTHS = OutputLengths(128.0, (128,), (128,))
+_STEEPNESS = 10
+_MOST_RATIO = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class SloAwareOptions:
+    """Options of ``slo_aware``.
+
+    Attributes:
+        ttft_s, tpot_s: Limits of a request that names none; 0 is none, and with neither latency
+            decides alone.
+        rate_window_s: Over which the prompts that an instance is sent are smoothed.
+        tolerance: Excess by which candidates may differ and latency decides between them.
+        late_weight: What a request that misses a limit anyway still counts for each further
+            multiple of the limit; at 0 it would be queued where it harms least, for ever.
+        off_role_factor: By which a candidate that does not keep to the roles counts as slower.
+    """
+
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    rate_window_s: float = 10.0
+    tolerance: float = 0.05
+    late_weight: float = 0.1
+    off_role_factor: float = 1.5
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tpot_s", "tolerance", "late_weight"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"{name} is {getattr(self, name)}: give 0 or more")
+        check_number("rate_window_s", self.rate_window_s)
+        if not self.off_role_factor >= 1:
+            raise UserError(f"off_role_factor is {self.off_role_factor}: give 1 or more")
+
+
+class Limits(NamedTuple):
+    """Limits of a request; 0 is none."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+class LegCandidate(NamedTuple):
+    """A way to serve a request.
+
+    Attributes:
+        prefill: None where ``decode`` serves both legs.
+        ttft_s, tpot_s: Predicted of the request.
+        excess: Requests that miss a limit for it, itself among them, as expected.
+        latency_s: Time until its last token, and what others take longer for it, together.
+    """
+
+    prefill: InstanceId | None
+    decode: InstanceId
+    ttft_s: float
+    tpot_s: float
+    excess: float
+    latency_s: float
+
+
+class Harm(NamedTuple):
+    """What a leg costs the others at its instance: limits missed, and seconds, together."""
+
+    excess: float
+    delay_s: float
+
+
+class RouteSituation(NamedTuple):
+    """What a choice is made from.
+
+    Attributes:
+        views: Of instances that are ready, first the one to be preferred among equals.
+        own_lengths: Outputs that the request may have.
+        limits: Of the request.
+        others_tpot_s: Limit of those that decode; 0 is none.
+        whole: Instances whose role it is to serve both legs of this request where it has but one.
+        is_whole: It has but one.
+        first_token_waits: As in ``RequestView``.
+        may_leave_role: Instances may serve legs that are not those of their role.
+    """
+
+    views: Sequence[InstanceView]
+    times: Mapping[InstanceId, InstanceTimes]
+    leg: LegLoad
+    lengths: OutputLengths
+    own_lengths: Sequence[int]
+    limits: Limits
+    others_tpot_s: float
+    whole: Sequence[InstanceView]
+    is_whole: bool
+    first_token_waits: bool
+    may_leave_role: bool
+
+
+def missed(ratio: float) -> float:
+    """Chance that a limit is missed of which ``ratio`` is predicted to be taken, in [0, 1].
+
+    A prediction errs, so one just at the limit counts for a half.
+    """
+    return 1 - 1 / (1 + min(ratio, _MOST_RATIO) ** _STEEPNESS)
+
+
+def choose(situation: RouteSituation, options: SloAwareOptions) -> LegCandidate:
+    """Returns the candidate of least excess, and among those of about the least, of latency.
+
+    Pure. There is at least one: ``plan_legs`` has found somebody for each leg.
+    """
+    found = [*_whole(situation, options), *_apart(situation, options)]
+    least = min(one.excess for one in found) + options.tolerance
+    return min((one for one in found if one.excess <= least), key=lambda one: one.latency_s)
+
+
+def _whole(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate]:
+    """One instance for both legs; that is the role of those that do both."""
+    mean, leg = s.lengths.mean_tokens, s.leg
+    for view in s.views:
+        is_own = view.role is Role.COLOCATED or (s.is_whole and view in s.whole)
+        if not is_own and not s.may_leave_role:
+            continue
+        times = s.times[view.id]
+        tokens = leg.prompt + leg.output / 2
+        ttft_s = times.first_token_s(leg) + times.room_s(leg.prompt + leg.output, mean)
+        own = _tokens(s, times, times.token_s_with(1, tokens), tokens, 0.0)
+        harm = _harm(s, times, times.leg_s(leg), times.added_token_s(tokens))
+        factor = 1.0 if is_own else options.off_role_factor
+        yield _candidate(s, options, None, view.id, ttft_s, own, harm, factor)
+
+
+def _apart(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate]:
+    """One instance for the prompt and another one to go on from it.
+
+    Two that do both are left out: what one could gain by handing over it loses by computing
+    prompts of the other.
+    """
+    if s.is_whole:
+        return
+    mean, leg = s.lengths.mean_tokens, s.leg
+    firsts = []
+    for view in s.views:
+        if view.role is not Role.DECODE:
+            times = s.times[view.id]
+            ttft_s = times.first_token_s(leg) + times.room_s(leg.prompt, mean)
+            firsts.append((view, ttft_s, _harm(s, times, times.leg_s(leg), 0.0)))
+    for view in s.views:
+        if view.role is Role.PREFILL:
+            continue
+        times = s.times[view.id]
+        tokens = leg.prompt + leg.output / 2
+        begins_s = times.room_s(leg.prompt + leg.output, mean) + times.handover_s(leg.prompt)
+        token_s, waits_s = times.token_s_behind(1, tokens, leg.output), 0.0
+        if s.first_token_waits:
+            begins_s, waits_s = 0.0, begins_s + token_s
+        own = _tokens(s, times, token_s, tokens, begins_s)
+        harm = _harm(s, times, 0.0, times.added_token_s(tokens))
+        for first, ttft_s, first_harm in firsts:
+            if first.id == view.id or first.role is view.role:
+                continue
+            both = Harm(first_harm.excess + harm.excess, first_harm.delay_s + harm.delay_s)
+            yield _candidate(s, options, first.id, view.id, ttft_s + waits_s, own, both, 1.0)
+
+
+class _Tokens(NamedTuple):
+    """Tokens of the request after the first: their time, and the chance to miss its limit."""
+
+    tpot_s: float
+    missed: float
+
+
+def _tokens(
+    s: RouteSituation, times: InstanceTimes, token_s: float, tokens: float, begins_s: float
+) -> _Tokens:
+    """Returns how the tokens of a request of so many ``tokens`` will come.
+
+    Args:
+        token_s: Time of each on average.
+        begins_s: Between the first and the second, beside that.
+    """
+    tpot_s = token_s + begins_s / max(1.0, s.leg.output - 1)
+    if not s.limits.tpot_s:
+        return _Tokens(tpot_s, 0.0)
+    step_s = times.step_s_with(1, tokens)
+    return _Tokens(tpot_s, _missed_by(times, s.own_lengths, s.limits.tpot_s, step_s, begins_s))
+
+
+def _candidate(
+    s: RouteSituation,
+    options: SloAwareOptions,
+    prefill: InstanceId | None,
+    decode: InstanceId,
+    ttft_s: float,
+    tokens: _Tokens,
+    harm: Harm,
+    factor: float,
+) -> LegCandidate:
+    ttft_ratio = ttft_s / s.limits.ttft_s if s.limits.ttft_s else 0.0
+    ratio = max(ttft_ratio, tokens.tpot_s / s.limits.tpot_s if s.limits.tpot_s else 0.0)
+    own = 1 - (1 - missed(ttft_ratio)) * (1 - tokens.missed)
+    excess = own + options.late_weight * max(0.0, ratio - 1) + harm.excess
+    latency_s = ttft_s + tokens.tpot_s * max(0.0, s.leg.output - 1) + harm.delay_s
+    return LegCandidate(prefill, decode, ttft_s, tokens.tpot_s, excess, factor * latency_s)
+
+
+def _harm(s: RouteSituation, times: InstanceTimes, once_s: float, token_s: float) -> Harm:
+    """What a leg costs those who decode at its instance, or will before it does.
+
+    Args:
+        once_s: That each of them waits once, for a prompt.
+        token_s: That each of their steps takes longer.
+    """
+    count = times.all_requests
+    if not count:
+        return Harm(0.0, 0.0)
+    # They have half of their tokens to come, on average.
+    delay_s = count * (once_s + token_s * s.lengths.mean_tokens / 2)
+    if not s.others_tpot_s:
+        return Harm(0.0, delay_s)
+    step_s, lengths, limit_s = times.step_s_with(), s.lengths.present_tokens, s.others_tpot_s
+    before = _missed_by(times, lengths, limit_s, step_s)
+    after = _missed_by(times, lengths, limit_s, step_s + token_s, once_s)
+    return Harm(count * (after - before), delay_s)
+
+
+def _missed_by(
+    times: InstanceTimes,
+    lengths: Sequence[int],
+    limit_s: float,
+    step_s: float,
+    once_s: float = 0.0,
+) -> float:
+    """Chance that a request of one of ``lengths`` misses its limit of time per token.
+
+    Args:
+        step_s: Of the steps that decode it.
+        once_s: That it waits once.
+    """
+    chance = 0.0
+    for length in lengths:
+        if length > 1:
+            quiet, more_s = times.spread(step_s, length)
+            token_s = step_s + once_s / (length - 1)
+            chance += quiet * missed(token_s / limit_s)
+            chance += (1 - quiet) * missed((token_s + more_s) / limit_s)
+    return chance / len(lengths)
+
+
+class _Promise(NamedTuple):
+    """A request that will decode at an instance and is computed at another one as yet."""
+
+    until_s: float
+    instance: InstanceId
+    tokens: int
+
+
+@register("slo_aware")
+class SloAware:
+    """Serves each request where the fewest limits are missed for it, its own and others'.
+
+    It remembers what it has sent: prompts for a while, since those to come will be like them, and
+    decode legs until they begin. Among equals the instance chosen longest ago is taken.
+    """
+
+    Options: ClassVar = SloAwareOptions
+
+    def __init__(self, options: SloAwareOptions, legs: LegOptions, start: int = 0) -> None:
+        self._options = options
+        self._legs = legs
+        self._turns = Rotation(start)
+        self._promises: list[_Promise] = []
+        self._prompts: dict[InstanceId, tuple[float, float, float]] = {}
+
+    def route(self, request: RequestView, cluster: ClusterView) -> Route:
+        now_s = cluster.now_s
+        self._promises = [one for one in self._promises if one.until_s > now_s]
+        legs = plan_legs(request, cluster, self._legs)
+        situation = self._situation(request, cluster, legs)
+        best = choose(situation, self._options)
+        self._remember(best, situation, now_s)
+        reason = legs.reason
+        if legs.prefill and best.prefill is None:
+            is_both = cluster.instances[best.decode].role is Role.COLOCATED
+            reason = LegReason.COLOCATED if is_both else LegReason.OTHER_ROLE
+        return Route(best.prefill, best.decode, reason, best.ttft_s, best.tpot_s)
+
+    def _situation(self, request: RequestView, cluster: ClusterView, legs: Legs) -> RouteSituation:
+        options = self._options
+        ready = [view for view in cluster.instances.values() if view.ready]
+        lengths = cluster.output_lengths or _UNKNOWN_LENGTHS
+        output, own_lengths = lengths.mean_tokens, lengths.arriving_tokens
+        if (most := request.max_output_tokens) and most < own_lengths[-1]:
+            own_lengths = tuple(min(most, length) for length in own_lengths)
+            output = min(output, most)
+        own = request.limits
+        limits = Limits(
+            options.ttft_s if own.ttft_s is None else own.ttft_s,
+            options.tpot_s if own.tpot_s is None else own.tpot_s,
+        )
+        assumed = assumed_coefficients(ready)
+        return RouteSituation(
+            self._turns.order(ready),
+            {
+                view.id: self._times(view, lengths.mean_tokens, assumed, cluster.now_s)
+                for view in ready
+            },
+            LegLoad(max(1, request.uncached_tokens), request.cached_tokens, output),
+            lengths,
+            own_lengths,
+            limits,
+            options.tpot_s,
+            legs.decode,
+            not legs.prefill,
+            request.first_token_waits,
+            self._legs.fallback,
+        )
+
+    def _times(
+        self, view: InstanceView, output_tokens: float, assumed: tuple[float, ...], now_s: float
+    ) -> InstanceTimes:
+        coming = [one.tokens for one in self._promises if one.instance == view.id]
+        share, rate = self._prompts_at(view.id, now_s)
+        return times_of(view, output_tokens, assumed, share, rate, len(coming), sum(coming))
+
+    def _prompts_at(self, instance: InstanceId, now_s: float) -> tuple[float, float]:
+        """Share of its time that prompts take lately, and how many come a second."""
+        at_s, share, rate = self._prompts.get(instance, (now_s, 0.0, 0.0))
+        kept = exp((at_s - now_s) / self._options.rate_window_s)
+        return share * kept, rate * kept
+
+    def _remember(self, chosen: LegCandidate, situation: RouteSituation, now_s: float) -> None:
+        first = chosen.decode if chosen.prefill is None else chosen.prefill
+        work_s = situation.times[first].leg_s(situation.leg)
+        share, rate = self._prompts_at(first, now_s)
+        window_s = self._options.rate_window_s
+        self._prompts[first] = (now_s, share + work_s / window_s, rate + 1 / window_s)
+        by_id = {view.id: view for view in situation.views}
+        self._turns.take(by_id[first])
+        if chosen.prefill is not None:
+            self._turns.take(by_id[chosen.decode])
+            until_s = now_s + chosen.ttft_s
+            self._promises.append(_Promise(until_s, chosen.decode, situation.leg.prompt))
