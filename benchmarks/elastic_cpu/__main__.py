@@ -31,7 +31,7 @@ from banaserve.bench.loadgen.servers import end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median
 from banaserve.errors import UserError
-from benchmarks.elastic_cpu.figures import PEERS, LoadSample, figures, table
+from benchmarks.elastic_cpu.figures import OURS, PEERS, LoadSample, figures, table
 from benchmarks.elastic_cpu.loads import (
     CONCURRENCY,
     LOADS,
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     given = _parse(argv)
     end_on_sigterm()
     started_at = datetime.now(UTC)
-    samples = asyncio.run(_measure(given))
+    samples, decisions = asyncio.run(_measure(given))
     record = result.result(
         "elastic-cpu",
         seed=given.seed,
@@ -67,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
         started_at=started_at,
         figures=figures(samples),
         notes=_notes(given),
+        raw={"decisions": decisions},
     )
     Console(width=120).print(table(samples))
     result.deliver(record, given.json)
@@ -107,7 +108,7 @@ def _setup(given: argparse.Namespace, model: models.ResolvedModel) -> Setup:
     return Setup(model, tuple(same), tuple(ours), tuple(plain), given.routers)
 
 
-async def _measure(given: argparse.Namespace) -> Samples:
+async def _measure(given: argparse.Namespace) -> tuple[Samples, dict[str, float]]:
     model = models.resolve(models.PACKAGED, None, lambda line: print(line, flush=True))
     words = Words(Tokenizer.from_file(str(Path(model.path_or_id) / "tokenizer.json")))
     began_s = time.monotonic()
@@ -137,7 +138,9 @@ async def _measure(given: argparse.Namespace) -> Samples:
                         f"{sample.requests_per_s:.2f} requests/s, TTFT {sample.ttft_s:.3f} s, "
                         f"CPU {sample.cpu_s:.3f} s a request"
                     )
-    return _in_order(samples, running)
+        decisions = running[OURS].decisions()
+        say(f"the elastic policy: {decisions}")
+    return _in_order(samples, running), decisions
 
 
 def _in_order(samples: Samples, running: Mapping[str, SystemUnderTest]) -> Samples:
@@ -156,7 +159,7 @@ async def _warm(
     """Sends all systems what is not counted; returns conversations/s for arrivals."""
     speeds = []
     for one in running.values():
-        what = conversations(load, load.closed, f"{given.seed} {name} warm", words)
+        what = conversations(load, -(-load.closed // 2), f"{given.seed} {name} warm", words)
         one.empty_caches()
         async with OpenAiClient(one.running.url, model) as client:
             await _reached(client, what[0].questions[0])
@@ -219,6 +222,7 @@ def _notes(given: argparse.Namespace) -> list[str]:
         "caches are emptied before each pass, so both policies meet prompts that are new",
         f"{CONCURRENCY} conversations kept under way; arrivals are Poisson; turns of a chat follow "
         "each other at once and hold the answers that were given",
+        "decisions: changes of roles and step sizes, all of ours' requests, and those in two legs",
         "equal_answers_fraction: answers with the tokens of round robin's, of the others' answers; "
         "a chat whose answer differs goes on with another prompt",
     ]

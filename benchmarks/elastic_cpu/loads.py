@@ -34,8 +34,8 @@ class Load:
     open: int
 
     def shortened(self) -> Load:
-        """The same with half as many conversations."""
-        return replace(self, closed=max(1, self.closed // 2), open=max(1, self.open // 2))
+        """The same with a third of the conversations."""
+        return replace(self, closed=-(-self.closed // 3), open=-(-self.open // 3))
 
 
 LOADS = {

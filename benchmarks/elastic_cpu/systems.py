@@ -78,6 +78,17 @@ class SystemUnderTest:
             except (urllib.error.URLError, OSError) as error:
                 raise UserError(f"a vLLM server keeps its prefix cache: {error}") from error
 
+    def decisions(self) -> dict[str, float]:
+        """What the elastic policy has done so far; empty for those that have none."""
+        server = self.running
+        if not isinstance(server, Server):
+            return {}
+        return {
+            "changes": server.metric("banaserve_orchestrator_steps_total", ending="done"),
+            "requests": server.metric("banaserve_requests_total"),
+            "two_legs": server.metric("banaserve_requests_total", way="two_legs"),
+        }
+
     async def settled_cpu_s(self) -> float:
         """CPU seconds so far, once what the last requests have set off has come to rest."""
         until_s = time.monotonic() + _LONGEST_LOOK_S

@@ -10,7 +10,7 @@ import pytest
 from banaserve.bench.loadgen.client import CompletionCall, RequestRecord
 from benchmarks.elastic_cpu import loads
 from benchmarks.elastic_cpu.figures import OURS, SYSTEMS, LoadSample, figures, table
-from benchmarks.elastic_cpu.loads import LOADS, Conversation, arrivals_s, conversations
+from benchmarks.elastic_cpu.loads import LOADS, Conversation, Load, arrivals_s, conversations
 
 
 class NumberedWords:
@@ -76,10 +76,9 @@ def test_prompts_of_one_prefix_share_it_and_no_more() -> None:
     assert len({tuple(words[: load.prefix_tokens + 8]) for words in prompts}) == len(prompts)
 
 
-def test_a_short_run_has_half_of_each() -> None:
-    load = LOADS["chats"].shortened()
-    assert (load.closed, load.open) == (LOADS["chats"].closed // 2, LOADS["chats"].open // 2)
-    assert load.turns == LOADS["chats"].turns
+def test_a_short_run_has_a_third_of_each_and_never_none() -> None:
+    load = Load(0, 0, 8, 4, 3, 9, 1).shortened()
+    assert (load.closed, load.open, load.turns) == (3, 1, 3)
 
 
 def test_arrivals_begin_at_once_and_keep_the_rate() -> None:
