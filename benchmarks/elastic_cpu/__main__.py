@@ -78,34 +78,29 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="python -m benchmarks elastic-cpu", description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")
-    add("--quick", action="store_true", help="one round of few requests: how large things are")
+    add("--quick", action="store_true", help="one round of few requests, with --eager")
     add("--rounds", type=positive, default=3)
     add("--load", action="append", choices=tuple(LOADS), help="only these; repeat")
     add("--dtype", default="float32", help="auto: vLLM's and banaserve's own choice")
     add("--rate-fraction", type=float, default=0.6, help="of requests/s, for arrivals")
-    add(
-        "--compiled",
-        choices=("none", "plain", "both"),
-        default="none",
-        help="who compiles the model: vLLM does by itself, banaserve on a CPU where it is told to",
-    )
+    add("--eager", action="store_true", help="nobody compiles the model; both do by themselves")
     add("--routers", type=Path, metavar="FOLDER", help="install vllm-router there and use it")
     add("--serve-option", action="append", default=[], help="of banaserve serve, as --x=y")
     add("--seed", type=int, default=0)
     given = parser.parse_args(list(argv))
     if given.quick:
-        given.rounds = 1
+        given.rounds, given.eager = 1, True
     given.load = given.load or list(LOADS)
     return given
 
 
 def _setup(given: argparse.Namespace, model: models.ResolvedModel) -> Setup:
     same = ["--kv-cache-memory-bytes", str(_KV_BYTES)]
+    if given.eager:
+        same.append("--enforce-eager")
     if given.dtype != "auto":
         same += ["--dtype", given.dtype]
-    ours = [*given.serve_option, *(["--no-enforce-eager"] if given.compiled == "both" else [])]
-    plain = ["--enforce-eager"] if given.compiled == "none" else []
-    return Setup(model, tuple(same), tuple(ours), tuple(plain), given.routers)
+    return Setup(model, tuple(same), tuple(given.serve_option), given.routers)
 
 
 async def _measure(given: argparse.Namespace) -> tuple[Samples, dict[str, float]]:

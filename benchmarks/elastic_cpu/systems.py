@@ -46,14 +46,12 @@ class Setup:
     Attributes:
         same: Options of every engine.
         serve_options: Of banaserve beside those.
-        plain_options: Of plain vLLM beside those.
         routers: Folder of other routers' environments; None takes ``banaserve route``.
     """
 
     model: ResolvedModel
     same: tuple[str, ...]
     serve_options: tuple[str, ...]
-    plain_options: tuple[str, ...]
     routers: Path | None
 
 
@@ -117,11 +115,10 @@ def systems(setup: Setup) -> Iterator[Mapping[str, SystemUnderTest]]:
             *setup.serve_options,
         )
         found[OURS] = SystemUnderTest(OURS, stack.enter_context(ours))
-        options = (*setup.same, *setup.plain_options)
         plain = tuple(
             stack.enter_context(
                 vllm_server(
-                    model.path_or_id, model.served_name, *options, environment=_EMPTIES_CACHES
+                    model.path_or_id, model.served_name, *setup.same, environment=_EMPTIES_CACHES
                 )
             )
             for _ in range(NUM_INSTANCES)
