@@ -50,27 +50,10 @@ Samples = dict[tuple[str, str], list[LoadSample]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """Run it and write the result after each round; the exit code."""
     given = _parse(argv)
     end_on_sigterm()
-    started_at = datetime.now(UTC)
-    samples, decisions = asyncio.run(_measure(given))
-    record = result.result(
-        "elastic-cpu",
-        seed=given.seed,
-        options={
-            key: str(value) if isinstance(value, Path) else value
-            for key, value in vars(given).items()
-            if key not in ("json", "seed", "routers")
-        }
-        | {"router": "vllm-router" if given.routers else "banaserve route"},
-        started_at=started_at,
-        figures=figures(samples),
-        notes=_notes(given),
-        raw={"decisions": decisions},
-    )
-    Console(width=120).print(table(samples))
-    result.deliver(record, given.json)
+    asyncio.run(_measure(given, datetime.now(UTC)))
     return 0
 
 
@@ -103,7 +86,7 @@ def _setup(given: argparse.Namespace, model: models.ResolvedModel) -> Setup:
     return Setup(model, tuple(same), tuple(given.serve_option), given.routers)
 
 
-async def _measure(given: argparse.Namespace) -> tuple[Samples, dict[str, float]]:
+async def _measure(given: argparse.Namespace, started_at: datetime) -> None:
     model = models.resolve(models.PACKAGED, None, lambda line: print(line, flush=True))
     words = Words(Tokenizer.from_file(str(Path(model.path_or_id) / "tokenizer.json")))
     began_s = time.monotonic()
@@ -113,15 +96,14 @@ async def _measure(given: argparse.Namespace) -> tuple[Samples, dict[str, float]
 
     say("starting one banaserve, two vLLM servers and two balancers")
     samples: Samples = defaultdict(list)
+    loads = {name: LOADS[name].shortened() if given.quick else LOADS[name] for name in given.load}
     with systems(_setup(given, model)) as running:
         rates = {}
-        for name in given.load:
-            load = LOADS[name].shortened() if given.quick else LOADS[name]
+        for name, load in loads.items():
             rates[name] = await _warm(given, name, load, running, words, model.served_name)
             say(f"{name}: arrivals at {rates[name]:.2f} conversations/s")
         for number in range(given.rounds):
-            for name in given.load:
-                load = LOADS[name].shortened() if given.quick else LOADS[name]
+            for name, load in loads.items():
                 key = f"{given.seed} {name} {number}"
                 # Another one is first in each round, for whatever grows or fades over it.
                 turn = number % len(running)
@@ -133,9 +115,36 @@ async def _measure(given: argparse.Namespace) -> tuple[Samples, dict[str, float]
                         f"{sample.requests_per_s:.2f} requests/s, TTFT {sample.ttft_s:.3f} s, "
                         f"CPU {sample.cpu_s:.3f} s a request"
                     )
-        decisions = running[OURS].decisions()
-        say(f"the elastic policy: {decisions}")
-    return _in_order(samples, running), decisions
+            ordered, decisions = _in_order(samples, running), running[OURS].decisions()
+            record = _result(given, started_at, number + 1, ordered, decisions)
+            if given.json is not None:
+                result.write(record, given.json)
+    Console(width=120).print(table(ordered))
+    result.deliver(record, given.json)
+
+
+def _result(
+    given: argparse.Namespace,
+    started_at: datetime,
+    rounds: int,
+    samples: Samples,
+    decisions: Mapping[str, float],
+) -> result.Result:
+    asked = {
+        key: value
+        for key, value in vars(given).items()
+        if key not in ("json", "seed", "routers", "rounds")
+    }
+    router = "vllm-router" if given.routers else "banaserve route"
+    return result.result(
+        "elastic-cpu",
+        seed=given.seed,
+        options={**asked, "rounds": rounds, "router": router},
+        started_at=started_at,
+        figures=figures(samples),
+        notes=_notes(router),
+        raw={"decisions": decisions},
+    )
 
 
 def _in_order(samples: Samples, running: Mapping[str, SystemUnderTest]) -> Samples:
@@ -206,10 +215,9 @@ def _checked(records: list[RequestRecord]) -> list[RequestRecord]:
     return records
 
 
-def _notes(given: argparse.Namespace) -> list[str]:
-    router = "vllm-router" if given.routers else "banaserve route"
+def _notes(router: str) -> list[str]:
     return [
-        str(__doc__).strip(),
+        "real engines, a thread each; banaserve serve --instances 2 --elastic with its defaults",
         "ratios are of one round, against each of the two balancers; above 1 ours is better: "
         "requests/s over theirs, their time to first token over ours, their CPU seconds over ours",
         "cpu_ratio_min: the least of the medians of all requests_ratio and ttft_ratio",
