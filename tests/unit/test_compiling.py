@@ -10,6 +10,7 @@ from banaserve.cli.compiling import choose_compiling, find_compiler
 from banaserve.cli.serve_options import parse_serve_argv
 
 CXX = "/usr/bin/g++"
+OPTION = "--orchestrator-option"
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,8 @@ CXX = "/usr/bin/g++"
         ("--instances 2", CXX, True, "--enforce-eager lets them move"),
         ("--pd 1:1 --elastic", CXX, True, "--enforce-eager lets them move"),
         ("--instances 2 --elastic", None, False, "no C++ compiler"),
+        (f"--instances 2 {OPTION} modules=none", CXX, True, "--enforce-eager lets them move"),
+        (f"--instances 2 {OPTION} modules=layers", CXX, False, "may move"),
         ("--pd 1:1", CXX, False, "may move"),
         ("--colocated 2", CXX, False, "may move"),
         ("--instances 2 --orchestrator off", CXX, False, "may move"),
