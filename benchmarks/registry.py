@@ -22,6 +22,10 @@ BENCHMARKS = {
         "benchmarks.elastic.__main__",
         "Does the elastic policy keep up with the best fixed arrangement in hindsight?",
     ),
+    "elastic-cpu": Benchmark(
+        "benchmarks.elastic_cpu.__main__",
+        "Are two elastic instances ever slower than two plain vLLM servers behind a balancer?",
+    ),
     "front": Benchmark("benchmarks.front", "What does the front door cost beside vLLM's own?"),
     "handover": Benchmark("benchmarks.handover", "What does a request cost that is handed over?"),
     "handover-moved": Benchmark(

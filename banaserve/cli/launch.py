@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from banaserve.cli import emulation
+from banaserve.cli.compiling import CompileChoice, choose_compiling, find_compiler
 from banaserve.cli.sockets import check_tls
 from banaserve.config import MINIATURE, ServeConfig
 from banaserve.cpu_features import DtypeChoice, choose_dtype, read_cpu_flags
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _ENGINE_BYTES = 700 * 2**20
 """Memory of one engine process beside weights and KV cache, as seen on CPU."""
 _CPU_KV_BYTES = 1 << 30
+_EAGER = ("--enforce-eager", "--no-enforce-eager")
 _PARALLEL = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
 
 
@@ -104,6 +106,18 @@ def dtype_words(config: ServeConfig, parts: Parts) -> str:
     return str(_cpu_dtype())
 
 
+def model_words(config: ServeConfig, parts: Parts) -> str:
+    """What the banner says of how the engines run the model; empty on GPUs."""
+    from banaserve.engine.vllm.compat.config import is_on_cpu
+
+    if not is_on_cpu():
+        return ""
+    if _gives(config.vllm_argv, *_EAGER):
+        is_eager = parts.engine_config.model_config.enforce_eager
+        return str(CompileChoice(not is_eager, "given by --[no-]enforce-eager"))
+    return str(_compiling(config))
+
+
 def run(parts: Parts, say: Callable[[str], None], on_open: Callable[[], None]) -> None:
     import uvloop
 
@@ -124,7 +138,7 @@ def _vllm_argv(
     if not _gives(config.vllm_argv, "--served-model-name"):
         argv += ["--served-model-name", model.served_name]
     if is_on_cpu():
-        if not _gives(config.vllm_argv, "--enforce-eager", "--no-enforce-eager"):
+        if not _gives(config.vllm_argv, *_EAGER) and not _compiling(config).is_compiled:
             argv.append("--enforce-eager")
         if not _gives(config.vllm_argv, "--dtype"):
             argv += ["--dtype", _cpu_dtype().name]
@@ -156,6 +170,10 @@ def _vllm_argv(
             engine_args.parse_vllm_argv(argv).additional_config,
         )
     return argv
+
+
+def _compiling(config: ServeConfig) -> CompileChoice:
+    return choose_compiling(config, find_compiler())
 
 
 def _cpu_dtype() -> DtypeChoice:

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -109,8 +109,12 @@ def _serve(
 
     with launch.prepared(config, model, sock, run) as parts:
         scheme = "https" if parts.args.ssl_certfile else "http"
-        dtype = launch.dtype_words(config, parts)
-        launch.run(parts, say, lambda: _banner(config, model, run, terminal, scheme, dtype))
+        facts = {
+            "dtype": launch.dtype_words(config, parts),
+            "model": launch.model_words(config, parts),
+            "time": emulation.words(config),
+        }
+        launch.run(parts, say, lambda: _banner(config, model, run, terminal, scheme, facts))
 
 
 @contextlib.contextmanager
@@ -151,7 +155,7 @@ def _banner(
     run: RunDir,
     terminal: TextIO,
     scheme: str,
-    dtype: str,
+    facts: Mapping[str, str],
 ) -> None:
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"{scheme}://{host}:{config.port}"
@@ -171,8 +175,7 @@ def _banner(
         f"  API    {url}/v1",
         f"  logs   {Path(run.logs)}",
         f"  routing  {registry.POLICIES.label(config.routing_policy)}",
-        *([f"  dtype  {dtype}"] if dtype else []),
-        *([f"  time   {time_is}"] if (time_is := emulation.words(config)) else []),
+        *(f"  {name:<5}  {words}" for name, words in facts.items() if words),
         "",
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",
         "",

@@ -14,7 +14,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-import venv
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,13 +24,9 @@ from banaserve.bench.results import result
 from banaserve.bench.results.statistics import paired_ratios, percentile
 from banaserve.errors import UserError
 from benchmarks.router import load
+from benchmarks.router.peers import PEERS, peer_command
 from benchmarks.router.replica import NUM_PARTS
 
-PEERS = {"vllm-router": "vllm-router==0.1.17", "sglang-router": "sglang-router==0.3.2"}
-_MODULES = {
-    "vllm-router": "vllm_router.launch_router",
-    "sglang-router": "sglang_router.launch_router",
-}
 NUM_REPLICAS = 4
 NUM_CALLERS = 16
 _START_TIMEOUT_S = 20.0
@@ -104,27 +99,8 @@ def _commands(options: ProxyOptions, ports: list[int]) -> dict[str, list[str]]:
     if options.peers is None:
         return made
     for name in PEERS:
-        python = _environment(options.peers, name)
-        made[name] = [
-            str(python), "-m", _MODULES[name], "--host", "127.0.0.1", "--policy", "round_robin",
-            "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()),
-            "--log-level", "error", "--worker-urls", *urls,
-        ]  # fmt: skip
+        made[name] = peer_command(options.peers, name, "round_robin", urls)
     return made
-
-
-def _environment(folder: Path, name: str) -> Path:
-    """Returns the Python of the environment that has the router, made if need be."""
-    python = folder / name / "bin" / "python"
-    if not python.exists():
-        venv.create(folder / name, with_pip=True)
-    try:
-        install = [str(python), "-m", "pip", "install", "--quiet", PEERS[name]]
-        subprocess.run(install, check=True, capture_output=True, text=True, timeout=600)
-    except (OSError, subprocess.SubprocessError) as error:
-        why = getattr(error, "stderr", None) or str(error)
-        raise UserError(f"cannot install {PEERS[name]}: {str(why).strip()[-200:]}") from None
-    return python
 
 
 def _unit(name: str) -> str:

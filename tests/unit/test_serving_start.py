@@ -82,6 +82,32 @@ async def test_an_engine_that_waited_for_the_others_to_start_has_not_stalled(mon
     assert killed == []
 
 
+@pytest.mark.parametrize(("quiet_s", "is_asked"), [(0.5, False), (1.0, True)])
+async def test_an_engine_is_asked_when_it_has_said_nothing_for_a_second(
+    monkeypatch, quiet_s, is_asked
+):
+    monkeypatch.setattr(clusters, "is_on_cpu", lambda: False)
+    monkeypatch.setattr(clusters, "_PROBE_INTERVAL_S", 0.001)
+    clock, looked, asked = SlowClock(), [], []
+
+    def view() -> SimpleNamespace:
+        looked.append(1)
+        return SimpleNamespace(report=SimpleNamespace(at_s=clock.now() - quiet_s))
+
+    async def probe(_: float) -> None:
+        asked.append(1)
+
+    instance = SimpleNamespace(
+        id=InstanceId("p0"), state=State.READY, pid=1, has_lost_client=False, view=view, probe=probe
+    )
+    cluster = Cluster([instance], None, clock, ClusterTimeouts(stall_s=1000.0))
+    watching = asyncio.create_task(cluster._keep_fresh(instance))
+    await until(lambda: len(looked) >= 3)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert bool(asked) is is_asked
+
+
 @pytest.mark.parametrize(
     ("roles", "cached"),
     [

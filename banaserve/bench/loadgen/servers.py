@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -183,11 +183,13 @@ def _wait_for_replicas(balancer: Server, count: int) -> None:
 
 
 @contextlib.contextmanager
-def vllm_server(model_path: str, served_name: str, *options: str) -> Iterator[Server]:
+def vllm_server(
+    model_path: str, served_name: str, *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """vLLM's own API server over one engine, as a user would start it."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", model_path, "--served-model-name", served_name]
-    with _started([*command, "--host", "127.0.0.1", *options], "vllm") as server:
+    with _started([*command, "--host", "127.0.0.1", *options], "vllm", environment) as server:
         yield server
 
 
@@ -204,9 +206,11 @@ def end_on_sigterm() -> None:
 
 
 @contextlib.contextmanager
-def _started(command: Sequence[str], name: str) -> Iterator[Server]:
+def _started(
+    command: Sequence[str], name: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     port = free_port()
-    environment = {"OMP_NUM_THREADS": "1", **ENVIRONMENT, **os.environ}
+    variables = {"OMP_NUM_THREADS": "1", **ENVIRONMENT, **os.environ, **(environment or {})}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         log_path = Path(folder) / f"{name}.log"
         with log_path.open("wb") as log:
@@ -214,7 +218,7 @@ def _started(command: Sequence[str], name: str) -> Iterator[Server]:
                 [*command, "--port", str(port)],
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env=variables,
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )

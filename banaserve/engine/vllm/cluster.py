@@ -42,6 +42,9 @@ from banaserve.types import (
 
 logger = logging.getLogger(__name__)
 _PROBE_INTERVAL_S = 0.5
+_QUIET_S = 0.9
+"""An engine that has said nothing for so long is asked: each question wakes it, which costs some
+milliseconds of an idle machine, and routing reads no report older than two seconds."""
 _PROBE_TIMEOUT_S = 5.0
 
 
@@ -133,6 +136,7 @@ class Cluster:
         are ended, and so started again.
         """
         watch = StallWatch(self._patience.stall_s, counts_work=is_on_cpu())
+        quiet_s = min(_QUIET_S, self._patience.stall_s / 2)
         # Nobody asks an idle engine before this begins, however long the others take to start.
         since_s = self._clock.now()
         while True:
@@ -146,7 +150,7 @@ class Cluster:
                 logger.warning("instance %s is ended: %s", instance.id, how)
                 instance.kill()
                 continue
-            if report is None or now_s - report.at_s > _PROBE_INTERVAL_S:
+            if report is None or now_s - report.at_s > quiet_s:
                 try:
                     await instance.probe(_PROBE_TIMEOUT_S)
                 except Exception:

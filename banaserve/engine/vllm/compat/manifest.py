@@ -665,6 +665,8 @@ _RUNNER = [
               "initialize_kv_cache(...)", hook=Hook.WRAPPED),
     *_methods("runner_hooks", "vllm.v1.worker.cpu_model_runner", "CPUModelRunner",
               "seeds with chunked prefill on CPU", "_sample(...)", hook=Hook.WRAPPED),
+    *_methods("runner_hooks", "vllm.v1.worker.cpu_model_runner", "CPUModelRunner",
+              "compiles the model and no more", "warming_up_model()", hook=Hook.WRAPPED),
     *_methods("runner_hooks", _GPU_RUNNER, "GPUModelRunner", "steps that lost KV",
               "execute_model(scheduler_output, ...)", "sample_tokens(grammar_output, ...)",
               hook=Hook.WRAPPED),

@@ -73,6 +73,11 @@ def wrap_kv_cache(runner_class: type[Any], around: Call) -> None:
     _wrap(runner_class, "initialize_kv_cache", around)
 
 
+def wrap_warm_up(runner_class: type[Any], around: Call) -> None:
+    """Run ``around`` where runners on a CPU run the model once, which compiles it."""
+    _wrap(runner_class, "warming_up_model", around)
+
+
 def wrap_output(output: Any, change: Callable[[Any], None]) -> None:
     """Call ``change`` with a step's output, once it is there if it is still being computed."""
     if not hasattr(output, "get_output"):

@@ -11,7 +11,9 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -51,16 +53,32 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
     compat.install_prompt_ending()
     if is_on_cpu():
         runner_class = runner_hooks.cpu_model_runner()
+        compile_model_alone(runner_class, config.model_config.enforce_eager)
         runner_hooks.rewind_discarded_draws(runner_class)
         time_hook = pacing.install(config, runner_class, instance_id)
         migration.install(config, runner_class, time_hook)
     else:
         migration.install(config, runner_hooks.gpu_model_runner(config))
-    if config.model_config.enforce_eager and is_on_cpu():
-        # vLLM still compiles parts of its sampler at their first use: all streams would wait 10 s
-        # for the first request with logprobs, and the engine would die where no compiler is.
-        torch.compiler.set_stance("force_eager")
     compat.run_engine_core(config, handshake_address)
+
+
+def compile_model_alone(runner_class: type[Any], is_eager: bool) -> None:
+    """Let no part of an engine compile but the model, and that only where it is to.
+
+    vLLM compiles parts of its sampler at their first use, with --enforce-eager too: all streams
+    would wait 10 s for the first request with logprobs, and the engine would die where no compiler
+    is. A model that is compiled ahead of time stays so, whatever the stance is.
+    """
+    if is_eager:
+        torch.compiler.set_stance("force_eager")
+        return
+
+    def warm_up(call: Callable[..., Any], *args: Any) -> Any:
+        done = call(*args)
+        torch.compiler.set_stance("force_eager")
+        return done
+
+    runner_hooks.wrap_warm_up(runner_class, warm_up)
 
 
 def run_guest(config: VllmConfig, address: GuestAddress) -> None:

@@ -1,0 +1,1 @@
+"""Two instances under the elastic policy beside two plain vLLM servers, on this machine's CPU."""

@@ -1,0 +1,235 @@
+"""Are two elastic instances ever slower than two plain vLLM servers behind a balancer?
+
+    python -m benchmarks elastic-cpu [--quick] [--routers FOLDER] [--json FILE]
+
+Real engines in real time on this machine's CPU, a thread each: ``banaserve serve --instances 2
+--elastic`` as it comes, against two of vLLM's own API servers behind round robin and behind prefix
+affinity. All get the same requests in turn, round by round: shared prefixes, chats, and prompts
+that share nothing; first with some conversations kept under way, which gives requests/s, then with
+arrivals at a part of that rate, which gives the time to first token. CPU seconds are those of
+all processes of a system, until it has come to rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from banaserve import models
+from banaserve.arguments import Parser, positive
+from banaserve.bench.datasets.items import Words
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.servers import end_on_sigterm
+from banaserve.bench.results import result
+from banaserve.bench.results.statistics import median
+from banaserve.errors import UserError
+from benchmarks.elastic_cpu.figures import OURS, PEERS, LoadSample, figures, table
+from benchmarks.elastic_cpu.loads import (
+    CONCURRENCY,
+    LOADS,
+    Load,
+    arrivals_s,
+    closed,
+    conversations,
+    opened,
+)
+from benchmarks.elastic_cpu.systems import Setup, SystemUnderTest, systems
+from benchmarks.script import run_script
+
+_KV_BYTES = 1 << 30
+_WARM_TRIES, _WARM_AGAIN_S = 40, 0.5
+Samples = dict[tuple[str, str], list[LoadSample]]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and write the result after each round; the exit code."""
+    given = _parse(argv)
+    end_on_sigterm()
+    asyncio.run(_measure(given, datetime.now(UTC)))
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m benchmarks elastic-cpu", description=__doc__)
+    add = parser.add_argument
+    add("--json", type=Path, help="write the result there")
+    add("--quick", action="store_true", help="one round of few requests, with --eager")
+    add("--rounds", type=positive, default=3)
+    add("--load", action="append", choices=tuple(LOADS), help="only these; repeat")
+    add("--dtype", default="float32", help="auto: vLLM's and banaserve's own choice")
+    add("--rate-fraction", type=float, default=0.6, help="of requests/s, for arrivals")
+    add("--eager", action="store_true", help="nobody compiles the model; both do by themselves")
+    add("--routers", type=Path, metavar="FOLDER", help="install vllm-router there and use it")
+    add("--serve-option", action="append", default=[], help="of banaserve serve, as --x=y")
+    add("--seed", type=int, default=0)
+    given = parser.parse_args(list(argv))
+    if given.quick:
+        given.rounds, given.eager = 1, True
+    given.load = given.load or list(LOADS)
+    return given
+
+
+def _setup(given: argparse.Namespace, model: models.ResolvedModel) -> Setup:
+    same = ["--kv-cache-memory-bytes", str(_KV_BYTES)]
+    if given.eager:
+        same.append("--enforce-eager")
+    if given.dtype != "auto":
+        same += ["--dtype", given.dtype]
+    return Setup(model, tuple(same), tuple(given.serve_option), given.routers)
+
+
+async def _measure(given: argparse.Namespace, started_at: datetime) -> None:
+    model = models.resolve(models.PACKAGED, None, lambda line: print(line, flush=True))
+    words = Words(Tokenizer.from_file(str(Path(model.path_or_id) / "tokenizer.json")))
+    began_s = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"{time.monotonic() - began_s:6.1f} s  {line}", flush=True)
+
+    say("starting one banaserve, two vLLM servers and two balancers")
+    samples: Samples = defaultdict(list)
+    loads = {name: LOADS[name].shortened() if given.quick else LOADS[name] for name in given.load}
+    with systems(_setup(given, model)) as running:
+        rates = {}
+        for name, load in loads.items():
+            rates[name] = await _warm(given, name, load, running, words, model.served_name)
+            say(f"{name}: arrivals at {rates[name]:.2f} conversations/s")
+        for number in range(given.rounds):
+            for name, load in loads.items():
+                key = f"{given.seed} {name} {number}"
+                # Another one is first in each round, for whatever grows or fades over it.
+                turn = number % len(running)
+                for one in [*running.values()][turn:] + [*running.values()][:turn]:
+                    sample = await _sample(one, load, rates[name], key, words, model.served_name)
+                    samples[name, one.name].append(sample)
+                    say(
+                        f"round {number + 1} of {given.rounds}, {name}, {one.name}: "
+                        f"{sample.requests_per_s:.2f} requests/s, TTFT {sample.ttft_s:.3f} s, "
+                        f"CPU {sample.cpu_s:.3f} s a request"
+                    )
+            ordered, decisions = _in_order(samples, running), running[OURS].decisions()
+            record = _result(given, started_at, number + 1, ordered, decisions)
+            if given.json is not None:
+                result.write(record, given.json)
+    Console(width=120).print(table(ordered))
+    result.deliver(record, given.json)
+
+
+def _result(
+    given: argparse.Namespace,
+    started_at: datetime,
+    rounds: int,
+    samples: Samples,
+    decisions: Mapping[str, float],
+) -> result.Result:
+    asked = {
+        key: value
+        for key, value in vars(given).items()
+        if key not in ("json", "seed", "routers", "rounds")
+    }
+    router = "vllm-router" if given.routers else "banaserve route"
+    return result.result(
+        "elastic-cpu",
+        seed=given.seed,
+        options={**asked, "rounds": rounds, "router": router},
+        started_at=started_at,
+        figures=figures(samples),
+        notes=_notes(router),
+        raw={"decisions": decisions},
+    )
+
+
+def _in_order(samples: Samples, running: Mapping[str, SystemUnderTest]) -> Samples:
+    loads = dict.fromkeys(load for load, _ in samples)
+    return {(load, name): samples[load, name] for load in loads for name in running}
+
+
+async def _warm(
+    given: argparse.Namespace,
+    name: str,
+    load: Load,
+    running: Mapping[str, SystemUnderTest],
+    words: Words,
+    model: str,
+) -> float:
+    """Sends all systems what is not counted; returns conversations/s for arrivals."""
+    speeds = []
+    for one in running.values():
+        what = conversations(load, -(-load.closed // 2), f"{given.seed} {name} warm", words)
+        one.empty_caches()
+        async with OpenAiClient(one.running.url, model) as client:
+            await _reached(client, what[0].questions[0])
+            began_s = time.monotonic()
+            _checked(await closed(client, what, CONCURRENCY))
+            speeds.append(len(what) / (time.monotonic() - began_s))
+        await one.settled_cpu_s()
+    return float(given.rate_fraction * median(speeds[-len(PEERS) :]))
+
+
+async def _reached(client: OpenAiClient, prompt: str) -> None:
+    """Return when a request comes through: a balancer may still look for its servers."""
+    call = CompletionCall("first", prompt=prompt, max_tokens=1)
+    for _ in range(_WARM_TRIES):
+        record = await client.send(call)
+        if record.error is None:
+            return
+        await asyncio.sleep(_WARM_AGAIN_S)
+    raise UserError(f"no request comes through: {record.error}")
+
+
+async def _sample(
+    one: SystemUnderTest, load: Load, rate_per_s: float, key: str, words: Words, model: str
+) -> LoadSample:
+    one.empty_caches()
+    busy = conversations(load, load.closed, f"{key} closed", words)
+    calm = conversations(load, load.open, f"{key} open", words)
+    async with OpenAiClient(one.running.url, model, return_token_ids=True) as client:
+        before_s = await one.settled_cpu_s()
+        began_s = time.monotonic()
+        kept = _checked(await closed(client, busy, CONCURRENCY))
+        took_s = time.monotonic() - began_s
+        at_s = arrivals_s(load.open, rate_per_s, key)
+        arrived = _checked(await opened(client, calm, at_s))
+        cpu_s = await one.settled_cpu_s() - before_s
+    records = [*kept, *arrived]
+    return LoadSample(
+        requests_per_s=len(kept) / took_s,
+        ttft_s=median([one.ttft_s for one in arrived if one.ttft_s is not None]),
+        cpu_s=cpu_s / len(records),
+        tokens=[record.token_ids for record in records],
+    )
+
+
+def _checked(records: list[RequestRecord]) -> list[RequestRecord]:
+    failed = next((record.error for record in records if record.error), None)
+    if failed is not None:
+        raise UserError(f"a request failed: {failed}")
+    return records
+
+
+def _notes(router: str) -> list[str]:
+    return [
+        "real engines, a thread each; banaserve serve --instances 2 --elastic with its defaults",
+        "ratios are of one round, against each of the two balancers; above 1 ours is better: "
+        "requests/s over theirs, their time to first token over ours, their CPU seconds over ours",
+        "cpu_ratio_min: the least of the medians of all requests_ratio and ttft_ratio",
+        f"balancer of the plain servers: {router}, round_robin and cache_aware; their prefix "
+        "caches are emptied before each pass, so both policies meet prompts that are new",
+        f"{CONCURRENCY} conversations kept under way; arrivals are Poisson; turns of a chat follow "
+        "each other at once and hold the answers that were given",
+        "decisions: changes of roles and step sizes, all of ours' requests, and those in two legs",
+        "equal_answers_fraction: answers with the tokens of round robin's, of the others' answers; "
+        "a chat whose answer differs goes on with another prompt",
+    ]
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,118 @@
+"""Figures of the comparison, from the passes of all rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from rich.table import Table
+
+from banaserve.bench.results.result import Figure, figure
+from banaserve.bench.results.statistics import median, paired_ratios
+
+OURS = "banaserve"
+PEERS = ("round-robin", "prefix-affinity")
+SYSTEMS = (OURS, *PEERS)
+
+
+class LoadSample(NamedTuple):
+    """What one system made of one load in one round.
+
+    Attributes:
+        requests_per_s: With conversations kept under way.
+        ttft_s: Median over the requests of conversations that arrived by themselves.
+        cpu_s: CPU seconds a request of all the system's processes, over both.
+        tokens: Of every answer.
+    """
+
+    requests_per_s: float
+    ttft_s: float
+    cpu_s: float
+    tokens: list[list[int]]
+
+
+Samples = Mapping[tuple[str, str], Sequence[LoadSample]]
+"""By load and system; one a round."""
+
+
+def figures(samples: Samples) -> dict[str, Figure]:
+    """Returns all figures; ratios are of one round, and above 1 ours is better."""
+    found: dict[str, Figure] = {}
+    least = []
+    for load in loads_of(samples):
+        for kind, ratios in (("requests", throughput_ratios), ("ttft", ttft_ratios)):
+            by_peer = {peer: ratios(samples, load, peer) for peer in PEERS}
+            for peer, values in by_peer.items():
+                found[f"{load}.{kind}_ratio.{peer}"] = figure(values, "ratio")
+            least.append(min(median(values) for values in by_peer.values()))
+    first = {"cpu_ratio_min": figure([min(least)], "ratio")}
+    for load in loads_of(samples):
+        for peer in PEERS:
+            found[f"{load}.cpu_seconds_ratio.{peer}"] = figure(
+                cpu_seconds_ratios(samples, load, peer), "ratio"
+            )
+        for system in SYSTEMS:
+            own = samples[load, system]
+            found[f"{load}.{system}.requests_per_s"] = figure(
+                [one.requests_per_s for one in own], "requests/s"
+            )
+            found[f"{load}.{system}.ttft"] = figure([one.ttft_s for one in own], "s")
+            found[f"{load}.{system}.cpu_per_request"] = figure([one.cpu_s for one in own], "s")
+    found["equal_answers_fraction"] = figure([equal_fraction(samples)], "fraction")
+    return first | found
+
+
+def loads_of(samples: Iterable[tuple[str, str]]) -> list[str]:
+    """Returns the names of the loads, in their order."""
+    return list(dict.fromkeys(load for load, _ in samples))
+
+
+def throughput_ratios(samples: Samples, load: str, peer: str) -> list[float]:
+    """Our requests/s over the peer's, round by round."""
+    return paired_ratios(
+        [one.requests_per_s for one in samples[load, OURS]],
+        [one.requests_per_s for one in samples[load, peer]],
+    )
+
+
+def ttft_ratios(samples: Samples, load: str, peer: str) -> list[float]:
+    """The peer's median time to first token over ours, round by round."""
+    return paired_ratios(
+        [one.ttft_s for one in samples[load, peer]], [one.ttft_s for one in samples[load, OURS]]
+    )
+
+
+def cpu_seconds_ratios(samples: Samples, load: str, peer: str) -> list[float]:
+    """CPU seconds a request of the peer over ours, round by round."""
+    return paired_ratios(
+        [one.cpu_s for one in samples[load, peer]], [one.cpu_s for one in samples[load, OURS]]
+    )
+
+
+def equal_fraction(samples: Samples) -> float:
+    """Answers that are those of round robin, token by token, of all the others'."""
+    pairs = [
+        (answer, theirs)
+        for load in loads_of(samples)
+        for system in SYSTEMS
+        if system != "round-robin"
+        for one, other in zip(samples[load, system], samples[load, "round-robin"], strict=True)
+        for answer, theirs in zip(one.tokens, other.tokens, strict=True)
+    ]
+    return sum(answer == theirs for answer, theirs in pairs) / len(pairs)
+
+
+def table(samples: Samples) -> Table:
+    """A row a load and system: medians over the rounds."""
+    shown = Table(title="medians over the rounds")
+    for heading in ("load", "system", "requests/s", "TTFT, s", "CPU s a request"):
+        shown.add_column(heading, justify="left" if heading in ("load", "system") else "right")
+    for (load, system), own in samples.items():
+        shown.add_row(
+            load,
+            system,
+            f"{median([one.requests_per_s for one in own]):.2f}",
+            f"{median([one.ttft_s for one in own]):.3f}",
+            f"{median([one.cpu_s for one in own]):.3f}",
+        )
+    return shown

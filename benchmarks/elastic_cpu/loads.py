@@ -1,0 +1,142 @@
+"""Loads of the comparison: conversations, each one question or several that follow each other."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from banaserve.bench.datasets.items import Words
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One kind of request.
+
+    Attributes:
+        prefix_tokens: That each prompt shares with others of its kind; 0 shares nothing.
+        num_prefixes: Different ones in a pass.
+        question_tokens: Mean, of each turn; lengths lie evenly within half of it.
+        turns: Of a conversation; each but the first begins with all that was said before.
+        closed, open: Conversations of a pass that keeps some under way, and of one that lets them
+            arrive.
+    """
+
+    prefix_tokens: int
+    num_prefixes: int
+    question_tokens: int
+    output_tokens: int
+    turns: int
+    closed: int
+    open: int
+
+    def shortened(self) -> Load:
+        """The same with a third of the conversations."""
+        return replace(self, closed=-(-self.closed // 3), open=-(-self.open // 3))
+
+
+LOADS = {
+    "shared-prefixes": Load(512, 4, 64, 16, 1, 20, 12),
+    "chats": Load(0, 0, 96, 16, 3, 8, 4),
+    "nothing-shared": Load(0, 0, 256, 16, 1, 16, 10),
+}
+CONCURRENCY = 4
+"""Conversations under way where some are kept so."""
+
+
+class Conversation(NamedTuple):
+    """Turns of one client; one turn alone is sent as a prompt, several as a chat."""
+
+    id: str
+    questions: tuple[str, ...]
+    output_tokens: int
+
+
+def conversations(load: Load, how_many: int, key: str, words: Words) -> list[Conversation]:
+    """Returns ``how_many``; equal keys give equal ones, and others share no prefix with them."""
+    draws = random.Random(key)
+    return [_conversation(load, f"{key} {n}", key, draws, words) for n in range(how_many)]
+
+
+def _conversation(
+    load: Load, own: str, shared: str, draws: random.Random, words: Words
+) -> Conversation:
+    prefix: list[int] = []
+    if load.num_prefixes:
+        which = draws.randrange(load.num_prefixes)
+        prefix = words.tokens(load.prefix_tokens, f"{shared} prefix {which}")
+    questions = []
+    for turn in range(load.turns):
+        half = load.question_tokens // 2
+        length = draws.randint(load.question_tokens - half, load.question_tokens + half)
+        asked = words.tokens(length, f"{own} turn {turn}")
+        questions.append(words.text([*prefix, *asked] if turn == 0 else asked))
+    return Conversation(own, tuple(questions), load.output_tokens)
+
+
+def arrivals_s(num_conversations: int, per_s: float, key: str) -> list[float]:
+    """Returns times of a Poisson process that begins with the first of them."""
+    draws, now_s, found = random.Random(f"{key} arrivals"), 0.0, []
+    for _ in range(num_conversations):
+        found.append(now_s)
+        now_s += draws.expovariate(per_s)
+    return found
+
+
+async def hold(client: OpenAiClient, conversation: Conversation) -> list[RequestRecord]:
+    """Has one conversation, each turn as soon as the one before is answered; stops at a failure."""
+    records: list[RequestRecord] = []
+    messages: list[dict[str, str]] = []
+    for turn, question in enumerate(conversation.questions):
+        messages.append({"role": "user", "content": question})
+        is_chat = len(conversation.questions) > 1
+        call = CompletionCall(
+            f"{conversation.id} {turn}",
+            prompt=None if is_chat else question,
+            messages=tuple(messages) if is_chat else (),
+            max_tokens=conversation.output_tokens,
+            extra={"ignore_eos": True},
+        )
+        record = await client.send(call)
+        records.append(record)
+        if record.error is not None:
+            break
+        messages.append({"role": "assistant", "content": record.text})
+    return records
+
+
+async def closed(
+    client: OpenAiClient, what: Sequence[Conversation], concurrency: int
+) -> list[RequestRecord]:
+    """Keeps ``concurrency`` conversations under way; returns the records, in their order."""
+    found: dict[int, list[RequestRecord]] = {}
+    waiting = iter(enumerate(what))
+
+    async def work() -> None:
+        for place, conversation in waiting:
+            found[place] = await hold(client, conversation)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(work())
+    return [record for place in range(len(what)) for record in found[place]]
+
+
+async def opened(
+    client: OpenAiClient, what: Sequence[Conversation], at_s: Sequence[float]
+) -> list[RequestRecord]:
+    """Begins each conversation at its time; returns the records, in their order."""
+    start_s = client.clock.now()
+
+    async def begin(conversation: Conversation, after_s: float) -> list[RequestRecord]:
+        await client.clock.sleep(max(0.0, start_s + after_s - client.clock.now()))
+        return await hold(client, conversation)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(begin(one, after_s)) for one, after_s in zip(what, at_s, strict=True)
+        ]
+    return [record for task in tasks for record in task.result()]

@@ -1,0 +1,139 @@
+"""Systems of the comparison, started and waiting for requests.
+
+The two plain vLLM servers stand behind two balancers, one a policy. Between two passes their
+prefix caches are emptied, so that each policy meets prompts that are new to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from banaserve.bench.loadgen.servers import (
+    Balanced,
+    Running,
+    Server,
+    banaserve_server,
+    command_server,
+    vllm_server,
+)
+from banaserve.errors import UserError
+from banaserve.models import ResolvedModel
+from benchmarks.elastic_cpu.figures import OURS, PEERS
+from benchmarks.router.peers import peer_command
+
+NUM_INSTANCES = 2
+_POLICIES = dict(zip(PEERS, ("round_robin", "cache_aware"), strict=True))
+_ROUTER = "vllm-router"
+_EMPTIES_CACHES = {"VLLM_SERVER_DEV_MODE": "1"}
+_QUIET_CORES = 0.1
+_LOOK_S = 0.5
+_LONGEST_LOOK_S = 20.0
+_RESET_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is started.
+
+    Attributes:
+        same: Options of every engine.
+        serve_options: Of banaserve beside those.
+        routers: Folder of other routers' environments; None takes ``banaserve route``.
+    """
+
+    model: ResolvedModel
+    same: tuple[str, ...]
+    serve_options: tuple[str, ...]
+    routers: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class SystemUnderTest:
+    """A system that runs; ``plain`` are the vLLM servers below it, whose caches can be emptied."""
+
+    name: str
+    running: Running
+    plain: tuple[Server, ...] = ()
+
+    def empty_caches(self) -> None:
+        """Forget the prefixes of plain servers. Blocking.
+
+        Raises:
+            UserError: One does not do it.
+        """
+        for server in self.plain:
+            asked = urllib.request.Request(f"{server.url}/reset_prefix_cache", method="POST")
+            try:
+                urllib.request.urlopen(asked, timeout=_RESET_S).close()
+            except (urllib.error.URLError, OSError) as error:
+                raise UserError(f"a vLLM server keeps its prefix cache: {error}") from error
+
+    def decisions(self) -> dict[str, float]:
+        """What the elastic policy has done so far; empty for those that have none."""
+        server = self.running
+        if not isinstance(server, Server):
+            return {}
+        return {
+            "changes": server.metric("banaserve_orchestrator_steps_total", ending="done"),
+            "requests": server.metric("banaserve_requests_total"),
+            "two_legs": server.metric("banaserve_requests_total", way="two_legs"),
+        }
+
+    async def settled_cpu_s(self) -> float:
+        """CPU seconds so far, once what the last requests have set off has come to rest."""
+        until_s = time.monotonic() + _LONGEST_LOOK_S
+        before_s = self.running.cpu_s()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now_s = self.running.cpu_s()
+            if now_s - before_s < _QUIET_CORES * _LOOK_S or time.monotonic() > until_s:
+                return now_s
+            before_s = now_s
+
+
+@contextlib.contextmanager
+def systems(setup: Setup) -> Iterator[Mapping[str, SystemUnderTest]]:
+    """Starts all of them; they run side by side, and those that get no requests rest.
+
+    Raises:
+        UserError: One does not start.
+    """
+    model, found = setup.model, {}
+    with contextlib.ExitStack() as stack:
+        ours = banaserve_server(
+            model.served_name,
+            *("--instances", str(NUM_INSTANCES), "--elastic", "--threads-per-instance", "1"),
+            *setup.same,
+            *setup.serve_options,
+        )
+        found[OURS] = SystemUnderTest(OURS, stack.enter_context(ours))
+        plain = tuple(
+            stack.enter_context(
+                vllm_server(
+                    model.path_or_id, model.served_name, *setup.same, environment=_EMPTIES_CACHES
+                )
+            )
+            for _ in range(NUM_INSTANCES)
+        )
+        for name, policy in _POLICIES.items():
+            command = _balancer(setup.routers, policy, [server.url for server in plain])
+            balancer = stack.enter_context(command_server(command, name))
+            found[name] = SystemUnderTest(name, Balanced(balancer, plain), plain)
+        yield found
+
+
+def _balancer(routers: Path | None, policy: str, urls: Sequence[str]) -> list[str]:
+    if routers is not None:
+        return peer_command(routers, _ROUTER, policy, urls)
+    command = [sys.executable, "-m", "banaserve", "route", "--policy", policy]
+    for url in urls:
+        command += ["--replica", url]
+    return command
