@@ -1,4 +1,4 @@
-"""Whether engines on a CPU compile the model, as plain vLLM does, or run it layer by layer."""
+"""Choice of whether engines on a CPU compile the model, as plain vLLM does, or run it by layers."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from benchmarks.elastic_cpu.figures import OURS, PEERS, LoadSample, figures, tab
 from benchmarks.elastic_cpu.loads import (
     CONCURRENCY,
     LOADS,
-    Load,
+    ChatLoad,
     arrivals_s,
     closed,
     conversations,
@@ -155,7 +155,7 @@ def _in_order(samples: Samples, running: Mapping[str, SystemUnderTest]) -> Sampl
 async def _warm(
     given: argparse.Namespace,
     name: str,
-    load: Load,
+    load: ChatLoad,
     running: Mapping[str, SystemUnderTest],
     words: Words,
     model: str,
@@ -186,7 +186,7 @@ async def _reached(client: OpenAiClient, prompt: str) -> None:
 
 
 async def _sample(
-    one: SystemUnderTest, load: Load, rate_per_s: float, key: str, words: Words, model: str
+    one: SystemUnderTest, load: ChatLoad, rate_per_s: float, key: str, words: Words, model: str
 ) -> LoadSample:
     one.empty_caches()
     busy = conversations(load, load.closed, f"{key} closed", words)

@@ -13,7 +13,7 @@ from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, Request
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ChatLoad:
     """One kind of request.
 
     Attributes:
@@ -33,15 +33,15 @@ class Load:
     closed: int
     open: int
 
-    def shortened(self) -> Load:
+    def shortened(self) -> ChatLoad:
         """The same with a third of the conversations."""
         return replace(self, closed=-(-self.closed // 3), open=-(-self.open // 3))
 
 
 LOADS = {
-    "shared-prefixes": Load(512, 4, 64, 16, 1, 20, 12),
-    "chats": Load(0, 0, 96, 16, 3, 8, 4),
-    "nothing-shared": Load(0, 0, 256, 16, 1, 16, 10),
+    "shared-prefixes": ChatLoad(512, 4, 64, 16, 1, 20, 12),
+    "chats": ChatLoad(0, 0, 96, 16, 3, 8, 4),
+    "nothing-shared": ChatLoad(0, 0, 256, 16, 1, 16, 10),
 }
 CONCURRENCY = 4
 """Conversations under way where some are kept so."""
@@ -55,14 +55,14 @@ class Conversation(NamedTuple):
     output_tokens: int
 
 
-def conversations(load: Load, how_many: int, key: str, words: Words) -> list[Conversation]:
+def conversations(load: ChatLoad, how_many: int, key: str, words: Words) -> list[Conversation]:
     """Returns ``how_many``; equal keys give equal ones, and others share no prefix with them."""
     draws = random.Random(key)
     return [_conversation(load, f"{key} {n}", key, draws, words) for n in range(how_many)]
 
 
 def _conversation(
-    load: Load, own: str, shared: str, draws: random.Random, words: Words
+    load: ChatLoad, own: str, shared: str, draws: random.Random, words: Words
 ) -> Conversation:
     prefix: list[int] = []
     if load.num_prefixes:

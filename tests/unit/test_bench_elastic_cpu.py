@@ -10,7 +10,7 @@ import pytest
 from banaserve.bench.loadgen.client import CompletionCall, RequestRecord
 from benchmarks.elastic_cpu import loads
 from benchmarks.elastic_cpu.figures import OURS, SYSTEMS, LoadSample, figures, table
-from benchmarks.elastic_cpu.loads import LOADS, Conversation, Load, arrivals_s, conversations
+from benchmarks.elastic_cpu.loads import LOADS, ChatLoad, Conversation, arrivals_s, conversations
 
 
 class NumberedWords:
@@ -77,7 +77,7 @@ def test_prompts_of_one_prefix_share_it_and_no_more() -> None:
 
 
 def test_a_short_run_has_a_third_of_each_and_never_none() -> None:
-    load = Load(0, 0, 8, 4, 3, 9, 1).shortened()
+    load = ChatLoad(0, 0, 8, 4, 3, 9, 1).shortened()
     assert (load.closed, load.open, load.turns) == (3, 1, 3)
 
 

@@ -20,7 +20,7 @@ FOLDERS = ("banaserve", "benchmarks", "csrc", "docs", "tests")
 OTHERS = {
     *("--extra-index-url", "--no-deps", "--no-build-isolation", "--require-hashes", "--dtype"),
     *("--kv-transfer-config", "--scheduler-cls", "--ssl-certfile"),
-    "--enable-prompt-tokens-details",
+    *("--enable-prompt-tokens-details", "--enforce-eager", "--no-enforce-eager"),
     # Of the checker of another vLLM, which is no command.
     *("--only-breaks", "--cache"),
     "--page",  # of a benchmark, whose options are its own
