@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from banaserve.costs import profile as profiles
 from banaserve.elastic.arrangement import Arrangement, arrangements
@@ -74,8 +74,8 @@ class Variant(NamedTuple):
         system: Attributes of ``System``, as the routing and its options.
     """
 
-    options: Mapping[str, object] = {}
-    system: Mapping[str, object] = {}
+    options: Mapping[str, Any] = {}
+    system: Mapping[str, Any] = {}
 
 
 WHOLE = Variant()
