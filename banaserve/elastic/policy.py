@@ -367,9 +367,8 @@ _MOVED_FROM = 3
 
 _MOVES_KEPT = 2
 
-_HOME_CERTAINTY = 2.0
-_LOOKS_FOR_HOME = 3
-"""In a row, at which having modules at home must be better by so many deviations of chance."""
+_LOOKS_FOR_HOME = 2
+"""In a row, at which modules away cannot bring anything."""
 
 
 class _Search:
@@ -421,10 +420,11 @@ class _Search:
         return self._chosen(stay, found)
 
     def homeward(self, num_for_home: int) -> Decision:
-        """Only whether modules that are away should come home: several looks must say so in a row.
+        """Only whether modules that are away should come home: two looks must say so in a row.
 
-        Under a load that stays the same there are many looks, and one may err. In an overload
-        nothing brings anything, and that is no reason for a change.
+        They should where they could not bring half of what any change must, by the same bound for
+        which modules leave, and the forecast loses nothing by it. In an overload the forecast
+        alone would say that nothing brings anything; the bound says that hosts lack time and room.
 
         Args:
             num_for_home: Looks that have said so by now.
@@ -432,11 +432,13 @@ class _Search:
         if not self._away:
             return Decision((), (), 0.0, None, "the load is what it was")
         stay, home = Wanted(self._present), Wanted(self._present, self._away)
-        held, back = self._told(stay), self._told(home)
+        held, back = self._told(stay), self._told(home, watch=True)
         gain = back.mean - held.mean
+        moves = [modules.PlannedMove(one.host, one.guest, one.module) for one in self._away]
+        bound = modules.bound_of(moves, back.use, (), self._profile)
         shown = (Candidate(str(stay), held.mean), Candidate(str(home), back.mean))
-        if gain <= max(0.0, _HOME_CERTAINTY * chance_of(back, held)):
-            return Decision((), shown, 0.0, None, f"{stay}: nothing is better")
+        if bound > self._options.margin / 2 or gain < -self._least(held) / 2:
+            return Decision((), shown, 0.0, None, f"{stay}: modules may bring {bound:.3f}")
         if num_for_home + 1 < _LOOKS_FOR_HOME:
             memory = LoadMemory(0.0, 0.0, num_for_home=num_for_home + 1)
             return Decision((), shown, gain, memory, f"{home}, if it stays so")
@@ -545,8 +547,8 @@ class _Search:
         wanted.sort(key=lambda one: -self._forecast(one, short).mean)
         return {one: self._told(one) for one in wanted[:_MOVES_KEPT]}
 
-    def _told(self, wanted: Wanted) -> Forecast:
-        return self._forecast(wanted, self._future, watch=bool(self._options.kinds))
+    def _told(self, wanted: Wanted, *, watch: bool = False) -> Forecast:
+        return self._forecast(wanted, self._future, watch=watch or bool(self._options.kinds))
 
     def _forecast(
         self, wanted: Wanted, future: Sequence[FutureRequest], *, watch: bool = False

@@ -74,7 +74,7 @@ class Variant(NamedTuple):
         system: Attributes of ``System``, as the routing and its options.
     """
 
-    options: Mapping[str, object] = {}
+    options: Mapping[str, Any] = {}
     system: Mapping[str, Any] = {}
 
 

@@ -190,9 +190,9 @@ def test_a_plan_that_is_under_way_is_not_planned_over() -> None:
     )
 
 
-@pytest.mark.parametrize(("rate_per_s", "is_home"), [(0.3, True), (7.0, False)])
+@pytest.mark.parametrize(("rate_per_s", "is_home"), [(0.3, True), (7.0, False), (20.0, False)])
 def test_a_known_load_is_asked_whether_modules_still_pay(rate_per_s, is_home) -> None:
-    """Under a load that stays the same nothing else is looked at."""
+    """Nothing else is looked at; an overload, in which nothing brings much, changes nothing."""
     options = ElasticOptions(ttft_s=3.0, tpot_s=0.2)
     heads = Module(0, 40, tuple(range(24, 40)))
     gone = (away("d0", "p0", heads, held=27_000_000_000),)
