@@ -20,6 +20,7 @@ FOLDERS = ("banaserve", "benchmarks", "csrc", "docs", "tests")
 OTHERS = {
     *("--extra-index-url", "--no-deps", "--no-build-isolation", "--require-hashes", "--dtype"),
     *("--kv-transfer-config", "--scheduler-cls", "--ssl-certfile"),
+    *("--enforce-eager", "--no-enforce-eager"),
     "--enable-prompt-tokens-details",
     # Of the checker of another vLLM, which is no command.
     *("--only-breaks", "--cache"),
