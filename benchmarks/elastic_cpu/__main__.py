@@ -220,7 +220,8 @@ def _notes(router: str) -> list[str]:
         "real engines, a thread each; banaserve serve --instances 2 --elastic with its defaults",
         "ratios are of one round, against each of the two balancers; above 1 ours is better: "
         "requests/s over theirs, their time to first token over ours, their CPU seconds over ours",
-        "cpu_ratio_min: the least of the medians of all requests_ratio and ttft_ratio",
+        "cpu_ratio_min: the least of the medians of all requests_ratio and ttft_ratio; "
+        "cpu_seconds_ratio_min: of all cpu_seconds_ratio",
         f"balancer of the plain servers: {router}, round_robin and cache_aware; their prefix "
         "caches are emptied before each pass, so both policies meet prompts that are new",
         f"{CONCURRENCY} conversations kept under way; arrivals are Poisson; turns of a chat follow "

@@ -43,6 +43,8 @@ def test_each_metric_counts_against_its_better_peer() -> None:
     assert found["chats.ttft_ratio.prefix-affinity"].samples == pytest.approx([1.2, 1.2])
     assert found["chats.cpu_seconds_ratio.round-robin"].samples == pytest.approx([1.5, 1.5])
     assert found["cpu_ratio_min"].median == pytest.approx(0.8)
+    assert found["chats.cpu_seconds_ratio.prefix-affinity"].samples == pytest.approx([0.5, 0.5])
+    assert found["cpu_seconds_ratio_min"].median == pytest.approx(0.5)
     assert found["equal_answers_fraction"].median == pytest.approx(3 / 4)
     assert table(samples).row_count == 3
 
