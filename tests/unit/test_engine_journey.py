@@ -21,7 +21,12 @@ from vllm.v1.metrics.stats import IterationStats
 
 from banaserve.clock import WallClock
 from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.disagg_request import EnginesDiedError, RequestContext, run_request
+from banaserve.engine.vllm.disagg_request import (
+    EnginesDiedError,
+    Prediction,
+    RequestContext,
+    run_request,
+)
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
 from banaserve.types import InstanceId, Route
 
@@ -300,3 +305,41 @@ async def test_several_sequences_have_a_deadline_whoever_reads_them() -> None:
     with pytest.raises(GracefulHTTPError, match="--request-timeout"):
         await reader.read()
     assert engine.generated == ["r"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefill", "wanted"),
+    [
+        (RequestOutputKind.DELTA, None, {("ttft", "one_leg"): 2.0, ("tpot", "one_leg"): 0.5}),
+        (RequestOutputKind.DELTA, "p0", {("ttft", "two_legs"): 2.0, ("tpot", "two_legs"): 0.5}),
+        (RequestOutputKind.FINAL_ONLY, None, {}),
+    ],
+)
+async def test_predictions_are_held_against_what_a_stream_shows(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: RequestOutputKind,
+    prefill: str | None,
+    wanted: dict[tuple[str, str], float],
+) -> None:
+    """Predicted 2 s and 0.1 s; the first output comes after 1 s, four more tokens in 0.8 s."""
+    now_s, seen = [100.0], {}
+    loop = SimpleNamespace(time=lambda: now_s[0])
+    monkeypatch.setattr(
+        "banaserve.engine.vllm.disagg_request.asyncio.get_running_loop", lambda: loop
+    )
+    monkeypatch.setattr(
+        "banaserve.engine.vllm.disagg_request.metrics.PREDICTED",
+        SimpleNamespace(
+            labels=lambda *names: SimpleNamespace(
+                observe=lambda ratio: seen.update({names: pytest.approx(ratio)})
+            )
+        ),
+    )
+    given = job(SamplingParams(max_tokens=10, output_kind=kind))
+    given.prediction = Prediction.of(Route(prefill, InstanceId("d0"), "", 2.0, 0.1))
+    for at_s, num_tokens, is_last in ((101.0, 1, False), (101.8, 5, True)):
+        now_s[0] = at_s
+        monkeypatch.setattr(RequestContext, "num_output_tokens", num_tokens)
+        text = SimpleNamespace(text="", token_ids=[0], finish_reason=None)
+        given.send(SimpleNamespace(outputs=[text], finished=is_last, num_cached_tokens=0), "decode")
+    assert seen == wanted

@@ -227,9 +227,13 @@ class RequestContext:
         return output
 
     def _compare(self, output: RequestOutput) -> None:
-        """Hold what was predicted against what has come, where it ran as it was routed first."""
-        prediction = self.prediction
-        if prediction is None:
+        """Hold what was predicted against what has come, where it ran as it was routed first.
+
+        An answer that is not streamed tells nothing of its tokens' times.
+        """
+        prediction, params = self.prediction, self.request.sampling_params
+        is_streamed = params is not None and params.output_kind is not RequestOutputKind.FINAL_ONLY
+        if prediction is None or not is_streamed:
             return
         now_s = asyncio.get_running_loop().time()
         if self.num_sent == 1:

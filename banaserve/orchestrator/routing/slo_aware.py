@@ -228,7 +228,8 @@ def _candidate(
     factor: float,
 ) -> LegCandidate:
     ttft_ratio = ttft_s / s.limits.ttft_s if s.limits.ttft_s else 0.0
-    ratio = max(ttft_ratio, tokens.tpot_s / s.limits.tpot_s if s.limits.tpot_s else 0.0)
+    has_tokens = s.leg.output > 1 and s.limits.tpot_s
+    ratio = max(ttft_ratio, tokens.tpot_s / s.limits.tpot_s if has_tokens else 0.0)
     own = 1 - (1 - missed(ttft_ratio)) * (1 - tokens.missed)
     excess = own + options.late_weight * max(0.0, ratio - 1) + harm.excess
     latency_s = ttft_s + tokens.tpot_s * max(0.0, s.leg.output - 1) + harm.delay_s
