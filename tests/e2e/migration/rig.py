@@ -140,11 +140,21 @@ class Rig:
 
     def guest(self) -> str:
         """A guest that holds nothing: one that earlier tests have done with, or a new one."""
-        guest_id = self._idle.pop() if self._idle else self.new_guest()
+        guest_id = self._idle_guest() or self.new_guest()
         if guest_id not in self._lent:
             self._lent.append(guest_id)
         self.do("usage", guest_id)  # counts from here on
         return guest_id
+
+    def _idle_guest(self) -> str | None:
+        """One of those given back; not one that a test has killed and the host still thought of
+        as ready, until it was asked."""
+        while self._idle:
+            guest_id = self._idle.pop()
+            if self.lives(guest_id) and not self.ask("usage", guest_id)["error"]:
+                return guest_id
+            self.ask("detach", guest_id)
+        return None
 
     def give_back(self, guest_id: str) -> None:
         """What ``guest`` has lent holds nothing any more: others may have it."""
