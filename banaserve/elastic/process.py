@@ -17,7 +17,9 @@ from typing import BinaryIO
 
 import msgspec
 
-from banaserve.elastic.policy import Decision, ElasticOptions, Situation, decide
+from banaserve.elastic.decision import Decision, Situation
+from banaserve.elastic.options import ElasticOptions
+from banaserve.elastic.policy import decide
 from banaserve.errors import NoAnswerError
 
 _LENGTH = struct.Struct("<I")

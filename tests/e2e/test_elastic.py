@@ -16,6 +16,7 @@ from banaserve.controller.schemas import RoleRequest
 from banaserve.engine.interface import RoleChange
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
+from depth import IS_LONG
 
 pytestmark = pytest.mark.e2e
 
@@ -25,7 +26,7 @@ SERVE_OPTIONS = (
     *("--max-num-batched-tokens", "1024", "--max-num-seqs", "32", "--orchestrator", "off"),
     *("--routing-policy", "slo_aware", "--slo-ttft", "1", "--slo-tpot", "0.1"),
 )
-NUM_CHANGES = 100
+NUM_CHANGES = 100 if IS_LONG else 40
 NUM_STREAMS = 16
 
 

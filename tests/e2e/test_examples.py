@@ -20,18 +20,13 @@ SMALL = ("--kv-cache-memory-bytes", str(512 << 20))
 DEADLINE_S = 400
 
 
-def ran(name: str, *options: str) -> str:
+def ran(name: str, *options: str, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *options],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
-        # An engine that is forked does not import again what its parent has.
-        env={
-            **os.environ,
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-        },
+        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **environment},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -83,7 +78,9 @@ def test_one_to_one_is_served_from_python(free_port: Callable[[], int]) -> None:
 
 def test_a_second_vllm_reads_what_the_first_has_computed(free_port: Callable[[], int]) -> None:
     light = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048")
-    shown = ran("connector_only.py", *SMALL, *light, "--port", str(free_port()))
+    # One process less that imports vLLM again: the worker is in the engine's, if both say so.
+    light += ("--distributed-executor-backend", "uni", "--port", str(free_port()))
+    shown = ran("connector_only.py", *SMALL, *light, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     cached = re.findall(r"(\w+) server: (\d+) of (\d+) prompt tokens cached", shown)
     assert [name for name, *_ in cached] == ["first", "second"]
     (_, first, _), (_, second, num_tokens) = cached

@@ -16,19 +16,12 @@ import pytest
 from banaserve.costs import profile as profiles
 from banaserve.elastic import process as processes
 from banaserve.elastic.arrangement import Arrangement, arrangement_of, arrangements, assign
+from banaserve.elastic.decision import Decision, LoadMemory, Situation
 from banaserve.elastic.forecast import ServiceLimits, forecast, future_of
 from banaserve.elastic.load import load_stats
-from banaserve.elastic.planning import changes_of
-from banaserve.elastic.policy import (
-    Change,
-    Decision,
-    Elastic,
-    ElasticOptions,
-    LoadMemory,
-    Situation,
-    decide,
-    plan_of,
-)
+from banaserve.elastic.options import ElasticOptions
+from banaserve.elastic.planning import Change, changes_of
+from banaserve.elastic.policy import Elastic, decide, plan_of
 from banaserve.elastic.process import DecisionProcess
 from banaserve.errors import UserError
 from banaserve.orchestrator.migration import registry

@@ -14,7 +14,9 @@ from banaserve.costs import profile as profiles
 from banaserve.costs.profile import Profile
 from banaserve.elastic import modules
 from banaserve.elastic.arrangement import Arrangement, arrangements
+from banaserve.elastic.decision import Decision, LoadMemory, Situation
 from banaserve.elastic.forecast import InstanceUse
+from banaserve.elastic.options import ElasticOptions
 from banaserve.elastic.planning import (
     Ledger,
     Wanted,
@@ -23,15 +25,7 @@ from banaserve.elastic.planning import (
     must_return,
     steps_of,
 )
-from banaserve.elastic.policy import (
-    Decision,
-    Elastic,
-    ElasticOptions,
-    LoadMemory,
-    Situation,
-    decide,
-    plan_of,
-)
+from banaserve.elastic.policy import Elastic, decide, plan_of
 from banaserve.errors import UserError
 from banaserve.orchestrator.migration import registry
 from banaserve.orchestrator.model.calibration import StepWork

@@ -15,7 +15,7 @@ from banaserve.bench.serving.timeline import decisions_of
 from banaserve.controller.loop import ControllerOptions
 from banaserve.controller.schemas import DecisionRecord, StepRecord, WantedStep
 from banaserve.controller.time_scaling import dilated
-from banaserve.elastic.policy import ElasticOptions
+from banaserve.elastic.options import ElasticOptions
 from banaserve.errors import UserError
 from banaserve.orchestrator.control import ControlLimits as ControlLimits
 from banaserve.orchestrator.migration import registry

@@ -12,8 +12,8 @@ pytest.importorskip("vllm")
 from banaserve.api import serving
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.elastic.arrangement import arrangements
+from banaserve.elastic.options import ElasticOptions
 from banaserve.elastic.planning import changes_of
-from banaserve.elastic.policy import ElasticOptions
 from banaserve.engine.vllm import cluster as clusters
 from banaserve.engine.vllm.cluster import Cluster, ClusterTimeouts
 from banaserve.engine.vllm.compat.engine import EngineDeadError

@@ -1,0 +1,262 @@
+"""Search for the best arrangement: forecasts of all candidates on the same requests.
+
+Roles and step sizes over a short stretch first, the best of them over a long one, then layers and
+heads that could leave in the best arrangements found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import sqrt
+
+from banaserve.costs import profile as profiles
+from banaserve.elastic import modules
+from banaserve.elastic.arrangement import arrangement_of, arrangements
+from banaserve.elastic.decision import Candidate, Decision, LoadMemory, Situation
+from banaserve.elastic.forecast import Forecast, FutureRequest, forecast, future_of
+from banaserve.elastic.options import ElasticOptions
+from banaserve.elastic.planning import (
+    Wanted,
+    changes_of,
+    modelled,
+    must_return,
+    placements_of,
+    steps_of,
+)
+from banaserve.sim.system import System
+
+_MOVED_FROM = 3
+"""Arrangements from which modules are looked at."""
+
+_MOVES_KEPT = 2
+
+_LOOKS_FOR_HOME = 2
+"""In a row, at which modules away cannot bring anything."""
+
+
+class Search:
+    """Forecasts of every arrangement on the same requests."""
+
+    def __init__(self, situation: Situation, since_s: float, options: ElasticOptions) -> None:
+        self._options = options
+        self._profile = profiles.load(options.profile)
+        self._views = modelled(situation.instances, self._profile.facts)
+        self._present = arrangement_of(self._views)
+        self._away = placements_of(self._views)
+        self._bounds: list[Candidate] = []
+        self._system = System(
+            kind="banaserve",
+            colocated=len(self._views),
+            handover="store",
+            routing=options.routing,
+            routing_options=options.routing_options,
+            overlap_fraction=None,
+            attention_fraction=None,
+        )
+        now_s, requests = situation.now_s, situation.requests
+        since_s = max(since_s, now_s - options.window_s)
+        lately = [one for one in requests if one.arrival_s >= since_s]
+        if len(lately) > options.max_requests:
+            since_s = lately[-options.max_requests].arrival_s
+        self._num_under_way = sum(one.end_s is None for one in requests)
+        self._future = future_of(
+            requests,
+            since_s,
+            now_s,
+            options.horizon_s / options.dilation,
+            options.max_requests,
+            options.dilation,
+        )
+
+    def best(self) -> Decision:
+        """All arrangements over a short stretch, then the best of them over a long one.
+
+        Then modules that could leave, in the best arrangements found.
+        """
+        stay = Wanted(self._present)
+        held = self._told(stay)
+        others = self._screened(self._arranged())
+        if self._away:
+            others = list(dict.fromkeys((Wanted(self._present, self._away), *others)))
+        found = {stay: held} | {other: self._told(other) for other in others}
+        found |= self._moved(found)
+        return self._chosen(stay, found)
+
+    def homeward(self, num_for_home: int) -> Decision:
+        """Only whether modules that are away should come home: two looks must say so in a row.
+
+        They should where they could not bring half of what any change must, by the same bound for
+        which modules leave, and the forecast loses nothing by it. In an overload the forecast
+        alone would say that nothing brings anything; the bound says that hosts lack time and room.
+
+        Args:
+            num_for_home: Looks that have said so by now.
+        """
+        if not self._away:
+            return Decision((), (), 0.0, None, "the load is what it was")
+        stay, home = Wanted(self._present), Wanted(self._present, self._away)
+        held, back = self._told(stay), self._told(home, watch=True)
+        gain = back.mean - held.mean
+        moves = [modules.PlannedMove(one.host, one.guest, one.module) for one in self._away]
+        bound = modules.bound_of(moves, back.use, (), self._profile)
+        shown = (Candidate(str(stay), held.mean), Candidate(str(home), back.mean))
+        if bound > self._options.margin / 2 or gain < -self._least(held) / 2:
+            return Decision((), shown, 0.0, None, f"{stay}: modules may bring {bound:.3f}")
+        if num_for_home + 1 < _LOOKS_FOR_HOME:
+            memory = LoadMemory(0.0, 0.0, num_for_home=num_for_home + 1)
+            return Decision((), shown, gain, memory, f"{home}, if it stays so")
+        return Decision((), shown, gain, None, str(home), self._away)
+
+    def _chosen(self, stay: Wanted, found: dict[Wanted, Forecast]) -> Decision:
+        """The best of ``found``, if that is clearly better than what there is."""
+        options, held = self._options, found[stay]
+        least = self._least(held)
+        shown = [Candidate(str(one), told.mean) for one, told in found.items()]
+        shown += self._bounds
+        worth = {one: told.mean - self._handicap(one, least) for one, told in found.items()}
+        best = max(found, key=lambda one: worth[one])
+        gain = found[best].mean - held.mean
+        reason = str(best)
+        home = Wanted(self._present, self._away)
+        if best not in (stay, home) and gain < max(
+            least, options.certainty * chance_of(found[best], held)
+        ):
+            reason = f"{best} would be better by {gain:.3f} only"
+            best = home if worth.get(home, worth[stay]) > worth[stay] else stay
+        elif best == stay:
+            reason = f"{stay}: nothing is better"
+        if best == stay:
+            return Decision((), shown, max(0.0, gain), None, reason)
+        if best == home:
+            return Decision((), shown, max(0.0, gain), None, str(home), self._away)
+        return Decision(
+            changes_of(best.arrangement, self._views, options.feasible),
+            shown,
+            gain,
+            None,
+            reason,
+            best.returns,
+            best.moves,
+        )
+
+    def _least(self, held: Forecast) -> float:
+        """Least gain for which anything changes; where no arrangement can do much, it is much."""
+        return self._options.margin * max(abs(held.mean), self._options.margin)
+
+    def _handicap(self, one: Wanted, least: float) -> float:
+        """What modules away must bring: to leave more than to stay away, so that none goes and
+        comes."""
+        if one.moves:
+            return least
+        return least / 2 if len(one.returns) < len(self._away) else 0.0
+
+    def _arranged(self) -> list[Wanted]:
+        """Everything but what there is, each with modules away as now and with all at home."""
+        options, views = self._options, self._views
+        found: list[Wanted] = []
+        for one in arrangements(len(views), options.step_sizes):
+            if one == self._present:
+                found.append(Wanted(one, self._away))
+            elif options.roles == "any" or one[:3] == self._present[:3]:
+                kept = must_return(one, views, self._away)
+                found += [Wanted(one, kept), Wanted(one, self._away)]
+        return [one for one in dict.fromkeys(found) if one != Wanted(self._present)]
+
+    def _screened(self, others: list[Wanted]) -> list[Wanted]:
+        """The best of ``others`` over a short stretch.
+
+        Where they are many, their roles first, in steps of one size and over half of it.
+        """
+        options = self._options
+        short = self._future[: self._num_under_way + options.screened_requests]
+        if len(others) <= options.kept or len(short) == len(self._future):
+            return others
+
+        def best_of(some: Iterable[Wanted], future: Sequence[FutureRequest]) -> list[Wanted]:
+            found = sorted(some, key=lambda one: -self._forecast(one, future).mean)
+            return found[: options.kept]
+
+        if len(others) >= options.coarse:
+            by_roles: dict[tuple[int, ...], list[Wanted]] = {}
+            for one in others:
+                by_roles.setdefault(one.arrangement[:3], []).append(one)
+            middle = [sizes[len(sizes) // 2] for sizes in by_roles.values()]
+            half = short[: self._num_under_way + options.screened_requests // 2]
+            roles = {one.arrangement[:3] for one in best_of(middle, half)}
+            others = [one for one in others if one.arrangement[:3] in roles]
+        return best_of(others, short)
+
+    def _moved(self, found: dict[Wanted, Forecast]) -> dict[Wanted, Forecast]:
+        """The best arrangements found with modules moved, those that the cost model speaks for."""
+        options = self._options
+        bounded: list[tuple[float, Wanted]] = []
+        for one in sorted(found, key=lambda other: -found[other].mean)[:_MOVED_FROM]:
+            gone = set(one.returns)
+            kept = [placement for placement in self._away if placement not in gone]
+            views = {view.id: view for view in self._views}
+            for some in modules.candidates(
+                options.kinds, found[one].use, views, kept, self._profile
+            ):
+                bounded.append((some.bound, one._replace(moves=some.moves)))
+        bounded.sort(key=lambda pair: -pair[0])
+        worth_it = [pair for pair in bounded if pair[0] > options.margin][: options.tried_moves]
+        for bound, one in bounded:
+            if (bound, one) not in worth_it:
+                self._bounds.append(Candidate(str(one), bound, is_forecast=False))
+        if not worth_it:
+            return {}
+        short = self._future[: self._num_under_way + options.screened_requests]
+        wanted = [one for _, one in worth_it]
+        wanted.sort(key=lambda one: -self._forecast(one, short).mean)
+        return {one: self._told(one) for one in wanted[:_MOVES_KEPT]}
+
+    def _told(self, wanted: Wanted, *, watch: bool = False) -> Forecast:
+        return self._forecast(wanted, self._future, watch=watch or bool(self._options.kinds))
+
+    def _forecast(
+        self, wanted: Wanted, future: Sequence[FutureRequest], *, watch: bool = False
+    ) -> Forecast:
+        """What comes of a plan for ``wanted``, that of what there is being none."""
+        options = self._options
+        views = {
+            view.id: replace(view, step_tokens=options.feasible(self._present.tokens_of(view.role)))
+            for view in self._views
+        }
+        changes = changes_of(wanted.arrangement, self._views, options.feasible)
+        steps = steps_of(
+            Decision(changes, (), 0.0, None, "", wanted.returns, wanted.moves),
+            views,
+            self._profile,
+            1.0,
+            options.window_s,
+        )
+        roles = [(view.id, view.role, view.step_tokens) for view in views.values()]
+
+        patience_s = max(30.0, 4 * (options.limits.ttft_s or 0.0))
+        return forecast(
+            self._profile,
+            self._system,
+            roles,
+            future,
+            options.limits,
+            patience_s,
+            steps,
+            self._away,
+            watch=watch,
+        )
+
+
+def chance_of(one: Forecast, other: Forecast) -> float:
+    """How much of a gain may be chance: the deviation of its mean over ten interleaved samples.
+
+    Interleaved, because a queue that grows is no chance.
+    """
+    gains = [a - b for a, b in zip(one.values, other.values, strict=True)]
+    samples = [gains[first::10] for first in range(10)]
+    parts = [sum(sample) / len(sample) for sample in samples if sample]
+    if len(parts) < 2:
+        return 0.0
+    mean = sum(parts) / len(parts)
+    spread = sum((part - mean) ** 2 for part in parts) / (len(parts) - 1)
+    return sqrt(spread / len(parts))
