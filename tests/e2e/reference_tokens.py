@@ -2,7 +2,7 @@
 
 Usage: python reference_tokens.py JOB.json OUT.json, with JOB = {model, prompts, samplings,
 dtype, alone}. Each sampling is run over all prompts, one after the other where they are to be
-alone; OUT = {name: [[token, ...], ...]}.
+alone; OUT = {name: [[token, ...], ...]}. Of several sequences the tokens follow one another.
 """
 
 import json
@@ -19,6 +19,7 @@ os.environ.update(
 
 def main() -> None:
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     job = json.loads(Path(sys.argv[1]).read_text())
     engine = LLM(
@@ -32,6 +33,9 @@ def main() -> None:
     prompts = [{"prompt_token_ids": tokens} for tokens in job["prompts"]]
     answers = {}
     for name, sampling in job["samplings"].items():
+        if "structured_outputs" in sampling:
+            grammar = StructuredOutputsParams(**sampling["structured_outputs"])
+            sampling = {**sampling, "structured_outputs": grammar}
         together = [[prompt] for prompt in prompts] if job["alone"] else [prompts]
         # The first sampling warms the prefix cache, so that later ones compute a few tokens a
         # prompt and none is cut into chunks: a plain engine on CPU ends where a seeded one is.
@@ -40,7 +44,9 @@ def main() -> None:
             for some in together
             for output in engine.generate(some, SamplingParams(**sampling), use_tqdm=False)
         ]
-        answers[name] = [list(output.outputs[0].token_ids) for output in outputs]
+        answers[name] = [
+            [token for one in output.outputs for token in one.token_ids] for output in outputs
+        ]
     Path(sys.argv[2]).write_text(json.dumps(answers))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
+from adapter_files import RANK, write_adapter
 from banaserve import models
 from banaserve.bench.datasets import prompts
 from banaserve.bench.loadgen.servers import banaserve_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
-RANK, NUM_LAYERS, HIDDEN, KV_HIDDEN = 8, 30, 576, 192
+NUM_LAYERS, HIDDEN, KV_HIDDEN = 30, 576, 192
 NUM_TOKENS = 12
 
 
@@ -42,24 +42,7 @@ def prompt() -> str:
 
 
 def write(folder: Path, seed: int) -> None:
-    """An adapter whose keys and values are others for each seed."""
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir(exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(NUM_LAYERS):
-        for name in ("k_proj", "v_proj"):
-            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{stem}.lora_A.weight"] = torch.randn(RANK, HIDDEN, generator=generator) / 10
-            weights[f"{stem}.lora_B.weight"] = (
-                torch.randn(KV_HIDDEN, RANK, generator=generator) / 10
-            )
-    save_file(weights, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "bias": "none"}
-    settings |= {"target_modules": ["k_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    write_adapter(folder, seed, NUM_LAYERS, HIDDEN, KV_HIDDEN)
 
 
 def load(door: httpx.Client, name: str, folder: Path, **more: Any) -> None:

@@ -87,7 +87,7 @@ async def prepared(of: Any, num_tokens: int, **options: Any) -> Any:
     given, options = prompt(num_tokens), {"prompt_text": ""}
     request, text = await of._processed(given, params, "r", options)
     notes = RequestNotes(WallClock(), "r", num_tokens, 0.0, 0.0)
-    return await of._prepare(request, given, text, options, notes)
+    return await of._prepare(request, text, notes)
 
 
 async def test_the_output_ends_with_the_context() -> None:
@@ -104,7 +104,7 @@ async def test_an_abort_by_id_is_told_to_the_request_and_to_both_legs() -> None:
     made = client([SimpleNamespace(llm=SimpleNamespace(abort=abort))])
     other, job = await prepared(made, 4), await prepared(made, 4)
     other.request.external_req_id = "s"
-    made._contexts = {1: other, 2: job}
+    made._sequences = {1: [other], 2: [job]}
     await made.abort(["r"])
     assert (other.aborted, job.aborted, told) == (False, True, [["r", "r-p"]])
 
@@ -117,9 +117,9 @@ async def test_a_pause_tells_those_that_it_ends(mode: str) -> None:
         told.append(mode)
 
     made = client([SimpleNamespace(llm=SimpleNamespace(pause_generation=pause_generation))])
-    made._contexts = {1: await prepared(made, 4)}
+    made._sequences = {1: [await prepared(made, 4)]}
     await made.pause_generation(mode=mode)
-    assert (made._contexts[1].aborted, told) == (mode == "abort", [mode])
+    assert (made._sequences[1][0].aborted, told) == (mode == "abort", [mode])
 
 
 async def test_a_logits_processor_of_the_users_sees_the_whole_output() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,12 +20,14 @@ from vllm.v1.metrics.stats import IterationStats
 
 from banaserve.clock import WallClock
 from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.continuation import output_of, with_output
 from banaserve.engine.vllm.disagg_request import (
     EnginesDiedError,
     Prediction,
     RequestContext,
     run_request,
 )
+from banaserve.engine.vllm.sequences import run_sequences, sequences_of
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
 from banaserve.types import InstanceId, Route
 
@@ -52,9 +53,9 @@ class Engine:
         self.resources = SimpleNamespace(engine_dead=False)
         self.log_requests, self.logger_manager = False, None
         self.is_alone = False
+        self.inflight_requests = 1
         self.legs: list[compat.EngineCoreRequest] = []
         self.aborted: list[str] = []
-        self.generated: list[str] = []
 
     async def add_request_async(self, request: compat.EngineCoreRequest) -> None:
         if self.resources.engine_dead:
@@ -70,14 +71,6 @@ class Engine:
     def holding(self, *_: int) -> Any:
         return _Flight()
 
-    async def generate(
-        self, prompt: Any, params: SamplingParams, request_id: str
-    ) -> AsyncGenerator[Any, None]:
-        self.generated.append(request_id)
-        text = SimpleNamespace(text="", token_ids=[0], finish_reason=None)
-        yield SimpleNamespace(outputs=[text], finished=False, num_cached_tokens=0)
-        await asyncio.Event().wait()
-
     async def _add_request(self, request: Any, *more: Any) -> None:
         self.output_processor.add_request(request, *more)
         await self.add_request_async(request)
@@ -85,14 +78,16 @@ class Engine:
     def compute(self, num_tokens: int, num_cached: int = 0) -> None:
         """The next tokens of its last leg, one step each; ``num_cached`` of its prompt it had."""
         leg = self.legs[-1]
-        tokens, params = leg.prompt_token_ids, leg.sampling_params
-        assert tokens is not None
+        prompt, params = leg.prompt_token_ids, leg.sampling_params
+        assert prompt is not None
         assert params is not None
         assert params.max_tokens is not None
         for _ in range(num_tokens):
-            tokens = leg.prompt_token_ids = [*tokens, (tokens[-1] + 1) % len(WORDS)]
-            params.max_tokens -= 1
-            finish = None if params.max_tokens else compat.FinishReason.LENGTH
+            tokens = [*prompt, *output_of(params)]
+            tokens.append((tokens[-1] + 1) % len(WORDS))
+            params.extra_args = with_output(params.extra_args, tokens[len(prompt) :])
+            is_last = len(output_of(params)) == params.max_tokens
+            finish = compat.FinishReason.LENGTH if is_last else None
             output = compat.EngineCoreOutput(leg.request_id, tokens[-1:], finish_reason=finish)
             output.prefill_stats = compat.PrefillStats(num_cached_tokens=num_cached)
             self.output_processor.process_outputs([output], 0.0, IterationStats())
@@ -144,7 +139,7 @@ def job(params: SamplingParams, **more: Any) -> RequestContext:
     deadline = asyncio.get_running_loop().time() + 60.0
     notes = RequestNotes(WallClock(), "r", 1, 0.0, 0.0)
     return RequestContext(
-        request, None, None, more.pop("first_token_blocker", None), deadline, notes, **more
+        request, None, more.pop("first_token_blocker", None), deadline, notes, **more
     )
 
 
@@ -196,7 +191,8 @@ async def test_a_stream_that_goes_on_elsewhere_lacks_nothing(options: dict[str, 
     while not reader.finished:
         await reader.read()
     assert reader.text == "".join(WORDS[1:11])
-    assert second.legs[0].prompt_token_ids == list(range(11))
+    assert second.legs[0].prompt_token_ids == [0]
+    assert list(output_of(second.legs[0].sampling_params)) == list(range(1, 11))
 
 
 @pytest.mark.parametrize("options", [{}, {"stop": ["never seen"]}, {"stream_interval": 3}])
@@ -215,23 +211,38 @@ async def test_the_first_token_is_sent_where_decode_has_died_before_its_leg_came
         await reader.read()
     assert reader.text == "".join(WORDS[1:11])
     assert first.legs == []
-    assert second.legs[0].prompt_token_ids == list(range(11))
+    assert second.legs[0].prompt_token_ids == [0]
+    assert list(output_of(second.legs[0].sampling_params)) == list(range(1, 11))
 
 
-@pytest.mark.parametrize("blocker", [None, "sampling"])
 async def test_a_request_that_no_engine_survives_ends_before_it_has_had_them_all(
-    blocker: str | None, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     engines = [Engine(f"d{i}") for i in range(4)]
     whole = SamplingParams(temperature=0.0, max_tokens=10, output_kind=RequestOutputKind.FINAL_ONLY)
-    reader = Reader(job(whole, first_token_blocker=blocker), Engines(*engines))
+    reader = Reader(job(whole), Engines(*engines))
     for engine in engines[:3]:
         await reader.reaches(engine)
-        engine.compute(5 if blocker or engine is engines[0] else 0)
+        engine.compute(5 if engine is engines[0] else 0)
         compat.mark_dead(engine)
     with pytest.raises(EnginesDiedError, match="3 instances died"):
         await reader.read()
     assert engines[3].legs == []
+    assert "request r is given up" in caplog.text
+
+
+async def test_of_a_death_each_of_many_requests_has_its_share_of_the_blame(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engines = [Engine(f"d{i}") for i in range(7)]
+    reader = Reader(job(streamed()), Engines(*engines))
+    for engine in engines[:6]:
+        engine.inflight_requests = 8
+        await reader.reaches(engine)
+        compat.mark_dead(engine)
+    with pytest.raises(EnginesDiedError, match="6 instances died"):
+        await reader.read()
+    assert engines[6].legs == []
     assert "request r is given up" in caplog.text
 
 
@@ -296,15 +307,62 @@ async def test_an_abort_by_id_ends_a_request_on_its_prefill_leg() -> None:
     assert not decode.output_processor.request_states
 
 
+def several(kind: RequestOutputKind, num: int = 3) -> list[RequestContext]:
+    params = SamplingParams(n=num, temperature=1.0, seed=5, max_tokens=4, output_kind=kind)
+    return list(sequences_of(job(params)))
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
+async def test_of_several_sequences_each_goes_on_by_itself(kind: RequestOutputKind) -> None:
+    """The first one's engine dies; the others' prompt comes from the first one's prefill leg."""
+    prefill, first, second, third, other = (Engine(f"e{i}") for i in range(5))
+    engines = Engines(first, second, third, other, prefill=prefill)
+    stream = run_sequences(several(kind), engines)  # type: ignore[arg-type]
+    outputs: list[RequestOutput] = []
+
+    async def read() -> None:
+        outputs.extend([output async for output in stream])
+
+    async def leg(engine: Engine) -> None:
+        while not engine.legs:  # noqa: ASYNC110 - it is a list of vLLM's client
+            await asyncio.sleep(0)
+
+    reading = asyncio.create_task(read())
+    await leg(prefill)
+    assert [one.legs for one in (first, second, third)] == [[], [], []]
+    prefill.compute(1)
+    for engine in (first, second, third):
+        await leg(engine)
+    assert len(prefill.legs) == 1
+    first.compute(1)
+    second.compute(4)
+    compat.mark_dead(first)
+    await leg(other)
+    third.compute(4)
+    other.compute(2)
+    await asyncio.wait_for(reading, 30.0)
+    texts = ["", "", ""]
+    for output in outputs:
+        for one in output.outputs:
+            texts[one.index] += one.text
+    assert texts == ["".join(WORDS[1:5])] * 3
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert (len(outputs) == 1) == (kind is RequestOutputKind.FINAL_ONLY)
+    seeds = {one.legs[0].sampling_params.seed for one in (prefill, second, third)}
+    assert seeds == {5, 6, 7}
+    assert not any(engine.output_processor.request_states for engine in (second, third, other))
+
+
 async def test_several_sequences_have_a_deadline_whoever_reads_them() -> None:
-    engine = Engine("d0")
-    several = job(SamplingParams(n=2, temperature=1.0), first_token_blocker="sampling")
-    several.deadline = asyncio.get_running_loop().time() + 0.2
-    reader = Reader(several, Engines(engine))
-    await reader.read()
+    engine, more = Engine("d0"), Engine("d1")
+    sequences = several(RequestOutputKind.DELTA, 2)
+    for one in sequences:
+        one.deadline = asyncio.get_running_loop().time() + 0.2
+    stream = run_sequences(sequences, Engines(engine, more))  # type: ignore[arg-type]
     with pytest.raises(GracefulHTTPError, match="--request-timeout"):
-        await reader.read()
-    assert engine.generated == ["r"]
+        await anext(stream)
+    assert engine.aborted
+    assert more.aborted
 
 
 @pytest.mark.parametrize(

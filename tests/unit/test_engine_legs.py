@@ -9,16 +9,24 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.logprobs import Logprob, append_logprobs_for_next_position
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from banaserve.engine.vllm.cluster import RestartPolicy
 from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.compat.runner_hooks import RewindableGenerator
+from banaserve.engine.vllm.compat.runner_hooks import RewindableGenerator, advance
+from banaserve.engine.vllm.continuation import (
+    check_extra_args,
+    logprob_rows,
+    output_of,
+    with_output,
+)
 from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.engine.vllm.legs import (
     decode_leg,
     end_with_context,
     first_token_blocker,
+    give_seed,
     prefill_leg,
 )
 
@@ -43,23 +51,34 @@ def test_greedy_without_a_look_back_takes_prefills_token(params: SamplingParams)
     assert first_token_blocker(params) is None
 
 
+SEEDED = {"temperature": 0.7, "seed": 1}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(**SEEDED, top_p=0.9, top_k=20),
+        SamplingParams(**SEEDED, n=2),
+        greedy(presence_penalty=0.1, frequency_penalty=0.1, repetition_penalty=1.1),
+        greedy(logprobs=1),
+        greedy(logprobs=0),
+        greedy(bad_words=["no"]),
+        greedy(structured_outputs=StructuredOutputsParams(regex="a+")),
+    ],
+)
+def test_what_looks_back_over_the_output_takes_it_along(params: SamplingParams) -> None:
+    assert first_token_blocker(params) is None
+
+
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
-        (SamplingParams(temperature=0.7), "sampling"),
-        (SamplingParams(temperature=0.7, seed=1), "sampling"),
-        (SamplingParams(temperature=0.7, n=2), "sampling"),
-        (greedy(presence_penalty=0.1), "presence_penalty"),
-        (greedy(frequency_penalty=0.1), "frequency_penalty"),
-        (greedy(repetition_penalty=1.1), "repetition_penalty"),
-        (greedy(logprobs=1), "logprobs"),
-        (greedy(logprobs=0), "logprobs"),
+        (SamplingParams(temperature=0.7), "unseeded"),
         (greedy(logprob_token_ids=[7]), "logprob_token_ids"),
+        (greedy(logprobs=1, flat_logprobs=True), "flat_logprobs"),
         (greedy(thinking_token_budget=0), "thinking_token_budget"),
         (greedy(prompt_logprob_token_ids=np.ones((2, 2), int)), "prompt_logprob_token_ids"),
         (greedy(prompt_logprobs=1), "prompt_logprobs"),
-        (greedy(bad_words=["no"]), "bad_words"),
-        (greedy(structured_outputs=StructuredOutputsParams(regex="a+")), "structured_outputs"),
         (greedy(extra_args={"anything": 1}), "extra_args"),
     ],
 )
@@ -114,14 +133,71 @@ def test_a_token_that_is_thrown_away_is_sampled_in_the_cheapest_way() -> None:
     assert (params.temperature, params.seed, params.logprobs, params.n) == (0.0, None, None, 1)
 
 
-def test_the_decode_leg_goes_on_behind_the_tokens() -> None:
-    given = request(greedy(min_tokens=2))
-    leg = decode_leg(given, [7, 8, 9], handed_over=True)
-    params = params_of(leg)
-    assert leg.prompt_token_ids == [*range(10), 7, 8, 9]
-    assert given.prompt_token_ids == list(range(10))
-    assert (params.max_tokens, params.min_tokens) == (29, 0)
+def test_the_decode_leg_brings_the_tokens_along_as_output() -> None:
+    given = request(greedy(min_tokens=2, prompt_logprobs=1))
+    params = params_of(leg := decode_leg(given, [7], handed_over=True))
+    assert (leg.prompt_token_ids, list(output_of(params))) == (list(range(10)), [7])
+    assert (params.max_tokens, params.min_tokens, params.prompt_logprobs) == (32, 2, None)
     assert Handover.of((params.extra_args or {})["kv_transfer_params"]).tokens == 10
+    assert (output_of(given.sampling_params), params_of(given).prompt_logprobs) == ((), 1)
+
+
+def test_of_a_leg_that_goes_on_after_a_death_all_is_looked_up() -> None:
+    params = params_of(decode_leg(request(greedy()), [7, 8, 9], handed_over=True, is_stored=True))
+    assert list(output_of(params)) == [7, 8, 9]
+    assert "kv_transfer_params" not in (params.extra_args or {})
+
+
+def test_only_what_draws_gets_a_seed_and_never_another_one() -> None:
+    draws, seeded, certain = (
+        SamplingParams(temperature=0.7),
+        SamplingParams(**SEEDED),
+        greedy(),
+    )
+    for params in (draws, seeded, certain):
+        give_seed(params)
+    assert draws.seed is not None
+    assert first_token_blocker(draws) is None
+    assert (seeded.seed, certain.seed) == (1, None)
+
+
+def test_a_client_cannot_bring_output_along() -> None:
+    with pytest.raises(ValueError, match="leave it out of vllm_xargs"):
+        check_extra_args(greedy(extra_args=with_output(None, [10**9])))
+    check_extra_args(greedy(extra_args={"anything": 1}))
+
+
+@pytest.mark.parametrize(
+    ("sampled", "num_logprobs"), [(11, 0), (11, 2), (13, 2), (14, 3), (12, -1), (19, -1)]
+)
+def test_logprobs_become_again_what_the_engine_put_out(sampled: int, num_logprobs: int) -> None:
+    likeliest = list(range(10, 20))
+    values = [-0.25 * (i + 1) for i in range(10)]
+    rank = likeliest.index(sampled) + 1
+    shown = num_logprobs if num_logprobs >= 0 else 10
+    ids = [sampled, *likeliest[:shown]]
+    found: list[dict[int, Logprob]] = []
+
+    def append(ids: list[int], values: list[float], rank: int) -> None:
+        append_logprobs_for_next_position(found, ids, values, [None] * 11, rank, num_logprobs)
+
+    append(ids, [values[likeliest.index(one)] for one in ids], rank)
+    append(*logprob_rows(found[0], sampled))
+    assert found[1] == found[0]
+    assert set(found[0]) == set(ids)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_a_seeds_draws_go_on_where_they_stood(num_tokens: int) -> None:
+    """As vLLM's sampler on a CPU draws them, one number a token."""
+
+    def draw(generator: torch.Generator) -> int:
+        return int(torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long).item())
+
+    whole, later = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    drawn = [draw(whole) for _ in range(num_tokens + 3)]
+    advance(later, num_tokens, vocab_size=100)
+    assert [draw(later) for _ in range(3)] == drawn[num_tokens:]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +234,15 @@ def test_restarts_wait_longer_each_time_and_end() -> None:
     policy = RestartPolicy(limit=3, window_s=100.0, first_s=1.0)
     assert [policy.next_delay_s(now_s=10.0 + i) for i in range(4)] == [1.0, 2.0, 4.0, None]
     assert policy.next_delay_s(now_s=500.0) == 1.0
+
+
+def test_an_instance_that_has_served_for_a_while_is_as_good_as_new() -> None:
+    policy = RestartPolicy(limit=2, window_s=100.0, first_s=1.0, healthy_s=10.0)
+    assert [policy.next_delay_s(float(i)) for i in range(2)] == [1.0, 2.0]
+    policy.has_served(9.0)
+    assert policy.next_delay_s(20.0) is None
+    policy.has_served(10.0)
+    assert policy.next_delay_s(30.0) == 1.0
 
 
 def test_a_rewound_generator_draws_the_same_again() -> None:

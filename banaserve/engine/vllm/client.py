@@ -6,8 +6,17 @@ import asyncio
 import contextlib
 import copy
 import inspect
+import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any, NoReturn
@@ -31,6 +40,7 @@ from banaserve.engine.vllm.compat.server import (
     extract_prompt_components,
     renderer_from_config,
 )
+from banaserve.engine.vllm.continuation import check_extra_args
 from banaserve.engine.vllm.disagg_request import (
     DEAD,
     MAX_DEATHS,
@@ -38,10 +48,10 @@ from banaserve.engine.vllm.disagg_request import (
     given_up,
     next_output,
     out_of_time,
-    run_request,
 )
-from banaserve.engine.vllm.legs import end_with_context, first_token_blocker
+from banaserve.engine.vllm.legs import end_with_context, first_token_blocker, give_seed
 from banaserve.engine.vllm.lora import Adapters
+from banaserve.engine.vllm.sequences import run_sequences, sequences_of
 from banaserve.engine.vllm.tracing.events import LookedUp
 from banaserve.engine.vllm.tracing.request_log import RequestLog, RequestNotes
 from banaserve.types import NO_LIMITS, RequestLimits
@@ -100,7 +110,7 @@ class DisaggregatedClient(EngineClient):
         self._request_timeout_s = request_timeout_s
         self._lookup_above_tokens = lookup_above_tokens
         self._supported_tasks: tuple[Any, ...] = ()
-        self._contexts: dict[int, RequestContext] = {}
+        self._sequences: dict[int, Sequence[RequestContext]] = {}
         self._clock = WallClock()
         self.requests = RequestLog(self._clock)
 
@@ -136,19 +146,21 @@ class DisaggregatedClient(EngineClient):
         request, prompt_text = await self._processed(prompt, sampling_params, request_id, options)
         num_tokens = len(request.prompt_token_ids or ())
         with self.requests.following(request_id, num_tokens, arrived_s, arrived_at_s) as notes:
-            context = await self._prepare(request, prompt, prompt_text, options, notes)
-            notes.tokens_so_far = lambda: context.num_output_tokens
-            stream = run_request(context, self._cluster)
-            self._contexts[id(stream)] = context
+            context = await self._prepare(request, prompt_text, notes)
+            sequences = sequences_of(context)
+            notes.tokens_so_far = lambda: sum(one.num_output_tokens for one in sequences)
+            stream = run_sequences(sequences, self._cluster)
+            self._sequences[id(stream)] = sequences
             try:
                 async with contextlib.aclosing(stream) as outputs:
                     async for output in outputs:
                         yield output
             finally:
-                self._contexts.pop(id(stream), None)
-                notes.output_tokens = context.num_output_tokens
+                self._sequences.pop(id(stream), None)
+                notes.output_tokens = notes.tokens_so_far()
                 if notes.finish_reason in ("stop", "length"):
-                    self._cluster.output_lengths.ended(context.num_output_tokens)
+                    for one in sequences:
+                        self._cluster.output_lengths.ended(one.num_output_tokens)
 
     async def _processed(
         self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
@@ -167,6 +179,9 @@ class DisaggregatedClient(EngineClient):
         request = await made if inspect.isawaitable(made) else made
         request.reasoning_ended = reasoning_ended
         request.reasoning_parser_kwargs = parser_kwargs
+        check_extra_args(params)
+        assert request.sampling_params is not None
+        give_seed(request.sampling_params)
         self.input_processor.assign_request_id(request)
         end_with_context(request, self.model_config.max_model_len)
         self._salt(request, prompt)
@@ -177,18 +192,14 @@ class DisaggregatedClient(EngineClient):
     async def _prepare(
         self,
         request: compat.EngineCoreRequest,
-        prompt: Any,
         prompt_text: str | None,
-        options: dict[str, Any],
         notes: RequestNotes,
     ) -> RequestContext:
         return RequestContext(
             request=request,
-            prompt=prompt,
             prompt_text=prompt_text,
             first_token_blocker=self._first_token_blocker(request),
             deadline=self._deadline(),
-            generate_options=options,
             uncached_tokens=await self._uncached_tokens(request, notes),
             split_blocker=_split_blocker(request),
             notes=notes,
@@ -258,7 +269,7 @@ class DisaggregatedClient(EngineClient):
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        for context in self._contexts.values():
+        for context in self._under_way():
             context.aborted = context.aborted or context.request.external_req_id in ids
         ids += [f"{one}-p" for one in ids]
         await self._broadcast("abort", ids)
@@ -339,8 +350,11 @@ class DisaggregatedClient(EngineClient):
     def _mark_all_aborted(self, mode: Any) -> None:
         """Mark every request aborted: its prefill leg must not be retried as if an engine died."""
         if mode == "abort":
-            for context in self._contexts.values():
+            for context in self._under_way():
                 context.aborted = True
+
+    def _under_way(self) -> Iterator[RequestContext]:
+        return itertools.chain.from_iterable(self._sequences.values())
 
     # ---- methods that are refused
 
@@ -419,7 +433,7 @@ async def pool(
             metrics.RETRIES.labels("pooling").inc()
         except TimeoutError:
             raise out_of_time() from None
-    raise given_up(str(request[-1]))
+    raise given_up(str(request[-1]), MAX_DEATHS)
 
 
 def check_weights_stay(method: str) -> None:

@@ -91,6 +91,7 @@ class Cluster:
     async def _keep_alive(self, instance: Instance) -> None:
         restarts = RestartPolicy()
         while True:
+            began_s = self._clock.now()
             try:
                 await instance.wait_ended()
             except OSError:  # no descriptor left: an instance without a watch would stay dead
@@ -98,6 +99,7 @@ class Cluster:
                 await asyncio.sleep(_PROBE_INTERVAL_S)
                 continue
             logger.warning("instance %s ended: %s", instance.id, instance.last_words())
+            restarts.has_served(self._clock.now() - began_s)
             instance.mark_dead()
             self._tell_of_end(instance)
             if not await self._restart(instance, restarts):
@@ -274,16 +276,31 @@ class Cluster:
 class RestartPolicy:
     """How often and how soon a dead instance is started again.
 
+    One that has served for a while did not fail to start, whatever it was that ended it.
+
     Args:
         limit: Restarts within ``window_s`` after which it is given up.
         first_s: Delay of the first restart; each further one waits twice as long.
+        healthy_s: For so long it must serve to be as good as new.
     """
 
-    def __init__(self, limit: int = 5, window_s: float = 300.0, first_s: float = 0.5) -> None:
+    def __init__(
+        self,
+        limit: int = 5,
+        window_s: float = 300.0,
+        first_s: float = 0.5,
+        healthy_s: float = 10.0,
+    ) -> None:
+        self._healthy_s = healthy_s
         self._limit = limit
         self._window_s = window_s
         self._first_s = first_s
         self._at_s: list[float] = []
+
+    def has_served(self, served_s: float) -> None:
+        """It has ended after serving for so long."""
+        if served_s >= self._healthy_s:
+            self._at_s.clear()
 
     def next_delay_s(self, now_s: float) -> float | None:
         """Seconds to wait before the next restart; None when it is to be given up."""

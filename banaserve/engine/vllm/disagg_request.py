@@ -24,8 +24,9 @@ from banaserve.engine.vllm.compat.requests import (
     RequestOutput,
     RequestOutputKind,
 )
+from banaserve.engine.vllm.continuation import logprob_rows
 from banaserve.engine.vllm.instance import Instance
-from banaserve.engine.vllm.legs import decode_leg, decode_params, prefill_leg
+from banaserve.engine.vllm.legs import decode_leg, prefill_leg
 from banaserve.engine.vllm.tracing.events import LegEnded, LegFailed, LegOutput
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
 from banaserve.errors import DeadlineExceededError, InstanceDeadError
@@ -35,7 +36,9 @@ from banaserve.types import NO_LIMITS, RequestLimits, Route
 Output = TypeVar("Output")
 logger = logging.getLogger(__name__)
 MAX_DEATHS = 3
-"""So many instances may die one after the other under a request that comes no further."""
+"""So many instances may die one after the other under a request that is alone there."""
+MAX_SHARED_DEATHS = 6
+"""So many may die under one that comes no further, whoever else they served."""
 DEAD = (compat.EngineDeadError, InstanceDeadError)
 
 
@@ -118,9 +121,9 @@ async def next_output(stream: AsyncGenerator[Output, None], deadline: float) -> 
 class EnginesDiedError(GracefulHTTPError):
     """Instances have died under a request: tried again and again, it may take down all."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_deaths: int) -> None:
         super().__init__(
-            f"{MAX_DEATHS} instances died one after the other under this request, which may be "
+            f"{num_deaths} instances died one after the other under this request, which may be "
             "the cause: it is not tried again",
             HTTPStatus.INTERNAL_SERVER_ERROR,
         )
@@ -134,11 +137,11 @@ def out_of_time() -> GracefulHTTPError:
     )
 
 
-def given_up(request_id: str | None) -> EnginesDiedError:
+def given_up(request_id: str | None, num_deaths: int) -> EnginesDiedError:
     """Counts and names a request that may be what instances die of; returns its error."""
     metrics.GIVEN_UP.inc()
-    logger.error("request %s is given up: %d instances died under it", request_id, MAX_DEATHS)
-    return EnginesDiedError()
+    logger.error("request %s is given up: %d instances died under it", request_id, num_deaths)
+    return EnginesDiedError(num_deaths)
 
 
 @dataclass
@@ -146,8 +149,7 @@ class RequestContext:
     """A request as the front door gave it, and its progress.
 
     Attributes:
-        request: Prepared once: tokenised, validated, with its id.
-        prompt: The rendered prompt, for vLLM's own ``generate`` where it is needed (n > 1).
+        request: Prepared once: tokenised, validated, with its id; one sequence.
         first_token_blocker: Reason for which decode must sample the first token; None for none.
         uncached_tokens: The router's estimate of the tokens that prefill has to compute.
         is_stored: It has no prefill leg because the store has its prompt.
@@ -160,18 +162,20 @@ class RequestContext:
         num_sent: Outputs that have gone to the client.
         aborted: By its id, from outside: it ends where it stands.
         num_deaths: Instances that have died under it since it last came further.
+        num_beside: Requests that the instance it runs on has, itself included.
         notes: What becomes of it, for ``banaserve trace``.
         limits: That it names for itself.
         prediction: Of the routing policy; None where it predicts nothing, or a leg was tried again.
+        has_prompt_leg_ended: The prompt is in the store, or the whole request on its way to one
+            instance: other sequences of the same prompt may begin.
+        is_sibling: Another sequence of the same request counts as the request.
     """
 
     request: compat.EngineCoreRequest
-    prompt: Any
     prompt_text: str | None
     first_token_blocker: str | None
     deadline: float
     notes: RequestNotes
-    generate_options: dict[str, Any] = field(default_factory=dict)
     limits: RequestLimits = NO_LIMITS
     uncached_tokens: int = 0
     is_stored: bool = False
@@ -183,16 +187,30 @@ class RequestContext:
     num_sent: int = 0
     aborted: bool = False
     num_deaths: int = 0
+    num_beside: int = 1
     prediction: Prediction | None = None
+    has_prompt_leg_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    is_sibling: bool = False
     _first_s: float = 0.0
     _furthest: int = 0
-    _whole_tokens: int = 0
+    _blame: float = 0.0
 
     def died(self) -> None:
-        """An instance has died under it: it may be the cause, less so where it had come further."""
+        """An instance has died under it: it may be the cause, less so where it had come further.
+
+        Each of those that ran there has its share of the blame.
+        """
         come = len(self.tokens_so_far) + self.prefilled
-        self.num_deaths = 1 if come > self._furthest else self.num_deaths + 1
-        self._furthest = max(come, self._furthest)
+        if come > self._furthest:
+            self.num_deaths, self._blame, self._furthest = 0, 0.0, come
+        self.num_deaths += 1
+        self._blame += 1.0 / self.num_beside
+
+    @property
+    def is_given_up(self) -> bool:
+        """Instances die of it, as far as one can tell."""
+        is_alone = self.num_deaths >= MAX_DEATHS and self._blame >= 1.0
+        return is_alone or self.num_deaths >= MAX_SHARED_DEATHS
 
     @property
     def tokens_so_far(self) -> list[int]:
@@ -200,25 +218,19 @@ class RequestContext:
 
     @property
     def can_resume(self) -> bool:
-        return self.num_sent == 0 or (self.first_token_blocker is None and self.state is not None)
+        """Whether it may go on elsewhere: all of what its client has had is known."""
+        return self.num_sent == 0 or self.state is not None
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens so far, of all sequences."""
-        return len(self.tokens_so_far) + self._whole_tokens
-
-    def count_whole(self, output: RequestOutput) -> None:
-        """Count an output of vLLM's own path, which keeps its front-end state to itself."""
-        num_tokens = sum(len(sequence.token_ids) for sequence in output.outputs)
-        params = self.request.sampling_params
-        is_sum = params is not None and params.output_kind is RequestOutputKind.CUMULATIVE
-        self._whole_tokens = num_tokens + (0 if is_sum else self._whole_tokens)
+        """Output tokens so far."""
+        return len(self.tokens_so_far)
 
     def send(self, output: RequestOutput, source: str) -> RequestOutput:
         """``output`` goes to the client; ``source`` is the leg that computed it."""
         self.num_sent += 1
         self._compare(output)
-        if self.num_sent == 1:
+        if self.num_sent == 1 and not self.is_sibling:
             self.notes.first_output(source, self.first_token_blocker if self.prefilled else None)
             if not self.notes.cached_tokens:  # the store is not asked while all instances do both
                 self.notes.cached_tokens = output.num_cached_tokens or 0
@@ -253,11 +265,13 @@ async def prefill(context: RequestContext, instance: Instance) -> None:
     num_tokens = len(context.request.prompt_token_ids or ())
     with instance.holding(context.uncached_tokens, num_tokens), _expiring(queue, context.deadline):
         alone, started_s = instance.is_alone, loop.time()
+        context.num_beside = instance.inflight_requests
         context.notes.leg_began("prefill", instance.id, instance.incarnation, leg.request_id)
         try:
             await compat.submit(llm, leg, None, queue)
             output = await queue.get()
         except BaseException:
+            context.num_beside = max(context.num_beside, instance.inflight_requests)
             await _abort(llm, leg.request_id)
             raise
         if alone:
@@ -278,11 +292,7 @@ async def decode(
     context: RequestContext, instance: Instance
 ) -> AsyncGenerator[RequestOutput, None]:
     """Run the decode leg, or the whole request where nothing has been prefilled."""
-    if context.request.sampling_params is None or context.request.sampling_params.n > 1:
-        async with contextlib.aclosing(_whole(context, instance)) as outputs:
-            async for output in outputs:
-                yield output
-        return
+    assert context.request.sampling_params is not None
     llm = _client(instance)
     queue = LegOutputCollector(
         context.request.sampling_params.output_kind, context.request.request_id
@@ -291,6 +301,7 @@ async def decode(
     leg_name, num_resumed = "decode" if context.prefilled else "whole", len(context.tokens_so_far)
     num_tokens = len(context.request.prompt_token_ids or ()) + num_resumed
     with instance.holding(waiting, num_tokens) as guard, _expiring(queue, context.deadline):
+        context.num_beside = instance.inflight_requests
         try:
             is_sent = is_awaited = _begin(context, llm, queue)
             num_before = len(context.tokens_so_far)
@@ -324,6 +335,7 @@ async def decode(
                     )
                 yield output
         except DEAD:
+            context.num_beside = max(context.num_beside, instance.inflight_requests)
             compat.forget(llm, context.request.request_id)
             raise
         except BaseException:
@@ -363,37 +375,10 @@ def _put_first_token(context: RequestContext, llm: compat.AsyncLLM) -> bool:
         num_computed_tokens=num_prompt - num_cached,
     )
     token_id = output.token_ids[-1]
+    rows = logprob_rows(output.logprobs[-1], token_id) if output.logprobs else None
     return compat.put_first_token(
-        llm, context.request.request_id, token_id, finish, output.stop_reason, stats
+        llm, context.request.request_id, token_id, finish, output.stop_reason, stats, rows
     )
-
-
-async def _whole(
-    context: RequestContext, instance: Instance
-) -> AsyncGenerator[RequestOutput, None]:
-    """Run the whole request by vLLM's own path, which fans out n > 1."""
-    llm = _client(instance)
-    waiting = 0 if context.prefilled else context.uncached_tokens
-    assert context.request.external_req_id is not None
-    num_tokens = len(context.request.prompt_token_ids or ())
-    with instance.holding(waiting, num_tokens) as guard:
-        context.notes.leg_began(
-            "whole", instance.id, instance.incarnation, context.request.external_req_id
-        )
-        params = context.request.sampling_params and decode_params(
-            context.request, context.prefilled, context.is_stored
-        )
-        stream = llm.generate(
-            context.prompt,
-            params,
-            context.request.external_req_id,
-            **context.generate_options,
-        )
-        async with contextlib.aclosing(stream):
-            while (output := await next_output(stream, context.deadline)) is not None:
-                guard.prefilled()
-                context.count_whole(output)
-                yield output
 
 
 async def _ended(context: RequestContext, instance: Instance) -> RequestOutput:
@@ -450,7 +435,9 @@ async def run_request(
                     context.limits,
                     context.first_token_blocker is not None,
                 )
-            context.prediction = Prediction.of(route) if attempt == 1 else None
+            context.prediction = (
+                Prediction.of(route) if attempt == 1 and not context.is_sibling else None
+            )
             leg = "prefill"
             if route.prefill is not None and not context.prefilled and not context.aborted:
                 await prefill(context, cluster.instance(route.prefill))
@@ -468,6 +455,7 @@ async def run_request(
                         context.limits,
                     )
                 context.prediction = None
+            context.has_prompt_leg_ended.set()
             _count_way(context, route, attempt)
             context.is_stored = _comes_from_store(context, route)
             async with contextlib.aclosing(
@@ -485,13 +473,11 @@ async def run_request(
                     f"instance {route.decode} died in mid-stream; send the request again"
                 ) from death
             context.died()
-            is_last = context.num_deaths == MAX_DEATHS
+            is_last = context.is_given_up
             _note_death(context, leg, route, death, "given up" if is_last else "tried again")
             if is_last:
-                raise given_up(context.request.external_req_id) from death
+                raise given_up(context.request.external_req_id, context.num_deaths) from death
             metrics.RETRIES.labels(leg).inc()
-            if context.first_token_blocker is not None:
-                context.state = None  # begins again from the prompt: nothing has been sent
         except (DeadlineExceededError, TimeoutError):
             raise out_of_time() from None
 
@@ -516,6 +502,6 @@ def _comes_from_store(context: RequestContext, route: Route) -> bool:
 
 
 def _count_way(context: RequestContext, route: Route, attempt: int) -> None:
-    if attempt == 1:
+    if attempt == 1 and not context.is_sibling:
         way = "one_leg" if route.prefill is None else "two_legs"
         metrics.REQUESTS.labels(way, context.split_blocker or str(route.reason)).inc()

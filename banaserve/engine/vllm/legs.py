@@ -1,4 +1,4 @@
-"""Two legs of a request: their parameters, and the first token.
+"""Legs of a request: their parameters, its seed, and the first token.
 
 ``first_token_blocker`` says whether the token that the prefill leg samples may go to the client at
 once.
@@ -7,12 +7,21 @@ once.
 from __future__ import annotations
 
 import copy
+import secrets
 from collections.abc import Sized
 from typing import Any
 
 from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.compat.requests import END_TOKENS, RequestOutputKind, SamplingParams
+from banaserve.engine.vllm.compat.requests import (
+    END_TOKENS,
+    RequestOutputKind,
+    SamplingParams,
+    SamplingType,
+)
+from banaserve.engine.vllm.continuation import with_output
 from banaserve.engine.vllm.kv_connector.handover import Handover
+
+_SEED_BITS = 62
 
 
 def end_with_context(request: compat.EngineCoreRequest, max_model_len: int) -> None:
@@ -25,6 +34,12 @@ def end_with_context(request: compat.EngineCoreRequest, max_model_len: int) -> N
     if params is not None and params.max_tokens is not None and prompt is not None:
         params.max_tokens = min(params.max_tokens, max(1, max_model_len - len(prompt)))
         params.min_tokens = min(params.min_tokens, params.max_tokens)  # an engine checks it again
+
+
+def give_seed(params: SamplingParams) -> None:
+    """Give a request that draws a seed if it has none, so that its draws can go on elsewhere."""
+    if params.temperature > 0.0 and params.seed is None:
+        params.seed = secrets.randbits(_SEED_BITS)
 
 
 def prefill_leg(request: compat.EngineCoreRequest, keeps_token: bool) -> compat.EngineCoreRequest:
@@ -60,7 +75,7 @@ def decode_leg(
     handed_over: bool,
     is_stored: bool = False,
 ) -> compat.EngineCoreRequest:
-    """The request as it goes on after the output ``tokens``.
+    """The request as it goes on after the output ``tokens``, which it brings along.
 
     Args:
         handed_over: The prompt's KV lies in the store, partial last block included.
@@ -69,30 +84,20 @@ def decode_leg(
     leg = copy.copy(request)
     given = request.sampling_params
     assert given is not None
-    assert request.prompt_token_ids is not None
-    params = decode_params(request, handed_over, is_stored)
-    if tokens:
-        assert given.max_tokens is not None
-        leg.prompt_token_ids = request.prompt_token_ids + tokens
-        params.max_tokens = given.max_tokens - len(tokens)
-        params.min_tokens = max(0, given.min_tokens - len(tokens))
-    leg.sampling_params = params
-    return leg
-
-
-def decode_params(
-    request: compat.EngineCoreRequest, handed_over: bool, is_stored: bool
-) -> SamplingParams:
-    """The request's parameters with a note of what lies in the store; see ``decode_leg``."""
-    given = request.sampling_params
-    assert given is not None
     params = copy.copy(given)
-    if handed_over:
+    if len(tokens) > 1:
+        pass  # decode has left whole blocks of prompt and output: all of it is looked up
+    elif handed_over:
         handover = Handover(tokens=len(request.prompt_token_ids or ()))
         params.extra_args = _with_handover(given, handover)
     elif is_stored:
         params.extra_args = _with_handover(given, Handover(is_stored=True))
-    return params
+    if tokens:
+        params.extra_args = with_output(params.extra_args, tokens)
+        if params.prompt_logprobs is not None:  # its client has had them
+            params.prompt_logprobs = None
+    leg.sampling_params = params
+    return leg
 
 
 def _with_handover(params: SamplingParams, handover: Handover) -> dict[str, Any]:
@@ -101,11 +106,13 @@ def _with_handover(params: SamplingParams, handover: Handover) -> dict[str, Any]
     return extra
 
 
-# What these say does not depend on where the boundary between the two legs lies: they concern
-# text, the end of the output, or one position's logits alone. Everything else must be at its
-# default, so that an option of a later vLLM is safe until it is reviewed.
-_INDIFFERENT = frozenset(
+# What these say is the same on either side of the boundary between the two legs: it concerns text,
+# the end of the output, one position's logits alone, or output that the decode leg brings along.
+# Everything else must be at its default, so that an option of a later vLLM is safe until it is
+# reviewed.
+_CARRIED = frozenset(
     {
+        "n",  # each sequence has legs of its own
         "temperature",
         "top_p",
         "top_k",
@@ -126,22 +133,27 @@ _INDIFFERENT = frozenset(
         "output_text_buffer_length",
         "logit_bias",
         "allowed_token_ids",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "bad_words",
+        "_bad_words_token_ids",
+        "structured_outputs",
+        "logprobs",
     }
     | END_TOKENS
 )
 _GREEDY = SamplingParams(temperature=0.0)
-_CHECKED = tuple(name for name in SamplingParams.__struct_fields__ if name not in _INDIFFERENT)
+_CHECKED = tuple(name for name in SamplingParams.__struct_fields__ if name not in _CARRIED)
 
 
 def first_token_blocker(params: SamplingParams) -> str | None:
     """Reason for which decode must sample the first token itself; None where prefill may.
 
-    It is the same for greedy sampling without anything that looks back over the output: no
-    penalties, no guided decoding, no bad words, no logprobs, one sequence. Decode then goes on
-    from prompt and token as one engine would.
+    Decode goes on from prompt and token as one engine would. Draws go on only with a seed.
     """
-    if params.temperature != 0.0:
-        return "sampling"
+    if params.sampling_type is SamplingType.RANDOM:
+        return "unseeded"
     for name in _CHECKED:
         given, default = _said(getattr(params, name)), _said(getattr(_GREEDY, name))
         if given is not default and (given is None or default is None or given != default):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -26,9 +28,11 @@ from vllm.v1.metrics.stats import (
     PromptTokenStats,
     SchedulerStats,
 )
+from vllm.v1.outputs import LogprobsLists
 
 from banaserve.config import Budget
 from banaserve.engine.vllm.compat.config import VllmConfig, own_budget
+from banaserve.engine.vllm.continuation import output_of
 from banaserve.engine.vllm.engine_api import CoreApi
 from banaserve.engine.vllm.tracing.events import EngineNotes
 from banaserve.engine.vllm.typed_rpc import implements
@@ -54,6 +58,7 @@ __all__ = [
     "adopt",
     "call_utility",
     "forget",
+    "install_continuation",
     "install_notes_utility",
     "mark_dead",
     "on_wake",
@@ -171,18 +176,29 @@ def put_first_token(
     finish_reason: FinishReason | None,
     stop_reason: int | str | None,
     prefill_stats: PrefillStats,
+    logprobs: tuple[list[int], list[float], int] | None = None,
 ) -> bool:
     """Pass a token sampled elsewhere through detokenizer and stop checks to the client.
 
     The token counts for latency here; its prompt was counted where it was computed.
 
+    Args:
+        logprobs: Token ids and log probabilities of its position, its own first, and its rank.
+
     Returns:
         Whether the request goes on.
     """
     iteration = IterationStats()
+    rows = None
+    if logprobs is not None:
+        token_ids, values, rank = logprobs
+        rows = LogprobsLists(
+            np.array([token_ids]), np.array([values], np.float32), np.array([rank])
+        )
     output = EngineCoreOutput(
         request_id=request_id,
         new_token_ids=[token_id],
+        new_logprobs=rows,
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         prefill_stats=prefill_stats,
@@ -214,6 +230,42 @@ def _goes_on(core: Any) -> bool:
 def _take(core: Any, request: EngineCoreRequest) -> bool:
     """A refusal is an aborted answer too: what still comes dies with the rest."""
     return False
+
+
+def install_continuation() -> None:
+    """Let engine cores of this process take requests that bring output along, as output.
+
+    That is done where a request is read, on a thread of its own: a grammar may take a while.
+    """
+    preprocess = EngineCore.preprocess_add_request
+
+    @functools.wraps(preprocess)
+    def preprocess_and_continue(core: Any, request: EngineCoreRequest) -> Any:
+        made, wave = preprocess(core, request)
+        if tokens := output_of(request.sampling_params):
+            _put_back(core.structured_output_manager, made, tokens)
+        return made, wave
+
+    EngineCore.preprocess_add_request = preprocess_and_continue
+
+
+def _put_back(grammars: Any, request: Any, tokens: Sequence[int]) -> None:
+    """Give a request its output, token by token as a scheduler would where it has a grammar."""
+    if len(tokens) > 1:  # blocks of its output are cached, too: its prompt was counted elsewhere
+        request.prefill_stats = None
+    if not request.use_structured_output:
+        request.append_output_token_ids(list(tokens))
+        return
+    structured = request.structured_output_request
+    if isinstance(structured._grammar, concurrent.futures.Future):
+        structured._grammar.exception()  # waits
+    compiled = not isinstance(structured.grammar, Exception)
+    for token in tokens:
+        request.append_output_token_ids(token)
+        if compiled and not grammars.accept_tokens(request, [token]):
+            # The scheduler ends a request whose grammar is an error, with that error.
+            structured.grammar = ValueError(f"the grammar does not allow its output {tokens}")
+            return
 
 
 def add_utility(name: str, utility: Callable[..., Any]) -> None:

@@ -206,24 +206,34 @@ _REQUESTS = [
     *_classes("requests", "vllm.outputs", "outputs of a request", "PoolingRequestOutput",
               "RequestOutput"),
     *_attributes("requests", "vllm.outputs", "RequestOutput", "outputs of a leg",
-                 "outputs finished num_cached_tokens"),
+                 "num_cached_tokens"),
+    *_attributes("requests", "vllm.outputs", "RequestOutput", "one of several sequences",
+                 "outputs finished", Hook.SET),
     *_attributes("requests", "vllm.outputs", "CompletionOutput", "outputs of a leg",
-                 "token_ids finish_reason stop_reason"),
+                 "token_ids finish_reason stop_reason logprobs"),
+    *_attributes("requests", "vllm.outputs", "CompletionOutput", "one of several sequences",
+                 "index", Hook.SET),
+    *_attributes("requests", "vllm.logprobs", "Logprob", "logprobs of a token that prefill sampled",
+                 "logprob rank"),
     *_classes("requests", "vllm.pooling_params", "pooling requests", "PoolingParams"),
     *_classes("requests", "vllm.sampling_params", "parameters of requests and legs",
               "RequestOutputKind", "SamplingParams(temperature=, ignore_eos=, watermarking=, "
               "max_tokens=)"),
+    *_classes("requests", "vllm.sampling_params", "draws without a seed", "SamplingType"),
+    *_attributes("requests", "vllm.sampling_params", "SamplingType", "draws without a seed",
+                 "RANDOM"),
     *_attributes("requests", "vllm.sampling_params", "RequestOutputKind", "outputs of a leg",
                  "FINAL_ONLY"),
     *_attributes("requests", "vllm.sampling_params", "SamplingParams", "parameters of a leg",
                  "n max_tokens min_tokens stop output_text_buffer_length detokenize output_kind "
-                 "extra_args", Hook.SET),
+                 "extra_args seed prompt_logprobs", Hook.SET),
     *_attributes("requests", "vllm.sampling_params", "SamplingParams",
                  "whether prefill's token may be the first one",
-                 "temperature top_p top_k min_p seed stop_token_ids ignore_eos skip_special_tokens "
+                 "temperature top_p top_k min_p stop_token_ids ignore_eos skip_special_tokens "
                  "spaces_between_special_tokens include_stop_str_in_output stream_interval "
                  "skip_clone logit_bias allowed_token_ids skip_reading_prefix_cache _eos_token_id "
-                 "_all_stop_token_ids"),
+                 "_all_stop_token_ids presence_penalty frequency_penalty repetition_penalty "
+                 "bad_words _bad_words_token_ids structured_outputs logprobs sampling_type"),
 ]  # fmt: skip
 
 _CLI_ARGS = "vllm.entrypoints.launchers.cli_args"
@@ -306,8 +316,8 @@ _OUTPUT, _STATS = "vllm.v1.engine.output_processor", "vllm.v1.metrics.stats"
 
 _ENGINE = [
     *_classes("engine", "vllm.v1.engine", "messages of the engine core",
-              "EngineCoreOutput(request_id=, new_token_ids=, finish_reason=, stop_reason=, "
-              "prefill_stats=)",
+              "EngineCoreOutput(request_id=, new_token_ids=, new_logprobs=, finish_reason=, "
+              "stop_reason=, prefill_stats=)",
               "EngineCoreRequest", "FinishReason"),
     *_attributes("engine", "vllm.v1.engine", "FinishReason", "end of a request", "STOP LENGTH"),
     *_attributes("engine", "vllm.v1.engine", "EngineCoreRequest", "the two legs of a request",
@@ -375,6 +385,24 @@ _ENGINE = [
               "_process_input_queue()", hook=Hook.WRAPPED),
     *_attributes("engine", _CORE, "EngineCoreProc", "end of an engine core", "shutdown_state"),
     *_attributes("engine", _CORE, "EngineCore", "utilities of an engine core", "scheduler"),
+    *_methods("engine", _CORE, "EngineCore", "a request brings output along",
+              "preprocess_add_request(request)", hook=Hook.WRAPPED),
+    *_attributes("engine", _CORE, "EngineCore", "a request brings output along",
+                 "structured_output_manager"),
+    *_methods("engine", "vllm.v1.request", "Request", "a request brings output along",
+              "append_output_token_ids(token_ids)"),
+    *_attributes("engine", "vllm.v1.request", "Request", "a request brings output along",
+                 "use_structured_output structured_output_request"),
+    *_attributes("engine", "vllm.v1.request", "Request", "a request brings output along",
+                 "prefill_stats", Hook.SET),
+    *_methods("engine", "vllm.v1.structured_output", "StructuredOutputManager",
+              "a request brings output along", "accept_tokens(request, new_token_ids)"),
+    *_attributes("engine", "vllm.v1.structured_output.request", "StructuredOutputRequest",
+                 "a request brings output along", "_grammar"),
+    *_attributes("engine", "vllm.v1.structured_output.request", "StructuredOutputRequest",
+                 "a grammar that does not allow its output", "grammar", Hook.SET),
+    *_classes("engine", "vllm.v1.outputs", "logprobs of a token that prefill sampled",
+              "LogprobsLists(logprob_token_ids, logprobs, sampled_token_ranks)"),
     *_classes("engine", "vllm.v1.engine.utils", "start of an engine core",
               "EngineHandshakeMetadata(addresses=, parallel_config=)",
               "EngineZmqAddresses(inputs=, outputs=)"),
@@ -665,6 +693,14 @@ _RUNNER = [
               "initialize_kv_cache(...)", hook=Hook.WRAPPED),
     *_methods("runner_hooks", "vllm.v1.worker.cpu_model_runner", "CPUModelRunner",
               "seeds with chunked prefill on CPU", "_sample(...)", hook=Hook.WRAPPED),
+    *_methods("runner_hooks", _GPU_RUNNER, "GPUModelRunner", "a request brings output along",
+              "_update_states(scheduler_output)", hook=Hook.WRAPPED),
+    *_methods("runner_hooks", "vllm.v1.worker.gpu_input_batch", "InputBatch",
+              "a request brings output along", "add_request(request)", hook=Hook.WRAPPED),
+    *_attributes("runner_hooks", "vllm.v1.worker.gpu_input_batch", "InputBatch",
+                 "a request brings output along", "vocab_size"),
+    *_attributes("runner_hooks", "vllm.v1.worker.gpu_input_batch", "CachedRequestState",
+                 "a request brings output along", "output_token_ids", Hook.SET),
     *_methods("runner_hooks", "vllm.v1.worker.cpu_model_runner", "CPUModelRunner",
               "compiles the model and no more", "warming_up_model()", hook=Hook.WRAPPED),
     *_methods("runner_hooks", _GPU_RUNNER, "GPUModelRunner", "steps that lost KV",

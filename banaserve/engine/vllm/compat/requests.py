@@ -6,7 +6,7 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, SamplingType
 
 __all__ = [
     "END_TOKENS",
@@ -17,6 +17,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "SamplingType",
 ]
 
 END_TOKENS = frozenset({"_eos_token_id", "_all_stop_token_ids"})

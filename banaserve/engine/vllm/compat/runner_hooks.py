@@ -167,6 +167,59 @@ def wrap_build(builder: Any, begin: Callable[[Any], None]) -> Call:
     return own
 
 
+# ---- requests that begin with output
+
+
+def restore_output(runner_class: type[Any], output_of: Callable[[Any], Any]) -> None:
+    """Let a runner take new requests that have put out tokens elsewhere.
+
+    The second model runner gets them from the scheduler, and its draws go by position.
+
+    Args:
+        output_of: Gets a request's sampling parameters and says which tokens.
+    """
+
+    def update(call: Call, runner: Any, scheduler_output: Any) -> Any:
+        brought = {
+            new.req_id: tokens
+            for new in scheduler_output.scheduled_new_reqs
+            if new.req_id not in runner.requests and (tokens := output_of(new.sampling_params))
+        }
+        if not brought:
+            return call(runner, scheduler_output)
+        batch = runner.input_batch
+
+        def add_request(add: Call, state: Any) -> Any:
+            if tokens := brought.get(state.req_id):
+                state.output_token_ids = list(tokens)
+                if state.generator is not None:
+                    advance(state.generator, len(tokens), batch.vocab_size)
+            return add(state)
+
+        _wrap(batch, "add_request", add_request)
+        try:
+            return call(runner, scheduler_output)
+        finally:
+            del batch.add_request  # of the instance: its class has its own
+
+    _wrap(runner_class, "_update_states", update)
+
+
+def advance(generator: torch.Generator, num_draws: int, vocab_size: int) -> None:
+    """Bring a request's generator to where it is after so many tokens have been sampled.
+
+    A token takes what vLLM's sampler takes: on a CPU one number, which seeds noise of its own; on
+    a GPU a row of noise.
+    """
+    if generator.device.type == "cpu":
+        for _ in range(num_draws):
+            torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
+        return
+    before = generator.get_offset()
+    torch.empty(vocab_size, device=generator.device).exponential_(generator=generator)
+    generator.set_offset(before + (generator.get_offset() - before) * num_draws)
+
+
 # ---- seeded sampling with chunked prefill on CPU
 
 

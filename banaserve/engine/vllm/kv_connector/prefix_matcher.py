@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from banaserve.clock import Clock
 from banaserve.engine.vllm.compat import kv_cache as compat
+from banaserve.engine.vllm.continuation import output_of
 from banaserve.engine.vllm.kv_connector.block_hash import TailHasher
 from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.engine.vllm.kv_connector.metadata import ConnectorCounters, StepResult
@@ -201,14 +202,19 @@ class PrefixMatcher:
         return tracked.promotion.look(self._client.arrivals, now_s) is None
 
     @staticmethod
-    def _handed_over(request: compat.Request) -> int | None:
+    def _has_run(request: compat.Request) -> bool:
+        """Whether it has been preempted here: it has more output than it brought along."""
+        return request.num_output_tokens > len(output_of(request.sampling_params))
+
+    @classmethod
+    def _handed_over(cls, request: compat.Request) -> int | None:
         """Tokens that a prefill leg has computed for this decode leg; None where there is none."""
-        return None if request.num_output_tokens else Handover.of(request.kv_transfer_params).tokens
+        return None if cls._has_run(request) else Handover.of(request.kv_transfer_params).tokens
 
     @classmethod
     def _is_owed(cls, request: compat.Request) -> bool:
         """Whether it has come here because the store has, or is about to have, its prompt."""
-        if request.num_output_tokens:
+        if cls._has_run(request):
             return False
         return Handover.of(request.kv_transfer_params).is_stored or (
             cls._handed_over(request) is not None

@@ -21,6 +21,7 @@ import torch
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat import runner_hooks
 from banaserve.engine.vllm.compat.config import VllmConfig, is_on_cpu
+from banaserve.engine.vllm.continuation import output_of
 from banaserve.engine.vllm.emulation import install as pacing
 from banaserve.engine.vllm.engine_args import engine_config
 from banaserve.engine.vllm.environment import INSTANCE_VARIABLE
@@ -51,14 +52,19 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
     compat.install_budget_utility()
     compat.install_notes_utility()
     compat.install_prompt_ending()
+    compat.install_continuation()
     if is_on_cpu():
         runner_class = runner_hooks.cpu_model_runner()
+        runner_hooks.restore_output(runner_class, output_of)
         compile_model_alone(runner_class, config.model_config.enforce_eager)
         runner_hooks.rewind_discarded_draws(runner_class)
         time_hook = pacing.install(config, runner_class, instance_id)
         migration.install(config, runner_class, time_hook)
     else:
-        migration.install(config, runner_hooks.gpu_model_runner(config))
+        runner_class = runner_hooks.gpu_model_runner(config)
+        if not config.use_v2_model_runner:
+            runner_hooks.restore_output(runner_class, output_of)
+        migration.install(config, runner_class)
     compat.run_engine_core(config, handshake_address)
 
 

@@ -1,0 +1,124 @@
+"""Sequences of one request (``n`` > 1): each runs, dies and goes on by itself.
+
+vLLM fans such a request out inside one engine. Here each sequence is a request with one sequence,
+and its seed is the request's plus its index, as in vLLM. The prompt is computed once: the others
+begin when the first one's prefill leg has left it in the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+from collections.abc import AsyncGenerator, Sequence
+
+from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.compat.requests import RequestOutput, RequestOutputKind
+from banaserve.engine.vllm.disagg_request import RequestContext, run_request
+
+
+def sequences_of(context: RequestContext) -> Sequence[RequestContext]:
+    """One context for each sequence; ``context`` itself where there is one."""
+    params = context.request.sampling_params
+    assert params is not None
+    if params.n == 1:
+        return (context,)
+    return [_sequence(context, index) for index in range(params.n)]
+
+
+def _sequence(context: RequestContext, index: int) -> RequestContext:
+    made = copy.copy(context)
+    made.request = copy.copy(context.request)
+    made.request.request_id = f"{index}_{context.request.request_id}"
+    params = copy.copy(context.request.sampling_params)
+    assert params is not None
+    params.n = 1
+    if params.seed is not None:
+        params.seed += index
+    made.request.sampling_params = params
+    made.is_sibling = index > 0
+    made.has_prompt_leg_ended = asyncio.Event()
+    return made
+
+
+async def run_sequences(
+    sequences: Sequence[RequestContext], cluster: Cluster
+) -> AsyncGenerator[RequestOutput, None]:
+    """Run them; outputs come as vLLM's do: each sequence's as it comes, or all in one at the end.
+
+    Raises:
+        Exception: Of the first sequence that cannot go on; the others are given up.
+    """
+    if len(sequences) == 1:
+        async with contextlib.aclosing(run_request(sequences[0], cluster)) as outputs:
+            async for output in outputs:
+                yield output
+        return
+    params = sequences[0].request.sampling_params
+    assert params is not None
+    merged = _Merged(len(sequences), params.output_kind is RequestOutputKind.FINAL_ONLY)
+    tasks = [
+        asyncio.create_task(_run(sequences, index, cluster, merged))
+        for index in range(len(sequences))
+    ]
+    try:
+        while (output := await merged.get()) is not None:
+            yield output
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _run(
+    sequences: Sequence[RequestContext], index: int, cluster: Cluster, merged: _Merged
+) -> None:
+    first, own = sequences[0], sequences[index]
+    try:
+        if index > 0:
+            await first.has_prompt_leg_ended.wait()
+            own.prefilled, own.num_cached_tokens = first.prefilled, first.num_cached_tokens
+        async with contextlib.aclosing(run_request(own, cluster)) as outputs:
+            async for output in outputs:
+                merged.put(index, output)
+    except Exception as failure:
+        merged.fail(failure)
+    finally:
+        first.has_prompt_leg_ended.set()  # or nobody would begin after a failure
+
+
+class _Merged:
+    """Outputs of several sequences as those of one request."""
+
+    def __init__(self, num_sequences: int, is_final_only: bool) -> None:
+        self._queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self._is_final_only = is_final_only
+        self._finished: list[RequestOutput | None] = [None] * num_sequences
+        self._num_open = num_sequences
+
+    def put(self, index: int, output: RequestOutput) -> None:
+        output.outputs[0].index = index
+        if output.finished:
+            self._finished[index] = output
+            self._num_open -= 1
+        output.finished = self._num_open == 0
+        if not self._is_final_only:
+            self._queue.put_nowait(output)
+        elif output.finished:
+            ended = [one for one in self._finished if one is not None]
+            whole = copy.copy(ended[0])
+            whole.outputs = [one.outputs[0] for one in ended]
+            whole.finished = True
+            self._queue.put_nowait(whole)
+
+    def fail(self, failure: Exception) -> None:
+        self._queue.put_nowait(failure)
+
+    async def get(self) -> RequestOutput | None:
+        """The next output, None after the last."""
+        if self._num_open == 0 and self._queue.empty():
+            return None
+        found = await self._queue.get()
+        if isinstance(found, Exception):
+            raise found
+        return found

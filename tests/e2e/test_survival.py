@@ -1,0 +1,344 @@
+"""Streams of every kind go on when what serves them is killed: as if nothing had happened.
+
+Answers are those of one plain vLLM engine where it can be asked the same thing, and otherwise those
+of a run in which nobody dies. Random weights of SmolLM2's shape, float32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+import small_model
+from banaserve.bench.datasets import prompts
+from depth import IS_LONG
+from fork_server import ForkServer
+from observing import until, writer, writers
+from reference import reference_tokens, tokenizer
+from server_run import Run
+
+pytestmark = pytest.mark.e2e
+
+MODEL = "smollm2-135m"
+OUTPUT_TOKENS = 40
+NUM_KILLS = 200 if IS_LONG else 8
+NUM_STREAMS = 16
+DEADLINE_S = 180.0
+NAMES = ("p0", "p1", "d0", "d1")
+
+FLAVOURS = {
+    "type": "array",
+    "items": {"enum": ["vanilla", "chocolate", "raspberry"]},
+    "minItems": 6,
+    "maxItems": 6,
+}
+SEEDED = {"temperature": 0.9, "seed": 7}
+GREEDY = {"temperature": 0.0}
+LENGTH = {"max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+BY_ONE_ENGINE: dict[str, dict[str, Any]] = {
+    "greedy": {**GREEDY, **LENGTH},
+    "seeded": {**SEEDED, **LENGTH},
+    "top_k_and_p": {**SEEDED, **LENGTH, "top_k": 30, "top_p": 0.8, "min_p": 0.001},
+    "penalties": {
+        **SEEDED,
+        **LENGTH,
+        "presence_penalty": 0.7,
+        "frequency_penalty": 0.4,
+        "repetition_penalty": 1.3,
+    },
+    "min_tokens": {**GREEDY, "max_tokens": OUTPUT_TOKENS, "min_tokens": OUTPUT_TOKENS - 4},
+    "bad_words": {**GREEDY, **LENGTH, "repetition_penalty": 1.2, "bad_words": ["the", "er"]},
+    "logprobs": {**GREEDY, **LENGTH, "logprobs": 3},
+    "regex": {**SEEDED, "max_tokens": 60, "structured_outputs": {"regex": "(ab|cd|e){30}"}},
+    "three": {**SEEDED, **LENGTH, "n": 3},
+}
+"""What is asked of one plain engine, too, by the names of vLLM's sampling parameters."""
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "order",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"flavours": FLAVOURS},
+            "required": ["flavours"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@dataclass
+class Answer:
+    """A streamed answer, by the index of its sequence."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    ends: dict[int, list[str]] = field(default_factory=dict)
+    error: str = ""
+
+    def add(self, choice: dict[str, Any]) -> None:
+        index, delta = choice["index"], choice.get("delta") or {}
+        self.tokens.setdefault(index, []).extend(choice.get("token_ids") or [])
+        calls = delta.get("tool_calls") or []
+        called = "".join((call.get("function") or {}).get("arguments") or "" for call in calls)
+        text = choice.get("text") or delta.get("content") or called
+        self.texts[index] = self.texts.get(index, "") + text
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        self.logprobs.setdefault(index, []).extend(round(one, 3) for one in logprobs)
+        if choice.get("finish_reason"):
+            self.ends.setdefault(index, []).append(choice["finish_reason"])
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens.values()))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of request: where it goes and what it says."""
+
+    path: str
+    body: dict[str, Any]
+
+    def behind(self, words: str) -> Kind:
+        """The same with other words in front, which no cache knows."""
+        body = dict(self.body)
+        if "messages" in body:
+            (message,) = body["messages"]
+            body["messages"] = [{**message, "content": f"{words} {message['content']}"}]
+        else:
+            body["prompt"] = [ord(letter) for letter in words] + body["prompt"]
+        return Kind(self.path, body)
+
+
+def made_kinds(prompt: list[int], text: str) -> dict[str, Kind]:
+    common = {"model": MODEL, "stream": True, "return_token_ids": True}
+    chat = {**common, **GREEDY, "messages": [{"role": "user", "content": text}]}
+    completion = {**common, "prompt": prompt}
+    found = {
+        name: Kind("/v1/completions", {**completion, **asked})
+        for name, asked in BY_ONE_ENGINE.items()
+    }
+    grammar = {"json": FLAVOURS}
+    named = {"type": "function", "function": {"name": "order"}}
+    more: dict[str, dict[str, Any]] = {
+        "unseeded": {**completion, **LENGTH, "temperature": 0.8},
+        "json": {**completion, **GREEDY, "max_tokens": 120, "structured_outputs": grammar},
+        "stop": {**completion, **GREEDY, **LENGTH, "max_tokens": 60, "stop": ["never to be seen"]},
+        "chat": {**chat, **LENGTH, "temperature": 0.7, "seed": 3},
+        "tool": {**chat, "max_tokens": 120, "tools": [TOOL], "tool_choice": named},
+    }
+    for name, body in more.items():
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        found[name] = Kind(path, body)
+    return found
+
+
+async def asked(client: httpx.AsyncClient, kind: Kind, seen: Callable[[], None]) -> Answer:
+    """Stream one answer; ``seen`` is called at each of its chunks."""
+    answer = Answer()
+    async with client.stream("POST", kind.path, json=kind.body) as response:
+        if response.status_code != 200:
+            answer.error = (await response.aread()).decode()
+        async for line in response.aiter_lines():
+            data = line.removeprefix("data: ")
+            if data == line or data == "[DONE]":
+                continue
+            chunk = json.loads(data)
+            if "error" in chunk:
+                answer.error = data
+            for choice in chunk.get("choices", ()):
+                answer.add(choice)
+            seen()
+    return answer
+
+
+@contextlib.asynccontextmanager
+async def connected(server: Run) -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S, limits=limits) as client:
+        yield client
+
+
+async def asked_all(
+    server: Run, kinds: dict[str, Kind], seen: Callable[[], None] = lambda: None
+) -> dict[str, Answer]:
+    async with connected(server) as client:
+        answers = await asyncio.gather(*(asked(client, kind, seen) for kind in kinds.values()))
+    return dict(zip(kinds, answers, strict=True))
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    (made,) = prompts.prompts("synthetic", 1, 150, 200, 9, str.split)
+    return tokenizer(small_model.resolve().path_or_id)(made.text)
+
+
+@pytest.fixture(scope="module")
+def kinds(prompt: list[int]) -> dict[str, Kind]:
+    (made,) = prompts.prompts("synthetic", 1, 60, 80, 10, str.split)
+    return made_kinds(prompt, made.text)
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Run]) -> Iterator[Run]:
+    run = serve(
+        *("--pd", "2:2", "--dtype", "float32", "--max-model-len", "2048", "--migration", "off"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        # Random weights would fill it with line breaks.
+        *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
+        *("--kv-cache-memory-bytes", str(256 << 20)),
+    )
+    yield run
+    assert run.end() == 0
+
+
+@pytest.fixture(scope="module")
+def expected(server: Run, kinds: dict[str, Kind]) -> dict[str, Answer]:
+    return asyncio.run(asked_all(server, kinds))
+
+
+def differences(
+    kinds: dict[str, Kind], expected: dict[str, Answer], found: dict[str, Answer]
+) -> dict[str, tuple[Answer, Answer]]:
+    """Kinds whose answers differ; of one that draws without a seed its form alone is compared."""
+    wrong = {}
+    for name in kinds:
+        wanted, got = expected[name], found[name]
+        if name == "unseeded":
+            is_right = not got.error and got.ends == wanted.ends
+            is_right = is_right and got.num_tokens == wanted.num_tokens
+        else:
+            is_right = got == wanted
+        if not is_right:
+            wrong[name] = (wanted, got)
+    return wrong
+
+
+def test_answers_are_those_of_one_engine(
+    fork_server: ForkServer, expected: dict[str, Answer], prompt: list[int]
+) -> None:
+    reference = reference_tokens(
+        fork_server, small_model.resolve().path_or_id, [prompt], BY_ONE_ENGINE
+    )
+    for name, (wanted,) in reference.items():
+        answer = expected[name]
+        assert not answer.error, name
+        found = [token for index in sorted(answer.tokens) for token in answer.tokens[index]]
+        assert found == wanted, name
+
+
+def test_what_is_asked_for_is_what_comes(expected: dict[str, Answer]) -> None:
+    assert [name for name, answer in expected.items() if answer.error] == []
+    for name, answer in expected.items():
+        assert [len(ends) for ends in answer.ends.values()] == [1] * len(answer.texts), name
+    assert len(json.loads(expected["json"].texts[0])) == 6
+    # Random weights go on with white space, which its grammar allows.
+    assert expected["tool"].texts[0].startswith('{"flavours"')
+    assert sorted(expected["three"].tokens) == [0, 1, 2]
+    assert len({tuple(tokens) for tokens in expected["three"].tokens.values()}) == 3
+    assert len(expected["logprobs"].logprobs[0]) == OUTPUT_TOKENS
+
+
+def test_every_kind_has_its_first_token_from_prefill(server: Run, kinds: dict[str, Kind]) -> None:
+    """Of three sequences the first has; the others draw theirs from the same prompt."""
+
+    def counted() -> Counter[str]:
+        name = "banaserve_first_tokens_total"
+        return Counter({leg: int(server.metric(name, leg=leg)) for leg in ("prefill", "decode")})
+
+    before = counted()
+    other = {name: kind.behind("In other words:") for name, kind in kinds.items()}
+    answers = asyncio.run(asked_all(server, other))
+    assert [name for name, answer in answers.items() if answer.error] == []
+    assert counted() - before == Counter(prefill=len(kinds), decode=2)
+
+
+@pytest.mark.parametrize("victim", ["d0", "p0", "d1", "kvstore"])
+def test_no_answer_notices_a_kill(
+    victim: str, server: Run, kinds: dict[str, Kind], expected: dict[str, Answer]
+) -> None:
+    pid = writer(server.run_dir, victim)
+    seen = Counter[str]()
+    # An instance that prefills is killed while it does, under prompts that no cache has.
+    is_early = victim == "p0"
+    asking = {n: k.behind("Once more:") for n, k in kinds.items()} if is_early else kinds
+    after = 1 if is_early else random.Random(victim).randint(80, 240)
+
+    def count() -> None:
+        seen["chunks"] += 1
+        if seen["chunks"] == after:
+            os.kill(pid, signal.SIGKILL)
+
+    found = asyncio.run(asked_all(server, asking, count))
+    assert seen["chunks"] > after
+    wanted = asyncio.run(asked_all(server, asking)) if is_early else expected
+    assert differences(kinds, wanted, found) == {}
+    back(server, victim, pid)
+
+
+def back(server: Run, name: str, pid: int) -> None:
+    """Return when another process serves in the place of the one that was killed."""
+    log = f"{name}.log"
+    until(
+        lambda: {other for at, other in writers(server.run_dir) if at == log} - {pid} != set(),
+        f"{name} is started again",
+    )
+    if name == "kvstore":
+        until(lambda: server.metric("banaserve_kvstore_up") == 1, "the store answers")
+    else:
+        until(
+            lambda: server.metric("banaserve_instance_ready", instance_id=name) == 1,
+            f"{name} is back",
+        )
+
+
+def test_random_kills_under_mixed_streams_lose_double_and_change_nothing(
+    server: Run, kinds: dict[str, Kind], expected: dict[str, Answer]
+) -> None:
+    draws = random.Random(4)
+    wrong: list[object] = []
+    num_answers = Counter[str]()
+
+    async def stream(client: httpx.AsyncClient, number: int, stop: asyncio.Event) -> None:
+        names = list(kinds)
+        while not stop.is_set():
+            name = names[number % len(names)]
+            number += NUM_STREAMS + 1
+            answer = await asked(client, kinds[name], lambda: None)
+            num_answers[name] += 1
+            wrong.extend(differences({name: kinds[name]}, expected, {name: answer}).items())
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        async with connected(server) as client:
+            streams = [
+                asyncio.create_task(stream(client, number, stop)) for number in range(NUM_STREAMS)
+            ]
+            for _ in range(NUM_KILLS):
+                victim = draws.choice([*NAMES, "kvstore"])
+                await asyncio.sleep(draws.uniform(0.0, 1.0))
+                pid = await asyncio.to_thread(writer, server.run_dir, victim)
+                os.kill(pid, signal.SIGKILL)
+                await asyncio.to_thread(back, server, victim, pid)
+            stop.set()
+            await asyncio.gather(*streams)
+
+    asyncio.run(run())
+    assert wrong == []
+    assert sum(num_answers.values()) > NUM_KILLS
+    assert set(num_answers) == set(kinds)
