@@ -114,7 +114,6 @@ def check_tokens(
         assert different == [], f"{name}: other tokens for prompts {different}"
     num_requests = 2 * len(prompts)
     assert server.metric("banaserve_first_tokens_total", leg="prefill") > 0
-    assert server.metric("banaserve_first_tokens_total", leg="decode") >= len(prompts)
     for decode in decode_instances:
         computed = server.metric("banaserve_prompt_tokens_computed_total", instance_id=decode)
         short = sum(n for n in map(len, prompts) if n <= DEFAULT_SKIP_PREFILL_BELOW_TOKENS)

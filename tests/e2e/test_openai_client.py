@@ -248,6 +248,10 @@ def test_the_probes(server):
 # The hand-over ------------------------------------------------------------------------------------
 
 
+# What a processor of logits might read: prefill's token may not be the first one.
+FROM_DECODE = {"vllm_xargs": {"anything": 1}}
+
+
 def first_tokens(server) -> tuple[float, float]:
     return tuple(
         server.metric("banaserve_first_tokens_total", leg=leg) for leg in ("prefill", "decode")
@@ -275,10 +279,12 @@ def first_tokens(server) -> tuple[float, float]:
 def test_an_answer_is_the_same_whichever_leg_samples_its_first_token(
     prompt, options, server, complete
 ):
+    options = dict(options)
     prefill, decode = first_tokens(server)
     handed_over = complete(prompt, **options).choices[0]
     assert first_tokens(server) == (prefill + 1, decode)
-    whole = complete(prompt, logprobs=1, **options).choices[0]
+    body = options.pop("extra_body", {}) | FROM_DECODE
+    whole = complete(prompt, extra_body=body, **options).choices[0]
     assert first_tokens(server) == (prefill + 1, decode + 1)
     assert (handed_over.text, handed_over.finish_reason, handed_over.stop_reason) == (
         whole.text,
@@ -293,8 +299,8 @@ def test_a_stop_string_across_the_first_two_tokens(streamed, from_first, from_se
     full = complete(logprobs=1).choices[0]
     first, second, *_ = full.logprobs.tokens
     stop = first[-from_first:] + second[:from_second]
-    for logprobs in (None, 1):
-        answer = complete(stop=[stop], stream=streamed, logprobs=logprobs)
+    for body in ({}, FROM_DECODE):
+        answer = complete(stop=[stop], stream=streamed, extra_body=body)
         pieces = list(answer) if streamed else [answer]
         text = "".join(piece.choices[0].text for piece in pieces)
         assert text == full.text[: full.text.index(stop)]
@@ -319,7 +325,11 @@ def test_decode_computes_at_most_one_prompt_token_a_request(server, complete):
     prompts = [numbered_tokens(i, length) for i, length in enumerate(lengths)]
     with ThreadPoolExecutor(MAX_CONCURRENT) as threads:
         list(threads.map(lambda prompt: complete(prompt, max_tokens=4), prompts))
-        list(threads.map(lambda prompt: complete(prompt, logprobs=1, max_tokens=4), prompts[:4]))
+        list(
+            threads.map(
+                lambda prompt: complete(prompt, extra_body=FROM_DECODE, max_tokens=4), prompts[:4]
+            )
+        )
     assert server.metric(computed, instance_id="p0") >= prefill + sum(lengths)
     assert server.metric(computed, instance_id="d0") <= decode + len(lengths) + 4
     assert first_tokens(server) == (legs[0] + len(lengths), legs[1] + 4)
@@ -530,10 +540,10 @@ def test_the_trace_says_why_decode_samples_the_first_token(
     server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer = server.client().completions.create(
-        model=MODEL, prompt=list(range(300, 700)), max_tokens=2, temperature=0.7, n=2
+        model=MODEL, prompt=list(range(300, 700)), max_tokens=2, extra_body=FROM_DECODE
     )
     assert main(["trace", answer.id, "--run-dir", str(server.run_dir)]) == 0
     shown = capsys.readouterr().out
-    assert "its first token from decode; prefill's could not be used: sampling" in shown
+    assert "its first token from decode; prefill's could not be used: extra_args" in shown
     assert shown.count("hand-over") + shown.count("scheduler has it") >= 3, shown
     assert "not known" not in shown

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from banaserve.clock import Clock
 from banaserve.engine.vllm.compat.kv_cache import KVCacheBlocks
 from banaserve.engine.vllm.compat.scheduler import Request, SchedulerOutput
+from banaserve.engine.vllm.continuation import output_of
 from banaserve.engine.vllm.kv_connector.block_hash import TailHasher
 from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.engine.vllm.kv_connector.metadata import (
@@ -70,7 +71,7 @@ class StoreConnectorScheduler:
             tracked = self._tracked[request_id] = RequestState.of(request)
             handover = Handover.of(request.kv_transfer_params)
             self.notes.received(
-                request_id, request.num_prompt_tokens, handover.leaves_tail, handover.tokens
+                request_id, request.num_tokens, handover.leaves_tail, handover.tokens
             )
         return tracked
 
@@ -177,7 +178,9 @@ class StoreConnectorScheduler:
         """The request has ended, however it did: nothing of it stays reserved."""
         tracked = self._tracked.pop(request_id, None)
         if tracked is not None:
-            self.notes.finished(request_id, tracked.request.num_output_tokens)
+            request = tracked.request
+            num_own = request.num_output_tokens - len(output_of(request.sampling_params))
+            self.notes.finished(request_id, num_own)
             self._matcher.let_go(tracked)
             self._loads = [load for load in self._loads if load[0] is not tracked]
 
