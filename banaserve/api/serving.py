@@ -29,7 +29,6 @@ from banaserve.controller.decisions import DecisionLog
 from banaserve.controller.loop import Controller, ControllerOptions
 from banaserve.controller.time_scaling import dilated
 from banaserve.elastic.forecast_profile import forecast_profile
-from banaserve.elastic.modules import KINDS
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster, ClusterTimeouts, PrefixLookup
@@ -301,11 +300,8 @@ def _section(config: ServeConfig, engine_config: VllmConfig) -> dict[str, Any]:
     chosen = config.orchestrator
     if chosen.is_elastic:
         num_tokens, num_requests = own_budget(engine_config)
-        # Engines and guests on one processor share its cores: a module away relieves nobody.
-        shares_cores = is_on_cpu() and not config.pace
         return {
             "profile": forecast_profile(config, is_on_cpu()),
-            "modules": "none" if shares_cores else ",".join(KINDS),
             "dilation": config.dilate,
             "ttft_s": chosen.slo_ttft_s,
             "tpot_s": chosen.slo_tpot_s,

@@ -14,6 +14,7 @@ from banaserve.config import (
     MIGRATION_ATTENTION,
     MINIATURE,
     SCHEDULERS,
+    SLO_AWARE,
     Budget,
     OrchestratorConfig,
     ServeConfig,
@@ -114,7 +115,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         kv_store_tenant_quota=known.kv_store_tenant_quota,
         kv_store_verify=known.kv_store_verify,
         kv_store_salt=known.kv_store_salt,
-        routing_policy=known.routing_policy or _DEFAULTS.routing_policy,
+        routing_policy=known.routing_policy or _usual_routing(known),
         routing_options=tuple(read_pair("--routing-option", text) for text in known.routing_option),
         skip_prefill_below_tokens=known.skip_prefill_below_tokens,
         threads_per_instance=known.threads_per_instance,
@@ -268,7 +269,8 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
     add(
         "--routing-policy",
         metavar="NAME",
-        help=f"one of {', '.join(routing_policies.names())} ({_DEFAULTS.routing_policy})",
+        help=f"one of {', '.join(routing_policies.names())} ({_DEFAULTS.routing_policy}; with the "
+        f"policy elastic: {SLO_AWARE})",
     )
     add(
         "--routing-option",
@@ -454,6 +456,11 @@ def orchestrator_of(known: argparse.Namespace) -> OrchestratorConfig:
         per_minute=_given(known.orchestrator_per_minute, per_minute),
         decision_log=known.decision_log,
     )
+
+
+def _usual_routing(known: argparse.Namespace) -> str:
+    """Roles that follow the load are preferences: requests may be served against them."""
+    return SLO_AWARE if orchestrator_of(known).is_elastic else _DEFAULTS.routing_policy
 
 
 def _given(value: int | None, usual: int) -> int:

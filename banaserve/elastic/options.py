@@ -25,8 +25,9 @@ class ElasticOptions:
         min_step_tokens, max_step_tokens: What the engines can do: sizes beyond these become these;
             0 is no limit.
         roles: ``any``, or ``fixed`` where they stay what they are and only step sizes change.
-        modules: What may leave its instance: ``layers``, ``heads``, or both, separated by a comma;
-            ``none`` is nothing.
+        modules: What may leave its instance: ``layers``, ``heads``, or both, separated by a comma.
+            ``none`` is nothing: beside routing by predicted times it rarely pays, and where a
+            forecast errs it costs.
         routing: Policy that routes in the forecast: the one that serves.
         first_plan_s: A load's first plan comes when it has lasted this long,
         first_ended: or when so many of its requests have ended, so that their lengths are known.
@@ -56,7 +57,7 @@ class ElasticOptions:
     min_step_tokens: int = 0
     max_step_tokens: int = 0
     roles: str = "any"
-    modules: str = "layers,heads"
+    modules: str = "none"
     routing: str = "load_aware"
     first_plan_s: float = 4.0
     first_ended: int = 20
@@ -72,7 +73,7 @@ class ElasticOptions:
     recent_s: float = 10.0
     least_change_fraction: float = 0.15
     deviations: float = 5.0
-    margin: float = 0.02
+    margin: float = 0.1
     certainty: float = 1.5
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import sqrt
 
 from banaserve.costs import profile as profiles
@@ -30,6 +31,8 @@ _MOVED_FROM = 3
 """Arrangements from which modules are looked at."""
 
 _MOVES_KEPT = 2
+
+_MOST_DOUBT = 0.3
 
 _LOOKS_FOR_HOME = 2
 """In a row, at which modules away cannot bring anything."""
@@ -68,6 +71,8 @@ class Search:
             options.max_requests,
             options.dilation,
         )
+        arrivals_s = [one.arrival_s for one in requests if one.arrival_s >= since_s]
+        self._denser = denser(self._future, rate_doubt(arrivals_s))
 
     def best(self) -> Decision:
         """All arrangements over a short stretch, then the best of them over a long one.
@@ -119,10 +124,14 @@ class Search:
         gain = found[best].mean - held.mean
         reason = str(best)
         home = Wanted(self._present, self._away)
-        if best not in (stay, home) and gain < max(
-            least, options.certainty * chance_of(found[best], held)
-        ):
-            reason = f"{best} would be better by {gain:.3f} only"
+        doubt = ""
+        if best not in (stay, home):
+            if gain < max(least, options.certainty * chance_of(found[best], held)):
+                doubt = f"{best} would be better by {gain:.3f} only"
+            elif gain + self._gain_if_denser(best, stay) < 0:
+                doubt = f"{best} would be worse with a little more load"
+        if doubt:
+            reason = doubt
             best = home if worth.get(home, worth[stay]) > worth[stay] else stay
         elif best == stay:
             reason = f"{stay}: nothing is better"
@@ -139,6 +148,13 @@ class Search:
             best.returns,
             best.moves,
         )
+
+    def _gain_if_denser(self, best: Wanted, stay: Wanted) -> float:
+        """What ``best`` brings at a rate that may as well be the true one.
+
+        Near saturation a little more load is much worse, and some arrangements have less room.
+        """
+        return self._forecast(best, self._denser).mean - self._forecast(stay, self._denser).mean
 
     def _least(self, held: Forecast) -> float:
         """Least gain for which anything changes; where no arrangement can do much, it is much."""
@@ -245,6 +261,24 @@ class Search:
             self._away,
             watch=watch,
         )
+
+
+def rate_doubt(arrivals_s: Sequence[float]) -> float:
+    """How far off the rate of these arrivals may be, as a share of it: one standard deviation.
+
+    Of a renewal process that is the variation of its gaps over the square root of their number.
+    """
+    gaps = [b - a for a, b in pairwise(arrivals_s)]
+    mean = sum(gaps) / len(gaps) if gaps else 0.0
+    if mean <= 0:
+        return _MOST_DOUBT
+    variation = sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) / mean
+    return min(_MOST_DOUBT, variation / sqrt(len(gaps)))
+
+
+def denser(future: Sequence[FutureRequest], more: float) -> list[FutureRequest]:
+    """The same requests, arriving at a rate that is higher by this share."""
+    return [one._replace(at_s=one.at_s / (1 + more)) for one in future]
 
 
 def chance_of(one: Forecast, other: Forecast) -> float:

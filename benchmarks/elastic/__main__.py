@@ -43,14 +43,14 @@ Outcome = TypeVar("Outcome")
 
 _QUICK, _COVERING = 8, 60
 PARTS = {
+    "legs": Variant({"routing": "load_aware"}, {"routing": "load_aware", "routing_options": {}}),
     "chunks": Variant({"chunks": "2048"}),
     "roles": Variant({"roles": "fixed"}),
-    "layers": Variant({"modules": "heads"}),
-    "heads": Variant({"modules": "layers"}),
-    "modules": Variant({"modules": "none"}),
-    "legs": Variant({"routing": "slo_aware"}),
+    "layers": Variant({"modules": "layers"}),
+    "heads": Variant({"modules": "heads"}),
+    "modules": Variant({"modules": "layers,heads"}),
 }
-"""The elastic system without one of its parts, by its name; legs are with what it has not."""
+"""The elastic system without one of its parts, by its name; with modules, which it leaves alone."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         "--ablation",
         nargs="*",
         choices=tuple(PARTS),
-        help="also without each of these parts (legs: with them), or each in turn",
+        help="also without these parts (layers, heads, modules: with them), or each in turn",
     )
     parser.add_argument("--data", type=Path)
     parser.add_argument("--jobs", type=int, default=2)

@@ -85,12 +85,11 @@ def elastic_system(cell: LoadCell, size: int, variant: Variant = WHOLE) -> Syste
     """A cluster that begins with all doing both and follows its load."""
     ttft_s, tpot_s = cell.service_limits
     limits_s = {"ttft_s": ttft_s, "tpot_s": tpot_s}
-    routing = str(variant.options.get("routing", "load_aware"))
     system = System(
         kind="banaserve",
         colocated=size,
-        routing=routing,
-        routing_options=limits_s if routing == "slo_aware" else {},
+        routing="slo_aware",
+        routing_options=limits_s,
         migration="elastic",
         history_s=300.0,
         control_s=1.0,
@@ -98,7 +97,7 @@ def elastic_system(cell: LoadCell, size: int, variant: Variant = WHOLE) -> Syste
         attention_fraction=None,
         migration_options={
             "profile": cell.profile,
-            "routing": routing,
+            "routing": "slo_aware",
             **limits_s,
             **variant.options,
         },

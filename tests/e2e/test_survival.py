@@ -15,12 +15,14 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 import small_model
+from adapter_files import RANK, write_adapter
 from banaserve.bench.datasets import prompts
 from depth import IS_LONG
 from fork_server import ForkServer
@@ -342,3 +344,35 @@ def test_random_kills_under_mixed_streams_lose_double_and_change_nothing(
     assert wrong == []
     assert sum(num_answers.values()) > NUM_KILLS
     assert set(num_answers) == set(kinds)
+
+
+@pytest.mark.long
+def test_streams_with_an_adapter_go_on(
+    serve: Callable[..., Run], tmp_path: Path, prompt: list[int]
+) -> None:
+    """All have one: vLLM on CPU gives requests without one other tokens beside those that do."""
+    write_adapter(tmp_path, 1, num_layers=30, hidden=96, kv_hidden=192)
+    server = serve(
+        *("--pd", "1:2", "--dtype", "float32", "--max-model-len", "2048", "--migration", "off"),
+        *("--enable-lora", "--max-lora-rank", str(RANK), "--lora-modules", f"adapter={tmp_path}"),
+    )
+    common = {"model": "adapter", "stream": True, "return_token_ids": True, "prompt": prompt}
+    asking = {
+        name: Kind("/v1/completions", {**common, **BY_ONE_ENGINE[name]})
+        for name in ("greedy", "seeded", "penalties", "regex", "three")
+    }
+    expected = asyncio.run(asked_all(server, asking))
+    assert [name for name, answer in expected.items() if answer.error] == []
+    for victim in ("d0", "d1"):
+        pid, seen = writer(server.run_dir, victim), Counter[str]()
+
+        def count(pid: int = pid, seen: Counter[str] = seen) -> None:
+            seen["chunks"] += 1
+            if seen["chunks"] == 60:
+                os.kill(pid, signal.SIGKILL)
+
+        found = asyncio.run(asked_all(server, asking, count))
+        assert differences(asking, expected, found) == {}
+        back(server, victim, pid)
+    assert server.metric("banaserve_streams_resumed_total") > 0
+    assert server.end() == 0

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from io import BytesIO
+from itertools import accumulate
 from math import exp
 
 import msgspec
@@ -17,12 +18,13 @@ from banaserve.costs import profile as profiles
 from banaserve.elastic import process as processes
 from banaserve.elastic.arrangement import Arrangement, arrangement_of, arrangements, assign
 from banaserve.elastic.decision import Decision, LoadMemory, Situation
-from banaserve.elastic.forecast import ServiceLimits, forecast, future_of
+from banaserve.elastic.forecast import FutureRequest, ServiceLimits, forecast, future_of
 from banaserve.elastic.load import load_stats
 from banaserve.elastic.options import ElasticOptions
 from banaserve.elastic.planning import Change, changes_of
 from banaserve.elastic.policy import Elastic, decide, plan_of
 from banaserve.elastic.process import DecisionProcess
+from banaserve.elastic.search import denser, rate_doubt
 from banaserve.errors import UserError
 from banaserve.orchestrator.migration import registry
 from banaserve.sim.batch import EngineLimits
@@ -391,3 +393,18 @@ def test_the_process_says_a_line_at_most(asked, code, said):
 def test_options_that_make_no_sense(options, words):
     with pytest.raises(UserError, match=words):
         registry.make("elastic", **options)
+
+
+@pytest.mark.parametrize(
+    ("num", "variation", "doubt"), [(100, 0.0, 0.0), (100, 1.0, 0.1), (4, 1.0, 0.3)]
+)
+def test_how_far_off_a_rate_may_be(num: int, variation: float, doubt: float) -> None:
+    """Gaps of two lengths, as often one as the other, whose deviation is so many means."""
+    gaps = [1.0 + (variation if n % 2 else -variation) for n in range(num)]
+    assert rate_doubt(list(accumulate(gaps, initial=5.0))) == pytest.approx(doubt)
+    assert rate_doubt([1.0, 1.0]) == rate_doubt([]) == 0.3
+
+
+def test_a_denser_future_is_the_same_in_less_time() -> None:
+    future = [FutureRequest(0.0, 10, 0, 5, generated=2), FutureRequest(6.0, 20, 0, 7)]
+    assert denser(future, 0.2) == [future[0], future[1]._replace(at_s=5.0)]

@@ -102,6 +102,7 @@ def following(profile: str, limits: tuple[float, float], **options: object) -> S
             "profile": profile,
             "ttft_s": limits[0],
             "tpot_s": limits[1],
+            "margin": 0.02,  # what modules bring is less than a switch of roles may
             **options,
         },
     )

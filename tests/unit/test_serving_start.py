@@ -175,19 +175,14 @@ def test_what_the_command_line_says_reaches_the_policy(monkeypatch):
     config = parse_serve_argv(argv)
     assert serving._section(config, engines(2048, 128)) == {
         "profile": "opt-13b-a100",
-        "modules": "layers,heads",
         "dilation": 4.0,
         "ttft_s": 2.0,
         "tpot_s": 0.0,
-        "routing": "load_aware",
+        "routing": "slo_aware",
         "min_step_tokens": 128,
         "max_step_tokens": 2048,
     }
-    unpaced = parse_serve_argv(["--instances", "2"])
-    assert serving._section(unpaced, engines(2048, 128))["modules"] == "none"  # one processor
-    legs = parse_serve_argv([*argv, "--routing-policy", "slo_aware"])
-    assert legs.routing_section == {"ttft_s": 2.0, "tpot_s": 0.0}
-    assert serving._section(legs, engines(2048, 128))["routing"] == "slo_aware"
+    assert config.routing_section == {"ttft_s": 2.0, "tpot_s": 0.0}
     off = parse_serve_argv(["m", "--orchestrator", "off", "--orchestrator-policy", "elastic"])
     assert serving._section(off, engines(2048, 128)) == {}
 
@@ -196,12 +191,10 @@ def test_what_the_command_line_says_reaches_the_policy(monkeypatch):
     ("argv", "policy", "section"),
     [
         (["--pd", "1:1"], "load_aware", {}),
-        (["--elastic", "--slo-tpot", "0.1"], "load_aware", {}),
-        (
-            ["--elastic", "--slo-tpot", "0.1", "--routing-policy", "slo_aware"],
-            "slo_aware",
-            {"ttft_s": 0.0, "tpot_s": 0.1},
-        ),
+        (["--elastic"], "slo_aware", {"ttft_s": 0.0, "tpot_s": 0.0}),
+        (["--elastic", "--slo-tpot", "0.1"], "slo_aware", {"ttft_s": 0.0, "tpot_s": 0.1}),
+        (["--instances", "2", "--orchestrator", "off"], "load_aware", {}),
+        (["--elastic", "--routing-policy", "load_aware"], "load_aware", {}),
         (
             ["--routing-policy", "slo_aware", "--slo-ttft", "1", "--routing-option", "ttft_s=2"],
             "slo_aware",

@@ -55,7 +55,7 @@ class SloAwareOptions:
     ttft_s: float = 0.0
     tpot_s: float = 0.0
     rate_window_s: float = 10.0
-    tolerance: float = 0.05
+    tolerance: float = 0.3
     late_weight: float = 0.1
     off_role_factor: float = 1.5
 
