@@ -39,7 +39,7 @@ from banaserve.controller.schemas import (
     ServerStatus,
 )
 from banaserve.costs import profile
-from banaserve.engine.interface import RoleChange
+from banaserve.engine.interface import DrainState, RoleChange
 from banaserve.engine.vllm.emulation.metrics import PacedTime
 from banaserve.engine.vllm.migration.api import (
     ClusterPlacement,
@@ -174,6 +174,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/admin/roles"): Operation("Begin a role switch.", RoleChange, RoleRequest, 202),
     ("GET", "/admin/roles/{id}"): Operation("One role switch.", RoleChange, query=_WAIT),
     ("DELETE", "/admin/roles/{id}"): Operation("Give it up.", RoleChange, status=202),
+    ("POST", "/admin/drains/{id}"): Operation(
+        "Send an instance nothing more; its streams go on elsewhere.", DrainState, status=202
+    ),
+    ("GET", "/admin/drains/{id}"): Operation("What is left on it.", DrainState, query=_WAIT),
+    ("DELETE", "/admin/drains/{id}"): Operation("Let it serve again.", DrainState),
 }
 _ERRORS = {
     "400": "The request is wrong; the message says what to change.",
@@ -187,7 +192,8 @@ _ERRORS = {
 def admin_routes() -> set[tuple[str, str]]:
     """Return method and path of every route of the admin API, as the server has them."""
     nothing = cast(Any, None)  # The routes' functions ask it only when they are called.
-    control, traces = Control(nothing, nothing, nothing, nothing), Traces(nothing, nothing)
+    control = Control(nothing, nothing, nothing, nothing, nothing)
+    traces = Traces(nothing, nothing)
     app = cast(Starlette, admin_app(nothing, control, traces))
     return {
         (method, route.path)

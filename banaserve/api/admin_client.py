@@ -19,7 +19,7 @@ from banaserve.controller.schemas import (
     RoleRequest,
     ServerStatus,
 )
-from banaserve.engine.interface import RoleChange
+from banaserve.engine.interface import DrainState, RoleChange
 from banaserve.engine.vllm.migration.api import (
     ClusterPlacement,
     GuestSharing,
@@ -181,6 +181,30 @@ class AdminClient:
         """
         return self._call("DELETE", f"/admin/roles/{change_id}", RoleChange)
 
+    def drain(self, instance: str) -> DrainState:
+        """Let the streams of an instance go on elsewhere, and send it nothing more.
+
+        Raises:
+            UserError: It is refused, or the server cannot be reached.
+        """
+        return self._call("POST", _drain_path(instance), DrainState)
+
+    def show_drain(self, instance: str, wait_s: float = 0.0) -> DrainState:
+        """What is left on an instance; waits so long until nothing is.
+
+        Raises:
+            UserError: There is none, or the server cannot be reached.
+        """
+        return self._call("GET", f"{_drain_path(instance)}?wait_s={wait_s:g}", DrainState)
+
+    def release(self, instance: str) -> DrainState:
+        """Let an instance that was drained serve again.
+
+        Raises:
+            UserError: It was not drained, or the server cannot be reached.
+        """
+        return self._call("DELETE", _drain_path(instance), DrainState)
+
     def run(self, ask: MigrationRequest, timeout_s: float = 600.0) -> Migration:
         """Begin a migration and wait for its end, whatever that is.
 
@@ -225,3 +249,7 @@ def _message(refused: urllib.error.HTTPError) -> str:
         return msgspec.json.decode(refused.read(), type=_ErrorBody).error.message
     except (msgspec.DecodeError, OSError, http.client.HTTPException):
         return f"the server answers {refused.code} {refused.reason}"
+
+
+def _drain_path(instance: str) -> str:
+    return f"/admin/drains/{urllib.parse.quote(instance, safe='')}"

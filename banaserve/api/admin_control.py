@@ -23,6 +23,7 @@ from banaserve.api.admin_answers import (
 from banaserve.api.status import status_of
 from banaserve.controller.loop import Controller
 from banaserve.controller.schemas import PauseRequest, RoleRequest
+from banaserve.engine.vllm.drain import Drains
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration_executor import MoveExecutor
 from banaserve.engine.vllm.role_switch import Roles
@@ -36,6 +37,7 @@ class Control:
     controller: Controller
     executor: MoveExecutor
     roles: Roles
+    drains: Drains
     routing: NamedPolicy
 
 
@@ -49,6 +51,9 @@ def control_routes(control: Control, coordinator: Coordinator) -> list[Route]:
         Route(f"{PREFIX}/roles", _role_begin(control), methods=["POST"]),
         Route(f"{PREFIX}/roles/{{id}}", _role_show(control), methods=["GET"]),
         Route(f"{PREFIX}/roles/{{id}}", _role_abort(control), methods=["DELETE"]),
+        Route(f"{PREFIX}/drains/{{id}}", _drain_begin(control), methods=["POST"]),
+        Route(f"{PREFIX}/drains/{{id}}", _drain_show(control), methods=["GET"]),
+        Route(f"{PREFIX}/drains/{{id}}", _drain_release(control), methods=["DELETE"]),
     ]
 
 
@@ -141,3 +146,29 @@ def _role_abort(control: Control) -> Endpoint:
         return answer(control.roles.abort(change.id), HTTPStatus.ACCEPTED)
 
     return abort
+
+
+def _drain_begin(control: Control) -> Endpoint:
+    @refusing
+    async def begin(request: Request) -> Response:
+        return answer(control.drains.begin(request.path_params["id"]), HTTPStatus.ACCEPTED)
+
+    return begin
+
+
+def _drain_show(control: Control) -> Endpoint:
+    """``?wait_s=5`` answers when nothing is left, after five seconds at the latest."""
+
+    @refusing
+    async def show(request: Request) -> Response:
+        return answer(await control.drains.state(request.path_params["id"], wait_s_of(request)))
+
+    return show
+
+
+def _drain_release(control: Control) -> Endpoint:
+    @refusing
+    async def release(request: Request) -> Response:
+        return answer(control.drains.release(request.path_params["id"]))
+
+    return release

@@ -34,6 +34,7 @@ from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster, ClusterTimeouts, PrefixLookup
 from banaserve.engine.vllm.compat.config import VllmConfig, is_on_cpu, own_budget
 from banaserve.engine.vllm.compat.engine import EngineDeadError
+from banaserve.engine.vllm.drain import Drains
 from banaserve.engine.vllm.engine_api import WorkerApi
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.launch.launcher import Launcher
@@ -286,7 +287,8 @@ async def _controlling(
     controller = Controller(executor, options, log, clock, time.time)
     controller.start()
     try:
-        yield Control(controller, executor, roles, cluster.policy)
+        drains = Drains(cluster.instances, roles)
+        yield Control(controller, executor, roles, drains, cluster.policy)
     finally:
         await controller.stop()
         await roles.stop()

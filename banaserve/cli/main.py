@@ -55,6 +55,9 @@ COMMANDS = {
         "banaserve.cli.admin.trace", "app", "Show one request's path, or list the last requests."
     ),
     "role": Command("banaserve.cli.admin.role", "app", "Give a running instance another role."),
+    "drain": Command(
+        "banaserve.cli.admin.drain", "app", "Let an instance's streams go on elsewhere."
+    ),
     "orchestrator": Command(
         "banaserve.cli.admin.orchestrator", "app", "Pause the orchestrator, or let it go on."
     ),

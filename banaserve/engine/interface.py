@@ -67,6 +67,19 @@ class RoleChange(msgspec.Struct):
         return self.state == "draining"
 
 
+class DrainState(msgspec.Struct, frozen=True):
+    """An instance that is drained, or was; over HTTP as JSON.
+
+    Attributes:
+        is_held: It is sent nothing.
+        num_left: Requests that are still on it.
+    """
+
+    instance: str
+    is_held: bool
+    num_left: int
+
+
 class Executor(Protocol):
     """Carries out the steps of migration plans on real or simulated instances."""
 

@@ -14,6 +14,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ import pytest
 
 import small_model
 from adapter_files import RANK, write_adapter
+from banaserve.api.admin_client import AdminClient
 from banaserve.bench.datasets import prompts
+from banaserve.errors import UserError
+from banaserve.run_dir import find_admin
 from depth import IS_LONG
 from fork_server import ForkServer
 from observing import until, writer, writers
@@ -291,6 +295,33 @@ def test_no_answer_notices_a_kill(
     wanted = asyncio.run(asked_all(server, asking)) if is_early else expected
     assert differences(kinds, wanted, found) == {}
     back(server, victim, pid)
+
+
+def test_no_answer_notices_that_an_instance_is_drained(
+    server: Run, kinds: dict[str, Kind], expected: dict[str, Answer]
+) -> None:
+    """Its streams leave at once; it is sent nothing until it is released."""
+    admin, seen, left = AdminClient(*find_admin(server.run_dir)), Counter[str](), []
+
+    def drain() -> None:
+        admin.drain("d0")
+        left.append(admin.show_drain("d0", wait_s=30.0).num_left)
+
+    with ThreadPoolExecutor(1) as pool:
+
+        def count() -> None:
+            seen["chunks"] += 1
+            if seen["chunks"] == 120:
+                pool.submit(drain)
+
+        before = server.metric("banaserve_streams_moved_total")
+        found = asyncio.run(asked_all(server, kinds, count))
+    assert left == [0]
+    assert server.metric("banaserve_streams_moved_total") > before
+    assert differences(kinds, expected, found) == {}
+    with pytest.raises(UserError, match="only one that serves decode"):
+        admin.drain("d1")
+    assert not admin.release("d0").is_held
 
 
 def back(server: Run, name: str, pid: int) -> None:

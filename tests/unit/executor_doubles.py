@@ -35,6 +35,7 @@ class Instance(doubles.Instance):
         self.role = Role.PREFILL if name.startswith("p") else Role.DECODE
         self.engine.vllm_config = CONFIG
         self.is_draining = False
+        self.is_held = False
         self.inflight_requests = 0
         self.num_changes = 0
         self.budget = self.role
@@ -50,9 +51,13 @@ class Instance(doubles.Instance):
     def has_changed(self) -> None:
         self.num_changes += 1
 
+    def move_streams(self) -> int:
+        moved, self.inflight_requests = self.inflight_requests, 0
+        return moved
+
     def view(self) -> InstanceView:
         report = InstanceReport(0, 0, 0.0, 0.0, 0.0)
-        ready = self.is_ready and not self.is_draining
+        ready = self.is_ready and not self.is_draining and not self.is_held
         return InstanceView(
             self.id,
             self.role,

@@ -32,11 +32,12 @@ from banaserve.controller.schemas import (
     StepRecord,
     WantedStep,
 )
+from banaserve.engine.vllm.drain import Drains
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size
 from banaserve.orchestrator.control import Mode
 from banaserve.orchestrator.routing.registry import make_named
-from banaserve.types import Role
+from banaserve.types import InstanceId, Role
 from waiting import until
 
 KEY = "the-admin-key"
@@ -88,7 +89,11 @@ class Served:
         self.controller.start()
         await until(lambda: self.controller.status().state is ControllerState.RUNNING)
         control = Control(
-            self.controller, self.world.executor, self.world.roles, make_named("round_robin")
+            self.controller,
+            self.world.executor,
+            self.world.roles,
+            Drains(self.world.instances, self.world.roles),
+            make_named("round_robin"),
         )
         return AdminDoor(users_app, self.world.cluster.coordinator, KEY, control)
 
@@ -152,6 +157,43 @@ async def test_pause_and_resume(served):
         assert (await served.client.get("/admin/orchestrator")).json()["state"] == state
     for wrong in ({}, {"paused": 1}, {"paused": True, "x": 1}):
         assert (await served.client.post("/admin/orchestrator", json=wrong)).status_code == 400
+
+
+async def test_a_drain_over_the_api(served):
+    p0, p1 = (served.world.instances[InstanceId(name)] for name in ("p0", "p1"))
+    p1.inflight_requests = 3
+    begun = await served.client.post("/admin/drains/p1")
+    assert (begun.status_code, begun.json()) == (
+        202,
+        {"instance": "p1", "is_held": True, "num_left": 0},
+    )
+    assert not served.world.executor.view().instances[p1.id].ready
+    assert (await served.client.post("/admin/drains/p1")).status_code == 202
+    refused = await served.client.post("/admin/roles", json={"instance": "p1", "role": "decode"})
+    assert "banaserve drain p1 --undo" in refused.json()["error"]["message"]
+    last = await served.client.post("/admin/drains/p0")
+    assert (last.status_code, p0.is_held) == (409, False)
+    assert "only one that serves prefill" in last.json()["error"]["message"]
+    p1.inflight_requests = 1
+    shown = await served.client.get("/admin/drains/p1?wait_s=0.05")
+    assert shown.json()["num_left"] == 1
+    assert (await served.client.delete("/admin/drains/p1")).json()["is_held"] is False
+    assert served.world.executor.view().instances[p1.id].ready
+    again = await served.client.delete("/admin/drains/p1")
+    assert (again.status_code, again.json()["error"]["message"]) == (
+        409,
+        "instance p1 was not drained: nothing to undo",
+    )
+    assert (await served.client.post("/admin/drains/p9")).status_code == 400
+
+
+async def test_one_that_switches_its_role_is_not_drained(served):
+    p1 = served.world.instances[InstanceId("p1")]
+    p1.inflight_requests = 1
+    await served.client.post("/admin/roles", json={"instance": "p1", "role": "decode"})
+    refused = await served.client.post("/admin/drains/p1")
+    assert (refused.status_code, p1.is_held) == (409, False)
+    assert "is switching its role" in refused.json()["error"]["message"]
 
 
 async def test_a_role_over_the_api(served):

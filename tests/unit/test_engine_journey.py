@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,7 +69,8 @@ class Engine:
     async def abort(self, request_id: str, internal: bool = False) -> None:
         await compat.AsyncLLM.abort(self, request_id, internal)
 
-    def holding(self, *_: int) -> Any:
+    def holding(self, _: int, __: int, move: Callable[[], None] | None = None) -> Any:
+        self.move = move
         return _Flight()
 
     async def _add_request(self, request: Any, *more: Any) -> None:
@@ -255,6 +257,26 @@ async def test_a_stream_that_comes_further_outlives_any_number_of_engines() -> N
         compat.mark_dead(engine)
     await reader.reaches(engines[5])
     engines[5].compute(5)
+    while not reader.finished:
+        await reader.read()
+    assert reader.text == "".join(WORDS[1:11])
+
+
+async def test_a_stream_leaves_an_instance_that_is_drained_with_all_that_it_has() -> None:
+    """More often than instances may die under it: nobody dies."""
+    engines = [Engine(f"d{i}") for i in range(9)]
+    reader = Reader(job(streamed()), Engines(*engines))
+    for engine in engines[:8]:
+        await reader.reaches(engine)
+        if engine is engines[2]:
+            engine.compute(3)
+        assert engine.move is not None
+        engine.move()
+        await reader.reaches(engines[engines.index(engine) + 1])
+        assert engine.aborted == ["r-1"]
+        assert not engine.output_processor.request_states
+        engine.compute(1)  # what comes late is nobody's
+    engines[8].compute(7)
     while not reader.finished:
         await reader.read()
     assert reader.text == "".join(WORDS[1:11])

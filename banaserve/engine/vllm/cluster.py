@@ -180,9 +180,9 @@ class Cluster:
         return self.instances[instance_id]
 
     def has_left_decode(self, instance_id: InstanceId) -> bool:
-        """Whether an instance has been given another role since a decode leg was routed there."""
+        """Whether an instance serves decode no more since a decode leg was routed there."""
         instance = self.instances[instance_id]
-        return instance.is_draining or instance.role is Role.PREFILL
+        return instance.is_draining or instance.is_held or instance.role is Role.PREFILL
 
     def serving(self) -> list[Instance]:
         return [i for i in self.instances.values() if i.state is State.READY]

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from banaserve.engine.vllm.compat.requests import SamplingParams
+from typing import Any, Protocol
 
 KEY = "banaserve_output"
 """In ``extra_args``; a client that names it is refused."""
+
+
+class HasExtraArgs(Protocol):
+    """What is read of vLLM's sampling parameters."""
+
+    extra_args: dict[str, Any] | None
 
 
 def with_output(extra_args: Mapping[str, Any] | None, tokens: Sequence[int]) -> dict[str, Any]:
@@ -22,13 +26,13 @@ def with_output(extra_args: Mapping[str, Any] | None, tokens: Sequence[int]) -> 
     return {**(extra_args or {}), KEY: list(tokens)}
 
 
-def output_of(params: SamplingParams | None) -> Sequence[int]:
+def output_of(params: HasExtraArgs | None) -> Sequence[int]:
     """The output that a request brings along; empty where it begins."""
     found: Sequence[int] = ((params and params.extra_args) or {}).get(KEY, ())
     return found
 
 
-def check_extra_args(params: SamplingParams) -> None:
+def check_extra_args(params: HasExtraArgs) -> None:
     """Return if a client's parameters bring no output along.
 
     Raises:

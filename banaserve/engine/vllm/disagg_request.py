@@ -42,6 +42,10 @@ MAX_SHARED_DEATHS = 6
 DEAD = (compat.EngineDeadError, InstanceDeadError)
 
 
+class LegMovedError(Exception):
+    """A leg is to go on at another instance: its own is being drained."""
+
+
 class Prediction(NamedTuple):
     """Times that the routing policy predicted.
 
@@ -300,7 +304,8 @@ async def decode(
     waiting = 0 if context.prefilled else context.uncached_tokens
     leg_name, num_resumed = "decode" if context.prefilled else "whole", len(context.tokens_so_far)
     num_tokens = len(context.request.prompt_token_ids or ()) + num_resumed
-    with instance.holding(waiting, num_tokens) as guard, _expiring(queue, context.deadline):
+    held = instance.holding(waiting, num_tokens, lambda: queue.put(LegMovedError()))
+    with held as guard, _expiring(queue, context.deadline):
         context.num_beside = instance.inflight_requests
         try:
             is_sent = is_awaited = _begin(context, llm, queue)
@@ -337,6 +342,11 @@ async def decode(
         except DEAD:
             context.num_beside = max(context.num_beside, instance.inflight_requests)
             compat.forget(llm, context.request.request_id)
+            raise
+        except LegMovedError:
+            compat.forget(llm, context.request.request_id)
+            with contextlib.suppress(compat.EngineDeadError):
+                await compat.drop(llm, context.request.request_id)
             raise
         except BaseException:
             await _abort(llm, context.request.request_id)
@@ -478,6 +488,10 @@ async def run_request(
             if is_last:
                 raise given_up(context.request.external_req_id, context.num_deaths) from death
             metrics.RETRIES.labels(leg).inc()
+        except LegMovedError:
+            metrics.MOVED.inc()
+            moved = LegFailed(leg, route.decode, "drained", context.num_deaths, "goes on elsewhere")
+            context.notes.note(moved)
         except (DeadlineExceededError, TimeoutError):
             raise out_of_time() from None
 

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -132,6 +132,7 @@ class Instance:
     Attributes:
         role: What the router sends it; the engine does not know it.
         is_draining: The router sends it nothing, what it has goes on.
+        is_held: The same, until somebody lets it serve again.
         inflight: What it has been sent and has not ended.
         step_tokens: Most tokens of its steps; 0 where they are those of its role.
     """
@@ -155,6 +156,8 @@ class Instance:
         self.pid = 0
         self.llm: compat.AsyncLLM | None = None
         self.is_draining = False
+        self.is_held = False
+        self._movable: dict[int, Callable[[], None]] = {}
         self.log_path = run_dir / f"{instance_id}.log"
         self._config = config
         self._launcher = launcher
@@ -297,20 +300,36 @@ class Instance:
                 self._board.answered(idle=llm.get_num_unfinished_requests() == 0)
 
     @contextlib.contextmanager
-    def holding(self, prefill_tokens: int, tokens: int = 0) -> Iterator[InflightGuard]:
-        """Count a leg of ``tokens`` as in flight here, ``prefill_tokens`` still to be computed."""
+    def holding(
+        self, prefill_tokens: int, tokens: int = 0, move: Callable[[], None] | None = None
+    ) -> Iterator[InflightGuard]:
+        """Count a leg of ``tokens`` as in flight here, ``prefill_tokens`` still to be computed.
+
+        Args:
+            move: Lets it go on elsewhere; None where it cannot.
+        """
         guard = InflightGuard(self, prefill_tokens, max(tokens, prefill_tokens))
+        if move is not None:
+            self._movable[id(guard)] = move
         try:
             yield guard
         finally:
+            self._movable.pop(id(guard), None)
             guard.prefilled()
             guard.end()
+
+    def move_streams(self) -> int:
+        """Let every stream that can go on elsewhere do so; returns how many."""
+        moves = list(self._movable.values())
+        for move in moves:
+            move()
+        return len(moves)
 
     def view(self) -> InstanceView:
         return InstanceView(
             id=self.id,
             role=self.role,
-            ready=self.is_ready and not self.is_draining,
+            ready=self.is_ready and not self.is_draining and not self.is_held,
             report=with_guests(self._board.last, *self._guests),
             inflight_requests=self.inflight_requests,
             inflight_prefill_tokens=self.inflight.prefill_tokens,

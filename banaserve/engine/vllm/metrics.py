@@ -15,7 +15,10 @@ RETRIES = Counter(
     "banaserve_leg_retries", "Legs tried again on another instance after a failure", ["leg"]
 )
 RESUMED = Counter(
-    "banaserve_streams_resumed", "Streams that went on elsewhere after their instance died"
+    "banaserve_streams_resumed", "Streams that went on elsewhere with the output that they had"
+)
+MOVED = Counter(
+    "banaserve_streams_moved", "Streams that went on elsewhere because their instance was drained"
 )
 BROKEN = Counter(
     "banaserve_streams_broken", "Streams that ended in an error after their instance died"

@@ -116,6 +116,7 @@ class RoleInstance(Protocol):
     id: InstanceId
     role: Role
     is_draining: bool
+    is_held: bool
     step_tokens: int
 
     @property
@@ -226,6 +227,20 @@ class Roles:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def check_leaves(self, instance: RoleInstance) -> None:
+        """Return if an instance may be drained: it is not switching, and others serve its legs.
+
+        Raises:
+            MigrationError: It may not.
+        """
+        if instance.id in self._changing:
+            raise MigrationError(f"instance {instance.id} is switching its role")
+        if left := self._left_alone(instance, instance.role, frozenset()):
+            raise MigrationError(
+                f"instance {instance.id} is the only one that serves {left.value}: "
+                "switch another one to it first"
+            )
+
     # ---- checks
 
     def _check(self, instance: RoleInstance, role: Role, step_tokens: int) -> None:
@@ -236,21 +251,31 @@ class Roles:
             raise MigrationError(f"instance {instance.id} is switching its role already")
         if not instance.is_ready:
             raise MigrationError(f"instance {instance.id} does not serve at present")
+        if instance.is_held:
+            raise MigrationError(
+                f"instance {instance.id} is drained: `banaserve drain {instance.id} --undo` first"
+            )
         if left := self._left_alone(instance, role):
             raise MigrationError(
                 f"instance {instance.id} is the only one that serves {left.value}: "
                 "switch another one to it first"
             )
 
-    def _left_alone(self, instance: RoleInstance, role: Role) -> Role | None:
+    def _left_alone(
+        self, instance: RoleInstance, role: Role, own: frozenset[Role] | None = None
+    ) -> Role | None:
         """The leg that nobody would serve if ``instance`` had ``role``; None where all is well.
+
+        Args:
+            own: Legs that it would serve; those of ``role`` where none are given.
 
         Another one that is switching counts for the legs that it serves before and after, so that
         the order in which several get their roles does not matter, nor that one of them fails.
         """
-        served = set(role.legs)
+        served = set(role.legs if own is None else own)
         for other in self._instances.values():
-            if other is not instance and other.is_ready and not other.is_draining:
+            takes_more = other.is_ready and not other.is_draining and not other.is_held
+            if other is not instance and takes_more:
                 served |= other.role.legs & self._changing.get(other.id, other.role).legs
         return next((leg for leg in (Role.PREFILL, Role.DECODE) if leg not in served), None)
 

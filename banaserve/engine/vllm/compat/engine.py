@@ -57,6 +57,7 @@ __all__ = [
     "add_utility",
     "adopt",
     "call_utility",
+    "drop",
     "forget",
     "install_continuation",
     "install_notes_utility",
@@ -149,6 +150,11 @@ def set_cached_tokens(state: Any, num_tokens: int) -> None:
 async def send(llm: AsyncLLM, request: EngineCoreRequest) -> None:
     """Send a request to the engine core; its front-end state is there already."""
     await llm.engine_core.add_request_async(request)
+
+
+async def drop(llm: AsyncLLM, request_id: str) -> None:
+    """Let the engine core end a request without a word; its front-end state has been forgotten."""
+    await llm.engine_core.abort_requests_async([request_id])
 
 
 async def call_utility(llm: AsyncLLM, name: str, *args: Any) -> Any:
