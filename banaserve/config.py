@@ -143,6 +143,7 @@ class ServeConfig:
     max_concurrent_requests: int = 512
     max_body_size: str = "32MiB"
     request_timeout_s: float = 600.0
+    drain_timeout_s: float = 30.0
     start_timeout_s: float = 600.0
     restart_grace_s: float = 60.0
     engine_stall_s: float = 600.0
@@ -258,6 +259,7 @@ def _check_numbers(config: ServeConfig) -> None:
         "--threads-per-instance": config.threads_per_instance,
         "--skip-prefill-below-tokens": config.skip_prefill_below_tokens,
         "--restart-grace": config.restart_grace_s,
+        "--drain-timeout": config.drain_timeout_s,
         "--prefill-max-num-batched-tokens": config.prefill_budget.num_tokens,
         "--prefill-max-num-seqs": config.prefill_budget.num_requests,
         "--decode-max-num-batched-tokens": config.decode_budget.num_tokens,

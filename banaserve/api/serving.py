@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import signal
 import socket
 import time
 from argparse import Namespace
@@ -22,6 +21,7 @@ from banaserve.api.admin import AdminDoor
 from banaserve.api.admin_control import Control
 from banaserve.api.admin_traces import Traces
 from banaserve.api.app import Door, DoorOptions, make_app
+from banaserve.api.closing import ClosingDoor, StopSignals
 from banaserve.api.metrics import MetricsPage
 from banaserve.clock import WallClock
 from banaserve.config import SLO_AWARE, ServeConfig
@@ -89,7 +89,8 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
     Raises:
         UserError: Something could not be started; nothing is left running.
     """
-    stop = _stop_event()
+    signals = StopSignals()
+    stop = signals.stop
     async with contextlib.AsyncExitStack() as stack:
         if parts.config.kv_store:
             await stack.enter_async_context(_store(parts, say))
@@ -114,27 +115,26 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
             _controlling(parts, cluster, coordinator, client.requests)
         )
         traces = Traces(client.requests, cluster.instances)
-        app = await _app(parts, client, cluster)
-        app = _with_admin(parts, app, coordinator, control, traces)
+        closing = ClosingDoor(await _app(parts, client, cluster))
+        app = _with_admin(parts, closing, coordinator, control, traces)
         door = Door(app, parts.sock, parts.args)
         closed = await door.open()
         on_open()
         await asyncio.wait(
             {closed, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED
         )
+        drain_s = parts.config.drain_timeout_s
+        if closing.num_requests and drain_s and not signals.now.is_set():
+            say(
+                f"{closing.num_requests} requests are under way: waiting up to {drain_s:g} s for "
+                "them; a second signal ends it now"
+            )
+        await closing.close(drain_s, signals.now, cluster.serving)
         say("stopping")
         door.close()
         cluster.refuse()
         with contextlib.suppress(asyncio.CancelledError):
             await closed
-
-
-def _stop_event() -> asyncio.Event:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    return stop
 
 
 async def _unless(stop: asyncio.Event, task: asyncio.Task[None]) -> bool:

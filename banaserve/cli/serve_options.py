@@ -122,6 +122,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         max_concurrent_requests=known.max_concurrent_requests,
         max_body_size=known.max_body_size,
         request_timeout_s=known.request_timeout,
+        drain_timeout_s=known.drain_timeout,
         start_timeout_s=known.start_timeout,
         restart_grace_s=known.restart_grace,
         engine_stall_s=known.engine_stall_timeout,
@@ -234,6 +235,13 @@ def _add_door(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.request_timeout_s,
         metavar="S",
         help="one time budget for both legs",
+    )
+    add(
+        "--drain-timeout",
+        type=float,
+        default=_DEFAULTS.drain_timeout_s,
+        metavar="S",
+        help="so long SIGTERM waits for requests under way; 0: not at all",
     )
 
 

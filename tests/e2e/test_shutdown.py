@@ -6,11 +6,15 @@ ends well on SIGTERM and on SIGINT is checked wherever the fixture ``server`` is
 
 from __future__ import annotations
 
+import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import openai
 import pytest
+
+from observing import until
 
 pytestmark = pytest.mark.e2e
 
@@ -45,7 +49,7 @@ def test_while_it_starts(stage, number, launch, port):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=LONG)])
 def test_with_streams_under_way(number, serve, port):
-    run = serve(port=port)
+    run = serve("--drain-timeout", "0", port=port)
     streams = [endless_stream(run) for _ in range(NUM_STREAMS)]
     for stream in streams:
         assert next(stream).choices
@@ -53,6 +57,25 @@ def test_with_streams_under_way(number, serve, port):
         ends = [threads.submit(how_it_ends, stream) for stream in streams]
         assert run.end(number) == 0
         assert [end.result() for end in ends] == ["error"] * NUM_STREAMS
+    assert run.errors.read_text() == ""
+
+
+def test_sigterm_lets_streams_end_and_takes_no_more(serve, port):
+    """As Kubernetes and Docker send it: to the server alone, not to its engines."""
+    run = serve(port=port)
+    asked = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 300}
+    body = {**asked, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{run.url}/v1/completions", json=body, timeout=60) as stream:
+        lines = stream.iter_lines()
+        assert next(lines)
+        os.kill(run.process.pid, signal.SIGTERM)
+        until(lambda: httpx.get(f"{run.url}/ready").status_code == 503, "it is closing")
+        assert run.post("/v1/completions", asked).status_code == 503
+        rest = [line for line in lines if line]
+    assert (rest[-1], '"finish_reason":"length"' in rest[-2]) == ("data: [DONE]", True)
+    until(run.is_gone, "every process of the server has ended")
+    assert run.process.returncode == 0
+    run.check_nothing_left()
     assert run.errors.read_text() == ""
 
 

@@ -1,0 +1,100 @@
+"""The end of a server: it takes no more requests and lets those under way come to their end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from http import HTTPStatus
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from banaserve.api.errors import error_response
+
+_RETRY_AFTER_S = 1
+_READY = "/ready"
+_POLL_S = 0.02
+
+
+class StopSignals:
+    """SIGTERM asks for an end once requests have ended; SIGINT, or a second signal, for one now.
+
+    Made on the event loop.
+
+    Attributes:
+        stop: One of them has come.
+        now: Nothing is to be waited for.
+    """
+
+    def __init__(self) -> None:
+        self.stop, self.now = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._terminate)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+
+    def _terminate(self) -> None:
+        if self.stop.is_set():
+            self.now.set()
+        self.stop.set()
+
+    def _interrupt(self) -> None:
+        self.now.set()
+        self.stop.set()
+
+
+class ClosingDoor:
+    """Counts requests under way; once it closes, new ones and ``/ready`` are answered 503.
+
+    Attributes:
+        num_requests: POST requests under way, streams until their last byte.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.num_requests = 0
+        self._is_closing = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_request = scope["type"] == "http" and scope["method"] == "POST"
+        if self._is_closing and scope["type"] == "http":
+            if scope["path"] == _READY:
+                answer = JSONResponse({"ready": False, "closing": True}, 503)
+                await answer(scope, receive, send)
+                return
+            if is_request:
+                refusal = error_response(
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                    "the server is about to end; send the request to another one",
+                    {"Connection": "close", "Retry-After": str(_RETRY_AFTER_S)},
+                )
+                await refusal(scope, receive, send)
+                return
+        if not is_request:
+            await self._app(scope, receive, send)
+            return
+        self.num_requests += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self.num_requests -= 1
+
+    async def close(
+        self, timeout_s: float, now: asyncio.Event, serves: Callable[[], object]
+    ) -> None:
+        """Take no more requests; returns when the last has ended, or there is no time left.
+
+        Args:
+            now: Nothing is waited for once this is set.
+            serves: Whether anybody is left to serve them.
+        """
+        self._is_closing = True
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+
+        def is_over() -> bool:
+            has_time = loop.time() < deadline_s and not now.is_set()
+            return not (self.num_requests and serves() and has_time)
+
+        while not is_over():  # noqa: ASYNC110 - of these four only one is an event
+            await asyncio.sleep(_POLL_S)
