@@ -105,4 +105,6 @@ def _instance(
 def _state(one: InstanceView, coordinator: Coordinator, roles: Roles) -> str:
     if any(change.is_open and change.instance == one.id for change in roles.recent()):
         return "draining"
+    if roles.is_held(one.id):
+        return "drained"
     return "ready" if coordinator.hosts[one.id].instance.is_ready else "down"

@@ -174,6 +174,8 @@ async def test_a_drain_over_the_api(served):
     last = await served.client.post("/admin/drains/p0")
     assert (last.status_code, p0.is_held) == (409, False)
     assert "only one that serves prefill" in last.json()["error"]["message"]
+    listed = (await served.client.get("/admin/status")).json()["instances"]
+    assert {one["id"]: one["state"] for one in listed}["p1"] == "drained"
     p1.inflight_requests = 1
     shown = await served.client.get("/admin/drains/p1?wait_s=0.05")
     assert shown.json()["num_left"] == 1

@@ -227,6 +227,10 @@ class Roles:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def is_held(self, instance: InstanceId) -> bool:
+        """Whether it is drained and sent nothing."""
+        return self._instances[instance].is_held
+
     def check_leaves(self, instance: RoleInstance) -> None:
         """Return if an instance may be drained: it is not switching, and others serve its legs.
 
