@@ -37,6 +37,7 @@ STYLES = {
     "ready": "green",
     "down": "red",
     "draining": "yellow",
+    "drained": "yellow",
     "done": "green",
     "failed": "red",
     "aborted": "yellow",
