@@ -283,7 +283,7 @@ def test_no_answer_notices_a_kill(
     # An instance that prefills is killed while it does, under prompts that no cache has.
     is_early = victim == "p0"
     asking = {n: k.behind("Once more:") for n, k in kinds.items()} if is_early else kinds
-    after = 1 if is_early else random.Random(victim).randint(80, 240)
+    after = 1 if is_early else random.Random(victim).randint(30, 120)
 
     def count() -> None:
         seen["chunks"] += 1
@@ -311,7 +311,7 @@ def test_no_answer_notices_that_an_instance_is_drained(
 
         def count() -> None:
             seen["chunks"] += 1
-            if seen["chunks"] == 120:
+            if seen["chunks"] == 80:
                 pool.submit(drain)
 
         before = server.metric("banaserve_streams_moved_total")
@@ -399,7 +399,7 @@ def test_streams_with_an_adapter_go_on(
 
         def count(pid: int = pid, seen: Counter[str] = seen) -> None:
             seen["chunks"] += 1
-            if seen["chunks"] == 60:
+            if seen["chunks"] == 40:
                 os.kill(pid, signal.SIGKILL)
 
         found = asyncio.run(asked_all(server, asking, count))
