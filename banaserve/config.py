@@ -82,6 +82,17 @@ SLO_AWARE = "slo_aware"
 
 
 @dataclass(frozen=True, slots=True)
+class TakeOver:
+    """A running server whose socket another one takes.
+
+    Attributes:
+        run_dir: Its run directory; None where it is the only one of this user's on the port.
+    """
+
+    run_dir: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServeConfig:
     """What ``banaserve serve`` was asked for; vLLM's own options are in ``vllm_argv``.
 
@@ -114,9 +125,12 @@ class ServeConfig:
         pace: Profile of the GPU and model whose time is modelled; empty for real time.
         dilate: Wall seconds of one modelled second.
         orchestrator: Who decides what moves by itself.
+        scale_min: Instances of which the orchestrator removes none.
+        scale_max: Instances to which it adds none; 0: it adds and removes none at all.
         prefill_budget: Of an instance while it is for prefill.
         decode_budget: Of one while it is for decode.
         scheduler: In which order an engine takes its waiting requests: ``SCHEDULERS``.
+        take_over: The running server that is to be replaced; None for none.
     """
 
     model: str = "smollm2-135m"
@@ -160,9 +174,12 @@ class ServeConfig:
     pace: str = ""
     dilate: float = 1.0
     orchestrator: OrchestratorConfig = OrchestratorConfig()
+    scale_min: int = 1
+    scale_max: int = 0
     prefill_budget: Budget = Budget()
     decode_budget: Budget = Budget()
     scheduler: str = "vllm"
+    take_over: TakeOver | None = None
     vllm_argv: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -309,6 +326,7 @@ def _check_parts(config: ServeConfig) -> None:
             f"--orchestrator {orchestrator.mode} needs the store, with which steps are measured: "
             "leave out --no-kv-store, or give --orchestrator off"
         )
+    _check_scaling(config)
     if config.engine_start not in ("auto", "fork", "spawn"):
         raise UserError(f"--engine-start {config.engine_start}: one of auto, fork, spawn")
     if not config.kv_store and not config.colocated:
@@ -316,6 +334,21 @@ def _check_parts(config: ServeConfig) -> None:
     if config.devices and len(config.devices) != config.num_instances:
         raise UserError(
             f"--devices names {len(config.devices)} sets for {config.num_instances} instances"
+        )
+
+
+def _check_scaling(config: ServeConfig) -> None:
+    least, most, now = config.scale_min, config.scale_max, config.num_instances
+    if not most:
+        if least != 1:
+            raise UserError(f"--scale-min {least} bounds what --scale-max N allows: give that too")
+        return
+    if config.orchestrator.mode != "on":
+        raise UserError("--scale-max leaves it to the orchestrator: give --orchestrator on too")
+    if not 1 <= least <= now <= most:
+        raise UserError(
+            f"--scale-min {least} and --scale-max {most} do not enclose the {now} instances of "
+            "the start"
         )
 
 

@@ -12,12 +12,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from banaserve.errors import UserError
 
 _NOTE = "run.json"
 _ADMIN = "admin.json"
+_OFFER = "door"
 _KEPT_RUNS = 10
 _SOCKETS = "banaserve-"
 _LOCK = "lock"
@@ -35,6 +37,11 @@ class RunDir:
     logs: Path
     sockets: Path
 
+    @property
+    def offer(self) -> Path:
+        """Unix socket on which the server offers the socket that it listens on."""
+        return self.sockets / _OFFER
+
 
 @contextlib.contextmanager
 def open_run_dir(chosen: Path | None) -> Iterator[RunDir]:
@@ -47,12 +54,13 @@ def open_run_dir(chosen: Path | None) -> Iterator[RunDir]:
     try:
         logs.mkdir(parents=True, exist_ok=True, mode=0o700)
         _refuse_others(logs)
-        note = logs / _NOTE
-        note.write_text(json.dumps({"pid": os.getpid(), "started_at": time.time()}))
         _sweep_killed_runs()
         sockets = Path(tempfile.mkdtemp(prefix=_SOCKETS))
         lock = (sockets / _LOCK).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)
+        note = logs / _NOTE
+        said = {"pid": os.getpid(), "started_at": time.time(), "sockets": str(sockets)}
+        note.write_text(json.dumps(said))
     except OSError as error:
         raise UserError(f"--run-dir {logs}: {error.strerror}") from error
     try:
@@ -60,7 +68,7 @@ def open_run_dir(chosen: Path | None) -> Iterator[RunDir]:
     finally:
         shutil.rmtree(sockets, ignore_errors=True)
         lock.close()
-        (logs / _ADMIN).unlink(missing_ok=True)
+        remove_admin(logs)
         note.unlink(missing_ok=True)
 
 
@@ -79,24 +87,67 @@ def write_admin(logs: Path, access: AdminAccess) -> None:
         json.dump(access._asdict(), note)
 
 
+def remove_admin(logs: Path) -> None:
+    """Take that note away: the server is reached no more."""
+    (logs / _ADMIN).unlink(missing_ok=True)
+
+
 def find_admin(chosen: Path | None) -> AdminAccess:
     """The admin API of the server that runs in ``chosen``, or of the only one that runs.
 
     Raises:
         UserError: None or several run.
     """
-    folders = [chosen] if chosen else list(_runs().glob("2*"))
-    running = [f for f in folders if (f / _ADMIN).exists() and _is_running(f)]
+    running = dict(_running(chosen))
     if not running:
         where = f"no banaserve serves in {chosen}" if chosen else "no banaserve of yours serves"
         raise UserError(f"{where}: give its --run-dir, or --url and --admin-key")
     if len(running) > 1:
         names = ", ".join(str(folder) for folder in sorted(running))
         raise UserError(f"several run: choose one with --run-dir ({names})")
+    (access,) = running.values()
+    return access
+
+
+def find_offer(chosen: Path | None, port: int) -> Path:
+    """Unix socket of the server that runs in ``chosen``, or of the only one on this port.
+
+    Raises:
+        UserError: None or several run.
+    """
+    running = [
+        folder for folder, access in _running(chosen) if chosen or urlsplit(access.url).port == port
+    ]
+    if not running:
+        where = f"in {chosen}" if chosen else f"on port {port} with a folder of its own"
+        raise UserError(
+            f"--take-over: no banaserve of yours serves {where}: name its run directory "
+            "(--take-over RUN_DIR), or leave the option out"
+        )
+    if len(running) > 1:
+        names = ", ".join(str(folder) for folder in sorted(running))
+        raise UserError(f"several run: choose one with --take-over RUN_DIR ({names})")
     try:
-        return AdminAccess(**json.loads((running[0] / _ADMIN).read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"cannot read {running[0] / _ADMIN}: {error}") from error
+        return Path(_note_of(running[0])["sockets"]) / _OFFER
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--take-over: cannot read {running[0] / _NOTE}: {error}") from error
+
+
+def _running(chosen: Path | None) -> Iterator[tuple[Path, AdminAccess]]:
+    """Folders of servers that can be reached, ``chosen`` or all of this user's."""
+    for folder in [chosen] if chosen else _runs().glob("2*"):
+        try:
+            said = (folder / _ADMIN).read_text()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise UserError(f"cannot read {folder / _ADMIN}: {error.strerror}") from error
+        if not _is_running(folder):
+            continue
+        try:
+            yield folder, AdminAccess(**json.loads(said))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"cannot read {folder / _ADMIN}: {error}") from error
 
 
 def _sweep_killed_runs() -> None:
@@ -139,9 +190,14 @@ def _refuse_others(folder: Path) -> None:
     )
 
 
+def _note_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / _NOTE).read_text())
+    return found
+
+
 def _is_running(folder: Path) -> bool:
     try:
-        os.kill(json.loads((folder / _NOTE).read_text())["pid"], 0)
+        os.kill(_note_of(folder)["pid"], 0)
     except PermissionError:
         return True
     except (OSError, ValueError, KeyError, TypeError):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import NamedTuple, NewType
 
 InstanceId = NewType("InstanceId", str)
 RequestId = NewType("RequestId", str)
+
+NOWHERE: Mapping[InstanceId, int] = MappingProxyType({})
+"""Tokens by instance, of what lies in none."""
 
 
 class Role(Enum):
@@ -435,6 +439,8 @@ class RequestView:
         is_splittable: Whether two instances may serve it.
         first_token_waits: Of two instances the second one samples its first token, when it has
             been handed over.
+        resident_tokens: Of the prompt, those whose KV probably lies in an instance's own cache, by
+            instance; empty where nobody has looked.
     """
 
     id: RequestId
@@ -444,6 +450,7 @@ class RequestView:
     limits: RequestLimits = NO_LIMITS
     is_splittable: bool = True
     first_token_waits: bool = False
+    resident_tokens: Mapping[InstanceId, int] = field(default_factory=lambda: NOWHERE)
 
     @property
     def uncached_tokens(self) -> int:

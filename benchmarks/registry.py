@@ -26,6 +26,10 @@ BENCHMARKS = {
         "benchmarks.elastic_cpu.__main__",
         "Are two elastic instances ever slower than two plain vLLM servers behind a balancer?",
     ),
+    "elastic-paced": Benchmark(
+        "benchmarks.elastic.paced",
+        "Is the elastic system ever slower than plain engines on modelled GPUs?",
+    ),
     "front": Benchmark("benchmarks.front", "What does the front door cost beside vLLM's own?"),
     "handover": Benchmark("benchmarks.handover", "What does a request cost that is handed over?"),
     "handover-moved": Benchmark(
@@ -60,6 +64,10 @@ BENCHMARKS = {
     ),
     "prefix-ttft": Benchmark(
         "benchmarks.prefix_ttft", "Is a cached prefix ever slower than computing it?"
+    ),
+    "recovery": Benchmark(
+        "benchmarks.recovery.__main__",
+        "How long does a stream pause when its instance is killed, beside recomputing?",
     ),
     "regions": Benchmark("benchmarks.regions", "What does a policy give clients of three regions?"),
     "results": Benchmark(

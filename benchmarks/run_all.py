@@ -47,6 +47,7 @@ QUICK: Mapping[str, tuple[str, ...]] = {
     "prefix-ttft": ("--runs", "1", "--prompt-tokens", "768"),
     "stall": ("--runs", "1", "--streams", "4", "--prompt-tokens", "8000"),
     "short-prompts": ("--runs", "1"),
+    "recovery": ("--quick",),
     "overlap": (
         *("--runs", "1", "--layers", "15", "--requests", "1", "--prompt-tokens", "1000"),
         *("--long-prompt-tokens", "2000", "--output-tokens", "8", "--batches", "1"),

@@ -36,10 +36,11 @@ from banaserve.controller.schemas import (
     DecisionRecord,
     PauseRequest,
     RoleRequest,
+    ScaleRequest,
     ServerStatus,
 )
 from banaserve.costs import profile
-from banaserve.engine.interface import DrainState, RoleChange
+from banaserve.engine.interface import DrainState, RoleChange, Scaling
 from banaserve.engine.vllm.emulation.metrics import PacedTime
 from banaserve.engine.vllm.migration.api import (
     ClusterPlacement,
@@ -50,6 +51,7 @@ from banaserve.engine.vllm.migration.api import (
     OverlapRequest,
     ShareRequest,
 )
+from banaserve.engine.vllm.restart.api import RestartRequest, RollingRestart
 from banaserve.engine.vllm.tracing.events import RequestSummary, RequestTrace
 from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats, TierReport
@@ -179,6 +181,20 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/admin/drains/{id}"): Operation("What is left on it.", DrainState, query=_WAIT),
     ("DELETE", "/admin/drains/{id}"): Operation("Let it serve again.", DrainState),
+    ("GET", "/admin/scalings"): Operation("The last scalings.", list[Scaling]),
+    ("POST", "/admin/scalings"): Operation(
+        "Begin to add and remove instances.", Scaling, ScaleRequest, 202
+    ),
+    ("GET", "/admin/scalings/{id}"): Operation("One scaling.", Scaling, query=_WAIT),
+    ("DELETE", "/admin/scalings/{id}"): Operation("Give it up.", Scaling, status=202),
+    ("GET", "/admin/restarts"): Operation("The last rolling restarts.", list[RollingRestart]),
+    ("POST", "/admin/restarts"): Operation(
+        "Replace all engines one after the other.", RollingRestart, RestartRequest, 202
+    ),
+    ("GET", "/admin/restarts/{id}"): Operation("One of them.", RollingRestart, query=_WAIT),
+    ("DELETE", "/admin/restarts/{id}"): Operation(
+        "Give it up; what it has changed goes back.", RollingRestart, status=202
+    ),
 }
 _ERRORS = {
     "400": "The request is wrong; the message says what to change.",
@@ -192,7 +208,7 @@ _ERRORS = {
 def admin_routes() -> set[tuple[str, str]]:
     """Return method and path of every route of the admin API, as the server has them."""
     nothing = cast(Any, None)  # The routes' functions ask it only when they are called.
-    control = Control(nothing, nothing, nothing, nothing, nothing)
+    control = Control(nothing, nothing, nothing, nothing, nothing, nothing, nothing)
     traces = Traces(nothing, nothing)
     app = cast(Starlette, admin_app(nothing, control, traces))
     return {

@@ -17,9 +17,10 @@ from banaserve.controller.schemas import (
     DecisionRecord,
     PauseRequest,
     RoleRequest,
+    ScaleRequest,
     ServerStatus,
 )
-from banaserve.engine.interface import DrainState, RoleChange
+from banaserve.engine.interface import DrainState, RoleChange, Scaling
 from banaserve.engine.vllm.migration.api import (
     ClusterPlacement,
     GuestSharing,
@@ -29,11 +30,14 @@ from banaserve.engine.vllm.migration.api import (
     OverlapRequest,
     ShareRequest,
 )
+from banaserve.engine.vllm.restart.api import RestartRequest, RollingRestart
 from banaserve.engine.vllm.tracing.events import RequestSummary, RequestTrace
 from banaserve.errors import UserError
 
 T = TypeVar("T")
 _TIMEOUT_S = 60.0
+_FETCH_TIMEOUT_S = 3600.0
+"""For an answer that may come after a model has been fetched."""
 
 
 class _Error(msgspec.Struct):
@@ -205,6 +209,63 @@ class AdminClient:
         """
         return self._call("DELETE", _drain_path(instance), DrainState)
 
+    def begin_scaling(self, ask: ScaleRequest) -> Scaling:
+        """Begin to add and remove instances.
+
+        Raises:
+            UserError: It is refused, or the server cannot be reached.
+        """
+        return self._call("POST", "/admin/scalings", Scaling, msgspec.json.encode(ask))
+
+    def show_scaling(self, scaling_id: str, wait_s: float = 0.0) -> Scaling:
+        """How far a scaling is; waits so long for its end.
+
+        Raises:
+            UserError: There is none, or the server cannot be reached.
+        """
+        return self._call("GET", f"/admin/scalings/{scaling_id}?wait_s={wait_s:g}", Scaling)
+
+    def abort_scaling(self, scaling_id: str) -> Scaling:
+        """Give a scaling up.
+
+        Raises:
+            UserError: It has ended, or the server cannot be reached.
+        """
+        return self._call("DELETE", f"/admin/scalings/{scaling_id}", Scaling)
+
+    def restarts(self) -> list[RollingRestart]:
+        """The last rolling restarts, the oldest first.
+
+        Raises:
+            UserError: The server cannot be reached.
+        """
+        return self._call("GET", "/admin/restarts", list[RollingRestart])
+
+    def begin_restart(self, ask: RestartRequest) -> RollingRestart:
+        """Begin to replace all engines one after the other.
+
+        Raises:
+            UserError: It is refused, or the server cannot be reached.
+        """
+        body = msgspec.json.encode(ask)
+        return self._call("POST", "/admin/restarts", RollingRestart, body, _FETCH_TIMEOUT_S)
+
+    def show_restart(self, restart_id: str, wait_s: float = 0.0) -> RollingRestart:
+        """How far a rolling restart is; waits so long for its end.
+
+        Raises:
+            UserError: There is none, or the server cannot be reached.
+        """
+        return self._call("GET", f"/admin/restarts/{restart_id}?wait_s={wait_s:g}", RollingRestart)
+
+    def abort_restart(self, restart_id: str) -> RollingRestart:
+        """Give a rolling restart up: what it has changed goes back.
+
+        Raises:
+            UserError: It has ended, or the server cannot be reached.
+        """
+        return self._call("DELETE", f"/admin/restarts/{restart_id}", RollingRestart)
+
     def run(self, ask: MigrationRequest, timeout_s: float = 600.0) -> Migration:
         """Begin a migration and wait for its end, whatever that is.
 
@@ -218,11 +279,18 @@ class AdminClient:
             migration = self.show(migration.id, wait_s=1.0)
         raise UserError(f"migration {migration.id} has not ended in {timeout_s:.0f} s")
 
-    def _call(self, method: str, path: str, kind: type[T], body: bytes | None = None) -> T:
+    def _call(
+        self,
+        method: str,
+        path: str,
+        kind: type[T],
+        body: bytes | None = None,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> T:
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
         try:
             request = urllib.request.Request(self._url + path, body, headers, method=method)
-            with self._opener.open(request, timeout=_TIMEOUT_S) as response:
+            with self._opener.open(request, timeout=timeout_s) as response:
                 return msgspec.json.decode(response.read(), type=kind)
         except urllib.error.HTTPError as refused:
             raise UserError(_message(refused)) from None

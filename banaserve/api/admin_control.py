@@ -1,4 +1,4 @@
-"""The admin API's part about the orchestrator: status, decisions, pause and roles."""
+"""The admin API's part about instances: status, decisions, pause, roles, drains and scalings."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ from banaserve.api.admin_answers import (
 )
 from banaserve.api.status import status_of
 from banaserve.controller.loop import Controller
-from banaserve.controller.schemas import PauseRequest, RoleRequest
+from banaserve.controller.schemas import PauseRequest, RoleRequest, ScaleRequest
 from banaserve.engine.vllm.drain import Drains
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration_executor import MoveExecutor
+from banaserve.engine.vllm.restart.api import RestartRequest
+from banaserve.engine.vllm.restart.rolling import RollingRestarts
 from banaserve.engine.vllm.role_switch import Roles
+from banaserve.engine.vllm.scaling.plan import InstanceCounts
+from banaserve.engine.vllm.scaling.scaler import Scaler
 from banaserve.orchestrator.routing.named import NamedPolicy
 
 
@@ -38,7 +42,9 @@ class Control:
     executor: MoveExecutor
     roles: Roles
     drains: Drains
+    scaler: Scaler
     routing: NamedPolicy
+    restarts: RollingRestarts
 
 
 def control_routes(control: Control, coordinator: Coordinator) -> list[Route]:
@@ -54,6 +60,14 @@ def control_routes(control: Control, coordinator: Coordinator) -> list[Route]:
         Route(f"{PREFIX}/drains/{{id}}", _drain_begin(control), methods=["POST"]),
         Route(f"{PREFIX}/drains/{{id}}", _drain_show(control), methods=["GET"]),
         Route(f"{PREFIX}/drains/{{id}}", _drain_release(control), methods=["DELETE"]),
+        Route(f"{PREFIX}/scalings", _scaling_list(control), methods=["GET"]),
+        Route(f"{PREFIX}/scalings", _scaling_begin(control), methods=["POST"]),
+        Route(f"{PREFIX}/scalings/{{id}}", _scaling_show(control), methods=["GET"]),
+        Route(f"{PREFIX}/scalings/{{id}}", _scaling_abort(control), methods=["DELETE"]),
+        Route(f"{PREFIX}/restarts", _restart_list(control), methods=["GET"]),
+        Route(f"{PREFIX}/restarts", _restart_begin(control), methods=["POST"]),
+        Route(f"{PREFIX}/restarts/{{id}}", _restart_show(control), methods=["GET"]),
+        Route(f"{PREFIX}/restarts/{{id}}", _restart_abort(control), methods=["DELETE"]),
     ]
 
 
@@ -64,9 +78,11 @@ def _status(control: Control, coordinator: Coordinator) -> Endpoint:
             control.executor.view(),
             coordinator,
             control.roles,
+            control.scaler.recent(),
             control.controller.status(),
             control.routing,
             time.time(),
+            control.restarts.recent(),
         )
         return answer(found)
 
@@ -172,3 +188,89 @@ def _drain_release(control: Control) -> Endpoint:
         return answer(control.drains.release(request.path_params["id"]))
 
     return release
+
+
+def _scaling_list(control: Control) -> Endpoint:
+    @refusing
+    async def scalings(_: Request) -> Response:
+        return answer(control.scaler.recent())
+
+    return scalings
+
+
+def _scaling_begin(control: Control) -> Endpoint:
+    @refusing
+    async def begin(request: Request) -> Response:
+        ask = msgspec.json.decode(await request.body(), type=ScaleRequest)
+        wanted = InstanceCounts(ask.prefill, ask.decode, ask.colocated, ask.instances)
+        return answer(control.scaler.begin(wanted, ask.timeout_s), HTTPStatus.ACCEPTED)
+
+    return begin
+
+
+def _scaling_show(control: Control) -> Endpoint:
+    """``?wait_s=5`` answers when it has ended, after five seconds at the latest."""
+
+    @refusing
+    async def show(request: Request) -> Response:
+        scaling = control.scaler.get(request.path_params["id"])
+        if scaling is None:
+            return not_found("scaling", request)
+        return answer(await control.scaler.wait(scaling.id, wait_s_of(request)))
+
+    return show
+
+
+def _scaling_abort(control: Control) -> Endpoint:
+    @refusing
+    async def abort(request: Request) -> Response:
+        scaling = control.scaler.get(request.path_params["id"])
+        if scaling is None:
+            return not_found("scaling", request)
+        return answer(control.scaler.abort(scaling.id), HTTPStatus.ACCEPTED)
+
+    return abort
+
+
+def _restart_list(control: Control) -> Endpoint:
+    @refusing
+    async def restarts(_: Request) -> Response:
+        return answer(control.restarts.recent())
+
+    return restarts
+
+
+def _restart_begin(control: Control) -> Endpoint:
+    @refusing
+    async def begin(request: Request) -> Response:
+        ask = msgspec.json.decode(await request.body(), type=RestartRequest)
+        return answer(await control.restarts.begin(ask), HTTPStatus.ACCEPTED)
+
+    return begin
+
+
+def _restart_show(control: Control) -> Endpoint:
+    """``?wait_s=5`` answers when it has ended, after five seconds at the latest."""
+
+    @refusing
+    async def show(request: Request) -> Response:
+        restart = control.restarts.get(request.path_params["id"])
+        if restart is None:
+            return not_found("restart", request)
+        wait_s = wait_s_of(request)
+        if wait_s and restart.is_open:
+            await control.restarts.wait(restart.id, wait_s)
+        return answer(restart)
+
+    return show
+
+
+def _restart_abort(control: Control) -> Endpoint:
+    @refusing
+    async def abort(request: Request) -> Response:
+        restart = control.restarts.get(request.path_params["id"])
+        if restart is None:
+            return not_found("restart", request)
+        return answer(control.restarts.abort(restart.id), HTTPStatus.ACCEPTED)
+
+    return abort

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from banaserve import __version__
 from banaserve.api.auth import KeyMiddleware
+from banaserve.api.closing import LastAnswers
 from banaserve.api.errors import answer_engines_died, error_response
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
 from banaserve.api.metrics import MetricsPage
@@ -33,6 +34,7 @@ from banaserve.errors import UserError
 
 _MAX_HELD_BYTES = 2**30
 """Of all bodies together: what 512 of the longest would take is more than many machines have."""
+_HANDSHAKE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def _version(vllm_version: str) -> Endpoint:
 
 async def _no_scaling(_: Request) -> Response:
     return error_response(
-        HTTPStatus.NOT_IMPLEMENTED, "the number of instances is set at start, with --pd"
+        HTTPStatus.NOT_IMPLEMENTED, "the number of instances is changed with `banaserve scale`"
     )
 
 
@@ -122,8 +124,9 @@ class Door:
     """Listens until told to stop."""
 
     def __init__(self, app: ASGIApp, sock: socket.socket, args: Namespace) -> None:
+        self._answers = LastAnswers(app)
         config = uvicorn.Config(
-            app,
+            self._answers,
             log_config=None,
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
@@ -137,6 +140,7 @@ class Door:
         )
         self._server = _Server(config)
         self._sock = sock
+        self._retired_s = 0.0
 
     async def open(self) -> asyncio.Task[None]:
         """Start listening; the returned task ends when the door has closed.
@@ -156,3 +160,21 @@ class Door:
     def close(self) -> None:
         """Take no more requests; those under way have two seconds to end."""
         self._server.should_exit = True
+
+    def retire(self) -> None:
+        """Accept no more connections: another server does, on the same socket.
+
+        Requests on those that are open are served, and each answer ends its connection.
+        """
+        self._answers.is_retired = True
+        self._retired_s = asyncio.get_running_loop().time()
+        for one in self._server.servers:
+            one.close()
+
+    def num_connections(self) -> int:
+        """Connections that are open, idle ones too, which end after vLLM's time for them.
+
+        For a second after ``retire`` there may always be one: in a TLS handshake it is not counted.
+        """
+        is_settling = asyncio.get_running_loop().time() < self._retired_s + _HANDSHAKE_S
+        return len(self._server.server_state.connections) + is_settling

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from banaserve.api.errors import error_response
 
@@ -89,12 +89,45 @@ class ClosingDoor:
             serves: Whether anybody is left to serve them.
         """
         self._is_closing = True
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + timeout_s
+        await until_none(lambda: self.num_requests, timeout_s, now, serves)
 
-        def is_over() -> bool:
-            has_time = loop.time() < deadline_s and not now.is_set()
-            return not (self.num_requests and serves() and has_time)
 
-        while not is_over():  # noqa: ASYNC110 - of these four only one is an event
-            await asyncio.sleep(_POLL_S)
+async def until_none(
+    count: Callable[[], int], timeout_s: float, now: asyncio.Event, serves: Callable[[], object]
+) -> None:
+    """Return when ``count`` is none, or there is nothing to wait for.
+
+    Args:
+        now: Nothing is waited for once this is set.
+        serves: Whether anybody is left to serve what is counted.
+    """
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + timeout_s
+
+    def is_over() -> bool:
+        has_time = loop.time() < deadline_s and not now.is_set()
+        return not (count() and serves() and has_time)
+
+    while not is_over():  # noqa: ASYNC110 - of these four only one is an event
+        await asyncio.sleep(_POLL_S)
+
+
+class LastAnswers:
+    """Tells clients to close their connections once another server accepts new ones."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.is_retired = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self.is_retired or scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message.get("headers", ()), (b"connection", b"close")]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, send_last)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -20,30 +20,47 @@ from banaserve.types import InstanceId
 _STORE = "banaserve_kvstore_"
 
 
-class _Labelled(Collector):
-    """The default registry, with the instance's id beside vLLM's engine index."""
+Registries = Mapping[InstanceId, CollectorRegistry]
+"""Series of vLLM's, by instance."""
 
-    def __init__(self, instance_ids: Sequence[InstanceId]) -> None:
-        self._names = {str(i): name for i, name in enumerate(instance_ids)}
+
+class _Labelled(Collector):
+    """The default registry, and those of the instances with the instance's id as a label."""
+
+    def __init__(self, registries: Callable[[], Registries]) -> None:
+        self._registries = registries
 
     def collect(self) -> Iterator[Metric]:
-        return self._labelled(REGISTRY.collect())
+        yield from REGISTRY.collect()
+        theirs = {name: one.collect() for name, one in self._registries().items()}
+        yield from _together(theirs)
 
     def of(self, names: Sequence[str]) -> Iterator[Metric]:
         """The samples of these names alone, without making the others."""
-        return self._labelled(REGISTRY.restricted_registry(names).collect())
+        yield from REGISTRY.restricted_registry(names).collect()
+        theirs = {
+            name: one.restricted_registry(names).collect()
+            for name, one in self._registries().items()
+        }
+        yield from _together(theirs)
 
-    def _labelled(self, families: Iterable[Metric]) -> Iterator[Metric]:
+
+def _together(by_instance: Mapping[InstanceId, Iterable[Metric]]) -> Iterator[Metric]:
+    """Families of one name as one family."""
+    found: dict[str, Metric] = {}
+    for name, families in by_instance.items():
         for family in families:
-            if family.name.startswith("vllm:"):
-                family.samples = [self._with_id(sample) for sample in family.samples]
-            yield family
+            samples = [_with_id(sample, name) for sample in family.samples]
+            if (known := found.get(family.name)) is not None:
+                known.samples.extend(samples)
+            else:
+                family.samples = samples
+                found[family.name] = family
+    yield from found.values()
 
-    def _with_id(self, sample: Any) -> Any:
-        name = self._names.get(sample.labels.get("engine", ""))
-        if name is None:
-            return sample
-        return sample._replace(labels={**sample.labels, "instance_id": name})
+
+def _with_id(sample: Any, name: InstanceId) -> Any:
+    return sample._replace(labels={**sample.labels, "instance_id": name})
 
 
 class _Chosen(Collector):
@@ -64,16 +81,18 @@ class MetricsPage:
     Prometheus' own servers.
 
     Args:
-        instance_ids: In the order of vLLM's engine indexes.
+        registries: Returns vLLM's series, by instance.
         store_stats: Asks the store, None where there is none; may block, may raise
             StoreUnavailableError.
     """
 
     def __init__(
-        self, instance_ids: Sequence[InstanceId], store_stats: Callable[[], StoreStats] | None
+        self,
+        registries: Callable[[], Registries],
+        store_stats: Callable[[], StoreStats] | None,
     ) -> None:
         self._store_stats = store_stats
-        self._labelled = _Labelled(instance_ids)
+        self._labelled = _Labelled(registries)
 
     async def answer(self, request: Request) -> Response:
         page = await asyncio.to_thread(self._page, request.query_params.getlist("name[]"))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import socket
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,12 +22,15 @@ from banaserve.api.admin import AdminDoor
 from banaserve.api.admin_control import Control
 from banaserve.api.admin_traces import Traces
 from banaserve.api.app import Door, DoorOptions, make_app
-from banaserve.api.closing import ClosingDoor, StopSignals
+from banaserve.api.closing import ClosingDoor, StopSignals, until_none
+from banaserve.api.front_socket import FrontSocket
 from banaserve.api.metrics import MetricsPage
+from banaserve.api.take_over import Offer, SocketOffer
 from banaserve.clock import WallClock
 from banaserve.config import SLO_AWARE, ServeConfig
 from banaserve.controller.decisions import DecisionLog
 from banaserve.controller.loop import Controller, ControllerOptions
+from banaserve.controller.schemas import ControllerState
 from banaserve.controller.time_scaling import dilated
 from banaserve.elastic.forecast_profile import forecast_profile
 from banaserve.engine.vllm import metrics
@@ -41,19 +45,24 @@ from banaserve.engine.vllm.launch.launcher import Launcher
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration.controller.guest_monitor import live_migration
 from banaserve.engine.vllm.migration_executor import MoveExecutor
-from banaserve.engine.vllm.reports import SharedPrometheus
+from banaserve.engine.vllm.residency import Residency
+from banaserve.engine.vllm.restart.admission import Admission
+from banaserve.engine.vllm.restart.rolling import Make, RollingRestarts
 from banaserve.engine.vllm.role_switch import Budgets, Roles
-from banaserve.engine.vllm.tracing.request_log import RequestLog
+from banaserve.engine.vllm.scaling.autoscaler import Autoscaler
+from banaserve.engine.vllm.scaling.factory import InstanceFactory
+from banaserve.engine.vllm.scaling.scaler import Scaler
 from banaserve.engine.vllm.typed_rpc import call
 from banaserve.errors import BanaServeError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.daemon.supervised import SupervisedStore
 from banaserve.kvstore.sizes import parse_size
+from banaserve.orchestrator.autoscaling import AutoscaleOptions
 from banaserve.orchestrator.control import ControlLimits, Mode
 from banaserve.orchestrator.routing import registry
 from banaserve.orchestrator.routing.legs import LegOptions
-from banaserve.run_dir import AdminAccess, RunDir, write_admin
+from banaserve.run_dir import AdminAccess, RunDir, remove_admin, write_admin
 
 Say = Callable[[str], None]
 T = TypeVar("T")
@@ -71,20 +80,26 @@ class Parts:
     Attributes:
         engine_config: vLLM's configuration of every instance.
         args: vLLM's parsed options, for its API server.
-        sock: Bound to the address that the front door listens on.
+        front: The socket that the front door listens on.
+        make_settings: Makes other settings of engines, for rolling restarts.
+        instance_bytes: Memory of one instance on a CPU; 0 on GPUs, which are an instance's own.
     """
 
     config: ServeConfig
     engine_config: VllmConfig
     args: Namespace
     launcher: Launcher
-    sock: socket.socket
+    front: FrontSocket
     run: RunDir
     store_socket: str
+    make_settings: Make
+    instance_bytes: int = 0
 
 
 async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
-    """Start store, instances and front door; return when a signal has ended them all.
+    """Start store, instances and front door; return when all have ended.
+
+    A signal ends them, or another server that takes the front door over.
 
     Raises:
         UserError: Something could not be started; nothing is left running.
@@ -94,7 +109,8 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
     async with contextlib.AsyncExitStack() as stack:
         if parts.config.kv_store:
             await stack.enter_async_context(_store(parts, say))
-        cluster = _cluster(parts)
+        factory = _factory(parts)
+        cluster = _cluster(parts, factory)
         stack.push_async_callback(cluster.stop)
         starting = asyncio.create_task(_start(cluster, say))
         if not await _unless(stop, starting):
@@ -112,24 +128,39 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
             )
         )
         control = await stack.enter_async_context(
-            _controlling(parts, cluster, coordinator, client.requests)
+            _controlling(parts, cluster, factory, coordinator, client)
         )
         traces = Traces(client.requests, cluster.instances)
-        closing = ClosingDoor(await _app(parts, client, cluster))
-        app = _with_admin(parts, closing, coordinator, control, traces)
-        door = Door(app, parts.sock, parts.args)
+        closing = ClosingDoor(await _app(parts, client, cluster, factory))
+        key = parts.config.admin_key or secrets.token_urlsafe(32)
+        app = AdminDoor(closing, coordinator, key, control, traces)
+        sock = await parts.front.obtain(say)
+        door = Door(app, sock, parts.args)
         closed = await door.open()
+        await parts.front.serves(say)
+        offer = await stack.enter_async_context(_offering(parts, sock, door))
+        _write_admin(parts, sock, key)
         on_open()
+        over = (stop, offer.retired)
         await asyncio.wait(
-            {closed, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED
+            {closed, *(asyncio.create_task(event.wait()) for event in over)},
+            return_when=asyncio.FIRST_COMPLETED,
         )
         drain_s = parts.config.drain_timeout_s
-        if closing.num_requests and drain_s and not signals.now.is_set():
+        if offer.retired.is_set():
+            say(
+                f"process {offer.taker} has taken the front door over: {closing.num_requests} "
+                f"requests are under way, waiting up to {drain_s:g} s for them and for open "
+                "connections"
+            )
+            await until_none(door.num_connections, drain_s, signals.now, cluster.serving)
+        elif closing.num_requests and drain_s and not signals.now.is_set():
             say(
                 f"{closing.num_requests} requests are under way: waiting up to {drain_s:g} s for "
                 "them; a second signal ends it now"
             )
-        await closing.close(drain_s, signals.now, cluster.serving)
+        if not offer.retired.is_set():
+            await closing.close(drain_s, signals.now, cluster.serving)
         say("stopping")
         door.close()
         cluster.refuse()
@@ -162,36 +193,35 @@ async def _store(parts: Parts, say: Say) -> AsyncIterator[SupervisedStore]:
     try:
         await store.start()
         for problem in await store.problems():
+            if parts.config.take_over is not None:
+                raise UserError(f"--take-over: no server is replaced by one {problem}")
             say(problem)
         yield store
     finally:
         await store.stop()
 
 
-def _cluster(parts: Parts) -> Cluster:
-    config, clock = parts.config, WallClock()
-    budgets = Budgets.of(config, parts.engine_config)
-    prometheus = SharedPrometheus(parts.engine_config, [i for i, _ in config.instances()])
-    instances = [
-        Instance(
-            instance_id,
-            role,
-            parts.engine_config,
-            parts.launcher,
-            prometheus,
-            parts.run.logs,
-            parts.run.sockets,
-            clock,
-            budgets,
-        )
-        for instance_id, role in config.instances()
-    ]
+def _factory(parts: Parts) -> InstanceFactory:
+    return InstanceFactory(
+        parts.engine_config,
+        parts.launcher,
+        parts.run.logs,
+        parts.run.sockets,
+        WallClock(),
+        Budgets.of(parts.config, parts.engine_config),
+        parts.instance_bytes,
+    )
+
+
+def _cluster(parts: Parts, factory: InstanceFactory) -> Cluster:
+    config = parts.config
+    instances = [factory.make(instance_id, role) for instance_id, role in config.instances()]
     legs = LegOptions(skip_prefill_below_tokens=config.skip_prefill_below_tokens)
     policy = registry.make_named(config.routing_policy, legs=legs, **config.routing_section)
     patience = ClusterTimeouts(
         config.start_timeout_s, config.restart_grace_s, config.engine_stall_s
     )
-    return Cluster(instances, policy, clock, patience)
+    return Cluster(instances, policy, WallClock(), patience)
 
 
 async def _start(cluster: Cluster, say: Say) -> None:
@@ -215,12 +245,16 @@ async def _connect(parts: Parts, cluster: Cluster) -> DisaggregatedClient:
         lookup_above_tokens=parts.config.skip_prefill_below_tokens,
     )
     await _answered(client.adopt_engine_facts)
+    cache = client.vllm_config.cache_config
+    if cluster.policy.reads_resident_tokens and cache.enable_prefix_caching:
+        cluster.follow_residency(Residency(cache.block_size))
     if parts.config.kv_store:  # colocated instances may once hand over: roles change
         asked = call(WorkerApi.banaserve_fingerprint)
         answers = await _answered(lambda: client.collective_rpc(asked.name))
         fingerprint = asked.read(answers[0])
         assert fingerprint is not None, "with a store every worker has a connector"
-        cluster.lookup = PrefixLookup(parts.engine_config, fingerprint, parts.store_socket)
+        lookup = PrefixLookup(parts.engine_config, fingerprint, parts.store_socket)
+        cluster.lookups[next(iter(cluster.instances.values())).weights] = lookup
     return client
 
 
@@ -241,14 +275,16 @@ async def _answered(ask: Callable[[], Awaitable[T]]) -> T:
     raise UserError("the instances do not answer: see their logs")
 
 
-async def _app(parts: Parts, client: DisaggregatedClient, cluster: Cluster) -> ASGIApp:
+async def _app(
+    parts: Parts, client: DisaggregatedClient, cluster: Cluster, factory: InstanceFactory
+) -> ASGIApp:
     socket_path = parts.store_socket
     ask = (lambda: fetch_stats(Path(socket_path))) if parts.config.kv_store else None
     return await make_app(
         parts.args,
         client,
         cluster,
-        MetricsPage(list(cluster.instances), ask),
+        MetricsPage(lambda: factory.series.registries, ask),
         DoorOptions(
             api_keys=parts.config.api_keys,
             max_concurrent_requests=parts.config.max_concurrent_requests,
@@ -260,10 +296,15 @@ async def _app(parts: Parts, client: DisaggregatedClient, cluster: Cluster) -> A
 
 @contextlib.asynccontextmanager
 async def _controlling(
-    parts: Parts, cluster: Cluster, coordinator: Coordinator, requests: RequestLog
+    parts: Parts,
+    cluster: Cluster,
+    factory: InstanceFactory,
+    coordinator: Coordinator,
+    client: DisaggregatedClient,
 ) -> AsyncIterator[Control]:
     """Who decides what moves; ends what it has under way when the block ends."""
     clock, config, chosen = WallClock(), parts.config, parts.config.orchestrator
+    requests = client.requests
     roles = Roles(cluster.instances, clock)
     if chosen.is_elastic:
         requests.observe()
@@ -286,12 +327,81 @@ async def _controlling(
     options = dilated(options, config.dilate)
     controller = Controller(executor, options, log, clock, time.time)
     controller.start()
+    drains = Drains(cluster.instances, roles)
+    scaler = Scaler(
+        cluster,
+        coordinator,
+        roles,
+        drains,
+        factory,
+        clock,
+        config.start_timeout_s,
+        is_restarting=lambda: restarts.is_under_way,
+        roles_follow_load=chosen.is_elastic and options.mode is Mode.ON,
+        has_store=config.kv_store,
+    )
+    autoscaler = _autoscaler(config, scaler, executor, controller, clock)
+    if autoscaler is not None:
+        autoscaler.start()
+    restarts = _restarts(parts, cluster, coordinator, client, lambda: scaler.is_under_way)
     try:
-        drains = Drains(cluster.instances, roles)
-        yield Control(controller, executor, roles, drains, cluster.policy)
+        yield Control(controller, executor, roles, drains, scaler, cluster.policy, restarts)
     finally:
+        await restarts.stop()
+        if autoscaler is not None:
+            await autoscaler.stop()
+        await scaler.stop()
         await controller.stop()
         await roles.stop()
+
+
+def _autoscaler(
+    config: ServeConfig,
+    scaler: Scaler,
+    executor: MoveExecutor,
+    controller: Controller,
+    clock: WallClock,
+) -> Autoscaler | None:
+    """None where the number of instances is left to people."""
+    if not config.scale_max:
+        return None
+    usual = AutoscaleOptions(config.scale_min, config.scale_max)
+    return Autoscaler(
+        scaler,
+        executor.view,
+        lambda: controller.status().state is ControllerState.RUNNING,
+        replace(
+            usual,
+            grow_after_s=usual.grow_after_s * config.dilate,
+            shrink_after_s=usual.shrink_after_s * config.dilate,
+        ),
+        clock,
+        config.orchestrator.interval_s,
+        by_role=not config.orchestrator.is_elastic,
+    )
+
+
+def _restarts(
+    parts: Parts,
+    cluster: Cluster,
+    coordinator: Coordinator,
+    client: DisaggregatedClient,
+    is_scaling: Callable[[], bool],
+) -> RollingRestarts:
+    store_socket = parts.store_socket if parts.config.kv_store else ""
+    admission = Admission(cluster, client, store_socket)
+    settings = next(iter(cluster.instances.values())).settings
+    return RollingRestarts(
+        cluster,
+        coordinator,
+        settings,
+        parts.make_settings,
+        admission.check,
+        admission.forget,
+        parts.config.request_timeout_s,
+        WallClock(),
+        is_scaling,
+    )
 
 
 def _section(config: ServeConfig, engine_config: VllmConfig) -> dict[str, Any]:
@@ -322,18 +432,38 @@ def _forecast_routing(config: ServeConfig) -> str:
     return config.routing_policy if config.routing_policy == SLO_AWARE else usual
 
 
-def _with_admin(
-    parts: Parts, app: ASGIApp, coordinator: Coordinator, control: Control, traces: Traces
-) -> ASGIApp:
-    """The admin API in front, its key where commands of this user find it."""
-    chosen = parts.config.admin_key
-    key = chosen or secrets.token_urlsafe(32)
-    host, port = parts.sock.getsockname()[:2]
+@contextlib.asynccontextmanager
+async def _offering(parts: Parts, sock: socket.socket, door: Door) -> AsyncIterator[SocketOffer]:
+    """Let another server take ``sock`` over: then the door accepts no more connections."""
+    config = parts.config
+    said = Offer(os.getpid(), config.host, config.port, scheme_of(parts.args))
+    offer = SocketOffer(parts.run.offer, sock, said)
+
+    async def retire() -> None:
+        await offer.taken.wait()
+        remove_admin(parts.run.logs)
+        door.retire()
+        offer.retired.set()
+
+    retiring = asyncio.create_task(retire())
+    try:
+        async with offer.open():
+            yield offer
+    finally:
+        retiring.cancel()
+
+
+def scheme_of(args: Namespace) -> str:
+    """Of the front door's URLs, by vLLM's parsed options."""
+    return "https" if args.ssl_certfile else "http"
+
+
+def _write_admin(parts: Parts, sock: socket.socket, key: str) -> None:
+    """Leave the admin API's key where commands of this user find it."""
+    host, port = sock.getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
-    scheme = "https" if parts.args.ssl_certfile else "http"
-    access = AdminAccess(f"{scheme}://{name}:{port}", "" if chosen else key)
-    write_admin(parts.run.logs, access)
-    return AdminDoor(app, coordinator, key, control, traces)
+    url = f"{scheme_of(parts.args)}://{name}:{port}"
+    write_admin(parts.run.logs, AdminAccess(url, "" if parts.config.admin_key else key))
 
 
 def vllm_version() -> str:

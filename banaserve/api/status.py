@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from banaserve.controller.schemas import ControllerStatus, InstanceStatus, MoveLine, ServerStatus
+from banaserve.engine.interface import Scaling
 from banaserve.engine.vllm.migration.api import Migration
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration_executor import seconds_of
+from banaserve.engine.vllm.restart.api import RollingRestart
 from banaserve.engine.vllm.role_switch import Roles
 from banaserve.orchestrator.measure import judge, load_of
 from banaserve.orchestrator.migration.scoring import module_words
@@ -20,14 +24,23 @@ def status_of(
     view: ClusterView,
     coordinator: Coordinator,
     roles: Roles,
+    scalings: Iterable[Scaling],
     controller: ControllerStatus,
     routing: NamedPolicy,
     at_s: float,
+    restarts: Sequence[RollingRestart] = (),
 ) -> ServerStatus:
     """Returns instances, their moves and the controller; ``at_s`` is seconds since 1970."""
     left_out = judge(view).left_out
+    replaced = {
+        one.instance
+        for restart in restarts
+        if restart.is_open
+        for one in restart.engines
+        if one.state in ("draining", "starting")
+    }
     instances = [
-        _instance(one, view, coordinator, roles, str(left_out.get(name, "")))
+        _instance(one, view, coordinator, roles, str(left_out.get(name, "")), name in replaced)
         for name, one in view.instances.items()
     ]
     moves = [_migration_line(migration) for migration in coordinator.recent()]
@@ -41,13 +54,15 @@ def status_of(
         )
         for change in roles.recent()
     ]
+    moves += [_scaling_line(scaling) for scaling in scalings]
+    moves += [_restart_line(restart) for restart in restarts]
     ended = [move for move in moves if not _is_open(move)]
     kept = [move for move in moves if _is_open(move)] + ended[-_ENDED_SHOWN:]
     return ServerStatus(at_s, instances, kept, controller, routing.name, routing.package)
 
 
 def _is_open(move: MoveLine) -> bool:
-    return move.state in ("waiting", "running", "draining")
+    return move.state in ("waiting", "running", "draining", "starting", "going back")
 
 
 def _migration_line(migration: Migration) -> MoveLine:
@@ -55,6 +70,18 @@ def _migration_line(migration: Migration) -> MoveLine:
     where = f"{migration.host} to {migration.to}" if migration.to else f"home to {migration.host}"
     seconds = seconds_of(migration)
     return MoveLine(migration.id, f"{where}: {what}", migration.state, seconds, migration.error)
+
+
+def _scaling_line(scaling: Scaling) -> MoveLine:
+    why = f" ({scaling.why})" if scaling.why else ""
+    now = f": {scaling.now}" if scaling.now else ""
+    what = f"to {scaling.wanted}{why}{now}"
+    return MoveLine(scaling.id, what, scaling.state, scaling.seconds, scaling.reason)
+
+
+def _restart_line(restart: RollingRestart) -> MoveLine:
+    what = f"rolling restart: {restart}"
+    return MoveLine(restart.id, what, restart.state, restart.seconds, restart.reason)
 
 
 def _short(words: str) -> str:
@@ -68,6 +95,7 @@ def _instance(
     coordinator: Coordinator,
     roles: Roles,
     left_out: str,
+    is_replaced: bool,
 ) -> InstanceStatus:
     report, host_state = one.report, coordinator.hosts[one.id]
     load = load_of(report) if report is not None else None
@@ -80,7 +108,7 @@ def _instance(
     return InstanceStatus(
         id=one.id,
         role=one.role.value,
-        state=_state(one, coordinator, roles),
+        state="restarting" if is_replaced else _state(one, coordinator, roles),
         inflight_requests=one.inflight_requests,
         inflight_prefill_tokens=one.inflight_prefill_tokens,
         compute=load.compute if load else None,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import logging
 import os
 import platform
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
+from banaserve import models
+from banaserve.api.front_socket import FrontSocket
 from banaserve.cli import emulation
 from banaserve.cli.compiling import CompileChoice, choose_compiling, find_compiler
 from banaserve.cli.sockets import check_tls
@@ -21,22 +24,28 @@ from banaserve.cpu_features import DtypeChoice, choose_dtype, read_cpu_flags
 from banaserve.elastic.forecast_profile import forecast_profile
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size, parse_size
+from banaserve.linux import available_memory_bytes
 from banaserve.models import ResolvedModel, cache
 from banaserve.run_dir import RunDir
 
 if TYPE_CHECKING:
     from banaserve.api.serving import Parts
+    from banaserve.engine.vllm.compat.config import VllmConfig
+    from banaserve.engine.vllm.engine_settings import EngineSettings
+    from banaserve.engine.vllm.launch.devices import Devices
 
+logger = logging.getLogger(__name__)
 _ENGINE_BYTES = 700 * 2**20
 """Memory of one engine process beside weights and KV cache, as seen on CPU."""
 _CPU_KV_BYTES = 1 << 30
+_BESIDE = " (with --take-over, the running server has its own until this one serves)"
 _EAGER = ("--enforce-eager", "--no-enforce-eager")
 _PARALLEL = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
 
 
 @contextlib.contextmanager
 def prepared(
-    config: ServeConfig, model: ResolvedModel, sock: socket.socket, run: RunDir
+    config: ServeConfig, model: ResolvedModel, front: FrontSocket, run: RunDir
 ) -> Iterator[Parts]:
     """Everything that has to happen before the event loop and before any thread.
 
@@ -47,7 +56,7 @@ def prepared(
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # torch's own choice is a folder of a known name in the temporary folder, which all may write.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.cache_root() / "torchinductor"))
-    from banaserve.api.serving import Parts
+    from banaserve.api.serving import Parts, scheme_of
     from banaserve.engine.vllm import engine_args
     from banaserve.engine.vllm.compat.config import is_on_cpu
     from banaserve.engine.vllm.environment import set_environment
@@ -61,7 +70,9 @@ def prepared(
     args = engine_args.parse_vllm_argv(argv)
     engine_args.refuse_taken(args, config, model.path_or_id)
     check_tls(args.ssl_certfile, args.ssl_keyfile)
-    engine_config = engine_args.engine_config(argv)
+    front.check_scheme(scheme_of(args))
+    engine_config = engine_args.engine_config(args)
+    engine_args.load_parsers(args)
     if config.scheduler == "preble":
         from banaserve.engine.vllm.compat.scheduler import check_first_come
 
@@ -75,10 +86,12 @@ def prepared(
 
         check_parallel(engine_config.parallel_config)
     emulation.begin(config, engine_config.parallel_config.world_size, on_cpu, run.logs)
+    instance_bytes = 0
     if on_cpu:
         cache_config = engine_config.cache_config
         kv_bytes, fraction = cache_config.kv_cache_memory_bytes, cache_config.gpu_memory_utilization
-        _check_memory(config, model, kv_bytes, fraction)
+        instance_bytes = _instance_bytes(model, kv_bytes, fraction)
+        _check_memory(config, instance_bytes)
     if config.engine_start == "fork" or (config.engine_start == "auto" and on_cpu):
         pre_import()
         pid, control = fork_engine_parent(engine_config)
@@ -87,9 +100,88 @@ def prepared(
         devices = _devices(config, engine_config.parallel_config.world_size, on_cpu)
         launcher = SpawnLauncher(argv, devices)
     try:
-        yield Parts(config, engine_config, args, launcher, sock, run, store_socket)
+        make = SettingsMaker(config, model, engine_config, store_socket, run.logs)
+        yield Parts(
+            config, engine_config, args, launcher, front, run, store_socket, make, instance_bytes
+        )
     finally:
         launcher.close()
+
+
+class SettingsMaker:
+    """Makes settings of engines for a server that runs, as ``prepared`` has made the first ones.
+
+    Args:
+        model: That the server was started with.
+        engine_config: Of the engines at the start, which the front door goes by.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        model: ResolvedModel,
+        engine_config: VllmConfig,
+        store_socket: str,
+        logs: Path,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._engine_config = engine_config
+        self._store_socket = store_socket
+        self._logs = logs
+
+    def __call__(
+        self, current: EngineSettings, model_name: str, options: Sequence[str]
+    ) -> EngineSettings:
+        """Settings after ``current``; themselves where nothing has changed, files included.
+
+        Raises:
+            UserError: No engine could serve with them.
+        """
+        from banaserve.engine.vllm import engine_args
+        from banaserve.engine.vllm.engine_settings import EngineSettings, weights_of
+        from banaserve.engine.vllm.restart.options import check_fits, check_options
+        from banaserve.engine.vllm.role_switch import Budgets
+
+        check_options(options)
+        if not (model_name or options) and weights_of(current.config) == current.weights:
+            return current
+        name, added = model_name or current.model, (*current.options, *options)
+        model = self._resolved(name)
+        config = dataclasses.replace(self._config, vllm_argv=(*self._config.vllm_argv, *added))
+        argv = _vllm_argv(config, model, self._store_socket, self._logs)
+        args = engine_args.parse_vllm_argv(argv)
+        engine_args.refuse_taken(args, config, model.path_or_id)
+        made = engine_args.engine_config(args)
+        known = current.config.model_config.max_model_len
+        max_model_len = min(known, self._engine_config.model_config.max_model_len)
+        check_fits(self._engine_config, made, max_model_len, config.kv_store)
+        self._check_memory(current.config, made)
+        budgets, weights = Budgets.of(config, made), weights_of(made)
+        number = current.number + 1
+        return EngineSettings(made, budgets, weights, tuple(argv), name, added, number)
+
+    def _resolved(self, name: str) -> ResolvedModel:
+        if not name:
+            return self._model
+        if self._config.pace:
+            raise UserError("--model: with --pace engines run a miniature, whose weights stay")
+        found = models.resolve(name, None, logger.info)
+        return dataclasses.replace(found, served_name=self._model.served_name)
+
+    def _check_memory(self, before: VllmConfig, after: VllmConfig) -> None:
+        """Engines are ended before others take their place: what counts is by how much they grow.
+
+        Raises:
+            UserError: All together would grow by more than is available.
+        """
+        had, wants = (one.cache_config.kv_cache_memory_bytes or 0 for one in (before, after))
+        grows, available = self._config.num_instances * (wants - had), available_memory_bytes()
+        if had and grows > available:
+            raise UserError(
+                f"--kv-cache-memory-bytes {wants}: all engines together would take "
+                f"{format_size(grows)} more, and {format_size(available)} are available"
+            )
 
 
 def dtype_words(config: ServeConfig, parts: Parts) -> str:
@@ -185,21 +277,25 @@ def _gives(argv: tuple[str, ...], *names: str) -> bool:
     return bool(spelt & set(names))
 
 
-def _check_memory(
-    config: ServeConfig, model: ResolvedModel, kv_bytes: int | None, fraction: float
-) -> None:
-    """Return if the machine has what all instances and the store take.
+def _instance_bytes(model: ResolvedModel, kv_bytes: int | None, fraction: float) -> int:
+    """Memory that one instance takes on a CPU.
 
     Args:
         kv_bytes: KV cache of one instance; None where it is what is left of ``fraction``.
         fraction: Of the machine's memory, for all of one instance.
-
-    Raises:
-        UserError: It has not.
     """
     each = _ENGINE_BYTES + _weight_bytes(model) + (kv_bytes or 0)
     if kv_bytes is None:
         each = max(each, int(fraction * psutil.virtual_memory().total))
+    return each
+
+
+def _check_memory(config: ServeConfig, each: int) -> None:
+    """Return if the machine has what all instances, of ``each`` bytes, and the store take.
+
+    Raises:
+        UserError: It has not.
+    """
     pool = parse_size(config.kv_store_size) if config.kv_store else 0
     needed, available = config.num_instances * each + pool, psutil.virtual_memory().available
     if needed > available:
@@ -207,7 +303,7 @@ def _check_memory(
             f"{config.num_instances} instances need about {format_size(needed)} of memory and "
             f"{format_size(available)} are available: fewer instances (--pd), a smaller "
             "--kv-cache-memory-bytes, --gpu-memory-utilization or --kv-store-size, or a smaller "
-            "model"
+            f"model{_BESIDE if config.take_over else ''}"
         )
 
 
@@ -217,17 +313,19 @@ def _weight_bytes(model: ResolvedModel) -> int:
     return 0
 
 
-def _devices(config: ServeConfig, per_instance: int, on_cpu: bool) -> dict[str, str]:
+def _devices(config: ServeConfig, per_instance: int, on_cpu: bool) -> Devices:
     """CUDA devices by instance: as given, or in order, ``per_instance`` each."""
-    ids = [instance_id for instance_id, _ in config.instances()]
+    from banaserve.engine.vllm.launch.devices import Devices
+
+    ids = [str(instance_id) for instance_id, _ in config.instances()]
     if on_cpu:
-        return {}
-    if config.devices:
-        return dict(zip(ids, config.devices, strict=True))
+        return Devices({})
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    if config.devices:
+        return Devices(dict(zip(ids, config.devices, strict=True)), names, per_instance)
     if len(names) < per_instance * len(ids):
         raise UserError(
             f"{len(ids)} instances of {per_instance} GPUs need {per_instance * len(ids)}; this "
@@ -235,4 +333,5 @@ def _devices(config: ServeConfig, per_instance: int, on_cpu: bool) -> dict[str, 
             "--tensor-parallel-size, or share them with --devices '0;0'"
         )
     groups = [names[i * per_instance : (i + 1) * per_instance] for i in range(len(ids))]
-    return {name: ",".join(group) for name, group in zip(ids, groups, strict=True)}
+    given = dict(zip(ids, (",".join(group) for group in groups), strict=True))
+    return Devices(given, names, per_instance)

@@ -58,6 +58,12 @@ COMMANDS = {
     "drain": Command(
         "banaserve.cli.admin.drain", "app", "Let an instance's streams go on elsewhere."
     ),
+    "restart": Command(
+        "banaserve.cli.admin.restart", "app", "Replace a server's engines one after the other."
+    ),
+    "scale": Command(
+        "banaserve.cli.admin.scale", "app", "Add instances to a running server, or remove some."
+    ),
     "orchestrator": Command(
         "banaserve.cli.admin.orchestrator", "app", "Pause the orchestrator, or let it go on."
     ),

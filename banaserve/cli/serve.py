@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,11 +15,12 @@ from typing import TextIO
 from urllib.parse import urlsplit
 
 from banaserve import models
+from banaserve.api.front_socket import FrontSocket
 from banaserve.cli import emulation
 from banaserve.cli.console import Say, print_error, timed
 from banaserve.cli.plugins import rivalries, use_plugins
 from banaserve.cli.serve_options import check_orchestrator, parse_serve_argv
-from banaserve.cli.sockets import listening
+from banaserve.cli.sockets import front_socket
 from banaserve.config import ServeConfig
 from banaserve.elastic.forecast_profile import forecast_profile
 from banaserve.errors import UserError
@@ -53,7 +53,7 @@ def serve_command(argv: list[str]) -> int:
         print_error(line)
     with (
         Leaving() as leaving,
-        listening(config.host, config.port) as sock,
+        front_socket(config) as front,
         open_run_dir(config.run_dir) as run,
         _quiet(run) as terminal,
         leaving.insisting(),
@@ -63,7 +63,7 @@ def serve_command(argv: list[str]) -> int:
             logger.warning("%s", line)
         say = timed(terminal)
         model = emulation.resolve(config, say)
-        _serve(config, model, sock, run, say, terminal)
+        _serve(config, model, front, run, say, terminal)
     return 0
 
 
@@ -99,7 +99,7 @@ def _check_pool(config: ServeConfig) -> None:
 def _serve(
     config: ServeConfig,
     model: models.ResolvedModel,
-    sock: socket.socket,
+    front: FrontSocket,
     run: RunDir,
     say: Say,
     terminal: TextIO,
@@ -107,7 +107,7 @@ def _serve(
     say("loading vLLM")
     from banaserve.cli import launch
 
-    with launch.prepared(config, model, sock, run) as parts:
+    with launch.prepared(config, model, front, run) as parts:
         scheme = "https" if parts.args.ssl_certfile else "http"
         facts = {
             "dtype": launch.dtype_words(config, parts),

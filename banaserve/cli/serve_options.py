@@ -18,6 +18,7 @@ from banaserve.config import (
     Budget,
     OrchestratorConfig,
     ServeConfig,
+    TakeOver,
     options_from_file,
     parse_pd,
     split_argv,
@@ -58,6 +59,12 @@ def parse_serve_argv(argv: Sequence[str]) -> ServeConfig:
     _check_instances(known)
     _catch_misspelt(parser, unknown)
     return _config(known, (*unknown, *for_vllm))
+
+
+def _take_over(given: str | None) -> TakeOver | None:
+    if given is None:
+        return None
+    return TakeOver(Path(given) if given else None)
 
 
 def _check_instances(known: argparse.Namespace) -> None:
@@ -127,6 +134,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         restart_grace_s=known.restart_grace,
         engine_stall_s=known.engine_stall_timeout,
         run_dir=known.run_dir,
+        take_over=_take_over(known.take_over),
         admin_key=known.admin_key or os.environ.get("BANASERVE_ADMIN_KEY", ""),
         migration=known.migration == "on",
         migration_kv_growth=known.migration_kv_growth,
@@ -139,6 +147,8 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         pace=known.pace,
         dilate=known.dilate,
         orchestrator=orchestrator_of(known),
+        scale_min=known.scale_min,
+        scale_max=known.scale_max,
         prefill_budget=budget_of(known, Role.PREFILL),
         decode_budget=budget_of(known, Role.DECODE),
         scheduler=known.scheduler,
@@ -183,6 +193,20 @@ def _add_instances(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let roles and step sizes follow the load: --orchestrator on with the policy elastic",
     )
+    add(
+        "--scale-max",
+        type=int,
+        default=_DEFAULTS.scale_max,
+        metavar="N",
+        help="let the orchestrator add instances under load, to N in all (0: it adds none)",
+    )
+    add(
+        "--scale-min",
+        type=int,
+        default=_DEFAULTS.scale_min,
+        metavar="N",
+        help="with --scale-max: remove idle ones, down to N in all (1)",
+    )
     add("--devices", default="", help="CUDA devices of each instance, such as '0;1;2,3;4,5'")
     add("--engine-start", default=_DEFAULTS.engine_start, help="auto, fork (CPU) or spawn (GPU)")
     add(
@@ -220,6 +244,14 @@ def _add_door(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", default=_DEFAULTS.host)
     add("--port", type=int, default=_DEFAULTS.port)
+    add(
+        "--take-over",
+        nargs="?",
+        const="",
+        metavar="RUN_DIR",
+        help="replace the server that runs there, or the one on --port: once this one can serve it "
+        "takes its socket, and that one ends with its last request",
+    )
     add("--api-key", action="append", help="needed by clients; repeat for several tenants")
     add(
         "--max-concurrent-requests",

@@ -1,4 +1,4 @@
-"""Checks of port and certificates before anything slow happens."""
+"""Front door's socket and certificates: checks before anything slow happens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,28 @@ import socket
 import ssl
 from collections.abc import Iterator
 
+from banaserve.api.front_socket import BoundSocket, ClaimedSocket, FrontSocket, bind
+from banaserve.api.take_over import SocketClaim
+from banaserve.config import ServeConfig
 from banaserve.errors import UserError
+from banaserve.run_dir import find_offer
+
+
+@contextlib.contextmanager
+def front_socket(config: ServeConfig) -> Iterator[FrontSocket]:
+    """Yields the socket of the front door, bound, or claimed from the server that has it.
+
+    Raises:
+        UserError: The address is taken, is not this machine's, or nothing there can be taken over.
+    """
+    if config.take_over is None:
+        with contextlib.closing(BoundSocket(config.host, config.port)) as front:
+            yield front
+        return
+    with contextlib.closing(
+        SocketClaim(find_offer(config.take_over.run_dir, config.port))
+    ) as claim:
+        yield ClaimedSocket(claim, config.host, config.port)
 
 
 @contextlib.contextmanager
@@ -17,19 +38,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     Raises:
         UserError: The port is taken, or the address is not this machine's.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((host, port))
-            sock.listen(2048)
-        except (OSError, TypeError) as error:
-            # TypeError: a name that cannot be one, such as one with an empty part.
-            why = error.strerror if isinstance(error, OSError) else "no name of a host"
-            raise UserError(
-                f"cannot listen on {host}:{port} ({why}): stop what "
-                "listens there or choose another --port"
-            ) from error
+    with bind(host, port) as sock:
         yield sock
 
 

@@ -110,6 +110,7 @@ class Controller:
         self._num_turns = 0
         self._num_restarts = 0
         self._error = ""
+        self._counted: set[str] = set()
 
     # ---- life
 
@@ -221,6 +222,7 @@ class Controller:
         decision = self.log.add(decision)
         self._num_turns += 1
         _count(decision)
+        self._count_left_out(decision)
         self._settle(found.view)
         pairs = list(zip(found.begin, decision.steps, strict=False))
         if plan.is_ordered and pairs:
@@ -243,6 +245,14 @@ class Controller:
             for option, name in _LEARNT.items():
                 section.setdefault(option, getattr(link, name))
         return section
+
+    def _count_left_out(self, decision: DecisionRecord) -> None:
+        names = {*decision.instances, *decision.left_out}
+        for name in self._counted - names:
+            metrics.LEFT_OUT.remove(name)
+        for name in names:
+            metrics.LEFT_OUT.labels(name).set(name in decision.left_out)
+        self._counted = names
 
     # ---- what came of it
 
@@ -310,5 +320,3 @@ def _count(decision: DecisionRecord) -> None:
     for step in decision.steps:
         if step.held:
             metrics.HELD.labels(step.held).inc()
-    for name in {*decision.instances, *decision.left_out}:
-        metrics.LEFT_OUT.labels(name).set(name in decision.left_out)

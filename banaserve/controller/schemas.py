@@ -159,7 +159,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     """One instance at this moment.
 
     Attributes:
-        state: ready, draining or down.
+        state: ready, draining, drained, restarting or down.
         compute, memory: Its load; None where it has not reported.
         age_s: Of its report.
         kv_blocks: Of its pool; ``kv_blocks_gained`` due to what is away.
@@ -193,7 +193,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
 
 
 class MoveLine(msgspec.Struct, frozen=True):
-    """A migration or role switch under way, or the last ones that ended."""
+    """A migration, role switch or rolling restart under way, or the last ones that ended."""
 
     id: str
     what: str
@@ -237,3 +237,19 @@ class RoleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: str
     timeout_s: float = 300.0
     max_num_batched_tokens: int = 0
+
+
+class ScaleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Add and remove instances until there are so many; a number that is not given stays.
+
+    Attributes:
+        colocated: Instances that do both.
+        instances: Of all together; where roles follow the load, alone.
+        timeout_s: For the last request of an instance that is removed.
+    """
+
+    prefill: int | None = None
+    decode: int | None = None
+    colocated: int | None = None
+    instances: int | None = None
+    timeout_s: float = 300.0

@@ -18,6 +18,7 @@ class LoadMemory(NamedTuple):
         is_settled: It is known.
         wanted: What the instances were to be by the last plan.
         num_for_home: Looks in a row at which modules away would better be at home.
+        num_instances: That there were at the last plan; 0 before it.
     """
 
     since_s: float
@@ -25,6 +26,7 @@ class LoadMemory(NamedTuple):
     is_settled: bool = False
     wanted: tuple[Change, ...] = ()
     num_for_home: int = 0
+    num_instances: int = 0
 
 
 class Situation(NamedTuple):
@@ -32,6 +34,7 @@ class Situation(NamedTuple):
 
     Attributes:
         is_changing: Steps of an earlier plan are under way.
+        num_instances: That there are, ready or not; 0 where it is not known.
     """
 
     now_s: float
@@ -39,6 +42,7 @@ class Situation(NamedTuple):
     requests: Sequence[ObservedRequest]
     memory: LoadMemory | None
     is_changing: bool = False
+    num_instances: int = 0
 
 
 class Candidate(NamedTuple):

@@ -1,10 +1,11 @@
 """Elastic policy: the arrangement that serves best what has come lately, by forecast.
 
 It looks at the load at every turn and plans when there is reason to: early and at ever longer
-distances while a load is new, since evidence grows, and anew when the load is another one. What
-runs is kept unless another arrangement is clearly better on the same requests. Roles, step sizes
-and modules away are one search: a plan takes home what stands in the way of a switch, and a module
-stays away only as long as that brings clearly more than having it at home.
+distances while a load is new, since evidence grows, and anew when the load or the number of
+instances is another one. What runs is kept unless another arrangement is clearly better on the same
+requests. Roles, step sizes and modules away are one search: a plan takes home what stands in the
+way of a switch, and a module stays away only as long as that brings clearly more than having it at
+home.
 """
 
 from __future__ import annotations
@@ -37,7 +38,14 @@ class Elastic:
         """Returns what a decision about ``cluster`` needs."""
         ready = [view for view in cluster.instances.values() if view.ready]
         memory = cluster.memory if isinstance(cluster.memory, LoadMemory) else None
-        return Situation(cluster.now_s, ready, cluster.requests, memory, bool(cluster.under_way))
+        return Situation(
+            cluster.now_s,
+            ready,
+            cluster.requests,
+            memory,
+            bool(cluster.under_way),
+            len(cluster.instances),
+        )
 
 
 def plan_of(decision: Decision, cluster: ClusterView, options: ElasticOptions) -> MigrationPlan:
@@ -90,6 +98,8 @@ def decide(situation: Situation, options: ElasticOptions) -> Decision:
     elif _is_new(requests, memory, now_s, options):
         since_s = now_s - options.recent_s / 2
         memory = LoadMemory(since_s, min(now_s, since_s + options.first_plan_s))
+    elif memory.num_instances not in (0, situation.num_instances):
+        memory = memory._replace(next_s=now_s, is_settled=False)  # another best arrangement
     is_enough = memory.next_s <= memory.since_s + options.first_plan_s and (
         sum(one.end_s is not None and one.arrival_s >= memory.since_s for one in requests)
         >= options.first_ended
@@ -99,7 +109,8 @@ def decide(situation: Situation, options: ElasticOptions) -> Decision:
     is_known = memory.is_settled and not _is_missing(memory.wanted, situation.instances)
     search = Search(situation, memory.since_s, options)
     decision = search.homeward(memory.num_for_home) if is_known else search.best()
-    return decision._replace(memory=_after(decision, memory, situation, options))
+    after = _after(decision, memory, situation, options)
+    return decision._replace(memory=after._replace(num_instances=situation.num_instances))
 
 
 def _after(

@@ -33,6 +33,7 @@ _MOVED_FROM = 3
 _MOVES_KEPT = 2
 
 _MOST_DOUBT = 0.3
+"""Of a rate: a few requests in bursts say next to nothing of it."""
 
 _LOOKS_FOR_HOME = 2
 """In a row, at which modules away cannot bring anything."""
@@ -72,7 +73,7 @@ class Search:
             options.dilation,
         )
         arrivals_s = [one.arrival_s for one in requests if one.arrival_s >= since_s]
-        self._denser = denser(self._future, rate_doubt(arrivals_s))
+        self._rate_doubt = rate_doubt(arrivals_s)
 
     def best(self) -> Decision:
         """All arrangements over a short stretch, then the best of them over a long one.
@@ -129,7 +130,7 @@ class Search:
             if gain < max(least, options.certainty * chance_of(found[best], held)):
                 doubt = f"{best} would be better by {gain:.3f} only"
             elif gain + self._gain_if_denser(best, stay) < 0:
-                doubt = f"{best} would be worse with a little more load"
+                doubt = f"{best} would lose more with a little more load"
         if doubt:
             reason = doubt
             best = home if worth.get(home, worth[stay]) > worth[stay] else stay
@@ -154,7 +155,8 @@ class Search:
 
         Near saturation a little more load is much worse, and some arrangements have less room.
         """
-        return self._forecast(best, self._denser).mean - self._forecast(stay, self._denser).mean
+        future = denser(self._future, self._rate_doubt)
+        return self._forecast(best, future).mean - self._forecast(stay, future).mean
 
     def _least(self, held: Forecast) -> float:
         """Least gain for which anything changes; where no arrangement can do much, it is much."""

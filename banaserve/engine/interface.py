@@ -80,6 +80,38 @@ class DrainState(msgspec.Struct, frozen=True):
     num_left: int
 
 
+class Scaling(msgspec.Struct):
+    """A change of the number of instances; over HTTP as JSON.
+
+    Attributes:
+        wanted: What there is to be, in words.
+        state: starting, draining, done, failed or aborted.
+        added: Instances that start, or have started; they serve once all of them have.
+        removed: Instances that have been removed.
+        leaving: The instance that is drained at present; empty for none.
+        num_left: Requests that are still on it.
+        now: What is waited for, in words.
+        why: The load that it answers; empty where a person has asked for it.
+        reason: Why it failed; empty where it did not.
+    """
+
+    id: str
+    wanted: str
+    state: str
+    added: list[str] = []
+    removed: list[str] = []
+    leaving: str = ""
+    num_left: int = 0
+    now: str = ""
+    why: str = ""
+    seconds: float = 0.0
+    reason: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        return self.state in ("starting", "draining")
+
+
 class Executor(Protocol):
     """Carries out the steps of migration plans on real or simulated instances."""
 

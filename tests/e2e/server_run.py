@@ -89,7 +89,7 @@ class Run(servers.Server):
 
         def printed() -> bool:
             ended = self.process.poll() is not None
-            if text in self._terminal.read_text():
+            if text in self.printed():
                 return True
             assert not ended, f"ended with {self.process.returncode} before {text!r}"
             return False
@@ -99,6 +99,10 @@ class Run(servers.Server):
         except AssertionError as failure:
             raise AssertionError(f"{failure}\n{self.tails()}") from None
         self._note_shared_memory()
+
+    def printed(self) -> str:
+        """All that it has printed."""
+        return self._terminal.read_text()
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send a signal as a terminal does, to the process group; returns the exit code.

@@ -7,9 +7,18 @@ and tokens of real weights, are what ``test_equality.py`` and ``test_openai_clie
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 from banaserve import models
 from banaserve.models import miniature
 from banaserve.models.miniature import Miniature
+
+THINK_END = 12
+"""Token that ends the reasoning of the model that ``thinking`` makes."""
+_MARKS = {"<jupyter_start>": "<think>", "<jupyter_text>": "</think>"}
+_TEMPLATE_END = "<|im_start|>assistant\n"
 
 _SHAPE = Miniature(
     num_layers=30,
@@ -31,3 +40,26 @@ def options() -> tuple[str, ...]:
     """Of ``banaserve serve``."""
     model = resolve()
     return ("--model", model.path_or_id, "--served-model-name", model.served_name)
+
+
+def thinking(folder: Path) -> tuple[str, ...]:
+    """Options of ``banaserve serve`` for the same model as one whose answers begin with reasoning.
+
+    Two tokens that nothing else uses are the marks that parsers of reasoning look for, and its chat
+    template ends with the first, as DeepSeek R1's does. Its weights are those of the other.
+    """
+    model = resolve()
+    for source in Path(model.path_or_id).iterdir():
+        shutil.copy(source, folder / source.name)
+    tokenizer, template = folder / "tokenizer.json", folder / "chat_template.jinja"
+    known = json.loads(tokenizer.read_text(encoding="utf-8"))
+    for token in known["added_tokens"]:
+        if mark := _MARKS.get(token["content"]):
+            vocabulary = known["model"]["vocab"]
+            vocabulary[mark] = vocabulary.pop(token["content"])
+            # As those of real models: parsers look for the mark in the text, too.
+            token |= {"content": mark, "special": False}
+    tokenizer.write_text(json.dumps(known), encoding="utf-8")
+    before, end, after = template.read_text(encoding="utf-8").rpartition(_TEMPLATE_END)
+    template.write_text(f"{before}{end}<think>\n{after}", encoding="utf-8")
+    return ("--model", str(folder), "--served-model-name", model.served_name)

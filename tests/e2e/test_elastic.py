@@ -11,12 +11,14 @@ import random
 import pytest
 
 import migration_load as loads
+import small_model
 from banaserve.api.admin_client import AdminClient
 from banaserve.controller.schemas import RoleRequest
 from banaserve.engine.interface import RoleChange
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
 from depth import IS_LONG
+from reference import reference_tokens
 
 pytestmark = pytest.mark.e2e
 
@@ -28,6 +30,9 @@ SERVE_OPTIONS = (
 )
 NUM_CHANGES = 100 if IS_LONG else 40
 NUM_STREAMS = 16
+NUM_CHATS = 4
+BLOCK_TOKENS = 128
+"""Most that a KV block of this server has."""
 
 
 def changed(admin: AdminClient, ask: RoleRequest) -> RoleChange | None:
@@ -73,3 +78,26 @@ def test_tokens_stay_the_same_while_roles_and_step_sizes_change_at_random(server
             assert server.metric(compared, time=time, legs=way) > 0
     assert server.metric("banaserve_leg_retries_total") == 0
     assert server.metric("banaserve_instance_restarts_total") == 0
+
+
+def test_the_next_turn_of_a_chat_goes_where_the_last_one_lies(server, fork_server):
+    """Of four idle instances that do both; the second turn has the first one's answer in it."""
+    admin = AdminClient(*find_admin(server.run_dir))
+    for instance in ("p0", "p1", "d0", "d1"):
+        changed(admin, RoleRequest(instance, "both", 100.0))
+    reference = loads.Reference(fork_server, 8 * NUM_CHATS, longest=600, seed=5)
+    chats = range(8 * NUM_CHATS - NUM_CHATS, 8 * NUM_CHATS)  # the long ones
+    first = loads.answers(server, reference, chats, "chat")
+    assert [record.token_ids for record in first] == [reference.tokens[n] for n in chats]
+    reference.prompts = [
+        [*reference.prompts[n], *reference.tokens[n], *reference.prompts[n][:40]] for n in chats
+    ]
+    model = small_model.resolve().path_or_id
+    wanted = reference_tokens(fork_server, model, reference.prompts, {"it": loads.SAMPLING})["it"]
+    lies_there = sum((len(prompt) - 41) // BLOCK_TOKENS for prompt in reference.prompts)
+    before = server.metric("vllm:prefix_cache_hits_total")
+    second = loads.answers(server, reference, range(NUM_CHATS), "chat")
+    assert [record.token_ids for record in second] == wanted
+    hits = server.metric("vllm:prefix_cache_hits_total") - before
+    assert lies_there > 2 * NUM_CHATS
+    assert hits >= lies_there * BLOCK_TOKENS

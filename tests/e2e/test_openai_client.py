@@ -438,6 +438,7 @@ def test_an_unknown_model(client):
         {"extra_body": {"min_tokens": 50}},
         {"extra_body": {"structured_outputs": {"regex": "("}}},
         {"extra_body": {"structured_outputs": {"json": {"type": "nothing"}}}},
+        {"extra_body": {"vllm_xargs": {"banaserve_output": [10**9]}}},
     ],
     ids=str,
 )
@@ -451,7 +452,7 @@ def test_a_value_that_makes_no_sense(options, server, complete):
 def test_what_only_one_engine_can_do_is_refused_in_words(server):
     answer = server.post("/scale_elastic_ep", {"new_data_parallel_size": 2})
     assert answer.status_code == 501
-    assert "--pd" in answer.json()["error"]["message"]
+    assert "banaserve scale" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("body", [b'{"model":', b"[]", b"\xff\xfe", b""])

@@ -7,15 +7,13 @@ of a run in which nobody dies. Random weights of SmolLM2's shape, float32.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +28,10 @@ from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
 from depth import IS_LONG
 from fork_server import ForkServer
-from observing import until, writer, writers
+from observing import writer
 from reference import reference_tokens, tokenizer
 from server_run import Run
+from streams import Answer, Kind, asked, asked_all, back, connected, differences
 
 pytestmark = pytest.mark.e2e
 
@@ -40,7 +39,6 @@ MODEL = "smollm2-135m"
 OUTPUT_TOKENS = 40
 NUM_KILLS = 200 if IS_LONG else 8
 NUM_STREAMS = 16
-DEADLINE_S = 180.0
 NAMES = ("p0", "p1", "d0", "d1")
 
 FLAVOURS = {
@@ -86,51 +84,6 @@ TOOL = {
 }
 
 
-@dataclass
-class Answer:
-    """A streamed answer, by the index of its sequence."""
-
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    texts: dict[int, str] = field(default_factory=dict)
-    logprobs: dict[int, list[float]] = field(default_factory=dict)
-    ends: dict[int, list[str]] = field(default_factory=dict)
-    error: str = ""
-
-    def add(self, choice: dict[str, Any]) -> None:
-        index, delta = choice["index"], choice.get("delta") or {}
-        self.tokens.setdefault(index, []).extend(choice.get("token_ids") or [])
-        calls = delta.get("tool_calls") or []
-        called = "".join((call.get("function") or {}).get("arguments") or "" for call in calls)
-        text = choice.get("text") or delta.get("content") or called
-        self.texts[index] = self.texts.get(index, "") + text
-        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
-        self.logprobs.setdefault(index, []).extend(round(one, 3) for one in logprobs)
-        if choice.get("finish_reason"):
-            self.ends.setdefault(index, []).append(choice["finish_reason"])
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.tokens.values()))
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of request: where it goes and what it says."""
-
-    path: str
-    body: dict[str, Any]
-
-    def behind(self, words: str) -> Kind:
-        """The same with other words in front, which no cache knows."""
-        body = dict(self.body)
-        if "messages" in body:
-            (message,) = body["messages"]
-            body["messages"] = [{**message, "content": f"{words} {message['content']}"}]
-        else:
-            body["prompt"] = [ord(letter) for letter in words] + body["prompt"]
-        return Kind(self.path, body)
-
-
 def made_kinds(prompt: list[int], text: str) -> dict[str, Kind]:
     common = {"model": MODEL, "stream": True, "return_token_ids": True}
     chat = {**common, **GREEDY, "messages": [{"role": "user", "content": text}]}
@@ -152,40 +105,6 @@ def made_kinds(prompt: list[int], text: str) -> dict[str, Kind]:
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         found[name] = Kind(path, body)
     return found
-
-
-async def asked(client: httpx.AsyncClient, kind: Kind, seen: Callable[[], None]) -> Answer:
-    """Stream one answer; ``seen`` is called at each of its chunks."""
-    answer = Answer()
-    async with client.stream("POST", kind.path, json=kind.body) as response:
-        if response.status_code != 200:
-            answer.error = (await response.aread()).decode()
-        async for line in response.aiter_lines():
-            data = line.removeprefix("data: ")
-            if data == line or data == "[DONE]":
-                continue
-            chunk = json.loads(data)
-            if "error" in chunk:
-                answer.error = data
-            for choice in chunk.get("choices", ()):
-                answer.add(choice)
-            seen()
-    return answer
-
-
-@contextlib.asynccontextmanager
-async def connected(server: Run) -> AsyncIterator[httpx.AsyncClient]:
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S, limits=limits) as client:
-        yield client
-
-
-async def asked_all(
-    server: Run, kinds: dict[str, Kind], seen: Callable[[], None] = lambda: None
-) -> dict[str, Answer]:
-    async with connected(server) as client:
-        answers = await asyncio.gather(*(asked(client, kind, seen) for kind in kinds.values()))
-    return dict(zip(kinds, answers, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -216,23 +135,6 @@ def server(serve: Callable[..., Run]) -> Iterator[Run]:
 @pytest.fixture(scope="module")
 def expected(server: Run, kinds: dict[str, Kind]) -> dict[str, Answer]:
     return asyncio.run(asked_all(server, kinds))
-
-
-def differences(
-    kinds: dict[str, Kind], expected: dict[str, Answer], found: dict[str, Answer]
-) -> dict[str, tuple[Answer, Answer]]:
-    """Kinds whose answers differ; of one that draws without a seed its form alone is compared."""
-    wrong = {}
-    for name in kinds:
-        wanted, got = expected[name], found[name]
-        if name == "unseeded":
-            is_right = not got.error and got.ends == wanted.ends
-            is_right = is_right and got.num_tokens == wanted.num_tokens
-        else:
-            is_right = got == wanted
-        if not is_right:
-            wrong[name] = (wanted, got)
-    return wrong
 
 
 def test_answers_are_those_of_one_engine(
@@ -285,7 +187,7 @@ def test_no_answer_notices_a_kill(
     asking = {n: k.behind("Once more:") for n, k in kinds.items()} if is_early else kinds
     after = 1 if is_early else random.Random(victim).randint(30, 120)
 
-    def count() -> None:
+    def count(_: Answer) -> None:
         seen["chunks"] += 1
         if seen["chunks"] == after:
             os.kill(pid, signal.SIGKILL)
@@ -309,7 +211,7 @@ def test_no_answer_notices_that_an_instance_is_drained(
 
     with ThreadPoolExecutor(1) as pool:
 
-        def count() -> None:
+        def count(_: Answer) -> None:
             seen["chunks"] += 1
             if seen["chunks"] == 80:
                 pool.submit(drain)
@@ -324,22 +226,6 @@ def test_no_answer_notices_that_an_instance_is_drained(
     assert not admin.release("d0").is_held
 
 
-def back(server: Run, name: str, pid: int) -> None:
-    """Return when another process serves in the place of the one that was killed."""
-    log = f"{name}.log"
-    until(
-        lambda: {other for at, other in writers(server.run_dir) if at == log} - {pid} != set(),
-        f"{name} is started again",
-    )
-    if name == "kvstore":
-        until(lambda: server.metric("banaserve_kvstore_up") == 1, "the store answers")
-    else:
-        until(
-            lambda: server.metric("banaserve_instance_ready", instance_id=name) == 1,
-            f"{name} is back",
-        )
-
-
 def test_random_kills_under_mixed_streams_lose_double_and_change_nothing(
     server: Run, kinds: dict[str, Kind], expected: dict[str, Answer]
 ) -> None:
@@ -352,7 +238,7 @@ def test_random_kills_under_mixed_streams_lose_double_and_change_nothing(
         while not stop.is_set():
             name = names[number % len(names)]
             number += NUM_STREAMS + 1
-            answer = await asked(client, kinds[name], lambda: None)
+            answer = await asked(client, kinds[name])
             num_answers[name] += 1
             wrong.extend(differences({name: kinds[name]}, expected, {name: answer}).items())
 
@@ -397,7 +283,7 @@ def test_streams_with_an_adapter_go_on(
     for victim in ("d0", "d1"):
         pid, seen = writer(server.run_dir, victim), Counter[str]()
 
-        def count(pid: int = pid, seen: Counter[str] = seen) -> None:
+        def count(_: Answer, pid: int = pid, seen: Counter[str] = seen) -> None:
             seen["chunks"] += 1
             if seen["chunks"] == 40:
                 os.kill(pid, signal.SIGKILL)

@@ -337,6 +337,17 @@ def test_no_step_is_larger_or_smaller_than_engines_can(limits, sizes, of_prefill
     assert [change.step_tokens for change in changes] == [of_prefill, sizes[-1]]
 
 
+@pytest.mark.parametrize(("num_instances", "plans"), [(2, False), (3, True), (1, True)])
+def test_it_plans_anew_where_instances_come_and_go(num_instances, plans):
+    views = [view(f"c{n}", Role.COLOCATED) for n in range(2)]
+    requests = [seen(n, 20) for n in range(100)]
+    memory = LoadMemory(0.0, float("inf"), True, num_instances=2)
+    situation = Situation(100.0, views, requests, memory, num_instances=num_instances)
+    decision = decide(situation, ElasticOptions(profile=H100, ttft_s=1.0, tpot_s=0.05))
+    assert bool(decision.candidates) == plans
+    assert decision.memory.num_instances == (num_instances if plans else 2)
+
+
 async def test_a_decision_is_the_same_in_a_process_of_its_own():
     views = [view(f"c{n}", Role.COLOCATED) for n in range(2)]
     requests = [seen(n / 10, 20, ended=n < 90) for n in range(100)]

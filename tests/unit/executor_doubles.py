@@ -35,8 +35,9 @@ class Instance(doubles.Instance):
         self.role = Role.PREFILL if name.startswith("p") else Role.DECODE
         self.engine.vllm_config = CONFIG
         self.is_draining = False
-        self.is_held = False
+        self.is_held = self.is_leaving = False
         self.inflight_requests = 0
+        self.keeps_streams = False
         self.num_changes = 0
         self.budget = self.role
         self.step_tokens = 0
@@ -52,6 +53,8 @@ class Instance(doubles.Instance):
         self.num_changes += 1
 
     def move_streams(self) -> int:
+        if self.keeps_streams:
+            return 0
         moved, self.inflight_requests = self.inflight_requests, 0
         return moved
 

@@ -238,6 +238,7 @@ class Instance:
         self.role = Role.DECODE
         self.incarnation = 1
         self.pid = 0
+        self.vllm_argv: tuple[str, ...] = ()
         self.engine = Engine(cannot)
         self.llm: Any = self.engine
         self.guests = (0, 0.0)
@@ -267,10 +268,18 @@ class SleepLauncher:
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    async def start(self, instance_id: str, handshake_address: str, log_path: Path) -> int:
+    async def start(
+        self,
+        instance_id: str,
+        handshake_address: str,
+        log_path: Path,
+        vllm_argv: tuple[str, ...] = (),
+    ) -> int:
         raise AssertionError("no engine is started here")
 
-    async def start_guest(self, address: GuestAddress, log_path: Path) -> int:
+    async def start_guest(
+        self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
+    ) -> int:
         self.processes.append(subprocess.Popen(["sleep", "1000"]))  # noqa: ASYNC220
         return self.processes[-1].pid
 

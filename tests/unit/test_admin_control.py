@@ -33,11 +33,13 @@ from banaserve.controller.schemas import (
     WantedStep,
 )
 from banaserve.engine.vllm.drain import Drains
+from banaserve.engine.vllm.restart.api import EngineRestart, RestartRequest, RollingRestart
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size
 from banaserve.orchestrator.control import Mode
 from banaserve.orchestrator.routing.registry import make_named
 from banaserve.types import InstanceId, Role
+from scaling_doubles import scaler_of
 from waiting import until
 
 KEY = "the-admin-key"
@@ -88,16 +90,22 @@ class Served:
         )
         self.controller.start()
         await until(lambda: self.controller.status().state is ControllerState.RUNNING)
+        drains = Drains(self.world.instances, self.world.roles)
+        self.scaler = scaler_of(self.world, drains)
+        self.restarts: Any = Restarts()
         control = Control(
             self.controller,
             self.world.executor,
             self.world.roles,
-            Drains(self.world.instances, self.world.roles),
+            drains,
+            self.scaler,
             make_named("round_robin"),
+            self.restarts,
         )
         return AdminDoor(users_app, self.world.cluster.coordinator, KEY, control)
 
     async def close(self) -> None:
+        await self.scaler.stop()
         await self.controller.stop()
         await self.world.roles.stop()
         await self.world.overseer.stop()
@@ -187,6 +195,102 @@ async def test_a_drain_over_the_api(served):
         "instance p1 was not drained: nothing to undo",
     )
     assert (await served.client.post("/admin/drains/p9")).status_code == 400
+
+
+async def test_a_scaling_over_the_api(served):
+    p0, p1 = (served.world.instances[InstanceId(name)] for name in ("p0", "p1"))
+    p0.inflight_requests = p1.inflight_requests = 1
+    p1.keeps_streams = True
+    begun = await served.client.post("/admin/scalings", json={"prefill": 1, "decode": 3})
+    assert (begun.status_code, begun.json()["id"]) == (202, "s1")
+    await until(lambda: served.scaler.get("s1").leaving == "p1")
+    shown = (await served.client.get("/admin/scalings/s1?wait_s=0.05")).json()
+    assert (shown["state"], shown["added"], shown["num_left"]) == ("draining", ["d1"], 1)
+    found = (await served.client.get("/admin/status")).json()
+    assert [move["what"] for move in found["moves"]] == ["to 1:3: p1: 1 requests left"]
+    assert [one["id"] for one in found["instances"]] == ["d0", "p0", "p1", "x0", "d1"]
+    second = await served.client.post("/admin/scalings", json={"prefill": 2})
+    assert (second.status_code, second.json()["error"]["message"][:32]) == (
+        409,
+        "scaling s1 to 1:3 is under way: ",
+    )
+    undone = await served.client.delete("/admin/drains/p1")
+    assert (undone.status_code, undone.json()["error"]["message"]) == (
+        409,
+        "instance p1 is being removed",
+    )
+    p1.inflight_requests = 0
+    ended = (await served.client.get("/admin/scalings/s1?wait_s=20")).json()
+    assert (ended["state"], ended["removed"], ended["reason"]) == ("done", ["p1"], "")
+    listed = (await served.client.get("/admin/status")).json()["instances"]
+    assert [one["id"] for one in listed] == ["d0", "p0", "x0", "d1"]
+    assert (await served.client.delete("/admin/scalings/s1")).status_code == 409
+    assert (await served.client.get("/admin/scalings/s2")).status_code == 404
+    assert (await served.client.post("/admin/scalings", json={"prefil": 2})).status_code == 400
+    assert len((await served.client.get("/admin/scalings")).json()) == 1
+
+
+class Restarts:
+    """Takes one restart, which goes on until it is given up."""
+
+    def __init__(self) -> None:
+        self.asked: list[RestartRequest] = []
+        self.found: dict[str, RollingRestart] = {}
+
+    async def begin(self, ask: RestartRequest) -> RollingRestart:
+        if ask.model == "bad":
+            raise UserError("no engine could serve it")
+        self.asked.append(ask)
+        engines = [EngineRestart("p1", "draining", 2), EngineRestart("d0")]
+        self.found["s1"] = RollingRestart("s1", "running", engines, ask.model)
+        return self.found["s1"]
+
+    def get(self, name: str) -> RollingRestart | None:
+        return self.found.get(name)
+
+    def recent(self) -> list[RollingRestart]:
+        return list(self.found.values())
+
+    async def wait(self, name: str, _: float) -> RollingRestart:
+        return self.found[name]
+
+    def abort(self, name: str) -> RollingRestart:
+        self.found[name].state = "aborted"
+        return self.found[name]
+
+
+async def test_a_rolling_restart_over_the_api(served):
+    client, restarts = served.client, served.restarts
+    body = {"model": "new", "vllm_options": ["--max-num-seqs", "8"], "timeout_s": 9}
+    begun = await client.post("/admin/restarts", json=body)
+    assert (begun.status_code, begun.json()["id"]) == (202, "s1")
+    assert restarts.asked == [RestartRequest("new", ["--max-num-seqs", "8"], 9.0)]
+    status = (await client.get("/admin/status")).json()
+    assert {one["id"]: one["state"] for one in status["instances"]}["p1"] == "restarting"
+    (line,) = [move for move in status["moves"] if move["id"] == "s1"]
+    assert line["what"] == "rolling restart: 0 of 2 engines replaced; p1 draining, 2 left"
+    for path in ("/admin/restarts/s1", "/admin/restarts/s1?wait_s=0.01"):
+        assert (await client.get(path)).json()["engines"][0]["num_left"] == 2
+    assert [one["id"] for one in (await client.get("/admin/restarts")).json()] == ["s1"]
+    assert (await client.delete("/admin/restarts/s1")).json()["state"] == "aborted"
+    assert (await client.get("/admin/restarts/s2")).status_code == 404
+    assert (await client.delete("/admin/restarts/s2")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"model": "bad"}, "no engine could serve it"),
+        ({"modell": "new"}, "modell"),
+        ({"vllm_options": ["x"] * 65}, "64"),
+        ({"vllm_options": ["x" * 2049]}, "2048"),
+    ],
+)
+async def test_a_rolling_restart_that_is_refused(served, body, said):
+    refused = await served.client.post("/admin/restarts", json=body)
+    assert refused.status_code == 400
+    assert said in refused.json()["error"]["message"]
+    assert served.restarts.asked == []
 
 
 async def test_one_that_switches_its_role_is_not_drained(served):
@@ -296,6 +400,15 @@ def test_the_commands(server, capsys):
     server.served.world.instances["d0"].inflight_requests = 2
     code, _, err = banaserve("role", "d0", "prefill", "--timeout", "0.01")
     assert (code, "2 requests are left after 0.01 s" in err) == (2, True)
+    server.served.world.instances["d0"].inflight_requests = 0
+    code, out, _ = banaserve("scale", "--pd", "2:3")
+    assert (code, out.startswith("added p2 after")) == (0, True)
+    code, out, _ = banaserve("scale", "--pd", "2:3", "--json")
+    assert (code, json.loads(out)["state"]) == (0, "done")
+    code, out, _ = banaserve("scale", "--pd", "1:2", "--no-wait")
+    assert (code, out) == (0, "s3: draining; `banaserve status` shows how far it is\n")
+    code, _, err = banaserve("scale", "--pd", "1,2")
+    assert (code, len(err.splitlines()), "such as 3:2" in err) == (2, 1, True)
 
 
 def test_a_decision_in_words():

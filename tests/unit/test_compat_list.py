@@ -28,6 +28,7 @@ OF_STARLETTE = {"app.state.server", "app.middleware_stack"}
 SERVER_TO_RUN = "vllm.entrypoints.openai.api_server"
 """The documented command of vLLM's own server."""
 OF_OTHERS = {
+    "REGISTRY._collector_to_names",  # prometheus_client's, which lists its collectors nowhere else
     "os._exit",
     "parser._actions",  # argparse's
     "sample._replace",  # a named tuple's

@@ -109,7 +109,11 @@ async def test_engines_are_told_the_adapter_and_the_user_its_name(folder: Path) 
         view=lambda: SimpleNamespace(inflight_requests=0),
         holding=lambda _: _Nothing(),
     )
-    made._cluster = SimpleNamespace(serving=lambda: [instance])
+
+    async def taking() -> list[Any]:
+        return [instance]
+
+    made._cluster = SimpleNamespace(serving=lambda: [instance], taking=taking)
     adapter = LoRARequest("sql", 7, str(folder))
     assert await made.add_lora(adapter)
     prompt = {"type": "token", "prompt_token_ids": [1, 2]}

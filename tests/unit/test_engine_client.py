@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,7 @@ from vllm.sampling_params import SamplingParams
 
 from banaserve.api.app import vllm_app
 from banaserve.clock import WallClock
+from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.client import DisaggregatedClient, tenant
 from banaserve.engine.vllm.cluster import Cluster, ClusterTimeouts
 from banaserve.engine.vllm.compat import engine as compat
@@ -72,7 +75,14 @@ def client(serving: list[Any] | None = None, **model: Any) -> Any:
         max_model_len=MAX_MODEL_LEN, **{"logits_processors": None} | model
     )
     made._adapters = Adapters()
-    made._cluster = SimpleNamespace(serving=lambda: serving or [])
+    made._clock = WallClock()
+
+    async def taking() -> list[Any]:
+        return list(made._cluster.serving())
+
+    made._cluster = SimpleNamespace(
+        serving=lambda: serving or [], taking=taking, forget_residency=lambda: None
+    )
     made._supported_tasks = ("generate",)
     made._request_timeout_s, made._lookup_above_tokens = 60.0, MAX_MODEL_LEN
     return made
@@ -107,6 +117,25 @@ async def test_an_abort_by_id_is_told_to_the_request_and_to_both_legs() -> None:
     made._sequences = {1: [other], 2: [job]}
     await made.abort(["r"])
     assert (other.aborted, job.aborted, told) == (False, True, [["r", "r-p"]])
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "is_lost"),
+    [
+        ("reset_prefix_cache", {}, True),
+        ("release_kv_cache_memory", {}, True),
+        ("sleep", {"level": 1, "mode": "keep"}, True),
+        ("pause_generation", {"mode": "keep"}, True),
+        ("pause_generation", {"mode": "keep", "clear_cache": False}, False),
+    ],
+)
+async def test_the_router_forgets_what_the_engines_forget(
+    method: str, arguments: dict[str, Any], is_lost: bool
+) -> None:
+    made, lost = client(), []
+    made._cluster.forget_residency = lambda: lost.append(method)
+    await getattr(made, method)(**arguments)
+    assert bool(lost) == is_lost
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
@@ -304,7 +333,7 @@ async def test_a_request_that_cannot_be_split_is_not_whatever_the_policy_says(
 
 def _viewed(name: str) -> SimpleNamespace:
     view = InstanceView(InstanceId(name), Role.COLOCATED, True, None, 0, 0, 1.0)
-    return SimpleNamespace(id=view.id, view=lambda: view)
+    return SimpleNamespace(id=view.id, view=lambda: view, weights="w", is_leaving=False)
 
 
 class _Broken:
@@ -338,3 +367,22 @@ async def test_a_routing_policy_that_fails_is_answered_500_under_its_name(
     ]
     told = [one for one in caplog.records if one.name == "banaserve.engine.vllm.cluster"]
     assert [(one.getMessage(), bool(one.exc_info)) for one in told] == [(line, True), (line, False)]
+
+
+async def test_a_session_whose_instance_dies_ends_in_one_error_and_is_counted() -> None:
+    async def generate(*_: Any, **__: Any) -> AsyncGenerator[str, None]:
+        yield "a piece"
+        raise compat.EngineDeadError
+
+    async def pieces() -> AsyncGenerator[None, None]:
+        yield None
+
+    held = SimpleNamespace(
+        id="d0", llm=SimpleNamespace(generate=generate), holding=lambda _: nullcontext()
+    )
+    before = metrics.BROKEN._value.get()
+    stream = client([held]).generate(pieces(), SamplingParams(), "r")
+    assert await anext(stream) == "a piece"
+    with pytest.raises(compat.EngineGenerateError, match="d0 died in mid-session"):
+        await anext(stream)
+    assert metrics.BROKEN._value.get() == before + 1

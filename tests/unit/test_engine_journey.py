@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +30,9 @@ from banaserve.engine.vllm.disagg_request import (
 )
 from banaserve.engine.vllm.sequences import run_sequences, sequences_of
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
-from banaserve.types import InstanceId, Route
+from banaserve.engine.vllm.trials import Trials
+from banaserve.types import NOWHERE, InstanceId, Route
+from waiting import until
 
 WORDS = [f"{chr(97 + i)}{chr(97 + i)} " for i in range(20)]
 
@@ -48,6 +50,7 @@ class Engine:
     def __init__(self, name: str) -> None:
         self.id = InstanceId(name)
         self.incarnation = 1
+        self.weights = "w"
         self.llm: Any = self
         self.output_processor = OutputProcessor(tokenizer(), log_stats=True)
         self.engine_core = self
@@ -57,6 +60,11 @@ class Engine:
         self.inflight_requests = 1
         self.legs: list[compat.EngineCoreRequest] = []
         self.aborted: list[str] = []
+        self.given_back = asyncio.Event()
+        self.given_back.set()
+
+    async def wait_given_back(self) -> None:
+        await self.given_back.wait()
 
     async def add_request_async(self, request: compat.EngineCoreRequest) -> None:
         if self.resources.engine_dead:
@@ -69,7 +77,9 @@ class Engine:
     async def abort(self, request_id: str, internal: bool = False) -> None:
         await compat.AsyncLLM.abort(self, request_id, internal)
 
-    def holding(self, _: int, __: int, move: Callable[[], None] | None = None) -> Any:
+    def holding(
+        self, _: int, __: int, move: Callable[[], None] | None = None, is_prompt: bool = False
+    ) -> Any:
         self.move = move
         return _Flight()
 
@@ -110,24 +120,30 @@ class Engines:
     """Sends each request to the next engine; two legs where ``prefill`` is given."""
 
     def __init__(self, *engines: Engine, prefill: Engine | None = None) -> None:
+        self.trials = Trials()
         self._left = list(engines)
         self._prefill = prefill.id if prefill else None
         known = [*engines, prefill] if prefill else engines
-        self._engines = {engine.id: engine for engine in known}
+        self.instances = {engine.id: engine for engine in known}
 
-    async def route(self, *_: object) -> Route:
+    async def route(self, *_: object, **__: object) -> Route:
         return Route(self._prefill, self._left.pop(0).id, "")
 
     def instance(self, name: InstanceId) -> Engine:
-        return self._engines[name]
+        return self.instances[name]
 
     def has_left_decode(self, _: InstanceId) -> bool:
         return False
 
+    def resident_tokens(self, _: compat.EngineCoreRequest) -> Mapping[InstanceId, int]:
+        return NOWHERE
 
-def job(params: SamplingParams, **more: Any) -> RequestContext:
+    def has_computed(self, *_: object) -> None: ...
+
+
+def job(params: SamplingParams, name: str = "r", **more: Any) -> RequestContext:
     request = compat.EngineCoreRequest(
-        request_id="r-1",
+        request_id=f"{name}-1",
         prompt_token_ids=[0],
         mm_features=None,
         sampling_params=params,
@@ -136,10 +152,10 @@ def job(params: SamplingParams, **more: Any) -> RequestContext:
         lora_request=None,
         cache_salt=None,
         data_parallel_rank=None,
-        external_req_id="r",
+        external_req_id=name,
     )
     deadline = asyncio.get_running_loop().time() + 60.0
-    notes = RequestNotes(WallClock(), "r", 1, 0.0, 0.0)
+    notes = RequestNotes(WallClock(), name, 1, 0.0, 0.0)
     return RequestContext(
         request, None, more.pop("first_token_blocker", None), deadline, notes, **more
     )
@@ -217,6 +233,29 @@ async def test_the_first_token_is_sent_where_decode_has_died_before_its_leg_came
     assert list(output_of(second.legs[0].sampling_params)) == list(range(1, 11))
 
 
+@pytest.mark.parametrize("has_output", [True, False])
+async def test_who_has_output_does_not_wait_until_nothing_is_left_of_a_dead_engine(
+    has_output: bool,
+) -> None:
+    first, second = Engine("d0"), Engine("d1")
+    reader = Reader(job(streamed()), Engines(first, second))
+    await reader.reaches(first)
+    first.given_back.clear()
+    if has_output:
+        first.compute(3)
+    compat.mark_dead(first)
+    if not has_output:
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert second.legs == []
+        first.given_back.set()
+    await reader.reaches(second)
+    second.compute(7 if has_output else 10)
+    while not reader.finished:
+        await reader.read()
+    assert reader.text == "".join(WORDS[1:11])
+
+
 async def test_a_request_that_no_engine_survives_ends_before_it_has_had_them_all(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -236,16 +275,71 @@ async def test_a_request_that_no_engine_survives_ends_before_it_has_had_them_all
 async def test_of_a_death_each_of_many_requests_has_its_share_of_the_blame(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engines = [Engine(f"d{i}") for i in range(7)]
+    engines = [Engine(f"d{i}") for i in range(5)]
     reader = Reader(job(streamed()), Engines(*engines))
-    for engine in engines[:6]:
+    for engine in engines[:4]:
         engine.inflight_requests = 8
         await reader.reaches(engine)
         compat.mark_dead(engine)
-    with pytest.raises(EnginesDiedError, match="6 instances died"):
+    with pytest.raises(EnginesDiedError, match="4 instances died"):
         await reader.read()
-    assert engines[6].legs == []
+    assert engines[4].legs == []
     assert "request r is given up" in caplog.text
+
+
+async def test_of_requests_that_die_together_the_cause_alone_is_given_up() -> None:
+    """From the second death on one at a time runs; who comes further makes room for the next."""
+    engines = [Engine(f"d{i}") for i in range(4)]
+    # Each request is sent on as often as it dies: three times to the first two, then one by one.
+    cluster = Engines(*engines[:1] * 3, *engines[1:2] * 3, *engines[2:3] * 2, engines[3])
+
+    async def answered(name: str) -> str:
+        context = job(streamed(), name=name)
+        texts = [o.outputs[0].text async for o in run_request(context, cluster)]  # type: ignore[arg-type]
+        return "".join(texts)
+
+    answers = [asyncio.create_task(answered(name)) for name in ("good", "bad", "late")]
+    for engine in engines[:2]:
+        engine.inflight_requests = 3
+        await until(lambda engine=engine: len(engine.legs) == 3)
+        compat.mark_dead(engine)
+    third, last = engines[2:]
+    await until(lambda: bool(third.legs))
+    await turns()
+    assert [leg.external_req_id for leg in third.legs] == ["good"]
+    third.compute(10)
+    assert await answers[0] == "".join(WORDS[1:11])
+    await until(lambda: len(third.legs) == 2)
+    await turns()
+    assert [leg.external_req_id for leg in third.legs] == ["good", "bad"]
+    compat.mark_dead(third)
+    with pytest.raises(EnginesDiedError, match="3 instances died"):
+        await answers[1]
+    await until(lambda: bool(last.legs))
+    last.compute(10)
+    assert await answers[2] == "".join(WORDS[1:11])
+
+
+async def test_a_request_whose_time_is_over_before_its_turn_comes_is_told_so() -> None:
+    engines = [Engine(f"d{i}") for i in range(3)]
+    cluster = Engines(*engines)
+    async with cluster.trials.turn(asyncio.get_running_loop().time() + 60.0):
+        context = job(streamed())
+        reader = Reader(context, cluster)
+        for engine in engines[:2]:
+            await reader.reaches(engine)
+            if engine is engines[1]:
+                context.deadline = asyncio.get_running_loop().time() + 0.01
+            compat.mark_dead(engine)
+        with pytest.raises(GracefulHTTPError, match="ran out of its time"):
+            await reader.read()
+    assert engines[2].legs == []
+
+
+async def turns() -> None:
+    """Let every task go on as far as it can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 async def test_a_stream_that_comes_further_outlives_any_number_of_engines() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import msgspec
 import numpy as np
 import pytest
@@ -14,7 +16,11 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 
 from banaserve.engine.vllm.cluster import RestartPolicy
 from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.compat.runner_hooks import RewindableGenerator, advance
+from banaserve.engine.vllm.compat.runner_hooks import (
+    RewindableGenerator,
+    advance,
+    rewind_failed_loads,
+)
 from banaserve.engine.vllm.continuation import (
     check_extra_args,
     logprob_rows,
@@ -255,3 +261,38 @@ def test_a_rewound_generator_draws_the_same_again() -> None:
     assert torch.equal(first, torch.rand(5, generator=plain))
     with pytest.raises(ValueError, match="offset 8"):
         generator.set_offset(8)
+
+
+@pytest.mark.parametrize(
+    ("lost", "computed", "is_rewound"),
+    [
+        ((), 40, False),
+        ((11,), 40, True),
+        ((12,), 40, True),  # the last block is not full
+        # A block that this step fills, or another request's.
+        ((13,), 40, False),
+        ((99,), 40, False),
+        ((11,), 0, False),
+    ],
+)
+def test_a_draw_of_a_step_whose_kv_could_not_be_loaded_is_taken_back(
+    lost: tuple[int, ...], computed: int, is_rewound: bool
+) -> None:
+    class Runner:
+        def __init__(self) -> None:
+            self.generator = torch.Generator().manual_seed(3)
+            self.input_batch = SimpleNamespace(generators={1: self.generator}, req_ids=["a", "b"])
+            self.requests = {
+                "b": SimpleNamespace(num_computed_tokens=computed, block_ids=([10, 11, 12, 13],))
+            }
+            self.cache_config = SimpleNamespace(block_size=16)
+            self.kv_connector_output = SimpleNamespace(invalid_block_ids=set(lost))
+
+        def _sample(self) -> float:
+            return torch.rand(1, generator=self.generator).item()
+
+    rewind_failed_loads(Runner)
+    runner = Runner()
+    first = runner._sample()
+    runner.kv_connector_output = None
+    assert (runner._sample() == first) == is_rewound

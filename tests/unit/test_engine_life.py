@@ -23,6 +23,7 @@ from banaserve.engine.vllm import cluster as clusters
 from banaserve.engine.vllm.cluster import StallWatch
 from banaserve.engine.vllm.instance import Instance, State
 from banaserve.engine.vllm.launch import messages
+from banaserve.engine.vllm.launch.devices import Devices
 from banaserve.engine.vllm.launch.launcher import ForkLauncher, SpawnLauncher
 from banaserve.errors import InstanceDeadError
 from banaserve.types import InstanceId, Role
@@ -84,7 +85,7 @@ def instance(folder: Path, connect: Callable[[object], object]) -> Any:
     full = SimpleNamespace(num_tokens=64)
     parts: list[Any] = [
         SimpleNamespace(),  # configuration and Prometheus: for the real client only
-        SpawnLauncher([], {}),
+        SpawnLauncher([], Devices({})),
         SimpleNamespace(),
         *(folder, folder, WallClock()),
         SimpleNamespace(of_role=lambda _: full),
@@ -117,23 +118,37 @@ class Mortal:
 
     def __init__(self, *starts: Exception | None) -> None:
         self.id, self.role, self.state = InstanceId("x1"), Role.DECODE, State.STARTING
-        self.has_lost_client = False
+        self.has_lost_client = self.is_held = self.is_leaving = False
         self.pid = self.num_kills = self.num_probes = 0
         self.report: Any = None
-        self.ended = asyncio.Event()
+        self.llm = object()
+        self.dying, self.ended = asyncio.Event(), asyncio.Event()
+        self._given_back = asyncio.Event()
+        self._given_back.set()
         self._starts = list(starts)
 
     async def start(self, _: float) -> None:
         error = self._starts.pop(0)
         if error is not None:
             raise error
+        self.dying.clear()
         self.ended.clear()
         self.has_lost_client = False
         self.report = None
         self.state = State.READY
 
+    @property
+    def takes_requests(self) -> bool:
+        return self.state is State.READY
+
+    async def wait_dying(self) -> None:
+        await self.dying.wait()
+
     async def wait_ended(self) -> None:
         await self.ended.wait()
+
+    def giving_back(self) -> Any:
+        return Instance.giving_back(self)  # type: ignore[arg-type]
 
     def last_words(self) -> str:
         return "nothing"
@@ -143,6 +158,10 @@ class Mortal:
 
     def kill(self) -> None:
         self.num_kills += 1
+        self.end()
+
+    def end(self) -> None:
+        self.dying.set()
         self.ended.set()
 
     def view(self) -> Any:
@@ -180,9 +199,79 @@ async def test_nothing_ends_the_watch_over_an_instance() -> None:
     cluster.on_ended += [fail, told.append]
     await cluster.start(lambda _: None)
     await until(lambda: mortal.num_probes > 1)
-    mortal.ended.set()
+    mortal.end()
     await until(lambda: not mortal._starts)
     assert (mortal.state, told, mortal.num_kills) == (State.READY, ["x1"], 2)
+    await cluster.stop()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_instance_that_is_removed_is_not_started_again() -> None:
+    mortal, told = Mortal(None, None), []
+    cluster = cluster_of(mortal)
+    cluster.on_ended.append(told.append)
+    await cluster.start(lambda _: None)
+    await cluster.remove(mortal.id)
+    assert (mortal.state, told, mortal._starts) == (State.DEAD, ["x1"], [None])
+    assert (cluster.instances, cluster.has_left_decode(mortal.id)) == ({}, True)
+    with pytest.raises(InstanceDeadError, match="x1 has been removed"):
+        cluster.instance(mortal.id)
+    await cluster.stop()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_instance_that_is_removed_while_it_starts_again_ends() -> None:
+    starting, may_start = asyncio.Event(), asyncio.Event()
+
+    class Slow(Mortal):
+        async def start(self, _: float) -> None:
+            if len(self._starts) == 1:
+                starting.set()
+                await may_start.wait()
+            await super().start(_)
+
+    mortal = Slow(None, None)
+    cluster = cluster_of(mortal)
+    await cluster.start(lambda _: None)
+    mortal.kill()
+    await starting.wait()
+    removing = asyncio.create_task(cluster.remove(mortal.id))
+    await until(lambda: not cluster.instances)
+    may_start.set()
+    await asyncio.wait_for(removing, 30.0)
+    assert (mortal._starts, mortal.ended.is_set()) == ([], True)
+    assert mortal.state is not State.READY
+    await cluster.stop()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_instance_that_is_added_is_kept_alive() -> None:
+    mortal, other = Mortal(None), Mortal(None, None)
+    other.id = InstanceId("x2")
+    cluster = cluster_of(mortal)
+    await cluster.start(lambda _: None)
+    added: Any = other
+    await other.start(1.0)
+    cluster.adopt(added)
+    other.kill()
+    await until(lambda: other._starts == [] and other.state is State.READY)
+    assert sorted(one.id for one in await cluster.taking()) == ["x1", "x2"]
+    await cluster.stop()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_streams_go_on_before_the_memory_of_a_dead_instance_is_free() -> None:
+    mortal = Mortal(None, None)
+    cluster, told = cluster_of(mortal), []
+    cluster.on_ended.append(told.append)
+    await cluster.start(lambda _: None)
+    mortal.dying.set()
+    await until(lambda: mortal.state is State.DEAD)
+    assert (told, len(mortal._starts), mortal._given_back.is_set()) == ([], 1, False)
+    mortal.ended.set()
+    await until(lambda: not mortal._starts)
+    assert mortal._given_back.is_set()
+    assert (mortal.state, told) == (State.READY, ["x1"])
     await cluster.stop()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,10 @@ pytest.importorskip("vllm")
 from vllm.sampling_params import SamplingParams
 
 from banaserve.engine.vllm.compat import kv_cache as compat
+from banaserve.engine.vllm.continuation import with_output
 from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.engine.vllm.kv_connector.metadata import StepResult
-from banaserve.engine.vllm.kv_connector.prefix_matcher import UNDECIDED_FOR_S
+from banaserve.engine.vllm.kv_connector.prefix_matcher import ASK_AGAIN_S, UNDECIDED_FOR_S
 from banaserve.engine.vllm.kv_connector.request_state import LONGEST_WAIT_S, tenant_of
 from banaserve.engine.vllm.kv_connector.scheduler import StoreConnectorScheduler
 from banaserve.kvstore.cost_gate import CostGate, FetchWork
@@ -130,16 +132,23 @@ class Bench:
         self._number = 0
 
     def request(
-        self, num_blocks: int, *, salt: str | None = None, handover: Handover | None = None
+        self,
+        num_blocks: int,
+        *,
+        salt: str | None = None,
+        handover: Handover | None = None,
+        output: Sequence[int] = (),
     ) -> compat.Request:
+        """A request of so many blocks and a token; ``output`` was computed elsewhere."""
         self._number += 1
-        extra = {"kv_transfer_params": handover.to_params()} if handover else None
+        extra: dict[str, Any] = {"kv_transfer_params": handover.to_params()} if handover else {}
+        extra = with_output(extra, output) if output else extra
         params = SamplingParams(max_tokens=4, extra_args=extra)
         params.update_from_generation_config({}, None)
         name = f"r{self._number}"
-        return compat.Request(
+        request = compat.Request(
             request_id=name,
-            prompt_token_ids=list(range(num_blocks * BLOCK + 1)),
+            prompt_token_ids=list(range(num_blocks * BLOCK + 1 - len(output))),
             sampling_params=params,
             pooling_params=None,
             cache_salt=salt,
@@ -147,6 +156,9 @@ class Bench:
                 f"{name}-{i}".encode().ljust(32, b".") for i in range(num_blocks)
             ],
         )
+        for token in output:
+            request.append_output_token_ids(token)
+        return request
 
     def hold(self, request: compat.Request, states: Sequence[Lookup]) -> None:
         self.store.held.update(zip(request.block_hashes, states, strict=False))
@@ -400,6 +412,20 @@ def test_what_another_instance_still_writes_is_waited_for(
         bench.hold(request, [HIT] * 4)
     assert bench.side.match(request, 0) == (4 if is_committed else 1) * BLOCK
     assert len(bench.store.leases) == 1
+
+
+def test_a_stream_saves_what_an_instance_wrote_when_it_died(bench: Bench) -> None:
+    """The store keeps the block for the dead until it knows of the death."""
+    request = bench.request(4, output=[7] * 20)
+    bench.hold(request, [HIT] * 3)
+    bench.store.written_elsewhere = {request.block_hashes[3]}
+    assert bench.side.match(request, 0) is None
+    bench.pass_over()
+    bench.store.written_elsewhere = set()
+    bench.clock.now_s += ASK_AGAIN_S
+    assert bench.side.match(request, 0) == 3 * BLOCK
+    plan = bench.schedule(request, 3 * BLOCK)
+    assert [copy.block_id for copy in plan.saves] == [103]
 
 
 def test_what_is_written_for_ever_is_computed(bench: Bench) -> None:

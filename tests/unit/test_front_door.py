@@ -208,7 +208,7 @@ def test_what_all_engines_take_has_to_be_there(
     model = ResolvedModel("m", str(tmp_path), "m", is_local=True)
     refused = pytest.raises(UserError, match="--gpu-memory-utilization")
     with contextlib.nullcontext() if fits else refused:
-        launch._check_memory(ServeConfig(), model, kv_bytes, fraction)
+        launch._check_memory(ServeConfig(), launch._instance_bytes(model, kv_bytes, fraction))
 
 
 def test_no_option_of_vllm_counts_as_one_of_ours_misspelt() -> None:
@@ -242,6 +242,11 @@ def test_no_option_of_vllm_counts_as_one_of_ours_misspelt() -> None:
         (["--instances", "2", "--no-kv-store"], "need the store"),
         (["--elastic", "--orchestrator", "off"], "--elastic and --orchestrator off exclude"),
         (["--elastic", "--orchestrator-policy", "repaired"], "repaired exclude each other"),
+        (["--scale-max", "4"], "give --orchestrator on too"),
+        (["--scale-min", "2"], "give that too"),
+        (["--scale-max", "1", "--orchestrator", "on"], "do not enclose the 2 instances"),
+        (["--elastic", "--scale-max", "4", "--scale-min", "3"], "do not enclose the 2 instances"),
+        (["--elastic", "--scale-max", "4", "--scale-min", "0"], "do not enclose the 2 instances"),
         (["--slo-ttft", "nan"], "--slo-ttft nan: seconds above 0"),
         (["--slo-tpot", "-1"], "--slo-tpot -1: seconds above 0"),
         (
@@ -314,6 +319,44 @@ def test_what_vllm_is_told_and_would_not_happen_is_refused(given: list[str], say
     args = engine_args.parse_vllm_argv(argv)
     with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
         refuse_taken(args, config, "m")
+
+
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--reasoning-parser", "deepseek_r1", *TOOLS, "hermes"], ""),
+        ([*TOOLS, "nobodys"], "tool call parser: nobodys"),
+        (["--reasoning-parser", "nobodys"], "reasoning parser: nobodys"),
+        (["--reasoning-parser", "mine", "--reasoning-parser-plugin", "PLUGIN"], ""),
+        ([*TOOLS, "ours", "--tool-parser-plugin", "PLUGIN"], ""),
+    ],
+)
+def test_parsers_are_known_by_the_server_before_anything_starts(
+    given: list[str], says: str, tmp_path: Path
+) -> None:
+    """Engines and vLLM's server read the options from the same object."""
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(PARSERS)
+    argv = [str(plugin) if word == "PLUGIN" else word for word in given]
+    args = engine_args.parse_vllm_argv(["--model", "m", *argv])
+    engine_args.AsyncEngineArgs.from_cli_args(args).create_structured_outputs_config()
+    with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
+        engine_args.load_parsers(args)
+
+
+PARSERS = """
+from vllm.reasoning import ReasoningParser, ReasoningParserManager
+from vllm.tool_parsers import ToolParser, ToolParserManager
+
+@ReasoningParserManager.register_module("mine")
+class Mine(ReasoningParser): ...
+
+@ToolParserManager.register_module("ours")
+class Ours(ToolParser): ...
+"""
 
 
 def test_certificates_are_looked_at_before_anything_slow(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from banaserve.engine.vllm.launch.devices import Devices
 from banaserve.engine.vllm.launch.launcher import SpawnLauncher
 from banaserve.engine.vllm.migration.host.placement import PlacementManager
 from banaserve.engine.vllm.migration.rpc import tensors
@@ -209,7 +210,7 @@ def test_nothing_is_copied_that_is_in_its_place() -> None:
 async def test_a_guest_sees_the_devices_of_the_instance_that_it_runs_beside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launcher = SpawnLauncher(["--model", "m"], {"d0": "0,1", "p0": "2"})
+    launcher = SpawnLauncher(["--model", "m"], Devices({"d0": "0,1", "p0": "2"}))
     seen: list[str | None] = []
 
     def spawn(command: list[str], environment: dict[str, str]) -> Any:

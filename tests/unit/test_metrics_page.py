@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from prometheus_client import REGISTRY, Counter
+from prometheus_client import REGISTRY, CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("starlette")
@@ -21,15 +21,17 @@ from banaserve.errors import StoreUnavailableError
 
 @pytest.fixture
 def names() -> Iterator[SimpleNamespace]:
-    """Two counters, one as vLLM has them."""
+    """A counter as vLLM has it, in a registry of each instance, and one of our own."""
     tag = uuid.uuid4().hex
-    theirs = Counter(f"vllm:a_{tag}", "Theirs", ["engine"])
-    ours = Counter(f"banaserve_b_{tag}", "Ours", ["instance_id"])
-    for number in range(2):
+    registries = {name: CollectorRegistry() for name in ("p0", "d0")}
+    for number, registry in enumerate(registries.values()):
+        theirs = Counter(f"vllm:a_{tag}", "Theirs", ["engine"], registry=registry)
         theirs.labels(str(number)).inc(number + 1)
+    ours = Counter(f"banaserve_b_{tag}", "Ours", ["instance_id"])
     ours.labels("p0").inc(5)
-    yield SimpleNamespace(theirs=f"vllm:a_{tag}_total", ours=f"banaserve_b_{tag}_total")
-    REGISTRY.unregister(theirs)
+    yield SimpleNamespace(
+        theirs=f"vllm:a_{tag}_total", ours=f"banaserve_b_{tag}_total", registries=registries
+    )
     REGISTRY.unregister(ours)
 
 
@@ -49,7 +51,7 @@ def unavailable() -> metrics.StoreStats:
 
 
 async def test_some_names_are_the_samples_that_the_whole_page_has(names: SimpleNamespace) -> None:
-    page = MetricsPage(["p0", "d0"], unavailable)
+    page = MetricsPage(lambda: names.registries, unavailable)
     whole = await asked(page, "")
     assert whole[names.theirs] == {"p0": 1.0, "d0": 2.0}
     assert whole[names.ours] == {"p0": 5.0}
@@ -68,7 +70,7 @@ async def test_the_store_is_asked_only_for_its_own_names(names: SimpleNamespace)
         num_asked += 1
         return unavailable()
 
-    page = MetricsPage(["p0"], counting)
+    page = MetricsPage(dict, counting)
     await asked(page, f"name[]={names.ours}")
     assert num_asked == 0
     found = await asked(page, "name[]=banaserve_kvstore_leased_slots")

@@ -318,7 +318,7 @@ async def test_a_trace_has_the_events_of_all_processes_in_the_order_of_time() ->
 @pytest.mark.parametrize(
     ("instances", "missing"),
     [
-        ({}, "d0 is down, and its notes with it"),
+        ({}, "d0 has been removed, and its notes with it"),
         ({"d0": live(None)}, "d0 is down, and its notes with it"),
         (
             {"d0": live(Core(None, dead=True))},

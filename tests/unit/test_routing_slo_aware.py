@@ -71,6 +71,7 @@ def routed(
     most: int = 0,
     is_splittable: bool = True,
     first_token_waits: bool = False,
+    resident: dict[str, int] | None = None,
     **options: float,
 ) -> Route:
     policy = SloAware(SloAwareOptions(**options), legs or LegOptions())
@@ -82,6 +83,7 @@ def routed(
         limits or RequestLimits(),
         is_splittable,
         first_token_waits,
+        {InstanceId(name): count for name, count in (resident or {}).items()},
     )
     cluster = ClusterView(1.0, {view.id: view for view in views}, output_lengths=LENGTHS)
     return policy.route(request, cluster)
@@ -235,6 +237,40 @@ def test_without_fallback_roles_are_kept_to() -> None:
 def test_two_that_do_both_hand_nothing_over() -> None:
     views = instance("c0", ahead=3000), instance("c1", decoding=90), instance("d0", decoding=400)
     assert routed(*views).prefill is None
+
+
+# ---- where the prompt's KV lies
+
+
+@pytest.mark.parametrize(
+    ("views", "resident", "wanted"),
+    [
+        # Of equals the one that has it.
+        ((instance("c0"), instance("c1")), {"c1": 992}, ">c1 colocated"),
+        # The next turn is appended where the last one decoded,
+        ((instance("p0"), instance("d0")), {"d0": 992}, ">d0 other_role"),
+        # unless those who decode there are too many.
+        ((instance("p0"), instance("d0", decoding=60)), {"p0": 992, "d0": 992}, ">p0 other_role"),
+        (
+            (instance("p0"), instance("d0"), instance("d1", decoding=60)),
+            {"d1": 992},
+            "p0>d0 two_legs",
+        ),
+        # Half of it is not worth a wait behind many prompts.
+        ((instance("c0", ahead=20_000), instance("c1")), {"c0": 496}, ">c1 colocated"),
+        ((instance("p0"), instance("p1"), instance("d0")), {"p1": 992}, "p1>d0 two_legs"),
+    ],
+)
+def test_a_prompt_goes_where_its_kv_lies_if_that_is_faster(
+    views: tuple[InstanceView, ...], resident: dict[str, int], wanted: str
+) -> None:
+    assert way(routed(*views, resident=resident)) == wanted
+
+
+def test_a_decoder_that_has_the_prompt_already_fetches_less_of_it() -> None:
+    views = instance("p0"), instance("d0", fetch_token_s=1e-4), instance("d1", fetch_token_s=1e-4)
+    resident = {"p0": 992, "d1": 512}
+    assert way(routed(*views, resident=resident)) == "p0>d1 two_legs"
 
 
 # ---- memory of what was sent

@@ -127,7 +127,7 @@ async def test_the_store_is_asked_only_where_a_request_may_have_two_legs(roles, 
     cluster = Cluster(instances, None, SlowClock(), ClusterTimeouts())
     request = SimpleNamespace(prompt_token_ids=[1] * 40)
     assert await cluster.cached_tokens(request) == 0  # there is no store
-    cluster.lookup = SimpleNamespace(cached_tokens=cached_tokens)
+    cluster.lookups["w"] = SimpleNamespace(cached_tokens=cached_tokens)
     assert await cluster.cached_tokens(request) == cached
     assert len(asked) == bool(cached)
 

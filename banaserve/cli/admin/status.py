@@ -38,11 +38,14 @@ STYLES = {
     "down": "red",
     "draining": "yellow",
     "drained": "yellow",
+    "restarting": "yellow",
+    "going back": "yellow",
     "done": "green",
     "failed": "red",
     "aborted": "yellow",
     "timed out": "yellow",
     "running": "cyan",
+    "starting": "cyan",
     **dict.fromkeys(_HEADING, "bold"),
 }
 

@@ -66,7 +66,7 @@ _WEIGHTS = (
     "weights stay as they are while banaserve serves, since its store holds KV of these: restart it"
 )
 _FAULTS = "banaserve starts failed engines again by itself: see /ready and `banaserve status`"
-_SCALE = "the number of instances is set at start, with --pd"
+_SCALE = "the number of instances is changed with `banaserve scale`"
 _CHANGE_WEIGHTS = frozenset({"discard", "load_model", "sleep"})
 _LIGHT_SLEEP = 1
 
@@ -232,16 +232,22 @@ class DisaggregatedClient(EngineClient):
         self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a session whose prompt arrives in pieces, all of it on one instance."""
-        serving = [i for i in self._cluster.serving() if i.llm is not None]
+        serving = await self._cluster.taking()
         if not serving:
             raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
         instance = serving[-1]
         assert instance.llm is not None
         stream = instance.llm.generate(prompt, params, request_id, **options)
-        with instance.holding(0):
-            async with contextlib.aclosing(stream) as outputs:
-                async for output in outputs:
-                    yield output
+        try:
+            with instance.holding(0):
+                async with contextlib.aclosing(stream) as outputs:
+                    async for output in outputs:
+                        yield output
+        except DEAD as death:
+            metrics.BROKEN.inc()
+            raise compat.EngineGenerateError(
+                f"instance {instance.id} died in mid-session; begin it again"
+            ) from death
 
     async def encode(
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any
@@ -289,16 +295,19 @@ class DisaggregatedClient(EngineClient):
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
+        self._cluster.forget_residency()
         return all(
             await self._broadcast("reset_prefix_cache", reset_running_requests, reset_connector)
         )
 
     async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
         check_sleep(level)
+        self._cluster.forget_residency()
         self._mark_all_aborted(mode)
         await self._broadcast("sleep", level, mode)
 
     async def release_kv_cache_memory(self) -> None:
+        self._cluster.forget_residency()
         await self._broadcast("release_kv_cache_memory")
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
@@ -315,6 +324,8 @@ class DisaggregatedClient(EngineClient):
 
     async def pause_generation(self, *, mode: Any = "abort", clear_cache: bool = True) -> None:
         self._mark_all_aborted(mode)
+        if clear_cache:
+            self._cluster.forget_residency()
         await self._broadcast("pause_generation", mode=mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
@@ -417,7 +428,11 @@ async def pool(
         GracefulHTTPError: No instance serves, the time is up, or instances die of it.
     """
     for _ in range(MAX_DEATHS):
-        serving = [instance for instance in cluster.serving() if instance.llm is not None]
+        try:
+            async with asyncio.timeout_at(deadline):
+                serving = await cluster.taking()
+        except TimeoutError:
+            raise out_of_time() from None
         if not serving:
             raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
         instance = min(serving, key=lambda i: i.view().inflight_requests)

@@ -1,7 +1,8 @@
 """Run of one request over the instances: prefill leg, decode leg, retries and deadline.
 
 ``run_request`` is the entry. A leg whose engine dies is tried again elsewhere, at most
-``MAX_DEATHS`` times; a stream goes on after the tokens that it has sent.
+``MAX_DEATHS`` times, from the second on as the only one of those that engines may die of; a stream
+goes on after the tokens that it has sent.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
 from banaserve.engine.vllm import metrics
-from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.cluster import Cluster, WeightsReplacedError
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.requests import (
     GracefulHTTPError,
@@ -29,21 +30,23 @@ from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.legs import decode_leg, prefill_leg
 from banaserve.engine.vllm.tracing.events import LegEnded, LegFailed, LegOutput
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
+from banaserve.engine.vllm.trials import Trial
 from banaserve.errors import DeadlineExceededError, InstanceDeadError
 from banaserve.orchestrator.routing.legs import LegReason
-from banaserve.types import NO_LIMITS, RequestLimits, Route
+from banaserve.types import NO_LIMITS, NOWHERE, InstanceId, RequestLimits, Route
 
 Output = TypeVar("Output")
 logger = logging.getLogger(__name__)
 MAX_DEATHS = 3
-"""So many instances may die one after the other under a request that is alone there."""
-MAX_SHARED_DEATHS = 6
-"""So many may die under one that comes no further, whoever else they served."""
+"""So many instances may die one after the other under a request that is alone there; one more
+under one that others run beside. Instances are given up after more deaths than that."""
+_SUSPECT_DEATHS = 2
+"""After so many a request that comes no further waits for its turn to be tried again."""
 DEAD = (compat.EngineDeadError, InstanceDeadError)
 
 
 class LegMovedError(Exception):
-    """A leg is to go on at another instance: its own is being drained."""
+    """A leg is to go on at another instance: its own is being drained or replaced."""
 
 
 class Prediction(NamedTuple):
@@ -83,11 +86,16 @@ class LegOutputCollector(compat.RequestOutputCollector):
     In vLLM's it takes the output's place. A stream that goes on elsewhere would lack that text.
     """
 
+    output: RequestOutput | PoolingRequestOutput | Exception | None
     _error: Exception | None = None
 
     def put(self, output: RequestOutput | PoolingRequestOutput | Exception) -> None:
         if isinstance(output, Exception) and isinstance(self.output, RequestOutput):
             self._error = self._error or output
+        elif isinstance(self.output, LegMovedError):
+            # What the engine puts out until the reader leaves counts; of errors the first does.
+            if isinstance(output, RequestOutput):
+                self._error, self.output = self.output, output
         else:
             super().put(output)
 
@@ -169,10 +177,13 @@ class RequestContext:
         num_beside: Requests that the instance it runs on has, itself included.
         notes: What becomes of it, for ``banaserve trace``.
         limits: That it names for itself.
+        resident_tokens: Of the prompt, those that probably lie in an engine's own cache.
         prediction: Of the routing policy; None where it predicts nothing, or a leg was tried again.
-        has_prompt_leg_ended: The prompt is in the store, or the whole request on its way to one
-            instance: other sequences of the same prompt may begin.
+        prompt_leg_ended: Set once the prompt is in the store, or the whole request on its way to
+            one instance: other sequences of the same prompt may begin.
         is_sibling: Another sequence of the same request counts as the request.
+        trial: Its turn to be tried again, where instances have died under it; None for none.
+        weights: Of the engines that compute it; empty until the first has.
     """
 
     request: compat.EngineCoreRequest
@@ -181,6 +192,7 @@ class RequestContext:
     deadline: float
     notes: RequestNotes
     limits: RequestLimits = NO_LIMITS
+    resident_tokens: Mapping[InstanceId, int] = field(default_factory=lambda: NOWHERE)
     uncached_tokens: int = 0
     is_stored: bool = False
     split_blocker: str | None = None
@@ -193,8 +205,10 @@ class RequestContext:
     num_deaths: int = 0
     num_beside: int = 1
     prediction: Prediction | None = None
-    has_prompt_leg_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    prompt_leg_ended: asyncio.Event = field(default_factory=asyncio.Event)
     is_sibling: bool = False
+    trial: Trial | None = None
+    weights: str = ""
     _first_s: float = 0.0
     _furthest: int = 0
     _blame: float = 0.0
@@ -202,28 +216,53 @@ class RequestContext:
     def died(self) -> None:
         """An instance has died under it: it may be the cause, less so where it had come further.
 
-        Each of those that ran there has its share of the blame.
+        Each of those that ran there has its share of the blame. One on trial has half of it at
+        least: the others had come further, or had just begun.
         """
-        come = len(self.tokens_so_far) + self.prefilled
-        if come > self._furthest:
-            self.num_deaths, self._blame, self._furthest = 0, 0.0, come
+        if self._come > self._furthest:
+            self.num_deaths, self._blame, self._furthest = 0, 0.0, self._come
         self.num_deaths += 1
-        self._blame += 1.0 / self.num_beside
+        is_tried = self.trial is not None and self.trial.is_on
+        self._blame += 1.0 / min(self.num_beside, 2 if is_tried else self.num_beside)
+
+    def comes(self) -> None:
+        """End its trial where it has come further than it was when an instance died under it."""
+        if self.trial is not None and self._come > self._furthest:
+            self.trial.end()
+
+    @property
+    def _come(self) -> int:
+        return len(self.tokens_so_far) + self.prefilled
+
+    @property
+    def is_suspect(self) -> bool:
+        """Instances have died under it, and since then it has come no further."""
+        return self.num_deaths >= _SUSPECT_DEATHS and self._come <= self._furthest
+
+    def start_over(self) -> bool:
+        """Forget what has been computed where the client has seen none of it; False where it has.
+
+        For weights that are gone: other ones would not give the same.
+        """
+        if self.num_sent:
+            return False
+        self.prefilled, self.first, self.state, self.weights = False, None, None, ""
+        self.uncached_tokens = len(self.request.prompt_token_ids or ())
+        return True
 
     @property
     def is_given_up(self) -> bool:
         """Instances die of it, as far as one can tell."""
-        is_alone = self.num_deaths >= MAX_DEATHS and self._blame >= 1.0
-        return is_alone or self.num_deaths >= MAX_SHARED_DEATHS
+        return self.num_deaths >= MAX_DEATHS and self._blame >= 1.0
+
+    def to_compute_at(self, instance_id: InstanceId) -> int:
+        """Tokens of the prompt that the instance has to compute, as far as the router knows."""
+        num_tokens = len(self.request.prompt_token_ids or ())
+        return min(self.uncached_tokens, num_tokens - self.resident_tokens.get(instance_id, 0))
 
     @property
     def tokens_so_far(self) -> list[int]:
         return compat.output_tokens(self.state) if self.state is not None else []
-
-    @property
-    def can_resume(self) -> bool:
-        """Whether it may go on elsewhere: all of what its client has had is known."""
-        return self.num_sent == 0 or self.state is not None
 
     @property
     def num_output_tokens(self) -> int:
@@ -267,7 +306,11 @@ async def prefill(context: RequestContext, instance: Instance) -> None:
     queue = LegOutputCollector(RequestOutputKind.FINAL_ONLY, leg.request_id)
     loop = asyncio.get_running_loop()
     num_tokens = len(context.request.prompt_token_ids or ())
-    with instance.holding(context.uncached_tokens, num_tokens), _expiring(queue, context.deadline):
+    weights, to_compute = instance.weights, context.to_compute_at(instance.id)
+    held = instance.holding(
+        to_compute, num_tokens, lambda: queue.put(LegMovedError()), is_prompt=True
+    )
+    with held, _expiring(queue, context.deadline):
         alone, started_s = instance.is_alone, loop.time()
         context.num_beside = instance.inflight_requests
         context.notes.leg_began("prefill", instance.id, instance.incarnation, leg.request_id)
@@ -279,7 +322,7 @@ async def prefill(context: RequestContext, instance: Instance) -> None:
             await _abort(llm, leg.request_id)
             raise
         if alone:
-            instance.learn_prefill_speed(context.uncached_tokens, loop.time() - started_s)
+            instance.learn_prefill_speed(to_compute, loop.time() - started_s)
     finish_reason = output.outputs[0].finish_reason
     ended = LegEnded("prefill", instance.id, finish_reason, output.num_cached_tokens)
     context.notes.note(ended)
@@ -288,6 +331,7 @@ async def prefill(context: RequestContext, instance: Instance) -> None:
     if finish_reason not in ("length", "stop"):
         raise InstanceDeadError(f"prefill on {instance.id} ended early")
     context.prefilled, context.num_cached_tokens = True, output.num_cached_tokens or 0
+    context.weights = weights
     if keeps_token:
         context.first = output
 
@@ -301,7 +345,7 @@ async def decode(
     queue = LegOutputCollector(
         context.request.sampling_params.output_kind, context.request.request_id
     )
-    waiting = 0 if context.prefilled else context.uncached_tokens
+    waiting = 0 if context.prefilled else context.to_compute_at(instance.id)
     leg_name, num_resumed = "decode" if context.prefilled else "whole", len(context.tokens_so_far)
     num_tokens = len(context.request.prompt_token_ids or ()) + num_resumed
     held = instance.holding(waiting, num_tokens, lambda: queue.put(LegMovedError()))
@@ -433,10 +477,20 @@ async def run_request(
     context: RequestContext, cluster: Cluster
 ) -> AsyncGenerator[RequestOutput, None]:
     """Run all legs, again elsewhere after a death; one clear error where that is impossible."""
+    dead: Instance | None = None
     for attempt in itertools.count(1):
         leg = "route"
+        turn = contextlib.AsyncExitStack()
         try:
+            context.resident_tokens = cluster.resident_tokens(context.request)
+            if context.is_suspect:
+                context.trial = await turn.enter_async_context(
+                    cluster.trials.turn(context.deadline)
+                )
             async with asyncio.timeout_at(context.deadline):
+                if dead is not None and not context.tokens_so_far:
+                    # Until then the store keeps the prompt's blocks for it to write.
+                    await dead.wait_given_back()
                 route = await cluster.route(
                     context.request,
                     context.uncached_tokens,
@@ -444,6 +498,8 @@ async def run_request(
                     context.notes,
                     context.limits,
                     context.first_token_blocker is not None,
+                    context.resident_tokens,
+                    context.weights,
                 )
             context.prediction = (
                 Prediction.of(route) if attempt == 1 and not context.is_sibling else None
@@ -451,11 +507,14 @@ async def run_request(
             leg = "prefill"
             if route.prefill is not None and not context.prefilled and not context.aborted:
                 await prefill(context, cluster.instance(route.prefill))
+                if context.prefilled:
+                    cluster.has_computed(route.prefill, context.request)
+                context.comes()
             leg = "decode"
             if context.aborted:
                 yield context.send(await _ended(context, cluster.instance(route.decode)), "decode")
                 return
-            if route.prefill is not None and cluster.has_left_decode(route.decode):
+            if route.prefill is not None and _has_left(context, cluster, route.decode):
                 async with asyncio.timeout_at(context.deadline):
                     route = await cluster.route(
                         context.request,
@@ -463,9 +522,11 @@ async def run_request(
                         None,
                         context.notes,
                         context.limits,
+                        weights=context.weights,
                     )
                 context.prediction = None
-            context.has_prompt_leg_ended.set()
+            context.weights = cluster.instance(route.decode).weights
+            context.prompt_leg_ended.set()
             _count_way(context, route, attempt)
             context.is_stored = _comes_from_store(context, route)
             async with contextlib.aclosing(
@@ -473,34 +534,51 @@ async def run_request(
             ) as outputs:
                 source = "decode" if context.first is None else "prefill"
                 async for output in outputs:
+                    context.comes()
                     yield context.send(output, source)
+            cluster.has_computed(route.decode, context.request, context.tokens_so_far)
             return
         except DEAD as death:
-            if not context.can_resume:
-                _note_death(context, leg, route, death, "given up: its client has had output")
-                metrics.BROKEN.inc()
-                raise compat.EngineGenerateError(
-                    f"instance {route.decode} died in mid-stream; send the request again"
-                ) from death
             context.died()
+            next_step = "tried again when it is its turn" if context.is_suspect else "tried again"
             is_last = context.is_given_up
-            _note_death(context, leg, route, death, "given up" if is_last else "tried again")
+            died_at = _instance_of(leg, route)
+            dead = cluster.instances.get(died_at)  # it may have been removed since
+            _note_death(context, leg, died_at, death, "given up" if is_last else next_step)
             if is_last:
                 raise given_up(context.request.external_req_id, context.num_deaths) from death
             metrics.RETRIES.labels(leg).inc()
         except LegMovedError:
             metrics.MOVED.inc()
-            moved = LegFailed(leg, route.decode, "drained", context.num_deaths, "goes on elsewhere")
+            left = route.decode if leg == "decode" or route.prefill is None else route.prefill
+            moved = LegFailed(leg, left, "drained", context.num_deaths, "goes on elsewhere")
             context.notes.note(moved)
+        except WeightsReplacedError:
+            if not context.start_over():
+                raise
         except (DeadlineExceededError, TimeoutError):
             raise out_of_time() from None
+        finally:
+            await turn.aclose()
+            context.trial = None
+
+
+def _instance_of(leg: str, route: Route) -> InstanceId:
+    instance = route.prefill if leg == "prefill" else route.decode
+    assert instance is not None
+    return instance
+
+
+def _has_left(context: RequestContext, cluster: Cluster, decode: InstanceId) -> bool:
+    """Whether a decode leg that was routed while its prompt was computed has to go elsewhere."""
+    return cluster.has_left_decode(decode) or (
+        bool(context.weights) and cluster.instance(decode).weights != context.weights
+    )
 
 
 def _note_death(
-    context: RequestContext, leg: str, route: Route, death: Exception, next_step: str
+    context: RequestContext, leg: str, instance: InstanceId, death: Exception, next_step: str
 ) -> None:
-    instance = route.prefill if leg == "prefill" else route.decode
-    assert instance is not None
     why = str(death) or type(death).__name__
     context.notes.note(LegFailed(leg, instance, why, context.num_deaths, next_step))
 

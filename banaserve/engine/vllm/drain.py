@@ -36,6 +36,7 @@ class Drains:
     def __init__(self, instances: Mapping[InstanceId, DrainedInstance], roles: Roles) -> None:
         self._instances = instances
         self._roles = roles
+        self._leaving: set[InstanceId] = set()
 
     def begin(self, name: str) -> DrainState:
         """Send an instance nothing more, and let its streams go on elsewhere.
@@ -64,8 +65,32 @@ class Drains:
         instance = self._named(name)
         if not instance.is_held:
             raise MigrationError(f"instance {name} was not drained: nothing to undo")
+        if instance.id in self._leaving:
+            raise MigrationError(f"instance {name} is being removed")
         instance.is_held = False
         return self._state(instance)
+
+    def leave(self, instance_id: InstanceId) -> bool:
+        """Drain an instance that is to be removed; returns whether it was drained before.
+
+        Nobody releases it until it is back or gone.
+
+        Raises:
+            MigrationError: No other serves what it serves, or it is switching its role.
+        """
+        was_held = self._instances[instance_id].is_held
+        self.begin(instance_id)
+        self._leaving.add(instance_id)
+        return was_held
+
+    def is_back(self, instance_id: InstanceId, was_held: bool) -> None:
+        """An instance is not removed after all: it serves again unless it was drained before."""
+        self._leaving.discard(instance_id)
+        self._instances[instance_id].is_held = was_held
+
+    def is_gone(self, instance_id: InstanceId) -> None:
+        """An instance has been removed."""
+        self._leaving.discard(instance_id)
 
     async def state(self, name: str, wait_s: float = 0.0) -> DrainState:
         """How far it is; waits so long for the last request to leave.

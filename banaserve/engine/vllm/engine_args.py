@@ -76,19 +76,32 @@ def parse_vllm_argv(argv: list[str]) -> Namespace:
     return args
 
 
-def engine_config(argv: list[str]) -> VllmConfig:
-    """The configuration of every engine, from vLLM's options.
+def engine_config(args: Namespace) -> VllmConfig:
+    """The configuration of every engine, from vLLM's parsed options.
+
+    vLLM settles some of them in ``args``, where its API server reads them: parsers of reasoning.
 
     Raises:
         UserError: The options and the model do not fit together.
     """
-    args = parse_vllm_argv(argv)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     try:
         return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (ValueError, OSError, NotImplementedError) as refused:
         first = str(refused).strip().splitlines()
         raise UserError(f"vLLM cannot serve this: {' '.join(first)[:400]}") from refused
+
+
+def load_parsers(args: Namespace) -> None:
+    """Load what parses tool calls and reasoning; ``engine_config`` has seen ``args``.
+
+    Raises:
+        UserError: There is no such parser.
+    """
+    try:
+        compat.load_parsers(args)
+    except (KeyError, OSError) as missing:
+        raise UserError(f"{missing.args[-1] if missing.args else missing}") from missing
 
 
 def store_options(socket_path: str, salt: str) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import enum
 import logging
 import os
@@ -27,9 +28,10 @@ from banaserve.clock import Clock
 from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.config import UsageContext, VllmConfig
+from banaserve.engine.vllm.engine_settings import EngineSettings, weights_of
 from banaserve.engine.vllm.gpu_monitor import GpuMeter
 from banaserve.engine.vllm.launch.launcher import Launcher
-from banaserve.engine.vllm.reports import ReportBoard, SharedPrometheus
+from banaserve.engine.vllm.reports import EngineSeries, ReportBoard
 from banaserve.engine.vllm.role_switch import Budgets
 from banaserve.errors import InstanceDeadError
 from banaserve.orchestrator.cluster_view import with_guests
@@ -133,6 +135,8 @@ class Instance:
         role: What the router sends it; the engine does not know it.
         is_draining: The router sends it nothing, what it has goes on.
         is_held: The same, until somebody lets it serve again.
+        is_leaving: The same, since its engine is being replaced.
+        settings: That its engine was started with, or will be.
         inflight: What it has been sent and has not ended.
         step_tokens: Most tokens of its steps; 0 where they are those of its role.
     """
@@ -143,7 +147,7 @@ class Instance:
         role: Role,
         config: VllmConfig,
         launcher: Launcher,
-        prometheus: SharedPrometheus,
+        series: EngineSeries,
         run_dir: Path,
         socket_dir: Path,
         clock: Clock,
@@ -157,14 +161,17 @@ class Instance:
         self.llm: compat.AsyncLLM | None = None
         self.is_draining = False
         self.is_held = False
+        self.is_leaving = False
+        self.settings = EngineSettings(config, budgets)
         self._movable: dict[int, Callable[[], None]] = {}
+        self._given_back = asyncio.Event()
+        self._given_back.set()
+        self._movable_prompts: dict[int, Callable[[], None]] = {}
         self.log_path = run_dir / f"{instance_id}.log"
-        self._config = config
         self._launcher = launcher
-        self._prometheus = prometheus
+        self._series = series
         self._socket_dir = socket_dir
         self._clock = clock
-        self._budgets = budgets
         self._gpu = GpuMeter.open(launcher.devices_of(instance_id), clock)
         self._board = self._new_board()
         self.inflight = Inflight()
@@ -194,12 +201,17 @@ class Instance:
         handshake.setsockopt(zmq.SocketOption.LINGER, 0)
         try:
             handshake.bind(addresses["handshake"])
-            self.pid = await self._launcher.start(self.id, addresses["handshake"], self.log_path)
+            self.pid = await self._launcher.start(
+                self.id, addresses["handshake"], self.log_path, self.settings.argv
+            )
             await self._until_ready(handshake, addresses, timeout_s)
         finally:
             handshake.close()
             context.term()
         self.llm = await self._connected(addresses)
+        # Files may have been replaced since an engine of the same settings was started.
+        weights = await asyncio.to_thread(weights_of, self.settings.config)
+        self.settings = dataclasses.replace(self.settings, weights=weights)
         compat.start_output_handler(self.llm)
         cache = self.llm.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
@@ -249,9 +261,9 @@ class Instance:
 
     def _connect(self, addresses: dict[str, str]) -> compat.AsyncLLM:
         """Runs in a thread: loading the tokenizer must not stall the streams of others."""
-        logger_class = self._prometheus.logger_class(self.id, self._board.record)
+        logger_class = self._series.logger_class(self.id, self._board.record)
         return compat.AsyncLLM.from_vllm_config(
-            vllm_config=copy.deepcopy(self._config),
+            vllm_config=copy.deepcopy(self.settings.config),
             usage_context=UsageContext.OPENAI_API_SERVER,
             stat_loggers=[logger_class],
             client_addresses={
@@ -260,11 +272,29 @@ class Instance:
             },
         )
 
+    async def wait_dying(self) -> None:
+        """Return when the engine core's process has begun to end, before its memory is free."""
+        if self.pid:
+            await processes.wait_dying(self.pid)
+
     async def wait_ended(self) -> None:
         """Return when the engine core's process has ended."""
         if self.pid:
             await processes.wait_ended(self.pid)
             self.pid = 0  # the system may give it to another process
+
+    @contextlib.contextmanager
+    def giving_back(self) -> Iterator[None]:
+        """While it lasts, a process that has died still has its memory and its connections."""
+        self._given_back.clear()
+        try:
+            yield
+        finally:
+            self._given_back.set()
+
+    async def wait_given_back(self) -> None:
+        """Return when nothing is left of a process that has died: the store knows it, too."""
+        await self._given_back.wait()
 
     def mark_dead(self, state: State = State.DEAD) -> None:
         """Fail every request it holds, now, and send it no more."""
@@ -276,6 +306,17 @@ class Instance:
         if llm is not None:
             compat.mark_dead(llm)
             llm.shutdown(timeout=0)
+
+    def retire(self, settings: EngineSettings) -> None:
+        """Serve no more, so that an engine with ``settings`` can be started in place of this one.
+
+        What it still has goes on elsewhere or ends; its process is still there.
+        """
+        self.state = State.STARTING
+        self.settings = settings
+        self.move_streams()
+        for move in list(self._movable_prompts.values()):
+            move()
 
     def kill(self) -> None:
         """End the engine core's process, if there is one."""
@@ -301,20 +342,27 @@ class Instance:
 
     @contextlib.contextmanager
     def holding(
-        self, prefill_tokens: int, tokens: int = 0, move: Callable[[], None] | None = None
+        self,
+        prefill_tokens: int,
+        tokens: int = 0,
+        move: Callable[[], None] | None = None,
+        *,
+        is_prompt: bool = False,
     ) -> Iterator[InflightGuard]:
         """Count a leg of ``tokens`` as in flight here, ``prefill_tokens`` still to be computed.
 
         Args:
             move: Lets it go on elsewhere; None where it cannot.
+            is_prompt: It would begin anew there, so only the end of its engine moves it.
         """
         guard = InflightGuard(self, prefill_tokens, max(tokens, prefill_tokens))
         if move is not None:
-            self._movable[id(guard)] = move
+            (self._movable_prompts if is_prompt else self._movable)[id(guard)] = move
         try:
             yield guard
         finally:
             self._movable.pop(id(guard), None)
+            self._movable_prompts.pop(id(guard), None)
             guard.prefilled()
             guard.end()
 
@@ -325,11 +373,16 @@ class Instance:
             move()
         return len(moves)
 
+    @property
+    def num_movable(self) -> int:
+        """Streams on it that can go on elsewhere."""
+        return len(self._movable)
+
     def view(self) -> InstanceView:
         return InstanceView(
             id=self.id,
             role=self.role,
-            ready=self.is_ready and not self.is_draining and not self.is_held,
+            ready=self.takes_requests,
             report=with_guests(self._board.last, *self._guests),
             inflight_requests=self.inflight_requests,
             inflight_prefill_tokens=self.inflight.prefill_tokens,
@@ -337,7 +390,7 @@ class Instance:
             placements=self._placements,
             epoch=self._epoch,
             changed_s=self._changed_s,
-            step_tokens=self._budgets.of_steps(self.role, self.step_tokens).num_tokens,
+            step_tokens=self.settings.budgets.of_steps(self.role, self.step_tokens).num_tokens,
             inflight_tokens=self.inflight.tokens,
             inflight_prefill_requests=self.inflight.prefill_requests,
             inflight_prefill_pairs=self.inflight.prefill_pairs,
@@ -345,7 +398,7 @@ class Instance:
         )
 
     def _new_board(self) -> ReportBoard:
-        full_step = self._budgets.of_role(self.role).num_tokens
+        full_step = self.settings.budgets.of_role(self.role).num_tokens
         return ReportBoard(self.id, self._clock, full_step, self._gpu)
 
     def set_guests(self, num_bytes: int, busy_fraction: float) -> None:
@@ -371,7 +424,9 @@ class Instance:
         """
         if self.llm is not None:
             is_changed = bool(step_tokens or self.step_tokens)
-            budget = await self._budgets.give(self.llm, role, step_tokens, always=is_changed)
+            budget = await self.settings.budgets.give(
+                self.llm, role, step_tokens, always=is_changed
+            )
             self._board.meter.set_full_step(budget.num_tokens)
         if step_tokens != self.step_tokens:
             self.step_tokens = step_tokens
@@ -397,6 +452,21 @@ class Instance:
     def is_ready(self) -> bool:
         """Whether requests may be sent: an engine that has failed is not, though it still ends."""
         return self.state is State.READY and self.llm is not None and not self.llm.errored
+
+    @property
+    def weights(self) -> str:
+        """Of the model that its engine computes with, or will when it has started."""
+        return self.settings.weights
+
+    @property
+    def vllm_argv(self) -> tuple[str, ...]:
+        """Options of its engine; empty where they are those that the launcher was made with."""
+        return self.settings.argv
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether it is sent new requests."""
+        return self.is_ready and not (self.is_draining or self.is_held or self.is_leaving)
 
     @property
     def has_lost_client(self) -> bool:

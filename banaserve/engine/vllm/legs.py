@@ -85,17 +85,15 @@ def decode_leg(
     given = request.sampling_params
     assert given is not None
     params = copy.copy(given)
-    if len(tokens) > 1:
-        pass  # decode has left whole blocks of prompt and output: all of it is looked up
-    elif handed_over:
+    # After a death the store has whole blocks of prompt and output: then all of it is looked up.
+    if len(tokens) <= 1 and handed_over:
         handover = Handover(tokens=len(request.prompt_token_ids or ()))
         params.extra_args = _with_handover(given, handover)
-    elif is_stored:
+    elif len(tokens) <= 1 and is_stored:
         params.extra_args = _with_handover(given, Handover(is_stored=True))
     if tokens:
         params.extra_args = with_output(params.extra_args, tokens)
-        if params.prompt_logprobs is not None:  # its client has had them
-            params.prompt_logprobs = None
+        params.prompt_logprobs = None  # its client has had them
     leg.sampling_params = params
     return leg
 

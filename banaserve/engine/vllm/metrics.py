@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from functools import cache
 
 from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
 
 REQUESTS = Counter("banaserve_requests", "Requests by the way they took and why", ["way", "reason"])
 FIRST_TOKENS = Counter(
@@ -21,7 +23,8 @@ MOVED = Counter(
     "banaserve_streams_moved", "Streams that went on elsewhere because their instance was drained"
 )
 BROKEN = Counter(
-    "banaserve_streams_broken", "Streams that ended in an error after their instance died"
+    "banaserve_streams_broken",
+    "Streams that ended in an error after their instance died: prompts that arrive in pieces",
 )
 GIVEN_UP = Counter(
     "banaserve_requests_given_up", "Requests that instances died under, one after the other"
@@ -31,6 +34,9 @@ IN_FLIGHT = Gauge(
     "banaserve_requests_in_flight", "Legs that an instance holds now", ["instance_id"]
 )
 UP = Gauge("banaserve_instance_ready", "1 while the instance serves", ["instance_id", "role"])
+ROLLING_RESTARTS = Counter(
+    "banaserve_rolling_restarts", "Rolling restarts by how they ended", ["outcome"]
+)
 RESTARTS = Counter("banaserve_instance_restarts", "Restarts after a death", ["instance_id"])
 STEP_ERROR = Gauge(
     "banaserve_prediction_error_fraction",
@@ -159,3 +165,12 @@ UNITS_AWAY = Gauge(
     "banaserve_units_away", "Units of an instance that run elsewhere", ["instance_id"]
 )
 EPOCH = Gauge("banaserve_placement_epoch", "Grows with each change of placement", ["instance_id"])
+
+
+def forget(instance_id: str) -> None:
+    """Drop the series of an instance that is there no more."""
+    _counter.cache_clear()
+    for metric in (*globals().values(), *_TRANSFERS.values(), *_BY_KIND.values()):
+        if isinstance(metric, MetricWrapperBase):
+            with contextlib.suppress(ValueError):  # it is of no single instance
+                metric.remove_by_labels({"instance_id": instance_id})

@@ -248,7 +248,8 @@ class MoveExecutor:
             del self._active[id(step)]
         if outcome.ending is Ending.DONE or outcome.reverted:
             for name in step.instances:
-                self._cluster.instances[name].has_changed()
+                if (changed := self._cluster.instances.get(name)) is not None:
+                    changed.has_changed()
         return replace(outcome, seconds=self._clock.now() - began_s)
 
     async def _switch(self, action: SwitchRole, step: Step) -> StepOutcome:

@@ -5,9 +5,13 @@ They arrive in the statistics that vLLM sends with its outputs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.registry import Collector
 
 from banaserve.clock import Clock
 from banaserve.engine.vllm import metrics
@@ -236,27 +240,47 @@ class ReportBoard:
         )
 
 
-class SharedPrometheus:
-    """vLLM's Prometheus logger, once for all instances: a second one would remove the first.
+class EngineSeries:
+    """vLLM's Prometheus series of each instance, in a registry of its own: instances come and go.
 
-    Each instance is an engine index in it; the front door adds the instance's id as a label.
+    vLLM's logger takes one registry of the process for all engines, and a second logger would
+    remove the series of the first. Each instance is an engine index of its own there.
     """
 
-    def __init__(self, config: VllmConfig, instance_ids: list[InstanceId]) -> None:
-        self.index = {instance_id: i for i, instance_id in enumerate(instance_ids)}
-        self.logger = compat.PrometheusStatLogger(config, list(range(len(instance_ids))))
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._indexes = itertools.count()
+        self._loggers: dict[InstanceId, tuple[Any, int]] = {}
+        self._registries: dict[InstanceId, CollectorRegistry] = {}
+
+    @property
+    def registries(self) -> Mapping[InstanceId, CollectorRegistry]:
+        """By instance, as they are now; another mapping after each change."""
+        return self._registries
+
+    def add(self, instance_id: InstanceId) -> None:
+        """Begin with the series of an instance."""
+        index = next(self._indexes)
+        logger, registry = _logger_apart(self._config, index)
+        self._loggers[instance_id] = logger, index
+        self._registries = {**self._registries, instance_id: registry}
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """Show the series of an instance no more."""
+        self._loggers.pop(instance_id, None)
+        self._registries = {n: one for n, one in self._registries.items() if n != instance_id}
 
     def logger_class(
         self, instance_id: InstanceId, on_stats: Callable[[SchedulerStats], None]
     ) -> type[Any]:
         """A logger class for one instance's engine client that passes everything on."""
-        shared, index = self.logger, self.index[instance_id]
+        logger, index = self._loggers[instance_id]
 
         class InstanceLogger(compat.PrometheusStatLogger):
             def __init__(
                 self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None
             ) -> None:
-                pass  # registers nothing: the shared logger has
+                pass  # registers nothing: the instance's logger has, and outlives its engine
 
             def record(
                 self,
@@ -265,7 +289,7 @@ class SharedPrometheus:
                 mm_cache_stats: MultiModalCacheStats | None = None,
                 engine_idx: int = 0,
             ) -> None:
-                shared.record(scheduler_stats, iteration_stats, mm_cache_stats, index)
+                logger.record(scheduler_stats, iteration_stats, mm_cache_stats, index)
                 if scheduler_stats is not None:
                     on_stats(scheduler_stats)
 
@@ -279,6 +303,28 @@ class SharedPrometheus:
                 pass
 
             def record_admission_rejection(self, reason: str) -> None:
-                shared.record_admission_rejection(reason)
+                logger.record_admission_rejection(reason)
 
         return InstanceLogger
+
+
+def _logger_apart(config: VllmConfig, index: int) -> tuple[Any, CollectorRegistry]:
+    """vLLM's logger for one engine, and a registry that alone has its series.
+
+    The constructor registers them in the registry of the process, and removes from there what has
+    vLLM's prefix, which is put back.
+    """
+    others = _vllm_collectors()
+    logger = compat.PrometheusStatLogger(config, [index])
+    own = CollectorRegistry(auto_describe=False)
+    for collector in _vllm_collectors():
+        REGISTRY.unregister(collector)
+        own.register(collector)
+    for collector in others:
+        REGISTRY.register(collector)
+    return logger, own
+
+
+def _vllm_collectors() -> list[Collector]:
+    found = list(REGISTRY._collector_to_names)
+    return [one for one in found if str(getattr(one, "_name", "")).startswith("vllm:")]

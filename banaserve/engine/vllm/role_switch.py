@@ -117,6 +117,7 @@ class RoleInstance(Protocol):
     role: Role
     is_draining: bool
     is_held: bool
+    is_leaving: bool
     step_tokens: int
 
     @property
@@ -227,6 +228,11 @@ class Roles:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether any instance is on its way to another role."""
+        return bool(self._changing)
+
     def is_held(self, instance: InstanceId) -> bool:
         """Whether it is drained and sent nothing."""
         return self._instances[instance].is_held
@@ -255,6 +261,8 @@ class Roles:
             raise MigrationError(f"instance {instance.id} is switching its role already")
         if not instance.is_ready:
             raise MigrationError(f"instance {instance.id} does not serve at present")
+        if instance.is_leaving:
+            raise MigrationError(f"instance {instance.id} is being restarted")
         if instance.is_held:
             raise MigrationError(
                 f"instance {instance.id} is drained: `banaserve drain {instance.id} --undo` first"
@@ -278,8 +286,8 @@ class Roles:
         """
         served = set(role.legs if own is None else own)
         for other in self._instances.values():
-            takes_more = other.is_ready and not other.is_draining and not other.is_held
-            if other is not instance and takes_more:
+            is_out = other.is_draining or other.is_held or other.is_leaving
+            if other is not instance and other.is_ready and not is_out:
                 served |= other.role.legs & self._changing.get(other.id, other.role).legs
         return next((leg for leg in (Role.PREFILL, Role.DECODE) if leg not in served), None)
 

@@ -37,7 +37,7 @@ def _sequence(context: RequestContext, index: int) -> RequestContext:
         params.seed += index
     made.request.sampling_params = params
     made.is_sibling = index > 0
-    made.has_prompt_leg_ended = asyncio.Event()
+    made.prompt_leg_ended = asyncio.Event()
     return made
 
 
@@ -76,15 +76,16 @@ async def _run(
     first, own = sequences[0], sequences[index]
     try:
         if index > 0:
-            await first.has_prompt_leg_ended.wait()
+            await first.prompt_leg_ended.wait()
             own.prefilled, own.num_cached_tokens = first.prefilled, first.num_cached_tokens
+            own.weights = first.weights
         async with contextlib.aclosing(run_request(own, cluster)) as outputs:
             async for output in outputs:
                 merged.put(index, output)
     except Exception as failure:
         merged.fail(failure)
     finally:
-        first.has_prompt_leg_ended.set()  # or nobody would begin after a failure
+        first.prompt_leg_ended.set()  # or nobody would begin after a failure
 
 
 class _Merged:

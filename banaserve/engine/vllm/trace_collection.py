@@ -67,7 +67,9 @@ async def _ask(
     """An engine's notes of a leg, or why there are none."""
     name = leg.instance
     instance = instances.get(InstanceId(name))
-    if instance is None or instance.llm is None:
+    if instance is None:
+        return f"{name} has been removed, and its notes with it"
+    if instance.llm is None:
         return f"{name} is down, and its notes with it"
     if instance.incarnation != leg.incarnation:
         return f"{name} was started again since, and its notes are lost"

@@ -26,19 +26,30 @@ class LegLoad(NamedTuple):
         to_compute: Of the prompt, at least one.
         fetched: Of the prompt, those whose KV comes from the store.
         output: That will be generated, as expected.
+        resident: Of the prompt, those whose KV lies there already.
     """
 
     to_compute: int
     fetched: int
     output: float
+    resident: int = 0
 
     @property
     def prompt(self) -> int:
-        return self.to_compute + self.fetched
+        return self.to_compute + self.fetched + self.resident
 
     @property
     def pairs(self) -> int:
-        return self.to_compute * (self.to_compute + 2 * self.fetched)
+        return self.to_compute * (self.to_compute + 2 * (self.fetched + self.resident))
+
+    def where(self, resident: int) -> LegLoad:
+        """Returns the leg at an instance that has the KV of so many tokens of its prompt.
+
+        What lies there is neither fetched nor computed; one token is always computed.
+        """
+        resident = min(resident, self.prompt - 1)
+        known = max(self.fetched, resident)
+        return LegLoad(self.prompt - known, known - resident, self.output, resident)
 
 
 class InstanceTimes(NamedTuple):

@@ -24,7 +24,8 @@ class RoutingPolicy(Protocol):
     attribute ``Options``: a frozen dataclass of its own options, each with a default, that raises
     ``UserError`` for a value out of range. It sees no other option. ``legs`` are ``LegOptions``, to
     be handed to ``plan_legs``; ``start`` is where rotation among equals begins. ``LegByLeg`` does
-    both, and leaves one choice for each kind of leg.
+    both, and leaves one choice for each kind of leg. With an attribute ``reads_resident_tokens``
+    that is true it is told where KV of the prompt lies (``RequestView.resident_tokens``).
     """
 
     def route(self, request: RequestView, cluster: ClusterView) -> Route:

@@ -28,6 +28,11 @@ class NamedPolicy:
         """The name, with the package of one that is not banaserve's own."""
         return f"{self.name} ({self.package})" if self.package else self.name
 
+    @property
+    def reads_resident_tokens(self) -> bool:
+        """Whether it wants to know where KV of a prompt lies; looking costs some microseconds."""
+        return bool(getattr(self.policy, "reads_resident_tokens", False))
+
     def __str__(self) -> str:
         """Returns what messages call it."""
         return f"routing policy {self.name}" + (f" of {self.package}" if self.package else "")

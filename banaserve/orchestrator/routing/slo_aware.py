@@ -1,8 +1,10 @@
 """SLO-aware routing: one instance or two for each request, by predicted times and limits.
 
 For each request all instances are compared as the one that serves both legs, and all pairs of one
-that prefills and one that decodes. Roles say who mostly does what: an instance serves a leg that is
-not its own where that is predicted to be clearly better, since engines know no role.
+that prefills and one that decodes, each with what it has of the prompt's KV: the next turn of a
+chat goes on where the last one lies, one that decodes included, if that is predicted to be faster.
+Roles say who mostly does what: an instance serves a leg that is not its own where that is predicted
+to be clearly better, since engines know no role.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class SloAwareOptions:
         tolerance: Excess by which candidates may differ and latency decides between them.
         late_weight: What a request that misses a limit anyway still counts for each further
             multiple of the limit; at 0 it would be queued where it harms least, for ever.
-        off_role_factor: By which a candidate that does not keep to the roles counts as slower.
+        off_role_factor: By which a candidate that does not keep to the roles counts as slower; for
+            one that decodes by the share of the prompt that it would have to compute.
     """
 
     ttft_s: float = 0.0
@@ -106,6 +109,7 @@ class RouteSituation(NamedTuple):
     Attributes:
         views: Of instances that are ready, first the one to be preferred among equals.
         own_lengths: Outputs that the request may have.
+        resident: Tokens of the prompt that lie in an instance's own cache, by instance.
         limits: Of the request.
         others_tpot_s: Limit of those that decode; 0 is none.
         whole: Instances whose role it is to serve both legs of this request where it has but one.
@@ -117,6 +121,7 @@ class RouteSituation(NamedTuple):
     views: Sequence[InstanceView]
     times: Mapping[InstanceId, InstanceTimes]
     leg: LegLoad
+    resident: Mapping[InstanceId, int]
     lengths: OutputLengths
     own_lengths: Sequence[int]
     limits: Limits
@@ -125,6 +130,11 @@ class RouteSituation(NamedTuple):
     is_whole: bool
     first_token_waits: bool
     may_leave_role: bool
+
+    def leg_at(self, instance: InstanceId) -> LegLoad:
+        """The request's leg where some of its prompt's KV may lie already."""
+        resident = self.resident.get(instance, 0)
+        return self.leg.where(resident) if resident else self.leg
 
 
 def missed(ratio: float) -> float:
@@ -147,18 +157,27 @@ def choose(situation: RouteSituation, options: SloAwareOptions) -> LegCandidate:
 
 def _whole(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate]:
     """One instance for both legs; that is the role of those that do both."""
-    mean, leg = s.lengths.mean_tokens, s.leg
+    mean = s.lengths.mean_tokens
     for view in s.views:
         is_own = view.role is Role.COLOCATED or (s.is_whole and view in s.whole)
         if not is_own and not s.may_leave_role:
             continue
-        times = s.times[view.id]
+        times, leg = s.times[view.id], s.leg_at(view.id)
         tokens = leg.prompt + leg.output / 2
         ttft_s = times.first_token_s(leg) + times.room_s(leg.prompt + leg.output, mean)
         own = _tokens(s, times, times.token_s_with(1, tokens), tokens, 0.0)
         harm = _harm(s, times, times.leg_s(leg), times.added_token_s(tokens))
-        factor = 1.0 if is_own else options.off_role_factor
+        factor = 1.0 if is_own else _off_role_factor(view, leg, options)
         yield _candidate(s, options, None, view.id, ttft_s, own, harm, factor)
+
+
+def _off_role_factor(view: InstanceView, leg: LegLoad, options: SloAwareOptions) -> float:
+    """By how much serving both legs counts as slower at an instance of one role.
+
+    To one that decodes only what it has to compute of the prompt is work of another role.
+    """
+    share = leg.to_compute / leg.prompt if view.role is Role.DECODE else 1.0
+    return 1 + (options.off_role_factor - 1) * share
 
 
 def _apart(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate]:
@@ -173,15 +192,16 @@ def _apart(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate
     firsts = []
     for view in s.views:
         if view.role is not Role.DECODE:
-            times = s.times[view.id]
-            ttft_s = times.first_token_s(leg) + times.room_s(leg.prompt, mean)
-            firsts.append((view, ttft_s, _harm(s, times, times.leg_s(leg), 0.0)))
+            times, own_leg = s.times[view.id], s.leg_at(view.id)
+            ttft_s = times.first_token_s(own_leg) + times.room_s(leg.prompt, mean)
+            firsts.append((view, ttft_s, _harm(s, times, times.leg_s(own_leg), 0.0)))
     for view in s.views:
         if view.role is Role.PREFILL:
             continue
         times = s.times[view.id]
         tokens = leg.prompt + leg.output / 2
-        begins_s = times.room_s(leg.prompt + leg.output, mean) + times.handover_s(leg.prompt)
+        fetched = leg.prompt - s.leg_at(view.id).resident
+        begins_s = times.room_s(leg.prompt + leg.output, mean) + times.handover_s(fetched)
         token_s, waits_s = times.token_s_behind(1, tokens, leg.output), 0.0
         if s.first_token_waits:
             begins_s, waits_s = 0.0, begins_s + token_s
@@ -296,6 +316,7 @@ class SloAware:
     """
 
     Options: ClassVar = SloAwareOptions
+    reads_resident_tokens: ClassVar = True
 
     def __init__(self, options: SloAwareOptions, legs: LegOptions, start: int = 0) -> None:
         self._options = options
@@ -338,6 +359,7 @@ class SloAware:
                 for view in ready
             },
             LegLoad(max(1, request.uncached_tokens), request.cached_tokens, output),
+            request.resident_tokens,
             lengths,
             own_lengths,
             limits,
@@ -363,7 +385,7 @@ class SloAware:
 
     def _remember(self, chosen: LegCandidate, situation: RouteSituation, now_s: float) -> None:
         first = chosen.decode if chosen.prefill is None else chosen.prefill
-        work_s = situation.times[first].leg_s(situation.leg)
+        work_s = situation.times[first].leg_s(situation.leg_at(first))
         share, rate = self._prompts_at(first, now_s)
         window_s = self._options.rate_window_s
         self._prompts[first] = (now_s, share + work_s / window_s, rate + 1 / window_s)

@@ -271,6 +271,38 @@ def rewind_discarded_draws(runner_class: type[Any]) -> None:
     _wrap(runner_class, "_sample", sample)
 
 
+def rewind_failed_loads(runner_class: type[Any]) -> None:
+    """Make a model runner take back the draws of requests whose KV could not be loaded.
+
+    vLLM computes them again from the first lost block and throws this step's token away, but leaves
+    their generators behind its draw: a seed would give other tokens from there on.
+    """
+
+    def sample(call: Call, runner: Any, *args: Any, **kwargs: Any) -> Any:
+        generators = runner.input_batch.generators
+        before = {row: generators[row].get_state() for row in _rows_of_failed_loads(runner)}
+        done = call(runner, *args, **kwargs)
+        for row, state in before.items():
+            generators[row].set_state(state)
+        return done
+
+    _wrap(runner_class, "_sample", sample)
+
+
+def _rows_of_failed_loads(runner: Any) -> list[int]:
+    """Rows with a generator that hold a block which this step should have loaded and has not."""
+    batch, output = runner.input_batch, runner.kv_connector_output
+    if output is None or not output.invalid_block_ids or not batch.generators:
+        return []
+    block_tokens, found = runner.cache_config.block_size, []
+    for row in batch.generators:
+        request = runner.requests[batch.req_ids[row]]
+        num_blocks = -(-request.num_computed_tokens // block_tokens)
+        if not output.invalid_block_ids.isdisjoint(request.block_ids[0][:num_blocks]):
+            found.append(row)
+    return found
+
+
 def _remember(runner: Any) -> None:
     batch = runner.input_batch
     if not batch.generators:

@@ -14,8 +14,11 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.launcher import validate_api_server_args
+from vllm.reasoning import ReasoningParserManager
 from vllm.renderers import renderer_from_config
 from vllm.renderers.inputs.preprocess import extract_prompt_components
+from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.input_processor import InputProcessor
 
@@ -38,6 +41,7 @@ __all__ = [
     "init_app_state",
     "keep_alive_s",
     "keep_serving",
+    "load_parsers",
     "make_arg_parser",
     "renderer_from_config",
     "validate_parsed_serve_args",
@@ -60,6 +64,22 @@ def keep_serving(
     """
     app.add_exception_handler(error, answer)
     app.middleware_stack = app.build_middleware_stack()  # vLLM's is built, with its own handlers
+
+
+def load_parsers(args: Namespace) -> None:
+    """Load parsers of tools and reasoning that users bring along, as vLLM's server does.
+
+    Args:
+        args: Of which the engines' configuration has been made.
+
+    Raises:
+        KeyError: There is no parser of a name that is given.
+    """
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    validate_api_server_args(args)
 
 
 async def bind_engines(app: Any, args: Namespace, client: EngineClient, tasks: Any) -> None:

@@ -220,6 +220,11 @@ class PrefixMatcher:
             cls._handed_over(request) is not None
         )
 
+    @classmethod
+    def _goes_on(cls, request: compat.Request) -> bool:
+        """Whether it has output from another instance, which may have died while it wrote."""
+        return bool(output_of(request.sampling_params)) and not cls._has_run(request)
+
     def _tokens_to_look_up(self, request: compat.Request) -> int:
         """A decode leg knows how far the prefill leg has got; others look up all they have."""
         return min(self._handed_over(request) or request.num_tokens, request.num_tokens)
@@ -255,7 +260,8 @@ class PrefixMatcher:
         tracked.promotion = PendingPromotion(
             answer.slots, answer.num_ready, now_s, answer.wait_s, pending_s
         )
-        is_written = is_owed and self._is_being_written(keys, offers, answer)
+        may_be_written = is_owed or self._goes_on(request)
+        is_written = may_be_written and self._is_being_written(keys, offers, answer)
         if until_s is None:
             until_s = now_s + (LONGEST_WAIT_S if is_written else UNDECIDED_FOR_S)
         asked = StoreAsked(
@@ -282,7 +288,9 @@ class PrefixMatcher:
         """Whether another instance is writing the first block that was not found.
 
         Two prefill instances that compute one prefix at the same time save it once; the leg that
-        follows the faster of them waits for the other's last step.
+        follows the faster of them waits for the other's last step. A stream that goes on waits
+        until the store knows the death: it could not save the block otherwise, and who finds its
+        prefix later would find none of what comes after.
         """
         missing = keys[len(answer.slots) : len(answer.slots) + 1]
         granted = {o.key for o, slot in zip(offers, answer.reserved, strict=False) if slot}

@@ -18,12 +18,13 @@ from typing import Any
 import msgspec
 import torch
 
+from banaserve import processes
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat import runner_hooks
 from banaserve.engine.vllm.compat.config import VllmConfig, is_on_cpu
 from banaserve.engine.vllm.continuation import output_of
 from banaserve.engine.vllm.emulation import install as pacing
-from banaserve.engine.vllm.engine_args import engine_config
+from banaserve.engine.vllm.engine_args import engine_config, parse_vllm_argv
 from banaserve.engine.vllm.environment import INSTANCE_VARIABLE
 from banaserve.engine.vllm.launch import guest_main
 from banaserve.engine.vllm.migration.host import install as migration
@@ -48,6 +49,7 @@ def redirect_output(log_path: str) -> None:
 def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str) -> None:
     """Serve as an engine core until ordered to end; returns or raises then."""
     os.environ[INSTANCE_VARIABLE] = f"{instance_id}.{os.getpid()}"
+    processes.show_life()
     _keep_files_in(Path(handshake_address.removeprefix("ipc://")).parent)
     compat.install_budget_utility()
     compat.install_notes_utility()
@@ -58,12 +60,14 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
         runner_hooks.restore_output(runner_class, output_of)
         compile_model_alone(runner_class, config.model_config.enforce_eager)
         runner_hooks.rewind_discarded_draws(runner_class)
+        runner_hooks.rewind_failed_loads(runner_class)
         time_hook = pacing.install(config, runner_class, instance_id)
         migration.install(config, runner_class, time_hook)
     else:
         runner_class = runner_hooks.gpu_model_runner(config)
         if not config.use_v2_model_runner:
             runner_hooks.restore_output(runner_class, output_of)
+            runner_hooks.rewind_failed_loads(runner_class)
         migration.install(config, runner_class)
     compat.run_engine_core(config, handshake_address)
 
@@ -112,7 +116,7 @@ def main() -> None:
     launch = msgspec.json.decode(sys.argv[1], type=Launch)
     die_with_parent()
     redirect_output(launch.log_path)
-    config = engine_config(launch.vllm_argv)
+    config = engine_config(parse_vllm_argv(launch.vllm_argv))
     run_engine_core(config, launch.instance_id, launch.handshake_address)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.compat.engine import PRE_IMPORTED
+from banaserve.engine.vllm.engine_args import engine_config, parse_vllm_argv
 from banaserve.engine.vllm.launch import messages
 from banaserve.engine.vllm.launch.engine_main import (
     die_with_parent,
@@ -134,10 +135,15 @@ class _EngineParent:
         for inherited in (self._control, self._wake_read, self._wake_write):
             inherited.close()
         redirect_output(order.log_path)
+        config = (
+            engine_config(parse_vllm_argv(list(order.vllm_argv)))
+            if order.vllm_argv
+            else self._config
+        )
         if isinstance(order, messages.StartGuest):
-            run_guest(self._config, order.address)
+            run_guest(config, order.address)
         else:
-            run_engine_core(self._config, order.instance_id, order.handshake_address)
+            run_engine_core(config, order.instance_id, order.handshake_address)
 
     def _reap(self) -> bool:
         self._wake_read.recv(4096)

@@ -52,12 +52,12 @@ class GuestLaunch(msgspec.Struct, frozen=True):
 
 def main() -> None:
     launch = msgspec.json.decode(sys.argv[1], type=GuestLaunch)
-    from banaserve.engine.vllm.engine_args import engine_config
+    from banaserve.engine.vllm.engine_args import engine_config, parse_vllm_argv
     from banaserve.engine.vllm.launch.engine_main import die_with_parent, redirect_output, run_guest
 
     die_with_parent()
     redirect_output(launch.log_path)
-    run_guest(engine_config(launch.vllm_argv), launch.address)
+    run_guest(engine_config(parse_vllm_argv(launch.vllm_argv)), launch.address)
 
 
 if __name__ == "__main__":

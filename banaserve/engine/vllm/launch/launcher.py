@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 
 from banaserve.engine.vllm.launch import messages
+from banaserve.engine.vllm.launch.devices import Devices
 from banaserve.engine.vllm.launch.engine_main import Launch
 from banaserve.engine.vllm.launch.guest_main import GuestLaunch
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
@@ -25,18 +26,45 @@ _NO_PARENT = "the engine parent has ended: restart banaserve"
 
 
 class Launcher(Protocol):
-    """Starts engine cores; each handshakes with its instance over ``handshake_address``."""
+    """Starts engine cores; each handshakes with its instance over ``handshake_address``.
 
-    async def start(self, instance_id: str, handshake_address: str, log_path: Path) -> int:
+    ``vllm_argv`` are the options of an engine; empty are those that the launcher was made with.
+    """
+
+    async def start(
+        self,
+        instance_id: str,
+        handshake_address: str,
+        log_path: Path,
+        vllm_argv: tuple[str, ...] = (),
+    ) -> int:
         """Start one and return its process id."""
         ...
 
-    async def start_guest(self, address: GuestAddress, log_path: Path) -> int:
-        """Start a guest that answers at ``address`` and return its process id."""
+    async def start_guest(
+        self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
+    ) -> int:
+        """Start a guest that answers at ``address`` and return its process id.
+
+        Args:
+            vllm_argv: Of its host.
+        """
         ...
 
     def devices_of(self, instance_id: str) -> str:
         """The instance's CUDA_VISIBLE_DEVICES; empty on CPU."""
+        ...
+
+    def reserve(self, instance_id: str) -> None:
+        """Find devices for an instance that is to be added.
+
+        Raises:
+            MigrationError: None are free.
+        """
+        ...
+
+    def release(self, instance_id: str) -> None:
+        """The instance is there no more."""
         ...
 
     def close(self) -> None:
@@ -53,12 +81,20 @@ class ForkLauncher:
         # Of threads: who has been cancelled still reads the answer, and must not read another's.
         self._lock = threading.Lock()
 
-    async def start(self, instance_id: str, handshake_address: str, log_path: Path) -> int:
-        order = messages.StartEngine(instance_id, handshake_address, str(log_path))
+    async def start(
+        self,
+        instance_id: str,
+        handshake_address: str,
+        log_path: Path,
+        vllm_argv: tuple[str, ...] = (),
+    ) -> int:
+        order = messages.StartEngine(instance_id, handshake_address, str(log_path), vllm_argv)
         return await asyncio.to_thread(self._order, order)
 
-    async def start_guest(self, address: GuestAddress, log_path: Path) -> int:
-        order = messages.StartGuest(address, str(log_path))
+    async def start_guest(
+        self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
+    ) -> int:
+        order = messages.StartGuest(address, str(log_path), vllm_argv)
         return await asyncio.to_thread(self._order, order)
 
     def _order(self, order: messages.StartEngine | messages.StartGuest) -> int:
@@ -85,6 +121,12 @@ class ForkLauncher:
     def devices_of(self, instance_id: str) -> str:
         return ""
 
+    def reserve(self, instance_id: str) -> None:
+        """All share the machine's processors."""
+
+    def release(self, instance_id: str) -> None:
+        """Nothing was reserved."""
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)  # closing alone wakes no thread that reads
@@ -96,20 +138,33 @@ class SpawnLauncher:
     """Starts a Python process for each engine core.
 
     Args:
-        vllm_argv: The options of every engine core.
-        devices: Values of CUDA_VISIBLE_DEVICES by instance; empty on CPU.
+        vllm_argv: The options of engine cores that are started without their own.
+        devices: Of the instances, and those that are free.
     """
 
-    def __init__(self, vllm_argv: list[str], devices: dict[str, str]) -> None:
+    def __init__(self, vllm_argv: list[str], devices: Devices) -> None:
         self._vllm_argv = vllm_argv
         self._devices = devices
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def devices_of(self, instance_id: str) -> str:
-        return self._devices.get(instance_id, "")
+        return self._devices.of(instance_id) or ""
 
-    async def start(self, instance_id: str, handshake_address: str, log_path: Path) -> int:
-        launch = Launch(instance_id, self._vllm_argv, handshake_address, str(log_path))
+    def reserve(self, instance_id: str) -> None:
+        self._devices.reserve(instance_id)
+
+    def release(self, instance_id: str) -> None:
+        self._devices.release(instance_id)
+
+    async def start(
+        self,
+        instance_id: str,
+        handshake_address: str,
+        log_path: Path,
+        vllm_argv: tuple[str, ...] = (),
+    ) -> int:
+        argv = list(vllm_argv) or self._vllm_argv
+        launch = Launch(instance_id, argv, handshake_address, str(log_path))
         command = [
             sys.executable,
             "-m",
@@ -118,8 +173,10 @@ class SpawnLauncher:
         ]
         return self._spawn(command, self._environment(instance_id)).pid
 
-    async def start_guest(self, address: GuestAddress, log_path: Path) -> int:
-        launch = GuestLaunch(address, self._vllm_argv, str(log_path))
+    async def start_guest(
+        self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
+    ) -> int:
+        launch = GuestLaunch(address, list(vllm_argv) or self._vllm_argv, str(log_path))
         command = [
             sys.executable,
             "-m",
@@ -130,8 +187,8 @@ class SpawnLauncher:
 
     def _environment(self, instance_id: str) -> dict[str, str]:
         environment = dict(os.environ)
-        if instance_id in self._devices:
-            environment["CUDA_VISIBLE_DEVICES"] = self._devices[instance_id]
+        if (devices := self._devices.of(instance_id)) is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = devices
         return environment
 
     def _spawn(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:

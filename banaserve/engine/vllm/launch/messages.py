@@ -15,18 +15,28 @@ _LENGTH = struct.Struct("!I")
 
 
 class StartEngine(msgspec.Struct, tag=True, frozen=True):
-    """Fork an engine core that connects to ``handshake_address`` and logs to ``log_path``."""
+    """Fork an engine core that connects to ``handshake_address`` and logs to ``log_path``.
+
+    Attributes:
+        vllm_argv: Its options; empty where they are those that the engine parent was made with.
+    """
 
     instance_id: str
     handshake_address: str
     log_path: str
+    vllm_argv: tuple[str, ...] = ()
 
 
 class StartGuest(msgspec.Struct, tag=True, frozen=True):
-    """Fork a guest that answers at ``address`` and logs to ``log_path``."""
+    """Fork a guest that answers at ``address`` and logs to ``log_path``.
+
+    Attributes:
+        vllm_argv: Of its host's engine, as in ``StartEngine``.
+    """
 
     address: GuestAddress
     log_path: str
+    vllm_argv: tuple[str, ...] = ()
 
 
 class GuestStarted(msgspec.Struct, tag=True, frozen=True):
@@ -55,7 +65,14 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def send(sock: socket.socket, message: Message) -> None:
+    """Send a message.
+
+    Raises:
+        ProtocolError: It is too large; nothing has been sent.
+    """
     body = msgspec.msgpack.encode(message)
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message of {len(body)} bytes is too large")
     sock.sendall(_LENGTH.pack(len(body)) + body)
 
 

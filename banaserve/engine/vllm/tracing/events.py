@@ -103,7 +103,7 @@ class LegFailed(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         num_deaths: Instances that have died under the request since it last came further.
-        next_step: ``tried again`` or ``given up``.
+        next_step: ``tried again``, ``tried again when it is its turn`` or ``given up``.
     """
 
     leg: str

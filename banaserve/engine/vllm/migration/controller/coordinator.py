@@ -27,6 +27,7 @@ from banaserve.engine.vllm.migration.controller.planner import (
     BringBack,
     ModelFacts,
     Op,
+    RemoteUnit,
     check_room,
     num_bytes,
     plan_move,
@@ -41,6 +42,8 @@ from banaserve.types import InstanceId
 logger = logging.getLogger(__name__)
 
 _KEPT = 200
+_POLL_S = 0.02
+_GUESTS_END_S = 10.0
 
 
 class Coordinator:
@@ -55,6 +58,7 @@ class Coordinator:
 
     Attributes:
         hosts: By the instances' ids.
+        leaving: Instances that are being removed: nothing is moved from or to them.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Coordinator:
         available: AvailableBytes,
     ) -> None:
         self.hosts = {name: HostState(instance, facts) for name, instance in instances.items()}
+        self.leaving: set[InstanceId] = set()
         self.guests = guests
         self.facts = facts
         self._available = available
@@ -84,6 +89,8 @@ class Coordinator:
             UserError: It names an instance that is not there.
         """
         host_state = self._host_state(ask.source)
+        if not isinstance(ask, Return):
+            self._check_stays(ask.source)
         target = None if isinstance(ask, Return) else self._target(ask.source, ask.target)
         async with host_state.planning:
             await host_state.refresh()
@@ -155,6 +162,62 @@ class Coordinator:
             if guest.host == instance_id:
                 guest.kill()
 
+    # ---- instances that come and go
+
+    def adopt(self, instance: HostInstance) -> None:
+        """Let modules move from and to another instance."""
+        self.hosts[instance.id] = HostState(instance, self.facts)
+
+    async def vacate(self, instance_id: InstanceId) -> None:
+        """Take home what runs beside an instance that is being removed.
+
+        What it has away itself ends with it.
+
+        Raises:
+            MigrationError: Something of another instance cannot come home.
+        """
+        self.leaving.add(instance_id)
+        for migration in self.recent():
+            if migration.is_open and instance_id in (migration.host, migration.to):
+                self.abort(migration.id)
+                await self.wait(migration.id)
+        for host_state in list(self.hosts.values()):
+            for unit in host_state.units(self.guests):
+                if unit.at == instance_id:
+                    await self._take_home(unit, host_state)
+
+    async def _take_home(self, unit: RemoteUnit, host_state: HostState) -> None:
+        still_away = {one.unit_id for one in host_state.units(self.guests)}
+        if not host_state.instance.is_ready or unit.unit_id not in still_away:
+            return
+        migration = await self.begin(unit.modules.return_request(host_state.id))
+        await self.wait(migration.id)
+        if migration.state != "done":
+            raise MigrationError(
+                f"{unit.modules} of {host_state.id} cannot come home from {unit.at}: "
+                f"{migration.error or migration.state}"
+            )
+
+    def stays(self, instance_id: InstanceId) -> None:
+        """An instance is not removed after all."""
+        self.leaving.discard(instance_id)
+
+    async def forget(self, instance_id: InstanceId) -> None:
+        """Forget an instance whose engine has ended; returns when no guest of it is left.
+
+        An idle one beside it is let go by its host within seconds, and ends by itself.
+        """
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + _GUESTS_END_S
+        while theirs := [g for g in self.guests if instance_id in (g.host, g.target)]:
+            for guest in theirs:
+                if guest.host == instance_id or loop.time() >= until_s:
+                    guest.kill()
+            await asyncio.sleep(_POLL_S)
+        del self.hosts[instance_id]
+        self.leaving.discard(instance_id)
+        self.guests.shares.forget(instance_id)
+
     # ---- checks
 
     def _host_state(self, name: str) -> HostState:
@@ -167,7 +230,12 @@ class Coordinator:
     def _target(self, source: str, name: str) -> InstanceId:
         if source == name:
             raise MigrationError(f"from {source} to {name}: they are the same instance")
+        self._check_stays(name)
         return InstanceId(self._host_state(name).id)
+
+    def _check_stays(self, name: str) -> None:
+        if name in self.leaving:
+            raise MigrationError(f"instance {name} is being removed")
 
     def _plan(self, ask: MigrationRequest, host_state: HostState) -> Sequence[Op]:
         away, wanted = host_state.units(self.guests), unit_asked(ask)

@@ -143,7 +143,7 @@ class GuestPool:
         """
         address = self._address(host, target)
         log_path = self._logs / f"guest-{host}-{target}.log"
-        pid = await self._launcher.start_guest(address, log_path)
+        pid = await self._launcher.start_guest(address, log_path, link.vllm_argv)
         guest = GuestHandle(address, host, target, pid, moves={move_id})
         self._guests[guest.id] = guest
         watch = asyncio.create_task(self._watch(guest))

@@ -58,9 +58,10 @@ async def settle(guests: GuestPool, hosts: Mapping[InstanceId, HostState]) -> No
     """Tell each guest its share, where it has been told another; one that builds hears later."""
     for guest in guests:
         wanted = guests.share_of(guest)
-        if guest.share != wanted and guest.detached_s is None:
+        host_state = hosts.get(guest.host)  # it may be removed while others are told
+        if host_state is not None and guest.share != wanted and guest.detached_s is None:
             with contextlib.suppress(BanaServeError):
-                await tell(guest, hosts[guest.host], wanted)
+                await tell(guest, host_state, wanted)
 
 
 async def tell(guest: GuestHandle, host_state: HostState, fraction: float) -> None:

@@ -37,6 +37,9 @@ class HostInstance(Protocol):
     llm: Any
 
     @property
+    def vllm_argv(self) -> tuple[str, ...]: ...
+
+    @property
     def is_ready(self) -> bool: ...
 
     def set_guests(self, num_bytes: int, busy_fraction: float) -> None:
@@ -61,6 +64,11 @@ class HostClient:
         self._instance = instance
         self.incarnation = instance.incarnation
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def vllm_argv(self) -> tuple[str, ...]:
+        """Options of the engine; empty where they are those that the launcher was made with."""
+        return self._instance.vllm_argv
 
     @property
     def is_alive(self) -> bool:

@@ -33,3 +33,7 @@ class Shares:
                 f"guests take {LEAST_GUEST_SHARE:g} to 1 of a device, not {fraction:g}"
             )
         self._own[target] = fraction
+
+    def forget(self, target: InstanceId) -> None:
+        """Its device is not there any more."""
+        self._own.pop(target, None)

@@ -1,0 +1,49 @@
+"""KV of prompts in the engines' own caches: what has been computed where, told to the router."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.instance import Instance
+from banaserve.orchestrator.routing.resident_prefixes import ResidentPrefixes
+from banaserve.types import InstanceId
+
+
+class Residency:
+    """Remembers which requests instances have computed, for the next turn of the same chat.
+
+    Args:
+        block_tokens: Of the engines' KV blocks.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._prefixes = ResidentPrefixes(block_tokens)
+
+    def computed(
+        self, instance: Instance, request: compat.EngineCoreRequest, output: Sequence[int] = ()
+    ) -> None:
+        """``instance`` has the KV of the prompt and, but for the last token, of ``output``."""
+        if request.prompt_token_ids is not None:
+            tokens = [*request.prompt_token_ids, *output[:-1]]
+            self._prefixes.add(instance.id, _root(request), tokens, instance.view().kv_tokens)
+
+    def found(self, request: compat.EngineCoreRequest) -> Mapping[InstanceId, int]:
+        """Returns how many tokens of the prompt probably lie where; see ``ResidentPrefixes``."""
+        params = request.sampling_params
+        if request.prompt_token_ids is None or request.prompt_embeds is not None:
+            return {}
+        if params is not None and params.skip_reading_prefix_cache:
+            return {}
+        return self._prefixes.found(_root(request), request.prompt_token_ids)
+
+    def forget(self, instance: InstanceId | None = None) -> None:
+        """The cache of ``instance`` is lost; without one, that of every instance."""
+        self._prefixes.forget(instance)
+
+
+def _root(request: compat.EngineCoreRequest) -> Hashable:
+    """What sets equal tokens apart, as in vLLM's own hashes of blocks."""
+    adapter = request.lora_request.lora_name if request.lora_request is not None else None
+    media = tuple(feature.identifier for feature in request.mm_features or ())
+    return request.cache_salt, adapter, media

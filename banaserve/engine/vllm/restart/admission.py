@@ -1,0 +1,100 @@
+"""Admission of a new engine behind a front door that serves already."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+
+from banaserve.engine.vllm.client import DisaggregatedClient
+from banaserve.engine.vllm.cluster import Cluster, PrefixLookup
+from banaserve.engine.vllm.compat.engine import EngineDeadError
+from banaserve.engine.vllm.compat.requests import SamplingParams
+from banaserve.engine.vllm.engine_api import WorkerApi
+from banaserve.engine.vllm.instance import Instance
+from banaserve.engine.vllm.typed_rpc import call
+from banaserve.errors import BanaServeError, InstanceDeadError
+
+_ANSWER_S = 120.0
+"""For a first token: some engines compile or allocate with it."""
+
+
+class Admission:
+    """Lets a new engine serve once it has answered, and lets routing look up blocks of its weights.
+
+    Args:
+        store_socket: Empty without a store.
+    """
+
+    def __init__(self, cluster: Cluster, client: DisaggregatedClient, store_socket: str) -> None:
+        self._cluster = cluster
+        self._client = client
+        self._store_socket = store_socket
+
+    async def check(self, instance: Instance) -> None:
+        """Return if a new engine may serve.
+
+        Raises:
+            InstanceDeadError: It may not, with the reason.
+        """
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                self._check_length(instance)
+                await self._check_answer(instance)
+                await self._add_lookup(instance)
+        except TimeoutError:
+            raise InstanceDeadError(
+                f"the new engine of {instance.id} has not answered in {_ANSWER_S:.0f} s"
+            ) from None
+        except EngineDeadError:
+            said = instance.last_words()
+            raise InstanceDeadError(f"the new engine of {instance.id} ended: {said}") from None
+        except InstanceDeadError:
+            raise
+        except BanaServeError as refused:
+            raise InstanceDeadError(f"the new engine of {instance.id}: {refused}") from refused
+
+    def forget(self, weights: str) -> None:
+        """Look up no blocks of other weights any more."""
+        for other in set(self._cluster.lookups) - {weights}:
+            self._cluster.lookups.pop(other).close()
+
+    def _check_length(self, instance: Instance) -> None:
+        assert instance.llm is not None
+        has = instance.llm.vllm_config.model_config.max_model_len
+        wanted = self._client.model_config.max_model_len
+        if has < wanted:
+            raise InstanceDeadError(
+                f"the new engine of {instance.id} has a context of {has} tokens, and the front "
+                f"door takes prompts of up to {wanted}"
+            )
+
+    async def _check_answer(self, instance: Instance) -> None:
+        """Weights that are wrong may load, and give numbers that are none."""
+        if "generate" not in await self._client.get_supported_tasks():
+            return
+        assert instance.llm is not None
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, detokenize=False)
+        name = f"first-token-{instance.id}.{instance.incarnation}"
+        stream = instance.llm.generate({"prompt_token_ids": [0, 1]}, params, name)
+        async with contextlib.aclosing(stream) as outputs:
+            async for output in outputs:
+                found = output.outputs[0].cumulative_logprob
+        if found is None or not math.isfinite(found):
+            raise InstanceDeadError(
+                f"the new engine of {instance.id} computes no numbers ({found}): are its weights "
+                "those of this model?"
+            )
+
+    async def _add_lookup(self, instance: Instance) -> None:
+        if not self._store_socket or instance.weights in self._cluster.lookups:
+            return
+        assert instance.llm is not None
+        asked = call(WorkerApi.banaserve_fingerprint)
+        answers = await instance.llm.collective_rpc(asked.name)
+        fingerprint = asked.read(answers[0])
+        assert fingerprint is not None, "with a store every worker has a connector"
+        lookup = await asyncio.to_thread(
+            PrefixLookup, instance.settings.config, fingerprint, self._store_socket
+        )
+        self._cluster.lookups[instance.weights] = lookup

@@ -1,0 +1,288 @@
+"""Rolling restarts: all engines are replaced one after the other, and no request is lost.
+
+An engine whose turn has come is sent nothing new. Its streams go on at once at others that have its
+weights, or end there where no other has; then it is ended, and the new one has to show that it
+serves. The first one that does not puts everything back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+from banaserve.clock import Clock
+from banaserve.engine.vllm import metrics
+from banaserve.engine.vllm.cluster import Check, Cluster
+from banaserve.engine.vllm.compat.engine import EngineDeadError
+from banaserve.engine.vllm.engine_settings import EngineSettings
+from banaserve.engine.vllm.generations import can_leave, restart_order
+from banaserve.engine.vllm.instance import Instance, State
+from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
+from banaserve.engine.vllm.restart.api import EngineRestart, RestartRequest, RollingRestart
+from banaserve.errors import InstanceDeadError, MigrationError, UserError
+from banaserve.types import InstanceId
+
+logger = logging.getLogger(__name__)
+_POLL_S = 0.02
+_ASK_S = 30.0
+_ABORT_S = 5.0
+_KEPT = 50
+
+Make = Callable[[EngineSettings, str, Sequence[str]], EngineSettings]
+"""Settings after the present ones, with a model (empty: the same) and more options of vLLM. Blocks.
+Raises UserError where no engine could serve with them."""
+
+
+class _AbortedError(Exception):
+    """The restart is to be given up."""
+
+
+class RollingRestarts:
+    """Replaces engines, one restart at a time.
+
+    Args:
+        settings: Of all engines.
+        make: Makes and checks other ones.
+        check: Raises InstanceDeadError where a new engine is not to serve.
+        forget: Is told which weights are served when others are gone.
+        request_timeout_s: That a request has at most.
+        is_scaling: Whether instances are being added or removed; then no engine is replaced.
+
+    Attributes:
+        settings: That engines have from the last restart on that was done.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        coordinator: Coordinator,
+        settings: EngineSettings,
+        make: Make,
+        check: Check,
+        forget: Callable[[str], None],
+        request_timeout_s: float,
+        clock: Clock,
+        is_scaling: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.settings = settings
+        self._cluster = cluster
+        self._coordinator = coordinator
+        self._make = make
+        self._check = check
+        self._forget = forget
+        self._request_timeout_s = request_timeout_s
+        self._clock = clock
+        self._is_scaling = is_scaling
+        self._numbers = itertools.count(1)
+        self._restarts: dict[str, RollingRestart] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._aborted: set[str] = set()
+        self._is_beginning = asyncio.Lock()
+
+    async def begin(self, ask: RestartRequest) -> RollingRestart:
+        """Check a restart and begin with it.
+
+        Raises:
+            UserError: No engine could serve so; none has been replaced.
+            MigrationError: It cannot be done at present.
+        """
+        timeout_s = ask.timeout_s or self._request_timeout_s
+        if not (timeout_s > 0 and math.isfinite(timeout_s)):
+            raise UserError(
+                f"timeout_s={ask.timeout_s:g}: give seconds, or 0 for those of requests"
+            )
+        async with self._is_beginning:
+            if self.is_under_way:
+                raise MigrationError("a rolling restart is under way already: see banaserve status")
+            if self._is_scaling():
+                raise MigrationError("a scaling is under way: wait for its end, or abort it")
+            await self._check_awake()
+            settings = await asyncio.to_thread(
+                self._make, self.settings, ask.model, ask.vllm_options
+            )
+            restart = RollingRestart(
+                f"s{next(self._numbers)}",
+                "running",
+                [EngineRestart(name) for name in restart_order(self._cluster.members())],
+                ask.model,
+                ask.vllm_options,
+                is_changed=settings is not self.settings,
+            )
+            self._restarts[restart.id] = restart
+            for old in list(self._restarts)[:-_KEPT]:
+                del self._restarts[old]
+            self._task = asyncio.create_task(self._run(restart, settings, timeout_s))
+        return restart
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether engines are being replaced."""
+        return self._task is not None and not self._task.done()
+
+    def get(self, restart_id: str) -> RollingRestart | None:
+        return self._restarts.get(restart_id)
+
+    def recent(self) -> list[RollingRestart]:
+        """All that are kept, the oldest first."""
+        return list(self._restarts.values())
+
+    def abort(self, restart_id: str) -> RollingRestart:
+        """Give a restart up: what has been changed goes back.
+
+        Raises:
+            MigrationError: It has ended.
+        """
+        restart = self._restarts[restart_id]
+        if not restart.is_open:
+            raise MigrationError(f"restart {restart_id} is {restart.state}: nothing to abort")
+        self._aborted.add(restart_id)
+        return restart
+
+    async def wait(self, restart_id: str, timeout_s: float) -> RollingRestart:
+        """Return when it has ended, or after ``timeout_s``."""
+        restart = self._restarts[restart_id]
+        if restart.is_open and self._task is not None:
+            await asyncio.wait({self._task}, timeout=timeout_s)
+        return restart
+
+    async def stop(self) -> None:
+        """Give up what is under way, where it stands."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _check_awake(self) -> None:
+        """A new engine would be awake beside others that sleep, and a paused one ends nothing."""
+        for instance in self._cluster.serving():
+            if instance.llm is None:
+                continue
+            try:
+                async with asyncio.timeout(_ASK_S):
+                    is_out = await instance.llm.is_sleeping() or await instance.llm.is_paused()
+            except (TimeoutError, EngineDeadError):
+                continue  # it is about to be started again, awake
+            if is_out:
+                raise MigrationError(
+                    f"instance {instance.id} sleeps or is paused: wake it up first (/wake_up, "
+                    "/resume)"
+                )
+
+    # ---- running
+
+    async def _run(
+        self, restart: RollingRestart, settings: EngineSettings, timeout_s: float
+    ) -> None:
+        began_s, before = self._clock.now(), self.settings
+        done: list[EngineRestart] = []
+        ending = "done"
+        try:
+            for line in restart.engines:
+                if line.instance not in self._cluster.instances:
+                    continue
+                await self._turn(restart, line, settings, timeout_s)
+                done.append(line)
+                restart.seconds = self._clock.now() - began_s
+            self.settings = settings
+        except _AbortedError:
+            ending, restart.reason = "aborted", "given up by an operator"
+        except InstanceDeadError as failure:
+            ending, restart.reason = "failed", str(failure)
+            logger.warning("rolling restart %s: %s", restart.id, failure)
+        except asyncio.CancelledError:
+            restart.state, restart.reason = "aborted", "the server stops"
+            raise
+        except Exception as broken:
+            logger.exception("rolling restart %s", restart.id)
+            ending, restart.reason = "failed", f"{type(broken).__name__}: {broken}"
+        if ending != "done" and restart.is_changed and done:
+            restart.state = "going back"
+            self._aborted.discard(restart.id)
+            await self._go_back(restart, done, before, timeout_s)
+        self._forget(self.settings.weights)
+        restart.seconds = self._clock.now() - began_s
+        restart.state = ending
+        self._aborted.discard(restart.id)
+        metrics.ROLLING_RESTARTS.labels(ending).inc()
+
+    async def _go_back(
+        self,
+        restart: RollingRestart,
+        done: Sequence[EngineRestart],
+        before: EngineSettings,
+        timeout_s: float,
+    ) -> None:
+        """In the opposite order; one that does not start so keeps trying, with what it had."""
+        for line in reversed(done):
+            try:
+                await self._turn(restart, line, before, timeout_s)
+                line.state = "taken back"
+            except InstanceDeadError as failure:
+                restart.reason += f"; {line.instance} does not go back: {failure}"
+
+    async def _turn(
+        self,
+        restart: RollingRestart,
+        line: EngineRestart,
+        settings: EngineSettings,
+        timeout_s: float,
+    ) -> None:
+        instance = self._cluster.instance(InstanceId(line.instance))
+        began_s = self._clock.now()
+        instance.is_leaving = True
+        try:
+            line.state = "draining"
+            await self._drain(restart, line, instance, settings, timeout_s)
+            line.state = "starting"
+            await self._replace(instance, settings)
+            line.state = "done"
+        except BaseException:
+            line.state = "failed" if line.state == "starting" else "waiting"
+            raise
+        finally:
+            instance.is_leaving = False
+            line.num_left, line.seconds = 0, self._clock.now() - began_s
+
+    async def _replace(self, instance: Instance, settings: EngineSettings) -> None:
+        is_same = settings.weights == instance.weights and settings.argv == instance.vllm_argv
+        try:
+            await self._cluster.replace(instance, settings, self._check)
+        except InstanceDeadError:
+            await self._cluster.settled(instance)
+            if not is_same or instance.state is State.FAILED:
+                raise
+
+    async def _drain(
+        self,
+        restart: RollingRestart,
+        line: EngineRestart,
+        instance: Instance,
+        settings: EngineSettings,
+        timeout_s: float,
+    ) -> None:
+        """Return when nothing is left that would be lost, or the time is up."""
+        await self._abort_migrations(instance)
+        until_s = self._clock.now() + timeout_s
+        while True:
+            if restart.id in self._aborted:
+                raise _AbortedError
+            members = self._cluster.members()
+            own = next(one for one in members if one.id == instance.id)
+            if can_leave(own, members):
+                instance.move_streams()
+            line.num_left = instance.inflight_requests
+            left = line.num_left
+            if settings.weights == instance.weights:
+                # Whatever is left of them goes on in the new engine.
+                left -= instance.num_movable
+            if left <= 0 or self._clock.now() >= until_s:
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def _abort_migrations(self, instance: Instance) -> None:
+        for migration in self._coordinator.recent():
+            if migration.is_open and migration.host == instance.id:
+                self._coordinator.abort(migration.id)
+                await self._coordinator.wait(migration.id, _ABORT_S)

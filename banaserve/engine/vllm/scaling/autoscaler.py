@@ -1,0 +1,97 @@
+"""Autoscaler: looks at the load now and then, and lets the scaler add or remove an instance."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from banaserve.clock import Clock
+from banaserve.engine.vllm.scaling.plan import InstanceCounts
+from banaserve.engine.vllm.scaling.scaler import Scaler
+from banaserve.errors import BanaServeError
+from banaserve.orchestrator.autoscaling import AutoscaleOptions, LoadsSince, ScaleStep, next_step
+from banaserve.types import ClusterView, Role
+
+logger = logging.getLogger(__name__)
+_DRAIN_S = 300.0
+_PAUSE_S = 60.0
+"""After a step that was refused or has failed: what was in its way may last."""
+
+
+class Autoscaler:
+    """Runs until it is stopped; a step begins when the one before it has ended.
+
+    Args:
+        view: Returns the cluster as it is.
+        may_act: Whether a step may begin: not while a person has paused the orchestrator.
+        interval_s: From one look to the next.
+        by_role: Each role has instances of its own; otherwise roles follow the load.
+    """
+
+    def __init__(
+        self,
+        scaler: Scaler,
+        view: Callable[[], ClusterView],
+        may_act: Callable[[], bool],
+        options: AutoscaleOptions,
+        clock: Clock,
+        interval_s: float,
+        *,
+        by_role: bool,
+    ) -> None:
+        self._scaler = scaler
+        self._view = view
+        self._may_act = may_act
+        self._options = options
+        self._clock = clock
+        self._interval_s = interval_s
+        self._by_role = by_role
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """End; a scaling under way goes on."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        since = LoadsSince()
+        while True:
+            await self._clock.sleep(self._interval_s)
+            try:
+                since = await self._look(since)
+            except Exception:
+                logger.exception("autoscaling")
+                since = LoadsSince()
+
+    async def _look(self, since: LoadsSince) -> LoadsSince:
+        view = self._view()
+        step, since = next_step(view, self._options, since, self._by_role)
+        if step is None or not self._may_act():
+            return since
+        try:
+            scaling = self._scaler.begin(_wanted(step, view, self._by_role), _DRAIN_S, step.why)
+            failure = (await self._scaler.wait(scaling.id)).reason
+        except BanaServeError as refused:
+            failure = str(refused)
+        if failure:
+            logger.warning("autoscaling (%s): %s", step.why, failure)
+            await self._clock.sleep(_PAUSE_S)
+        return LoadsSince()
+
+
+def _wanted(step: ScaleStep, view: ClusterView, by_role: bool) -> InstanceCounts:
+    if not by_role:
+        return InstanceCounts(total=len(view.instances) + step.change)
+    number = Counter(one.role for one in view.instances.values())[step.role] + step.change
+    return {
+        Role.PREFILL: InstanceCounts(prefill=number),
+        Role.DECODE: InstanceCounts(decode=number),
+        Role.COLOCATED: InstanceCounts(colocated=number),
+    }[step.role]

@@ -1,0 +1,99 @@
+"""Factory of instances: gives each what is its own, and takes it back from one that is removed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from banaserve.clock import Clock
+from banaserve.engine.vllm import metrics
+from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.engine_settings import EngineSettings
+from banaserve.engine.vllm.instance import Instance
+from banaserve.engine.vllm.launch.launcher import Launcher
+from banaserve.engine.vllm.reports import EngineSeries
+from banaserve.engine.vllm.role_switch import Budgets
+from banaserve.errors import MigrationError
+from banaserve.kvstore.sizes import format_size
+from banaserve.types import InstanceId, Role
+
+
+class InstanceFactory:
+    """Makes instances of one configuration.
+
+    Args:
+        logs: Folder of their logs.
+        sockets: Private folder of the run, with a short path.
+        instance_bytes: Memory of one of them; 0 where it is not the machine's.
+
+    Attributes:
+        series: vLLM's metrics of all of them.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        launcher: Launcher,
+        logs: Path,
+        sockets: Path,
+        clock: Clock,
+        budgets: Budgets,
+        instance_bytes: int = 0,
+    ) -> None:
+        self.series = EngineSeries(config)
+        self._config = config
+        self._launcher = launcher
+        self._logs = logs
+        self._sockets = sockets
+        self._clock = clock
+        self._budgets = budgets
+        self._instance_bytes = instance_bytes
+
+    def check_memory(self, num_instances: int) -> None:
+        """Return if the machine has the memory that so many more instances take.
+
+        Raises:
+            MigrationError: It has not.
+        """
+        needed = num_instances * self._instance_bytes
+        available = psutil.virtual_memory().available
+        if needed > available:
+            raise MigrationError(
+                f"{num_instances} more instances need about {format_size(needed)} of memory and "
+                f"{format_size(available)} are available"
+            )
+
+    def make(
+        self, instance_id: InstanceId, role: Role, settings: EngineSettings | None = None
+    ) -> Instance:
+        """Make an instance; it is not started.
+
+        Args:
+            settings: Of the engines that serve, which a rolling restart may have changed.
+
+        Raises:
+            MigrationError: No devices are left for it.
+        """
+        self._launcher.reserve(instance_id)
+        self.series.add(instance_id)
+        made = Instance(
+            instance_id,
+            role,
+            self._config,
+            self._launcher,
+            self.series,
+            self._logs,
+            self._sockets,
+            self._clock,
+            self._budgets,
+        )
+        if settings is not None:
+            made.settings = settings
+        return made
+
+    def discard(self, instance_id: InstanceId) -> None:
+        """Take back devices and metrics of an instance that has ended for good."""
+        self._launcher.release(instance_id)
+        self.series.forget(instance_id)
+        metrics.forget(instance_id)

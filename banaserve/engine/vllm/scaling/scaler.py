@@ -1,0 +1,323 @@
+"""Scaling of a server that serves: instances are added, then others are drained and removed.
+
+New ones serve only once all of them have started; a start that fails leaves everything as it was.
+One that is removed hands its streams to the others first, so that no request is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+
+from banaserve.clock import Clock
+from banaserve.engine.interface import Scaling
+from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.drain import Drains
+from banaserve.engine.vllm.instance import Instance
+from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
+from banaserve.engine.vllm.role_switch import Roles
+from banaserve.engine.vllm.scaling.factory import InstanceFactory
+from banaserve.engine.vllm.scaling.plan import InstanceCounts, InstanceLoad, ScalePlan, plan_scaling
+from banaserve.errors import BanaServeError, MigrationError, UserError
+from banaserve.types import InstanceId, Role
+
+logger = logging.getLogger(__name__)
+_POLL_S = 0.02
+_KEPT = 200
+
+
+class GivenUpError(BanaServeError):
+    """A person has given the scaling up."""
+
+
+class Scaler:
+    """Adds instances to a cluster and removes some, one scaling at a time.
+
+    Args:
+        coordinator: Takes home what runs beside an instance that leaves.
+        start_s: For an engine that starts.
+        is_restarting: Whether engines are being replaced; then none is added or removed.
+        roles_follow_load: Roles are not the user's to choose.
+        has_store: Without one nothing can be handed from prefill to decode.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        coordinator: Coordinator,
+        roles: Roles,
+        drains: Drains,
+        factory: InstanceFactory,
+        clock: Clock,
+        start_s: float,
+        *,
+        is_restarting: Callable[[], bool] = lambda: False,
+        roles_follow_load: bool = False,
+        has_store: bool = True,
+    ) -> None:
+        self._cluster = cluster
+        self._coordinator = coordinator
+        self._roles = roles
+        self._drains = drains
+        self._factory = factory
+        self._clock = clock
+        self._start_s = start_s
+        self._is_restarting = is_restarting
+        self._roles_follow_load = roles_follow_load
+        self._has_store = has_store
+        self._used_ids = set(cluster.instances)
+        self._numbers = itertools.count(1)
+        self._scalings: dict[str, Scaling] = {}
+        self._given_up: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._began_s = 0.0
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether instances are being added or removed."""
+        return any(one.is_open for one in self._scalings.values())
+
+    # ---- requests
+
+    def begin(self, wanted: InstanceCounts, timeout_s: float, why: str = "") -> Scaling:
+        """Begin to add and remove instances; a scaling that has nothing to do is done at once.
+
+        Args:
+            timeout_s: For the last request of an instance that is removed.
+            why: The load that it answers; empty where a person asks for it.
+
+        Raises:
+            UserError: What is wanted makes no sense here.
+            MigrationError: It cannot be done at present.
+        """
+        if not timeout_s > 0:
+            raise UserError(f"timeout_s={timeout_s:g}: give more than 0 seconds")
+        self._check(wanted)
+        plan = self._plan(wanted)
+        self._factory.check_memory(len(plan.add))
+        state = "starting" if plan.add else "draining"
+        scaling = Scaling(f"s{next(self._numbers)}", _words(wanted), state, why=why)
+        self._scalings[scaling.id] = scaling
+        for old in list(self._scalings)[:-_KEPT]:
+            del self._scalings[old]
+        if not plan.add and not plan.remove:
+            scaling.state = "done"
+            return scaling
+        self._began_s = self._clock.now()
+        self._task = asyncio.create_task(self._run(scaling, wanted, plan, timeout_s))
+        return scaling
+
+    def get(self, scaling_id: str) -> Scaling | None:
+        scaling = self._scalings.get(scaling_id)
+        return self._timed(scaling) if scaling is not None else None
+
+    def recent(self) -> list[Scaling]:
+        """All that are kept, the oldest first."""
+        return [self._timed(scaling) for scaling in self._scalings.values()]
+
+    def abort(self, scaling_id: str) -> Scaling:
+        """Give a scaling up: what has not started ends, what is being drained serves again.
+
+        What has been added or removed by then stays so.
+
+        Raises:
+            MigrationError: It has ended.
+        """
+        scaling = self._scalings[scaling_id]
+        if not scaling.is_open:
+            raise MigrationError(f"scaling {scaling_id} is {scaling.state}: nothing to abort")
+        self._given_up.add(scaling_id)
+        return scaling
+
+    async def wait(self, scaling_id: str, timeout_s: float | None = None) -> Scaling:
+        """Return when it has ended, or after ``timeout_s``."""
+        if self._scalings[scaling_id].is_open and self._task is not None:
+            await asyncio.wait({self._task}, timeout=timeout_s)
+        return self._timed(self._scalings[scaling_id])
+
+    async def stop(self) -> None:
+        """Give up the scaling under way, if there is one."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    # ---- checks
+
+    def _check(self, wanted: InstanceCounts) -> None:
+        if last := next((one for one in self._scalings.values() if one.is_open), None):
+            raise MigrationError(
+                f"scaling {last.id} to {last.wanted} is under way: wait for its end, or abort it"
+            )
+        if self._is_restarting():
+            raise MigrationError("a rolling restart is under way: wait for its end, or abort it")
+        if self._roles_follow_load and wanted.total is None:
+            raise UserError("the roles follow the load on this server: give --instances N")
+        if not self._roles_follow_load and wanted.total is not None:
+            raise UserError(
+                "the roles are fixed on this server: give --pd P:D, or --colocated N for instances "
+                "that do both"
+            )
+        if not self._has_store and (wanted.prefill or wanted.decode):
+            raise UserError(
+                "this server has no KV cache store to hand over through: give --colocated N"
+            )
+        if self._roles.is_changing and not self._roles_follow_load:
+            raise MigrationError("an instance is switching its role: wait for its end")
+
+    def _plan(self, wanted: InstanceCounts) -> ScalePlan:
+        members = [
+            InstanceLoad(one.id, one.role, one.inflight_requests, one.view().ready)
+            for one in self._cluster.instances.values()
+        ]
+        return plan_scaling(members, wanted, self._used_ids)
+
+    # ---- running
+
+    async def _run(
+        self, scaling: Scaling, wanted: InstanceCounts, plan: ScalePlan, timeout_s: float
+    ) -> None:
+        outcome = "failed"
+        try:
+            if plan.add:
+                await self._add(scaling, plan.add)
+            scaling.state = "draining"
+            await self._remove_what_is_too_much(scaling, wanted, timeout_s)
+            outcome = "done"
+        except GivenUpError:
+            outcome = "aborted"
+        except BanaServeError as failed:
+            scaling.reason = str(failed)
+        except asyncio.CancelledError:
+            outcome, scaling.reason = "aborted", "the server stops"
+            raise
+        except Exception as broken:
+            logger.exception("scaling %s", scaling.id)
+            scaling.reason = f"{type(broken).__name__}: {broken}"
+        finally:
+            self._given_up.discard(scaling.id)
+            self._timed(scaling)
+            scaling.state, scaling.leaving, scaling.now, scaling.num_left = outcome, "", "", 0
+            logger.info("scaling %s: %s %s", scaling.id, outcome, scaling.reason)
+
+    def _timed(self, scaling: Scaling) -> Scaling:
+        if scaling.is_open:
+            scaling.seconds = self._clock.now() - self._began_s
+        return scaling
+
+    async def _pause(self, scaling: Scaling) -> None:
+        await self._clock.sleep(_POLL_S)
+        if scaling.id in self._given_up:
+            raise GivenUpError
+
+    # ---- adding
+
+    async def _add(self, scaling: Scaling, wanted: Sequence[tuple[InstanceId, Role]]) -> None:
+        ids = [name for name, _ in wanted]
+        scaling.added, scaling.now = list(ids), f"{', '.join(ids)}: starting"
+        self._used_ids |= set(ids)
+        made: list[Instance] = []
+        try:
+            settings = self._cluster.newest_settings
+            for name, role in wanted:
+                made.append(self._factory.make(name, role, settings))
+            await self._start(scaling, made)
+        except BaseException:
+            for instance in made:
+                instance.mark_dead()
+                instance.kill()
+            for name in ids:
+                self._factory.discard(name)
+            scaling.added = []
+            raise
+        for instance in made:
+            self._cluster.adopt(instance)
+            self._coordinator.adopt(instance)
+            logger.info("instance %s (%s) is added", instance.id, instance.role.value)
+
+    async def _start(self, scaling: Scaling, made: Sequence[Instance]) -> None:
+        """Start all of them; where one fails or they are given up, none is left.
+
+        Raises:
+            InstanceDeadError: One could not be started.
+        """
+        starting = {asyncio.create_task(one.start(self._start_s)) for one in made}
+        left, failure = starting, None
+        try:
+            while left:
+                ended, left = await asyncio.wait(left, timeout=_POLL_S)
+                failure = failure or next((e for one in ended if (e := one.exception())), None)
+                if scaling.id in self._given_up:
+                    failure = failure or GivenUpError()
+                if failure is not None:  # again and again: a process may be there only now
+                    for instance in made:
+                        instance.kill()
+        finally:
+            for one in left:
+                one.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+        if failure is not None:
+            raise failure
+
+    # ---- removing
+
+    async def _remove_what_is_too_much(
+        self, scaling: Scaling, wanted: InstanceCounts, timeout_s: float
+    ) -> None:
+        """Planned anew each time: what there is may be another than at the beginning."""
+        while True:
+            if scaling.id in self._given_up:
+                raise GivenUpError
+            until_s = self._clock.now() + timeout_s
+            while self._roles.is_changing:
+                scaling.now = "waiting for the end of a role switch"
+                if self._clock.now() >= until_s:
+                    raise MigrationError("an instance is still switching its role")
+                await self._pause(scaling)
+            leaving = self._plan(wanted).remove
+            if not leaving:
+                return
+            await self._remove(scaling, leaving[0], until_s)
+
+    async def _remove(self, scaling: Scaling, name: InstanceId, until_s: float) -> None:
+        instance = self._cluster.instance(name)
+        was_held = self._drains.leave(name)
+        scaling.leaving = name
+        try:
+            await self._empty(scaling, instance, until_s)
+            scaling.now = f"{name}: modules beside it come home"
+            await self._coordinator.vacate(name)
+        except BaseException:
+            self._drains.is_back(name, was_held)
+            self._coordinator.stays(name)
+            raise
+        scaling.now = f"{name}: ending"
+        await self._cluster.remove(name)
+        await self._coordinator.forget(name)
+        self._drains.is_gone(name)
+        self._factory.discard(name)
+        scaling.removed.append(name)
+        scaling.leaving = ""
+        logger.info("instance %s is removed", name)
+
+    async def _empty(self, scaling: Scaling, instance: Instance, until_s: float) -> None:
+        while num_left := instance.inflight_requests:
+            scaling.num_left = num_left
+            scaling.now = f"{instance.id}: {num_left} requests left"
+            if self._clock.now() >= until_s:
+                raise MigrationError(f"{num_left} requests are left on {instance.id}: it stays")
+            await self._pause(scaling)
+        scaling.num_left = 0
+
+
+def _words(wanted: InstanceCounts) -> str:
+    if wanted.total is not None:
+        return f"{wanted.total} instances"
+    parts = []
+    if wanted.prefill is not None or wanted.decode is not None:
+        numbers = ("*" if n is None else str(n) for n in (wanted.prefill, wanted.decode))
+        parts.append(":".join(numbers))
+    if wanted.colocated is not None:
+        parts.append(f"{wanted.colocated} that do both")
+    return " and ".join(parts)

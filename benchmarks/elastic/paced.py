@@ -1,0 +1,340 @@
+"""Real engines of modelled time: is the elastic system ever slower than plain colocated ones?
+
+``python -m benchmarks elastic-paced [CELL ...] [--json FILE]``. Each cell runs four colocated
+engines without a store behind least requests, and ``--instances 4`` with the elastic policy, on the
+same requests; the simulator's figures for the same stand beside them. A cell that the file already
+holds is kept. Of the elastic answers a sample is compared with those of one engine of vLLM's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from banaserve.arguments import Parser
+from banaserve.bench.datasets.files import data_folder
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.loops import open_loop
+from banaserve.bench.loadgen.modelled_time import StretchedClock, modelled_time
+from banaserve.bench.loadgen.servers import banaserve_server, end_on_sigterm
+from banaserve.bench.results import result
+from banaserve.bench.results.result import ModelledTime, commit
+from banaserve.bench.results.statistics import median
+from banaserve.bench.serving.timeline import decisions_of
+from banaserve.config import MINIATURE
+from banaserve.costs import profile as profiles
+from banaserve.errors import UserError
+from banaserve.names import check_known
+from banaserve.sim.cluster import SimCluster
+from banaserve.sim.request import SimRequest
+from banaserve.sim.run import tallied
+from banaserve.sim.system import System
+from benchmarks.cases import num_equal, sampled
+from benchmarks.elastic.paced_cells import CELLS, WARM_UP_S, PacedCell, requests_of
+from benchmarks.elastic.runs import elastic_system
+from benchmarks.pacing import PacedRequest
+from benchmarks.script import run_script
+
+COLOCATED, ELASTIC = "colocated", "elastic"
+_SYSTEMS = (COLOCATED, ELASTIC)
+_SHARED = ("--max-concurrent-requests", "8192", "--request-timeout", "3600")
+_WARM_PROMPTS, _WARM_TOKENS = 8, 8
+_UNITS = {
+    "goodput": "fraction",
+    "tokens_per_s": "tokens/modelled s",
+    "ttft_p50_s": "modelled s",
+    "ttft_mean_s": "modelled s",
+    "tpot_mean_s": "modelled s",
+    "total_s": "modelled s",
+}
+
+
+class Served(NamedTuple):
+    """What a client saw of one request, in modelled seconds from the first arrival."""
+
+    at_s: float
+    first_s: float
+    end_s: float
+    num_tokens: int
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the cells that are missing, show and write them; the exit code."""
+    parser = Parser(prog="python -m benchmarks elastic-paced", description=__doc__)
+    parser.add_argument("cell", nargs="*", help=", ".join(one.name for one in CELLS))
+    parser.add_argument("--duration", type=float, default=75.0, help="of the arrivals, modelled s")
+    parser.add_argument("--instances", type=int, default=4)
+    parser.add_argument("--sample", type=int, default=6, help="answers compared with one engine's")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(list(argv))
+    if given.duration <= WARM_UP_S:
+        raise UserError(f"--duration {given.duration:g}: more than the {WARM_UP_S:g} s of warm-up")
+    known = {one.name: one for one in CELLS}
+    for name in given.cell:
+        check_known("cell", name, known)
+    end_on_sigterm()
+    began, console = datetime.now(UTC), Console(width=160)
+    found = _kept(given)
+    for name in given.cell or known:
+        if name not in found:
+            found[name] = _run_cell(given, known[name], console)
+            if given.json is not None:
+                result.write(_result(given, began, found), given.json)  # the next takes minutes
+    console.print(_table(found))
+    result.deliver(_result(given, began, found), given.json)
+    return 0
+
+
+def _kept(given: argparse.Namespace) -> dict[str, Any]:
+    """Cells that an earlier run of the same length has left in the file."""
+    if given.json is None or not given.json.exists():
+        return {}
+    kept = result.read(given.json)
+    if kept.name != "elastic-paced":
+        raise UserError(f"{given.json} is a result of bench {kept.name}: give another file")
+    return {
+        name: one for name, one in kept.raw["cells"].items() if one["duration_s"] == given.duration
+    }
+
+
+def _run_cell(given: argparse.Namespace, one: PacedCell, console: Console) -> dict[str, Any]:
+    asked = requests_of(one, given.instances, given.duration, data_folder(given.data))
+    cell: dict[str, Any] = {
+        "duration_s": given.duration,
+        "num_requests": len(asked),
+        "load": one.cell.name,
+        "dilation": one.dilation,
+    }
+    for system in _SYSTEMS:
+        console.print(f"{one.name}: {system}, {len(asked)} requests, {given.duration:g} modelled s")
+        cell[system] = _run_system(given, one, system, asked)
+        console.print(_words(cell[system]))
+    return cell
+
+
+def _run_system(
+    given: argparse.Namespace, one: PacedCell, system: str, asked: Sequence[PacedRequest]
+) -> dict[str, Any]:
+    began = datetime.now(UTC)
+    records, told, decisions = asyncio.run(_serve(one, options_of(one, system, given), asked))
+    # Plain engines are what the others are compared with.
+    places = sampled(len(asked), given.sample) if system == ELASTIC else []
+    answers = [(asked[n].prompt, records[n].token_ids) for n in places]
+    commit_id, dirty = commit()
+    simulated = simulate_cell(one, system, given.instances, asked)
+    return {
+        "paced": figures_of(served_of(records), one, given.duration),
+        "simulated": figures_of(simulated, one, given.duration),
+        "num_failed": sum(record.error is not None for record in records),
+        "num_equal": num_equal(profiles.load(one.cell.profile), answers) if answers else 0,
+        "num_compared": len(places),
+        "decisions": decisions,
+        "modelled_time": msgspec.to_builtins(told),
+        "commit": commit_id,
+        "dirty": dirty,
+        "started_at": began.isoformat(timespec="seconds"),
+    }
+
+
+def options_of(one: PacedCell, system: str, given: argparse.Namespace) -> list[str]:
+    """Returns ``banaserve serve``'s options for a system of a cell."""
+    options = ["--pace", one.cell.profile, "--dilate", f"{one.dilation:g}", *_SHARED]
+    if system == COLOCATED:
+        options += ["--colocated", str(given.instances), "--no-kv-store", "--migration", "off"]
+        return [*options, "--orchestrator", "off", "--routing-policy", "least_requests"]
+    ttft_s, tpot_s = one.limits_s
+    options += ["--instances", str(given.instances), "--kv-store-size", "512MiB"]
+    return [*options, "--slo-ttft", f"{ttft_s:g}", "--slo-tpot", f"{tpot_s:g}"]
+
+
+_Ran = tuple[list[RequestRecord], ModelledTime, list[dict[str, Any]]]
+"""Records, how well time was kept, and what was decided."""
+
+
+async def _serve(one: PacedCell, options: Sequence[str], asked: Sequence[PacedRequest]) -> _Ran:
+    with TemporaryDirectory(prefix="bench-") as folder:
+        log = Path(folder) / "decisions.jsonl"
+        logged = ("--decision-log", str(log)) if "--instances" in options else ()
+        files = ("--run-dir", f"{folder}/run")
+        with banaserve_server(MINIATURE, *options, *logged, *files) as server:
+            clock = StretchedClock(one.dilation)
+            async with OpenAiClient(
+                server.url,
+                f"paced-{one.cell.profile}",
+                return_token_ids=True,
+                timeout_s=3600.0,
+                read_late=True,
+                clock=clock,
+            ) as client:
+                warm_up = [
+                    PacedRequest(0.0, ask.prompt[:_WARM_TOKENS], _WARM_TOKENS)
+                    for ask in asked[:_WARM_PROMPTS]
+                ]
+                await _send(client, warm_up)
+                began_s = time.time()
+                records = await _send(client, asked)
+            told = modelled_time(server.url)
+        if told is None:
+            raise UserError(f"{server.url} does not say that its time is modelled")
+        decisions = decisions_of(log, began_s, one.dilation) if logged else []
+    return records, told, decisions
+
+
+async def _send(client: OpenAiClient, asked: Sequence[PacedRequest]) -> list[RequestRecord]:
+    calls = [
+        CompletionCall(
+            str(n), prompt=ask.prompt, max_tokens=ask.output_tokens, extra={"ignore_eos": True}
+        )
+        for n, ask in enumerate(asked)
+    ]
+    return await open_loop(client, calls, [ask.at_s for ask in asked])
+
+
+def served_of(records: Sequence[RequestRecord]) -> list[Served]:
+    """Returns those that ended; latencies count from the arrival, not from the sending."""
+    start_s = min(record.due_at_s or 0.0 for record in records)
+    return [
+        Served(
+            (record.due_at_s or 0.0) - start_s,
+            (record.first_token_at_s or 0.0) - start_s,
+            (record.ended_at_s or 0.0) - start_s,
+            len(record.token_ids),
+        )
+        for record in records
+        if record.error is None
+    ]
+
+
+def simulate_cell(
+    one: PacedCell, system: str, size: int, asked: Sequence[PacedRequest]
+) -> list[Served]:
+    """Returns the same requests as the simulator serves them."""
+    known = {
+        COLOCATED: System(kind="colocated", colocated=size, routing="least_requests"),
+        ELASTIC: elastic_system(one.cell, size),
+    }
+    clusters: list[SimCluster] = []
+    requests = [
+        SimRequest(number, ask.at_s, len(ask.prompt), ask.output_tokens)
+        for number, ask in enumerate(asked)
+    ]
+    tallied(profiles.load(one.cell.profile), known[system], requests, watch=clusters.append)
+    start_s = asked[0].at_s
+    return [
+        Served(
+            request.arrival_s - start_s,
+            request.first_s - start_s,
+            request.end_s - start_s,
+            request.output_tokens,
+        )
+        for request in clusters[0].finished
+    ]
+
+
+def figures_of(served: Sequence[Served], one: PacedCell, duration_s: float) -> dict[str, float]:
+    """Returns figures of what arrived after the warm-up; time runs to its last token."""
+    ttft_limit_s, tpot_limit_s = one.limits_s
+    counted = [each for each in served if each.at_s >= WARM_UP_S]
+    ttft = [each.first_s - each.at_s for each in counted]
+    tpot = [(each.end_s - each.first_s) / max(1, each.num_tokens - 1) for each in counted]
+    good = sum(
+        first <= ttft_limit_s and token <= tpot_limit_s
+        for first, token in zip(ttft, tpot, strict=True)
+    )
+    total_s = max(each.end_s for each in counted) - WARM_UP_S
+    return {
+        "num_requests": float(len(counted)),
+        "goodput": good / len(counted),
+        "tokens_per_s": sum(each.num_tokens for each in counted) / total_s,
+        "ttft_p50_s": median(ttft),
+        "ttft_mean_s": sum(ttft) / len(ttft),
+        "tpot_mean_s": sum(tpot) / len(tpot),
+        "total_s": total_s,
+    }
+
+
+def _ratios(cell: dict[str, Any], kind: str) -> dict[str, float]:
+    own, plain = cell[ELASTIC][kind], cell[COLOCATED][kind]
+    return {
+        "goodput_ratio": own["goodput"] / max(plain["goodput"], 0.01),
+        "tokens_per_s_ratio": own["tokens_per_s"] / plain["tokens_per_s"],
+    }
+
+
+def _result(
+    given: argparse.Namespace, began: datetime, found: dict[str, dict[str, Any]]
+) -> result.Result:
+    figures, modelled = {}, []
+    for name, cell in found.items():
+        for system in _SYSTEMS:
+            told = cell[system]
+            modelled.append(msgspec.convert(told["modelled_time"], ModelledTime))
+            for kind in ("paced", "simulated"):
+                for metric, unit in _UNITS.items():
+                    key = f"{name}.{system}.{kind}.{metric}"
+                    figures[key] = result.figure([told[kind][metric]], unit)
+            ratio = told["simulated"]["ttft_mean_s"] / told["paced"]["ttft_mean_s"]
+            figures[f"{name}.{system}.simulated_ttft_ratio"] = result.figure([ratio], "ratio")
+        for kind in ("paced", "simulated"):
+            for metric, value in _ratios(cell, kind).items():
+                figures[f"{name}.{kind}.{metric}"] = result.figure([value], "ratio")
+    for metric in ("goodput_ratio", "tokens_per_s_ratio"):
+        least = [_ratios(cell, "paced")[metric] for cell in found.values()]
+        figures[f"{metric}_min"] = result.figure([min(least)], "ratio")
+    return result.result(
+        "elastic-paced",
+        seed=0,
+        options={name: value for name, value in vars(given).items() if name != "json"},
+        started_at=began,
+        figures=figures,
+        notes=[str(__doc__)],
+        raw={"cells": found},
+        modelled_time=modelled,
+    )
+
+
+def _words(told: dict[str, Any]) -> str:
+    time_kept = told["modelled_time"]
+    overrun = time_kept["num_overrun"] / max(1, time_kept["num_steps"])
+    shown = [
+        f"{kind}: goodput {one['goodput']:.3f}, {one['tokens_per_s']:.0f} tokens/s, "
+        f"TTFT {one['ttft_mean_s']:.3f} s, TPOT {1e3 * one['tpot_mean_s']:.1f} ms"
+        for kind, one in (("paced", told["paced"]), ("simulated", told["simulated"]))
+    ]
+    return (
+        f"  {'; '.join(shown)}; {overrun:.1%} of the steps late, {told['num_failed']} failed, "
+        f"{told['num_equal']} of {told['num_compared']} answers equal"
+    )
+
+
+def _table(found: dict[str, dict[str, Any]]) -> Table:
+    """A row a cell."""
+    shown = Table(title="elastic over four colocated engines")
+    for heading in ("cell", "goodput", "colocated", "ratio", "tokens/s ratio", "simulated ratios"):
+        shown.add_column(heading)
+    for name, cell in found.items():
+        paced, simulated = _ratios(cell, "paced"), _ratios(cell, "simulated")
+        shown.add_row(
+            name,
+            f"{cell[ELASTIC]['paced']['goodput']:.3f}",
+            f"{cell[COLOCATED]['paced']['goodput']:.3f}",
+            f"{paced['goodput_ratio']:.3f}",
+            f"{paced['tokens_per_s_ratio']:.3f}",
+            f"{simulated['goodput_ratio']:.3f}, {simulated['tokens_per_s_ratio']:.3f}",
+        )
+    return shown
+
+
+if __name__ == "__main__":
+    run_script(main)

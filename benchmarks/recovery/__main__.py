@@ -1,0 +1,243 @@
+"""Pause of a stream whose decode instance is killed, beside computing its context again.
+
+``python -m benchmarks recovery``. Two servers run side by side: prefill and decode apart over the
+store, and instances that do both without a store. The same stream runs on each in turn, and the
+engine that decodes it is killed at the same token; the pause is the gap between two tokens at the
+client. Each is also sent to the store's server once without a kill, for its tokens. Between kills,
+requests that are sampled and greedy ones take turns on the store's server for their first tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.progress import Progress
+
+from banaserve import models
+from banaserve.arguments import Parser, positive
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
+from banaserve.bench.loadgen.loops import closed_loop
+from banaserve.bench.loadgen.servers import end_on_sigterm
+from banaserve.bench.results import result
+from banaserve.errors import UserError
+from benchmarks.recovery.figures import (
+    ENOUGH_FOR_P99,
+    KilledPair,
+    KilledStream,
+    RecoverySamples,
+    figures_of,
+)
+from benchmarks.recovery.kills import Killed, KilledServer, KillPlan, killed_server
+from benchmarks.script import run_script
+
+_BLOCK_TOKENS = 128
+_CONTEXT_TOKENS = 8192
+_FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
+_TAIL_TOKENS = 24
+"""That a stream has still to decode when its instance is killed."""
+_SAME = (
+    *("--dtype", "float32", "--block-size", str(_BLOCK_TOKENS)),
+    *("--kv-cache-memory-bytes", str(512 << 20), "--threads-per-instance", "1"),
+)
+_STORE = ("--pd", "1:2", "--kv-store-size", "1536MiB")
+_NO_STORE = ("--colocated", "2", "--no-kv-store")
+_SAMPLING = {"greedy": 0.0, "sampled": 0.8}
+_TTFT_PROMPT_TOKENS = 200
+_TABLE_WIDTH = 110
+_WARM_UP_TOKENS = 300
+_QUICK = {"runs": 1, "kills": 1, "contexts": [200, 2000], "pairs": 2}
+_NOTES = (
+    "pause.N: between the last token before the kill -9 of the engine that decodes and the first "
+    "one after it, at the client, with N - 64 to N + 63 tokens of context; pause_recompute.N: the "
+    "same stream, killed at the same token, on instances without a store",
+    "recovery_vs_recompute.N: pause over pause_recompute, kill by kill; the one without N is that "
+    "of 2,000 tokens",
+    "detection: from the kill until the front door lets the stream go on, on both servers; leg: "
+    "from sending it to the other instance until its first token, of which engine_wait until the "
+    "scheduler saw it, fetch all copies, compute the forward pass beside them",
+    "recomputed_tokens: of prompt and output, on the instance that goes on; a block has 128",
+    "decoded_blocks_fetched: fetched blocks that the prompt alone does not fill",
+    "first_token_sampled_ratio: median time to first token at temperature 0.8 without a seed over "
+    "that of greedy requests, each with a prompt of its own of 200 tokens, in turn, run by run",
+    "equal_fraction: of all killed streams, those with the tokens of the same request without one",
+    "float32, one thread an engine; the killed engine starts again 0.5 s later on the same cores",
+)
+
+
+class RecoveryOptions(NamedTuple):
+    """What to measure with."""
+
+    model: str
+    runs: int
+    kills: int
+    contexts: list[int]
+    decoded_tokens: int
+    pairs: int
+    seed: int
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and write the result after each run; the exit code."""
+    given = _parse(argv)
+    end_on_sigterm()
+    options = RecoveryOptions(**{name: getattr(given, name) for name in RecoveryOptions._fields})
+    with Progress(transient=True) as progress:
+        kills = options.runs * len(options.contexts) * options.kills
+        task = progress.add_task("starting two servers", total=1 + kills + options.runs)
+
+        def advance(what: str) -> None:
+            progress.update(task, advance=1, description=what)
+
+        record = asyncio.run(_measure(options, datetime.now(UTC), given.json, advance))
+    console = Console()
+    console = Console(width=max(console.width, _TABLE_WIDTH))
+    console.print(result.table(record))
+    for note in record.notes:
+        console.print(f"- {note}", markup=False)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m benchmarks recovery", description=__doc__)
+    add = parser.add_argument
+    add("--json", type=Path, help="write the result there, after each run")
+    add("--model", default=models.PACKAGED)
+    add("--runs", type=positive, default=5)
+    add("--kills", type=positive, default=2, help="at each context in a run, on both servers")
+    add("--contexts", type=positive, nargs="+", default=[200, 2000, 6000], metavar="TOKENS")
+    add("--decoded-tokens", type=positive, default=136, help="of the context, by the kill; average")
+    add("--pairs", type=positive, default=12, help="greedy and sampled first tokens in a run")
+    add("--seed", type=int, default=0)
+    add("--quick", action="store_true", help="one run, one kill, without the longest context")
+    given = parser.parse_args(list(argv))
+    if given.quick:
+        for name, value in _QUICK.items():
+            setattr(given, name, value)
+    longest = _CONTEXT_TOKENS - _BLOCK_TOKENS - _TAIL_TOKENS
+    if given.decoded_tokens <= _BLOCK_TOKENS // 2:
+        raise UserError(f"--decoded-tokens {given.decoded_tokens}: give more than half a block")
+    for context in given.contexts:
+        if not given.decoded_tokens < context <= longest:
+            raise UserError(
+                f"--contexts {context}: more than --decoded-tokens {given.decoded_tokens} and at "
+                f"most {longest}"
+            )
+    return given
+
+
+async def _measure(
+    options: RecoveryOptions,
+    started_at: datetime,
+    path: Path | None,
+    advance: Callable[[str], None],
+) -> result.Result:
+    draws, samples = random.Random(options.seed), RecoverySamples()
+    name = models.resolve(options.model, None, lambda line: print(line, flush=True)).served_name
+    with (
+        killed_server(options.model, name, *_STORE, *_SAME) as stored,
+        killed_server(options.model, name, *_NO_STORE, *_SAME) as plain,
+    ):
+        for one in (stored, plain):
+            await _first_tokens_s(one, _prompts(draws, 4, _WARM_UP_TOKENS), 0.0, at_once=4)
+        advance("warmed up")
+        for run in range(options.runs):
+            for kill in range(options.kills):
+                for context in options.contexts:
+                    plan = _plan(draws, f"recovery-{run}-{kill}-{context}", context, options)
+                    pair = await _kill_both(stored, plain, plan, stored_first=(run + kill) % 2 == 0)
+                    samples.pairs.setdefault(context, []).append(pair)
+                    advance(f"run {run + 1} of {options.runs}: {context} tokens of context")
+            await _sample_first_tokens(stored, draws, options.pairs, samples)
+            advance(f"run {run + 1} of {options.runs}: first tokens")
+            record = _result(options, started_at, run + 1, samples)
+            if path is not None:
+                result.write(record, path)
+    return record
+
+
+def _prompts(draws: random.Random, count: int, num_tokens: int) -> list[list[int]]:
+    return [draws.choices(range(_FIRST_TOKEN, _LAST_TOKEN), k=num_tokens) for _ in range(count)]
+
+
+def _plan(draws: random.Random, name: str, context: int, options: RecoveryOptions) -> KillPlan:
+    """A stream that dies anywhere in a block, half a block around ``context``."""
+    (prompt,) = _prompts(draws, 1, context - options.decoded_tokens)
+    at_token = options.decoded_tokens - _BLOCK_TOKENS // 2 + draws.randrange(_BLOCK_TOKENS)
+    return KillPlan(name, prompt, at_token, at_token + _TAIL_TOKENS)
+
+
+async def _kill_both(
+    stored: KilledServer, plain: KilledServer, plan: KillPlan, stored_first: bool
+) -> KilledPair:
+    found: dict[bool, Killed] = {}
+    for has_store in (stored_first, not stored_first):
+        found[has_store] = await (stored if has_store else plain).kill_under(plan)
+    expected = await stored.answer(plan)
+    streams = {
+        has_store: KilledStream(
+            len(plan.prompt), one.pause_s, one.token_ids == expected, one.traced
+        )
+        for has_store, one in found.items()
+    }
+    return KilledPair(streams[True], streams[False])
+
+
+async def _sample_first_tokens(
+    stored: KilledServer, draws: random.Random, pairs: int, samples: RecoverySamples
+) -> None:
+    found: dict[str, list[float]] = {name: [] for name in _SAMPLING}
+    for pair in range(pairs):
+        for name in sorted(_SAMPLING, reverse=bool(pair % 2)):
+            prompts = _prompts(draws, 1, _TTFT_PROMPT_TOKENS)
+            found[name] += await _first_tokens_s(stored, prompts, _SAMPLING[name])
+    for name, one in found.items():
+        samples.ttft_s.setdefault(name, []).append(one)
+
+
+async def _first_tokens_s(
+    where: KilledServer, prompts: list[list[int]], temperature: float, at_once: int = 1
+) -> list[float]:
+    calls = [
+        CompletionCall("first", prompt=prompt, max_tokens=4, temperature=temperature)
+        for prompt in prompts
+    ]
+    async with OpenAiClient(where.server.url, where.model) as client:
+        records = await closed_loop(client, calls, at_once)
+    failed = [record.error for record in records if record.error]
+    if failed:
+        raise UserError(f"a request failed: {failed[0]}")
+    return [record.ttft_s for record in records if record.ttft_s is not None]
+
+
+def _result(
+    options: RecoveryOptions, started_at: datetime, runs: int, samples: RecoverySamples
+) -> result.Result:
+    num_kills = runs * options.kills
+    slowest = (
+        f"{num_kills} kills a context on each server; "
+        + ("p99 is of these" if num_kills >= ENOUGH_FOR_P99 else "their maximum stands for a p99")
+        + f", {runs} runs"
+    )
+    return result.result(
+        "recovery",
+        seed=options.seed,
+        options={**options._asdict(), "runs": runs},
+        started_at=started_at,
+        figures={
+            name: result.figure(*sample)
+            for name, sample in figures_of(samples, _BLOCK_TOKENS).items()
+        },
+        notes=(*_NOTES, slowest),
+        raw={"pairs": {str(context): pairs for context, pairs in samples.pairs.items()}},
+    )
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,169 @@
+"""A stream whose decode instance is killed in the middle, on a server that starts it again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import psutil
+
+from banaserve.api.admin_client import AdminClient
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.servers import Server, banaserve_server
+from banaserve.errors import UserError
+from banaserve.run_dir import find_admin
+from benchmarks.recovery.figures import TracedRecovery, pause_s, read_trace
+
+_LOOK_S = 0.002
+_POLL_S = 0.25
+_BACK_TIMEOUT_S = 120.0
+_HEALTHY_S = 10.5
+"""After so long the pause before the next start, and the count of starts, begin anew."""
+
+
+class KillPlan(NamedTuple):
+    """A stream and when its instance dies.
+
+    Attributes:
+        at_token: The kill comes when the client has so many output tokens.
+        max_tokens: Of the output.
+    """
+
+    name: str
+    prompt: list[int]
+    at_token: int
+    max_tokens: int
+
+    def call(self, suffix: str) -> CompletionCall:
+        return CompletionCall(
+            self.name,
+            prompt=self.prompt,
+            max_tokens=self.max_tokens,
+            extra={"ignore_eos": True, "request_id": f"{self.name}-{suffix}"},
+        )
+
+
+class Killed(NamedTuple):
+    """A stream that went on after a kill."""
+
+    token_ids: list[int]
+    pause_s: float
+    traced: TracedRecovery
+
+
+@dataclass
+class KilledServer:
+    """A server whose engines are killed.
+
+    Attributes:
+        model: Its served name.
+        ready_s: When instances that were killed served again, on the machine's monotonic clock.
+    """
+
+    server: Server
+    admin: AdminClient
+    run_dir: Path
+    model: str
+    ready_s: dict[str, float] = field(default_factory=dict)
+
+    async def answer(self, plan: KillPlan) -> list[int]:
+        """Returns the tokens of the plan's request without a kill."""
+        async with OpenAiClient(self.server.url, self.model, return_token_ids=True) as client:
+            record = await client.send(plan.call("whole"))
+        return _checked(record).token_ids
+
+    async def kill_under(self, plan: KillPlan) -> Killed:
+        """Runs the plan; returns when the stream has ended and the instance serves again.
+
+        Raises:
+            UserError: The stream failed, or the instance did not come back.
+        """
+        await self._until_healthy()
+        async with OpenAiClient(self.server.url, self.model, return_token_ids=True) as client:
+            call = plan.call("killed")
+            record = RequestRecord(id=call.id, sent_at_s=client.clock.now())
+            stream = asyncio.create_task(client.send_into(call, record))
+            await _until_tokens(stream, record, plan.at_token // 2)
+            victim = await asyncio.to_thread(self._last_instance)
+            pid = engine_pid(self.run_dir, victim)
+            await _until_tokens(stream, record, plan.at_token)
+            killed_at_s = time.time()
+            os.kill(pid, signal.SIGKILL)
+            _checked(await stream)
+        trace = await asyncio.to_thread(self.admin.trace, f"{plan.name}-killed")
+        traced = read_trace(trace, killed_at_s - trace.summary.arrived_at_s)
+        await self._until_back(victim)
+        return Killed(record.token_ids, pause_s(record.token_at_s, traced.resumed_tokens), traced)
+
+    def _last_instance(self) -> str:
+        """The instance that decodes the last request."""
+        (last,) = self.admin.requests(last=1)
+        return last.instances[-1]
+
+    async def _until_healthy(self) -> None:
+        """An instance that dies soon after its start is started again later each time."""
+        last_s = max(self.ready_s.values(), default=-_HEALTHY_S)
+        await asyncio.sleep(max(0.0, last_s + _HEALTHY_S - time.monotonic()))
+
+    async def _until_back(self, instance: str) -> None:
+        until_s = time.monotonic() + _BACK_TIMEOUT_S
+        while time.monotonic() < until_s:
+            ready = await asyncio.to_thread(
+                self.server.metric, "banaserve_instance_ready", instance_id=instance
+            )
+            if ready:
+                self.ready_s[instance] = time.monotonic()
+                return
+            await asyncio.sleep(_POLL_S)
+        raise UserError(f"{instance} did not come back in {_BACK_TIMEOUT_S:.0f} s after its kill")
+
+
+@contextlib.contextmanager
+def killed_server(model: str, served_name: str, *options: str) -> Iterator[KilledServer]:
+    """``banaserve serve`` with ``options``, whose engines are to be killed."""
+    with TemporaryDirectory(prefix="bench-") as folder:
+        run_dir = Path(folder) / "run"
+        with banaserve_server(model, *options, "--run-dir", str(run_dir)) as server:
+            yield KilledServer(server, AdminClient(*find_admin(run_dir)), run_dir, served_name)
+
+
+def engine_pid(run_dir: Path, instance: str) -> int:
+    """Returns the engine's process: the oldest that writes the instance's log.
+
+    Raises:
+        UserError: There is none.
+    """
+    log = run_dir / f"{instance}.log"
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):
+            if Path(os.readlink(f"/proc/{process.pid}/fd/1")) == log:
+                return process.pid
+    raise UserError(f"no process writes {log}")
+
+
+async def _until_tokens(
+    stream: asyncio.Task[RequestRecord], record: RequestRecord, count: int
+) -> None:
+    """Return when the client has ``count`` tokens.
+
+    Raises:
+        UserError: The stream has ended before.
+    """
+    while len(record.token_at_s) < count:
+        if stream.done():
+            raise UserError(f"a stream ended before the kill: {record.error or 'no more tokens'}")
+        await asyncio.sleep(_LOOK_S)
+
+
+def _checked(record: RequestRecord) -> RequestRecord:
+    if record.error:
+        raise UserError(f"a request failed: {record.error}")
+    return record
