@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,36 +13,14 @@ import pytest
 from banaserve import processes
 from banaserve.processes import in_daemon_thread
 from forked import Forked
-
-
-def _shows_life() -> int:
-    """Until its standard input ends."""
-    processes.show_life()
-    return _obeys()
-
-
-def _loses_a_thread() -> int:
-    """One of the threads that show its life ends at the first line, the process at the next."""
-    until = threading.Event()
-    thread = threading.Thread(target=processes._live, args=(until,))
-    thread.start()
-    _obeys()
-    until.set()
-    thread.join()
-    return _obeys()
-
-
-def _obeys() -> int:
-    print("ready", flush=True)
-    sys.stdin.readline()
-    return 0
+from lives import loses_a_thread, obeys, shows_life
 
 
 @contextmanager
 def _running(target: Callable[[], int]) -> Iterator[Forked]:
     with Forked(target, pipes=True) as process:
         assert process.stdout is not None
-        process.stdout.readline()
+        assert process.stdout.readline() == "ready\n"
         yield process
 
 
@@ -54,7 +31,7 @@ def _needs_descriptors_of_threads() -> None:
         pytest.skip(f"this Linux has no descriptors of threads: {error}")
 
 
-@pytest.mark.parametrize("target", [_shows_life, _obeys])
+@pytest.mark.parametrize("target", [shows_life, obeys])
 async def test_a_death_is_noticed_whether_life_is_shown_or_not(target: Callable[[], int]) -> None:
     with _running(target) as process:
         dying = asyncio.create_task(processes.wait_dying(process.pid))
@@ -68,7 +45,7 @@ async def test_a_death_is_noticed_whether_life_is_shown_or_not(target: Callable[
 
 async def test_a_process_dies_before_it_has_ended() -> None:
     _needs_descriptors_of_threads()
-    with _running(_loses_a_thread) as process:
+    with _running(loses_a_thread) as process:
         dying = asyncio.create_task(processes.wait_dying(process.pid))
         ended = asyncio.create_task(processes.wait_ended(process.pid))
         await asyncio.sleep(0)
@@ -82,7 +59,7 @@ async def test_a_process_dies_before_it_has_ended() -> None:
 
 
 async def test_nobody_is_waited_for_who_is_not_there() -> None:
-    with _running(_obeys) as process:
+    with _running(obeys) as process:
         process.kill()
         process.wait(30)
     await asyncio.wait_for(processes.wait_dying(process.pid), 30.0)

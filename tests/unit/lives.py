@@ -1,0 +1,35 @@
+"""What processes do whose deaths ``test_processes`` watches: each says that it is ready, then obeys.
+
+In a module of its own: a forked process imports it by name, which it cannot do with a test file.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+from banaserve import processes
+
+
+def shows_life() -> int:
+    """Until its standard input ends."""
+    processes.show_life()
+    return obeys()
+
+
+def loses_a_thread() -> int:
+    """One of the threads that show its life ends at the first line, the process at the next."""
+    until = threading.Event()
+    thread = threading.Thread(target=processes._live, args=(until,))
+    thread.start()
+    obeys()
+    until.set()
+    thread.join()
+    return obeys()
+
+
+def obeys() -> int:
+    """One line of its standard input."""
+    print("ready", flush=True)
+    sys.stdin.readline()
+    return 0
