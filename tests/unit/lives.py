@@ -1,4 +1,4 @@
-"""What processes do whose deaths ``test_processes`` watches: each says that it is ready, then obeys.
+"""What processes do whose deaths ``test_processes`` watches: each says it is ready, then obeys.
 
 In a module of its own: a forked process imports it by name, which it cannot do with a test file.
 """
