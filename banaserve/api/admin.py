@@ -13,14 +13,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from banaserve.api.admin_answers import PREFIX, Endpoint, answer, not_found, refusing, wait_s_of
+from banaserve.api.admin_answers import PREFIX, Endpoint, answer, refusing
 from banaserve.api.admin_control import Control, control_routes
+from banaserve.api.admin_operations import operation_routes
 from banaserve.api.admin_traces import Traces, trace_routes
 from banaserve.api.errors import error_response
 from banaserve.api.limits import BodyLimit
 from banaserve.api.old_names import renamed, with_old_names
 from banaserve.engine.vllm.migration.api import (
-    Migration,
     MigrationRequest,
     OverlapRequest,
     ShareRequest,
@@ -30,6 +30,7 @@ from banaserve.engine.vllm.migration.controller.guest_sharing import share
 from banaserve.engine.vllm.migration.controller.status import placement_of
 
 _MAX_BODY_BYTES = 1 << 20
+_migrations: msgspec.json.Decoder[MigrationRequest] = msgspec.json.Decoder(MigrationRequest)
 
 
 class AdminDoor:
@@ -76,10 +77,7 @@ def admin_app(
     """The endpoints without the key; those of the orchestrator and of traces where there are."""
     routes = [
         Route(f"{PREFIX}/placement", _placement(coordinator)),
-        Route(f"{PREFIX}/migrations", _list(coordinator), methods=["GET"]),
-        Route(f"{PREFIX}/migrations", _begin(coordinator), methods=["POST"]),
-        Route(f"{PREFIX}/migrations/{{id}}", _show(coordinator), methods=["GET"]),
-        Route(f"{PREFIX}/migrations/{{id}}", _abort(coordinator), methods=["DELETE"]),
+        *operation_routes("migrations", "migration", coordinator, _migrations, coordinator.begin),
         Route(f"{PREFIX}/overlap", _overlap(coordinator), methods=["POST"]),
         Route(f"{PREFIX}/share", _share(coordinator), methods=["POST"]),
     ]
@@ -98,50 +96,6 @@ def _placement(coordinator: Coordinator) -> Endpoint:
     return placement
 
 
-def _list(coordinator: Coordinator) -> Endpoint:
-    @refusing
-    async def migrations(_: Request) -> Response:
-        return answer(coordinator.recent())
-
-    return migrations
-
-
-def _begin(coordinator: Coordinator) -> Endpoint:
-    @refusing
-    async def begin(request: Request) -> Response:
-        ask = msgspec.json.decode(await request.body(), type=MigrationRequest)
-        return answer(await coordinator.begin(ask), HTTPStatus.ACCEPTED)
-
-    return begin
-
-
-def _show(coordinator: Coordinator) -> Endpoint:
-    """``?wait_s=5`` answers when the migration has ended, after five seconds at the latest."""
-
-    @refusing
-    async def show(request: Request) -> Response:
-        migration = _known(coordinator, request)
-        if migration is None:
-            return not_found("migration", request)
-        wait_s = wait_s_of(request)
-        if wait_s and migration.is_open:
-            await coordinator.wait(migration.id, wait_s)
-        return answer(migration)
-
-    return show
-
-
-def _abort(coordinator: Coordinator) -> Endpoint:
-    @refusing
-    async def abort(request: Request) -> Response:
-        migration = _known(coordinator, request)
-        if migration is None:
-            return not_found("migration", request)
-        return answer(coordinator.abort(migration.id), HTTPStatus.ACCEPTED)
-
-    return abort
-
-
 def _overlap(coordinator: Coordinator) -> Endpoint:
     @refusing
     async def overlap(request: Request) -> Response:
@@ -158,10 +112,6 @@ def _share(coordinator: Coordinator) -> Endpoint:
         return answer(await share(coordinator, ask))
 
     return bound
-
-
-def _known(coordinator: Coordinator, request: Request) -> Migration | None:
-    return coordinator.get(request.path_params["id"])
 
 
 def _is_admin(scope: Scope) -> bool:

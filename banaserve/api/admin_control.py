@@ -16,13 +16,14 @@ from banaserve.api.admin_answers import (
     Endpoint,
     answer,
     last_of,
-    not_found,
     refusing,
     wait_s_of,
 )
+from banaserve.api.admin_operations import operation_routes
 from banaserve.api.status import status_of
 from banaserve.controller.loop import Controller
 from banaserve.controller.schemas import PauseRequest, RoleRequest, ScaleRequest
+from banaserve.engine.interface import RoleChange, Scaling
 from banaserve.engine.vllm.drain import Drains
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration_executor import MoveExecutor
@@ -46,6 +47,15 @@ class Control:
     routing: NamedPolicy
     restarts: RollingRestarts
 
+    async def begin_role(self, ask: RoleRequest) -> RoleChange:
+        return self.roles.begin(
+            ask.instance, ask.role, ask.timeout_s, step_tokens=ask.max_num_batched_tokens
+        )
+
+    async def begin_scaling(self, ask: ScaleRequest) -> Scaling:
+        wanted = InstanceCounts(ask.prefill, ask.decode, ask.colocated, ask.instances)
+        return self.scaler.begin(wanted, ask.timeout_s)
+
 
 def control_routes(control: Control, coordinator: Coordinator) -> list[Route]:
     return [
@@ -53,21 +63,30 @@ def control_routes(control: Control, coordinator: Coordinator) -> list[Route]:
         Route(f"{PREFIX}/decisions", _decisions(control)),
         Route(f"{PREFIX}/orchestrator", _controller(control), methods=["GET"]),
         Route(f"{PREFIX}/orchestrator", _pause(control), methods=["POST"]),
-        Route(f"{PREFIX}/roles", _role_list(control), methods=["GET"]),
-        Route(f"{PREFIX}/roles", _role_begin(control), methods=["POST"]),
-        Route(f"{PREFIX}/roles/{{id}}", _role_show(control), methods=["GET"]),
-        Route(f"{PREFIX}/roles/{{id}}", _role_abort(control), methods=["DELETE"]),
         Route(f"{PREFIX}/drains/{{id}}", _drain_begin(control), methods=["POST"]),
         Route(f"{PREFIX}/drains/{{id}}", _drain_show(control), methods=["GET"]),
         Route(f"{PREFIX}/drains/{{id}}", _drain_release(control), methods=["DELETE"]),
-        Route(f"{PREFIX}/scalings", _scaling_list(control), methods=["GET"]),
-        Route(f"{PREFIX}/scalings", _scaling_begin(control), methods=["POST"]),
-        Route(f"{PREFIX}/scalings/{{id}}", _scaling_show(control), methods=["GET"]),
-        Route(f"{PREFIX}/scalings/{{id}}", _scaling_abort(control), methods=["DELETE"]),
-        Route(f"{PREFIX}/restarts", _restart_list(control), methods=["GET"]),
-        Route(f"{PREFIX}/restarts", _restart_begin(control), methods=["POST"]),
-        Route(f"{PREFIX}/restarts/{{id}}", _restart_show(control), methods=["GET"]),
-        Route(f"{PREFIX}/restarts/{{id}}", _restart_abort(control), methods=["DELETE"]),
+        *operation_routes(
+            "roles",
+            "role switch",
+            control.roles,
+            msgspec.json.Decoder(RoleRequest),
+            control.begin_role,
+        ),
+        *operation_routes(
+            "scalings",
+            "scaling",
+            control.scaler,
+            msgspec.json.Decoder(ScaleRequest),
+            control.begin_scaling,
+        ),
+        *operation_routes(
+            "restarts",
+            "restart",
+            control.restarts,
+            msgspec.json.Decoder(RestartRequest),
+            control.restarts.begin,
+        ),
     ]
 
 
@@ -117,53 +136,6 @@ def _pause(control: Control) -> Endpoint:
     return pause
 
 
-def _role_list(control: Control) -> Endpoint:
-    @refusing
-    async def roles(_: Request) -> Response:
-        return answer(control.roles.recent())
-
-    return roles
-
-
-def _role_begin(control: Control) -> Endpoint:
-    @refusing
-    async def begin(request: Request) -> Response:
-        ask = msgspec.json.decode(await request.body(), type=RoleRequest)
-        change = control.roles.begin(
-            ask.instance, ask.role, ask.timeout_s, step_tokens=ask.max_num_batched_tokens
-        )
-        return answer(change, HTTPStatus.ACCEPTED)
-
-    return begin
-
-
-def _role_show(control: Control) -> Endpoint:
-    """``?wait_s=5`` answers when it has ended, after five seconds at the latest."""
-
-    @refusing
-    async def show(request: Request) -> Response:
-        change = control.roles.get(request.path_params["id"])
-        if change is None:
-            return not_found("role switch", request)
-        wait_s = wait_s_of(request)
-        if wait_s and change.is_open:
-            await control.roles.wait(change.id, wait_s)
-        return answer(change)
-
-    return show
-
-
-def _role_abort(control: Control) -> Endpoint:
-    @refusing
-    async def abort(request: Request) -> Response:
-        change = control.roles.get(request.path_params["id"])
-        if change is None:
-            return not_found("role switch", request)
-        return answer(control.roles.abort(change.id), HTTPStatus.ACCEPTED)
-
-    return abort
-
-
 def _drain_begin(control: Control) -> Endpoint:
     @refusing
     async def begin(request: Request) -> Response:
@@ -188,89 +160,3 @@ def _drain_release(control: Control) -> Endpoint:
         return answer(control.drains.release(request.path_params["id"]))
 
     return release
-
-
-def _scaling_list(control: Control) -> Endpoint:
-    @refusing
-    async def scalings(_: Request) -> Response:
-        return answer(control.scaler.recent())
-
-    return scalings
-
-
-def _scaling_begin(control: Control) -> Endpoint:
-    @refusing
-    async def begin(request: Request) -> Response:
-        ask = msgspec.json.decode(await request.body(), type=ScaleRequest)
-        wanted = InstanceCounts(ask.prefill, ask.decode, ask.colocated, ask.instances)
-        return answer(control.scaler.begin(wanted, ask.timeout_s), HTTPStatus.ACCEPTED)
-
-    return begin
-
-
-def _scaling_show(control: Control) -> Endpoint:
-    """``?wait_s=5`` answers when it has ended, after five seconds at the latest."""
-
-    @refusing
-    async def show(request: Request) -> Response:
-        scaling = control.scaler.get(request.path_params["id"])
-        if scaling is None:
-            return not_found("scaling", request)
-        return answer(await control.scaler.wait(scaling.id, wait_s_of(request)))
-
-    return show
-
-
-def _scaling_abort(control: Control) -> Endpoint:
-    @refusing
-    async def abort(request: Request) -> Response:
-        scaling = control.scaler.get(request.path_params["id"])
-        if scaling is None:
-            return not_found("scaling", request)
-        return answer(control.scaler.abort(scaling.id), HTTPStatus.ACCEPTED)
-
-    return abort
-
-
-def _restart_list(control: Control) -> Endpoint:
-    @refusing
-    async def restarts(_: Request) -> Response:
-        return answer(control.restarts.recent())
-
-    return restarts
-
-
-def _restart_begin(control: Control) -> Endpoint:
-    @refusing
-    async def begin(request: Request) -> Response:
-        ask = msgspec.json.decode(await request.body(), type=RestartRequest)
-        return answer(await control.restarts.begin(ask), HTTPStatus.ACCEPTED)
-
-    return begin
-
-
-def _restart_show(control: Control) -> Endpoint:
-    """``?wait_s=5`` answers when it has ended, after five seconds at the latest."""
-
-    @refusing
-    async def show(request: Request) -> Response:
-        restart = control.restarts.get(request.path_params["id"])
-        if restart is None:
-            return not_found("restart", request)
-        wait_s = wait_s_of(request)
-        if wait_s and restart.is_open:
-            await control.restarts.wait(restart.id, wait_s)
-        return answer(restart)
-
-    return show
-
-
-def _restart_abort(control: Control) -> Endpoint:
-    @refusing
-    async def abort(request: Request) -> Response:
-        restart = control.restarts.get(request.path_params["id"])
-        if restart is None:
-            return not_found("restart", request)
-        return answer(control.restarts.abort(restart.id), HTTPStatus.ACCEPTED)
-
-    return abort

@@ -1,0 +1,94 @@
+"""Endpoints of operations that take a while: POST begins one, GET shows it, DELETE aborts it.
+
+Migrations, role switches, scalings and rolling restarts all have these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPStatus
+from typing import Protocol, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from banaserve.api.admin_answers import PREFIX, answer, not_found, refusing, wait_s_of
+
+A = TypeVar("A")
+
+
+class Operation(Protocol):
+    """One that was begun."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def is_open(self) -> bool: ...
+
+
+class Operations(Protocol):
+    """All of one kind."""
+
+    def recent(self) -> Sequence[Operation]: ...
+
+    def get(self, operation_id: str, /) -> Operation | None: ...
+
+    def abort(self, operation_id: str, /) -> Operation: ...
+
+    async def wait(self, operation_id: str, timeout_s: float, /) -> Operation: ...
+
+
+def operation_routes(
+    plural: str,
+    noun: str,
+    operations: Operations,
+    decoder: msgspec.json.Decoder[A],
+    begin: Callable[[A], Awaitable[Operation]],
+) -> list[Route]:
+    """``GET`` and ``POST /admin/PLURAL``, ``GET`` and ``DELETE /admin/PLURAL/ID``.
+
+    ``GET /admin/PLURAL/ID?wait_s=5`` answers when the operation has ended, after five seconds at
+    the latest.
+
+    Args:
+        noun: For a refusal that there is none.
+        decoder: Of the body of a POST.
+        begin: Raises ``MigrationError`` where it refuses.
+    """
+
+    @refusing
+    async def list_recent(_: Request) -> Response:
+        return answer(operations.recent())
+
+    @refusing
+    async def begin_one(request: Request) -> Response:
+        ask = decoder.decode(await request.body())
+        return answer(await begin(ask), HTTPStatus.ACCEPTED)
+
+    @refusing
+    async def show(request: Request) -> Response:
+        found = operations.get(request.path_params["id"])
+        if found is None:
+            return not_found(noun, request)
+        wait_s = wait_s_of(request)
+        if wait_s and found.is_open:
+            found = await operations.wait(found.id, wait_s)
+        return answer(found)
+
+    @refusing
+    async def abort(request: Request) -> Response:
+        found = operations.get(request.path_params["id"])
+        if found is None:
+            return not_found(noun, request)
+        return answer(operations.abort(found.id), HTTPStatus.ACCEPTED)
+
+    everything, one = f"{PREFIX}/{plural}", f"{PREFIX}/{plural}/{{id}}"
+    return [
+        Route(everything, list_recent, methods=["GET"]),
+        Route(everything, begin_one, methods=["POST"]),
+        Route(one, show, methods=["GET"]),
+        Route(one, abort, methods=["DELETE"]),
+    ]
