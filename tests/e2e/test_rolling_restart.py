@@ -7,7 +7,6 @@ what is compared of them are those of ``test_survival.py``.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import os
@@ -35,7 +34,7 @@ from banaserve.engine.vllm.restart.api import RestartRequest, RollingRestart
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
 from fork_server import ForkServer
-from observing import writer
+from observing import writer, writers
 from reference import reference_tokens, tokenizer
 from server_run import Run
 from streams import Answer, Kind, asked, asked_all, connected, differences
@@ -460,13 +459,15 @@ def test_an_engine_that_is_killed_while_it_starts(
 ) -> None:
     """The same one is started again; with other weights those that were replaced go back."""
     old = asyncio.run(asked_all(pairs, kinds))
+    before = set(writers(pairs.run_dir))
     killed: list[int] = []
 
     def kill(found: RollingRestart) -> None:
         starting = [one.instance for one in found.engines if one.state == "starting"]
         if starting == [victim] and not killed:
-            with contextlib.suppress(AssertionError):  # the old one has gone, the new one comes
-                pid = writer(pairs.run_dir, victim)
+            # The one before may be there still, or nobody.
+            new = [one for one in writers(pairs.run_dir) if one not in before]
+            for pid in [pid for log, pid in new if log == f"{victim}.log"][:1]:
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
 

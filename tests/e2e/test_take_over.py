@@ -32,6 +32,8 @@ OPTIONS = (
 )
 NUM_STREAMS = 4
 STREAM_TOKENS = 300
+FRESH = 20
+"""The client that opens a connection for each request."""
 TOOK_OVER = "took the front door over from process"
 
 
@@ -92,7 +94,7 @@ class Clients:
         async with asyncio.TaskGroup() as group, connected(server) as kept:
             clients = [group.create_task(self._ask(kept, i)) for i in range(NUM_STREAMS)]
             clients += [group.create_task(self._ask(kept, 10 + i, short=True)) for i in range(2)]
-            clients.append(group.create_task(self._ask(None, 20, short=True)))
+            clients.append(group.create_task(self._ask(None, FRESH, short=True)))
             await asyncio.gather(*clients)
 
     async def _ask(self, kept: httpx.AsyncClient | None, client: int, short: bool = False) -> None:
@@ -184,7 +186,6 @@ def test_one_that_cannot_serve_or_dies_leaves_the_old_one_as_it_was(
     assert serves(old)
 
 
-@pytest.mark.long  # it has not been seen to pass beside other work yet
 def test_no_client_notices_that_the_server_is_replaced(
     claim: Callable[..., Run], old: Run, disk: Path
 ) -> None:
@@ -223,8 +224,11 @@ def test_no_client_notices_that_the_server_is_replaced(
     ids = " ".join(one.id for one in requests(new))
     by_new = {one.name for one in clients.answers if one.name in ids}
     late = {one.name for one in clients.answers if one.sent_s > took_over_s}
-    assert late <= by_new
-    assert {one.name for one in streams} & late
+    # A connection on which an answer was under way may bring the old server one more request.
+    strays = late - by_new
+    assert not [name for name in strays if name.startswith(f"client{FRESH}-")]
+    assert len({name.split("-")[0] for name in strays}) == len(strays)
+    assert {one.name for one in streams} & late & by_new
     kept_by_old = [s for s in streams if s.name not in by_new and s.ended_s > took_over_s]
     assert kept_by_old, "no stream was under way when the server was replaced"
 
