@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from banaserve.errors import StoreUnavailableError
+from banaserve.fail_points import FailPoint, reach
 from banaserve.kvstore import wire
 from banaserve.kvstore.channel import FIRST_RETRY_S, StoreLink
 from banaserve.kvstore.fingerprint import Fingerprint
@@ -131,6 +132,7 @@ class StoreClient:
         _check_keys(acquire)
         _check_keys([key for pair in reserve for key in pair if key is not None])
         _check_terms(tenant, compute_block_s)
+        reach(FailPoint.CLIENT_BEFORE_EXCHANGE)
         with self._lock:
             reply = self._link.call(
                 lambda seq: wire.ExchangeSlots(
@@ -186,6 +188,7 @@ class StoreClient:
         generation = slots[0].generation
         if any(slot.generation != generation for slot in slots):
             raise ValueError("slots of several generations in one commit")
+        reach(FailPoint.CLIENT_BEFORE_COMMIT)
         with self._lock:
             reply = self._link.call(
                 lambda seq: wire.Commit(seq, generation, serials, part), wire.Committed
@@ -193,7 +196,8 @@ class StoreClient:
             if reply is None:
                 self._link.tell(wire.Abandon(generation, serials, part))
                 return False
-            return reply.all_accepted
+        reach(FailPoint.CLIENT_AFTER_COMMIT)
+        return reply.all_accepted
 
     def abandon(self, slots: Sequence[Slot], part: int | None = None) -> None:
         """Give reserved slots back without commit, without waiting for the store.

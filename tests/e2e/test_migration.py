@@ -1,9 +1,8 @@
 """Layers, heads and older blocks move between instances under load, and no token changes.
 
-Greedy, float32, SmolLM2, the store on; what has moved away is poisoned with NaN at its source.
-Then guests, hosts and targets die or stand still: every stream ends with right tokens (greedy
-streams go on after a loss), everything is at home again or goes on working, and no guest, lease or
-request is left.
+Greedy, float32, a small model of random weights, the store on; what has moved away is poisoned with
+NaN at its source. Then guests, hosts and targets die or stand still: every stream ends with
+right tokens, everything is at home again or goes on working, no guest, lease or request is left.
 
 One server for all of it. ``BANASERVE_MIGRATION_MOVES=100`` and ``BANASERVE_MIGRATION_STREAMS=16``
 make it as long as it should be before a release.

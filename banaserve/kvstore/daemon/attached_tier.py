@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from banaserve.errors import UserError
+from banaserve.fail_points import FailPoint, reach
 from banaserve.kvstore.daemon.promotion import TierSpeed
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.records import IndexEntry
@@ -146,14 +147,24 @@ class AttachedTier:
         tier = self._tier
         if tier is None:
             return None
-        return self._guarded(lambda: tier.submit_load(key, target), None)
+
+        def submit() -> int | None:
+            reach(FailPoint.SSD_READ)
+            return tier.submit_load(key, target)
+
+        return self._guarded(submit, None)
 
     def submit_store(self, block: BlockName, source: BlockBytes) -> int | None:
         """As the tier's."""
         tier = self._tier
         if tier is None:
             return None
-        return self._guarded(lambda: tier.submit_store(block, source), None)
+
+        def submit() -> int | None:
+            reach(FailPoint.SSD_WRITE)
+            return tier.submit_store(block, source)
+
+        return self._guarded(submit, None)
 
     def poll(self) -> list[Completion]:
         """As the tier's."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from banaserve.errors import ProtocolError
+from banaserve.fail_points import FailPoint, reach
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.attached_tier import attach
 from banaserve.kvstore.daemon.listener import Connection, StoreListener, make_way
@@ -224,6 +225,7 @@ class StoreServer:
                 case _:
                     reply = self._service.answer(connection.id, request)
                     if reply is not None:
+                        reach(FailPoint.STORE_BEFORE_REPLY)
                         connection.send(reply)
 
     def _greet(self, connection: Connection, hello: wire.ClientHello) -> None:

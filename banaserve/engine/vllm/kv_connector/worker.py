@@ -28,6 +28,7 @@ from banaserve.engine.vllm.kv_connector.metadata import (
     StepResult,
 )
 from banaserve.engine.vllm.kv_connector.tracer import Moment, Tracer
+from banaserve.fail_points import FailPoint, reach
 from banaserve.kvstore.client import StoreClient
 
 logger = logging.getLogger(__name__)
@@ -294,6 +295,7 @@ class StoreConnectorWorker:
         copies = source.copies
         blocks, slots = [c.block_id for c in copies], [c.slot.index for c in copies]
         self.trace.stamp(layer, Moment.LOAD)
+        reach(FailPoint.CONNECTOR_LOAD)
         copy = self._copier.load(layer, source.view, blocks, slots, after)
         self.trace.stamp(layer, Moment.LOADED)
         self.stats.add(loaded_bytes=len(copies) * self._page_bytes)
@@ -309,6 +311,7 @@ class StoreConnectorWorker:
             return None
         blocks, slots = [c.block_id for c in same], [c.slot.index for c in same]
         self.trace.stamp(layer, Moment.SAVE)
+        reach(FailPoint.CONNECTOR_SAVE)
         copy = self._copier.save(layer, view, blocks, slots, after)
         self.trace.stamp(layer, Moment.SAVED)
         self.stats.add(saved_bytes=len(same) * self._page_bytes)

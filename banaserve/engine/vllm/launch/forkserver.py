@@ -23,6 +23,7 @@ from banaserve.engine.vllm.launch.engine_main import (
     run_engine_core,
     run_guest,
 )
+from banaserve.fail_points import FailPoint, reach
 
 _PRE_IMPORTED = (
     *PRE_IMPORTED,
@@ -112,6 +113,7 @@ class _EngineParent:
         order = messages.receive(self._control)
         if order is None:
             return False
+        reach(FailPoint.LAUNCHER_ORDER)
         if isinstance(order, messages.StartEngine):
             pid = self._fork(order)
             self._pids.add(pid)
@@ -135,6 +137,7 @@ class _EngineParent:
         for inherited in (self._control, self._wake_read, self._wake_write):
             inherited.close()
         redirect_output(order.log_path)
+        reach(FailPoint.ENGINE_START)
         config = (
             engine_config(parse_vllm_argv(list(order.vllm_argv)))
             if order.vllm_argv

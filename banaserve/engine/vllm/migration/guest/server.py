@@ -21,6 +21,7 @@ from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle
 from banaserve.engine.vllm.migration.units.guest_unit import GuestServices, GuestUnit
 from banaserve.engine.vllm.migration.units.registry import GuestUnits, decode_request
 from banaserve.errors import MigrationError, ProtocolError
+from banaserve.fail_points import FailPoint, reach
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
 from banaserve.transport.interface import Channel, Message, Transport
 
@@ -93,6 +94,7 @@ class GuestServer:
             case messages.Build():
                 return self._build(request, message.epoch), TensorBundle()
             case messages.Activate():
+                reach(FailPoint.GUEST_ACTIVATE)
                 self._unit(request.unit_id).activate(request.epoch)
                 self._channel.min_epoch = max(self._channel.min_epoch, request.epoch)
             case messages.ReleaseUnit():
@@ -120,6 +122,7 @@ class GuestServer:
                 "this guest serves and would stand still while it loads layers: start another"
             )
         began_s = time.perf_counter()
+        reach(FailPoint.GUEST_BUILD)
         adopt_kv_layout(self._config, request.kv.layout, request.kv.block_size_tokens)
 
         def make() -> GuestUnit:
@@ -147,6 +150,7 @@ class GuestServer:
         unit = self._unit(request.unit_id, request.epoch)
         if not isinstance(request, unit.serves):
             raise ProtocolError(f"{request.unit_id} cannot run {type(request).__name__}")
+        reach(FailPoint.GUEST_RUN)
         outputs, bundle = unit.serve(request, message.tensors, self._services)
         self._num_runs += 1
         return outputs, bundle

@@ -31,6 +31,7 @@ from banaserve.engine.vllm.migration.units.registry import HostUnits
 from banaserve.engine.vllm.migration.worker_api import GuestLinkStatus, LinkState
 from banaserve.engine.vllm.migration_settings import MigrationSettings
 from banaserve.errors import BanaServeError, GuestLostError, MigrationError
+from banaserve.fail_points import FailPoint, reach
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import Channel
 
@@ -174,12 +175,14 @@ class MigrationHost:
     def _begin(self, move_id: str, unit: HostUnit, target: GuestClient | None) -> Move:
         move = Move(move_id, unit, target)
         self.moves.add(move)
+        reach(FailPoint.MOVE_PREPARE)
         move.prepare(self._builder, self.step_context.dirty_blocks)
         return move
 
     def precopy(self, move_id: str) -> Move:
         """Begin to copy what has been written, or what has been since."""
         move = self.moves.get(move_id)
+        reach(FailPoint.MOVE_PRECOPY)
         move.precopy(self.step_context.dirty_blocks)
         return move
 
@@ -205,6 +208,7 @@ class MigrationHost:
         if move.source is None:
             move.unit.left_home(self.step_context.dirty_blocks)
         activated_s = time.perf_counter()
+        reach(FailPoint.MOVE_COMMIT)
         self.placement.put(move.unit, move.new_residence)
         move.enter(MovePhase.COMMITTED)
         self._time_hook.committed()
@@ -238,6 +242,7 @@ class MigrationHost:
             raise MigrationError(f"{move.unit.unit_id} has moved since {move_id}")
 
         def work() -> None:
+            reach(FailPoint.MOVE_FREE)
             if move.source is not None:
                 move.source.leave()
                 return

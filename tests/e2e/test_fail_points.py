@@ -1,0 +1,203 @@
+"""Processes fail at chosen points, two in one run: no answer is lost, doubled or changed.
+
+Under streams an engine dies and comes back, layers go and come home, and the store is emptied of
+what it holds in memory, so that every point is come by. Random weights, float32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from banaserve.api.admin_client import AdminClient
+from banaserve.engine.vllm.migration.api import MoveLayers, Return
+from banaserve.errors import UserError
+from banaserve.fail_points import VARIABLE, FailPoint
+from banaserve.run_dir import find_admin
+from observing import until, writer
+from server_run import Run
+from streams import Answer, Kind, asked, back, connected
+
+pytestmark = pytest.mark.e2e
+
+NUM_STREAMS = 4
+OUTPUT_TOKENS = 32
+PROMPT_TOKENS = 200
+INSTANCES = ("p0", "d0", "d1")
+LAYERS = MoveLayers("d0", "p0", (4, 12))
+
+MOST_ROUNDS = 4
+
+IN_MOVES = [
+    *(FailPoint.MOVE_PREPARE, FailPoint.MOVE_PRECOPY, FailPoint.MOVE_COMMIT),
+    *(FailPoint.GUEST_BUILD, FailPoint.GUEST_RUN, FailPoint.GUEST_ACTIVATE),
+]
+
+
+def pairs() -> list[object]:
+    """Every two points; those in which each point is once, or twice, belong to every run."""
+    others = [point for point in FailPoint if point not in IN_MOVES]
+    left = others[len(IN_MOVES) :] + others[: len(others) % 2]
+    usual = [*zip(IN_MOVES, others, strict=False), *zip(left[::2], left[1::2], strict=False)]
+    unusual = [
+        pair
+        for pair in itertools.combinations(FailPoint, 2)
+        if pair not in usual and pair[::-1] not in usual
+    ]
+    return [
+        *(pytest.param(*pair, id="-".join(pair)) for pair in usual),
+        *(pytest.param(*pair, id="-".join(pair), marks=pytest.mark.long) for pair in unusual),
+    ]
+
+
+@pytest.fixture(scope="module")
+def points(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("points")
+
+
+@pytest.fixture(scope="module")
+def server(
+    serve: Callable[..., Run], points: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Run]:
+    disk = tmp_path_factory.mktemp("disk")
+    run = serve(
+        *("--pd", "1:2", "--dtype", "float32", "--max-model-len", "2048", "--migration-poison"),
+        *("--kv-store-ssd", str(disk), "--kv-store-ssd-size", "1GiB"),
+        env={VARIABLE: str(points)},
+    )
+    yield run
+    assert run.end() == 0
+
+
+@dataclass
+class Load:
+    """Streams that are asked one after the other, each with a prompt of its own."""
+
+    name: str
+    answers: list[tuple[Kind, Answer]] = field(default_factory=list)
+
+    def kind(self, number: int) -> Kind:
+        draws = random.Random(f"{self.name}-{number}")
+        body = {
+            "prompt": draws.choices(range(100, 40_000), k=PROMPT_TOKENS),
+            "ignore_eos": True,
+            "max_tokens": OUTPUT_TOKENS,
+            "stream": True,
+            "return_token_ids": True,
+            **({"temperature": 0.9, "seed": number} if number % 2 else {"temperature": 0.0}),
+        }
+        return Kind("/v1/completions", {"model": "smollm2-135m", **body})
+
+    def comes_to(self, count: int) -> None:
+        """Return when so many have been answered."""
+        until(lambda: len(self.answers) >= count, f"{count} answers")
+
+    @contextlib.asynccontextmanager
+    async def running(self, server: Run) -> AsyncIterator[None]:
+        stop, numbers = asyncio.Event(), itertools.count()
+
+        async def stream(client: httpx.AsyncClient) -> None:
+            while not stop.is_set():
+                kind = self.kind(next(numbers))
+                self.answers.append((kind, await asked(client, kind)))
+
+        async with connected(server) as client:
+            streams = [asyncio.create_task(stream(client)) for _ in range(NUM_STREAMS)]
+            try:
+                yield
+                stop.set()
+                await asyncio.gather(*streams)
+            finally:
+                for one in streams:
+                    one.cancel()
+
+
+def is_whole(server: Run) -> bool:
+    ready = all(
+        server.metric("banaserve_instance_ready", instance_id=name) == 1 for name in INSTANCES
+    )
+    return ready and server.metric("banaserve_kvstore_up") == 1
+
+
+def moved_there_and_back(admin: AdminClient) -> bool:
+    """Whether both moves came to their end; a process that dies under them may end them."""
+    with contextlib.suppress(UserError):
+        return all(admin.run(ask).state == "done" for ask in (LAYERS, Return("d0")))
+    return False
+
+
+def home(admin: AdminClient) -> None:
+    """Return when nothing is away."""
+
+    def is_home() -> bool:
+        with contextlib.suppress(UserError):
+            admin.run(Return("d0"))
+        with contextlib.suppress(UserError):
+            return not any(one.units for one in admin.placement().instances)
+        return False
+
+    until(is_home, "everything is at home")
+
+
+def fail_all(server: Run, admin: AdminClient, points: Path, again: Callable[[], None]) -> None:
+    """Bring the server by every point until all that are armed have failed.
+
+    A failure may keep a process from the other point: it is come by once more.
+
+    Args:
+        again: Asks what has been answered before.
+    """
+    for _ in range(MOST_ROUNDS):
+        moved_there_and_back(admin)
+        home(admin)
+        for victim in ("d1", "kvstore"):
+            until(lambda: is_whole(server), "all serve")
+            pid = writer(server.run_dir, victim)
+            os.kill(pid, signal.SIGKILL)
+            back(server, victim, pid)
+        again()  # it lies on disk alone
+        until(lambda: is_whole(server), "all serve")
+        if not any(points.iterdir()):
+            return
+    raise AssertionError(f"nobody came by {[path.name for path in points.iterdir()]}")
+
+
+@pytest.mark.parametrize(("one", "other"), pairs())
+def test_two_failures_change_no_answer(
+    server: Run, points: Path, one: FailPoint, other: FailPoint
+) -> None:
+    load = Load(f"{one}-{other}")
+    admin = AdminClient(*find_admin(server.run_dir))
+    until(lambda: is_whole(server), "all serve")
+
+    def again() -> None:
+        server.post("/v1/completions", {**load.answers[0][0].body, "stream": False})
+
+    async def run() -> None:
+        async with load.running(server):
+            await asyncio.to_thread(load.comes_to, NUM_STREAMS)
+            for point in (one, other):
+                (points / point).write_text("kill")
+            await asyncio.to_thread(fail_all, server, admin, points, again)
+            await asyncio.to_thread(load.comes_to, len(load.answers) + NUM_STREAMS)
+
+    asyncio.run(run())
+    assert [answer.error for _, answer in load.answers if answer.error] == []
+
+    async def undisturbed() -> list[Answer]:
+        async with connected(server) as client:
+            return [await asked(client, kind) for kind, _ in load.answers]
+
+    assert [answer for _, answer in load.answers] == asyncio.run(undisturbed())
+    home(admin)
+    assert moved_there_and_back(admin)
