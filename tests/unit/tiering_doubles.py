@@ -94,7 +94,7 @@ class ScriptedTier:
             del self.loads[ticket]
             self.ended.append(Completion(ticket, outcome, target.size, 0.0))
             if outcome in (TierOutcome.MISSING, TierOutcome.CORRUPT):
-                del self.blocks[key]
+                self.blocks.pop(key, None)
         stores = {} if only == "load" else self.stores
         for ticket, (block, source) in list(stores.items()):
             if outcome is TierOutcome.DONE:
@@ -114,9 +114,11 @@ class ScriptedTier:
         return self.blocks.pop(key, None) is not None
 
     def clear(self) -> int:
-        number = len(self.blocks)
-        self.blocks.clear()
-        return number
+        read = {key for key, _ in self.loads.values()}
+        gone = self.blocks.keys() - read
+        for key in gone:
+            del self.blocks[key]
+        return len(gone)
 
     def stats(self) -> TierStats:
         return TierStats(
