@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Hashable
+from typing import Protocol
 
 from banaserve.net.connections import ConnectionTable
 from banaserve.net.descriptors import is_own_fault
@@ -19,7 +20,13 @@ _ACCEPTS_AT_ONCE = 64
 _PAUSE_S = 0.1
 
 
-class TlsListener(asyncio.AbstractServer):
+class Listener(Protocol):
+    """What accepts connections until it is closed."""
+
+    def close(self) -> None: ...
+
+
+class TlsListener:
     """Accepts connections, and hands each to a protocol of ``factory`` behind its handshake.
 
     The protocol takes the place of its handshake in ``table`` when it adds itself there.
