@@ -112,6 +112,9 @@ class ServeConfig:
         restart_grace_s: How long a request waits for a restart where no instance serves its role.
         engine_stall_s: An engine that is silent for so long, and on a CPU idle as well, is started
             again.
+        max_connections: Of clients, open at once; 0: as many as descriptors allow, up to 16,384.
+        max_connections_per_address: Of these, from one address without a key; 0: a quarter.
+        body_timeout_s: For a request's body, longer by a second for each 64 KiB that have come.
         admin_key: Opens the admin API; empty makes one for the run.
         migration: Whether layers and heads can move between instances while they serve.
         migration_kv_growth: How many times the KV blocks of the start an instance may once have.
@@ -156,6 +159,9 @@ class ServeConfig:
     threads_per_instance: int = 0
     max_concurrent_requests: int = 512
     max_body_size: str = "32MiB"
+    max_connections: int = 0
+    max_connections_per_address: int = 0
+    body_timeout_s: float = 30.0
     request_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
     start_timeout_s: float = 600.0
@@ -265,6 +271,7 @@ def _check_numbers(config: ServeConfig) -> None:
     positive = {
         "--max-concurrent-requests": config.max_concurrent_requests,
         "--request-timeout": config.request_timeout_s,
+        "--body-timeout": config.body_timeout_s,
         "--start-timeout": config.start_timeout_s,
         "--engine-stall-timeout": config.engine_stall_s,
     }
@@ -277,6 +284,8 @@ def _check_numbers(config: ServeConfig) -> None:
         "--skip-prefill-below-tokens": config.skip_prefill_below_tokens,
         "--restart-grace": config.restart_grace_s,
         "--drain-timeout": config.drain_timeout_s,
+        "--max-connections": config.max_connections,
+        "--max-connections-per-address": config.max_connections_per_address,
         "--prefill-max-num-batched-tokens": config.prefill_budget.num_tokens,
         "--prefill-max-num-seqs": config.prefill_budget.num_requests,
         "--decode-max-num-batched-tokens": config.decode_budget.num_tokens,

@@ -17,7 +17,8 @@ from banaserve.api.admin_answers import PREFIX, Endpoint, answer, refusing
 from banaserve.api.admin_control import Control, control_routes
 from banaserve.api.admin_operations import operation_routes
 from banaserve.api.admin_traces import Traces, trace_routes
-from banaserve.api.errors import error_response
+from banaserve.api.edge.authenticated import mark_authenticated
+from banaserve.api.edge.refusals import refuse
 from banaserve.api.limits import BodyLimit
 from banaserve.api.old_names import renamed, with_old_names
 from banaserve.engine.vllm.migration.api import (
@@ -56,13 +57,15 @@ class AdminDoor:
             await self._app(scope, receive, send)
             return
         if not self._opens(Headers(scope=scope).get("authorization", "")):
-            refusal = error_response(
+            refusal = refuse(
+                "admin_key",
                 HTTPStatus.UNAUTHORIZED,
                 "no valid admin key: send the header 'Authorization: Bearer KEY'",
                 {"WWW-Authenticate": "Bearer"},
             )
             await refusal(scope, receive, send)
             return
+        mark_authenticated(scope)
         await self._admin(scope, receive, send)
 
     def _opens(self, header: str) -> bool:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
+from time import monotonic
 from typing import Any
 
 import uvicorn
@@ -21,6 +24,12 @@ from starlette.types import ASGIApp
 from banaserve import __version__
 from banaserve.api.auth import KeyMiddleware
 from banaserve.api.closing import LastAnswers
+from banaserve.api.edge.edge import Edge
+from banaserve.api.edge.http_protocol import HttpProtocol
+from banaserve.api.edge.limits import EdgeLimits
+from banaserve.api.edge.refusals import note
+from banaserve.api.edge.websocket_limit import WebSocketLimit
+from banaserve.api.edge.websocket_protocol import WebSocketProtocol
 from banaserve.api.errors import answer_engines_died, error_response
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
 from banaserve.api.metrics import MetricsPage
@@ -31,10 +40,14 @@ from banaserve.engine.vllm.compat import server
 from banaserve.engine.vllm.compat.config import ModelConfig
 from banaserve.engine.vllm.disagg_request import EnginesDiedError
 from banaserve.errors import UserError
+from banaserve.net.keep_alive import keep_alive
+from banaserve.net.tls import Certificates, ServerTls
+from banaserve.net.tls_listener import TlsListener
 
 _MAX_HELD_BYTES = 2**30
 """Of all bodies together: what 512 of the longest would take is more than many machines have."""
 _HANDSHAKE_S = 1.0
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +82,8 @@ async def make_app(
     held_bytes = max(_MAX_HELD_BYTES, options.max_body_bytes)
     limited = BodyLimit(app, options.max_body_bytes, held_bytes)
     counted = ConcurrencyLimit(limited, options.max_concurrent_requests)
-    return KeyMiddleware(RequestLimitsReader(counted), options.api_keys)
+    timed = WebSocketLimit(counted)
+    return KeyMiddleware(RequestLimitsReader(timed), options.api_keys)
 
 
 def vllm_app(args: Namespace, tasks: tuple[Any, ...], model_config: ModelConfig | None) -> FastAPI:
@@ -104,16 +118,48 @@ async def _no_scaling(_: Request) -> Response:
     )
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to the caller, and says when it listens."""
+_TICKS_A_SWEEP = 5
 
-    def __init__(self, config: uvicorn.Config) -> None:
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the caller, says when it listens, and keeps the time of connections."""
+
+    def __init__(self, config: uvicorn.Config, edge: Edge, tls: Certificates | None) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self._edge, self._tls = edge, tls
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        for sock in sockets or ():
+            keep_alive(sock)
+        if self._tls is None:
+            await super().startup(sockets)
+        else:
+            await super().startup([])
+            self.servers += [self._tls_listener(sock, self._tls) for sock in sockets or ()]
         self.listening.set()
+
+    def _tls_listener(self, sock: socket.socket, tls: Certificates) -> TlsListener:
+        def make() -> asyncio.Protocol:
+            made: asyncio.Protocol = self.config.http_protocol_class(
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+            )
+            return made
+
+        def failed(cause: str) -> None:
+            note(cause, 0, "a connection has ended before its TLS handshake")
+
+        edge = self._edge
+        return TlsListener(sock, make, tls, edge.table, edge.limits.handshake_s, failed)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_A_SWEEP == 0:
+            self._edge.sweep(monotonic())
+            if self._tls is not None:
+                self._tls.look()
+        return bool(await super().on_tick(counter))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -123,8 +169,16 @@ class _Server(uvicorn.Server):
 class Door:
     """Listens until told to stop."""
 
-    def __init__(self, app: ASGIApp, sock: socket.socket, args: Namespace) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        sock: socket.socket,
+        args: Namespace,
+        limits: EdgeLimits | None = None,
+    ) -> None:
         self._answers = LastAnswers(app)
+        self._edge = edge = Edge(limits or EdgeLimits())
+        self._args = args
         config = uvicorn.Config(
             self._answers,
             log_config=None,
@@ -132,13 +186,10 @@ class Door:
             access_log=not args.disable_uvicorn_access_log,
             timeout_keep_alive=server.keep_alive_s(),
             timeout_graceful_shutdown=2,
-            ssl_keyfile=args.ssl_keyfile,
-            ssl_certfile=args.ssl_certfile,
-            ssl_ca_certs=args.ssl_ca_certs,
-            ssl_cert_reqs=args.ssl_cert_reqs,
-            ssl_ciphers=args.ssl_ciphers or "TLSv1",
+            http=partial(HttpProtocol, edge),
+            ws=partial(WebSocketProtocol, edge),
         )
-        self._server = _Server(config)
+        self._config = config
         self._sock = sock
         self._retired_s = 0.0
 
@@ -148,6 +199,12 @@ class Door:
         Raises:
             UserError: It cannot.
         """
+        try:
+            tls = tls_of(self._args)
+            certificates = Certificates(tls, logger.warning) if tls else None
+        except UserError as error:
+            raise UserError(f"the front door cannot open: {error}") from None
+        self._server = _Server(self._config, self._edge, certificates)
         task = asyncio.create_task(self._server.serve(sockets=[self._sock]))
         listening = asyncio.create_task(self._server.listening.wait())
         await asyncio.wait({task, listening}, return_when=asyncio.FIRST_COMPLETED)
@@ -177,4 +234,17 @@ class Door:
         For a second after ``retire`` there may always be one: in a TLS handshake it is not counted.
         """
         is_settling = asyncio.get_running_loop().time() < self._retired_s + _HANDSHAKE_S
-        return len(self._server.server_state.connections) + is_settling
+        return len(self._edge.table) + is_settling
+
+
+def tls_of(args: Namespace) -> ServerTls | None:
+    """What vLLM's parsed options say of TLS; None for none."""
+    if not args.ssl_certfile:
+        return None
+    return ServerTls(
+        args.ssl_certfile,
+        args.ssl_keyfile or "",
+        args.ssl_ca_certs or "",
+        args.ssl_cert_reqs,
+        args.ssl_ciphers or "",
+    )

@@ -10,7 +10,8 @@ from http import HTTPStatus
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from banaserve.api.errors import error_response
+from banaserve.api.edge.authenticated import mark_authenticated
+from banaserve.api.edge.refusals import refuse
 from banaserve.engine.vllm.client import tenant
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})
@@ -28,18 +29,23 @@ class KeyMiddleware:
         self._digests = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._digests or not _is_guarded(scope):
+        is_guarded = _is_guarded(scope)
+        if not self._digests or not is_guarded:
+            if is_guarded:
+                mark_authenticated(scope)
             await self._app(scope, receive, send)
             return
         digest = self._known(Headers(scope=scope).get("authorization", ""))
         if digest is None:
-            refusal = error_response(
+            refusal = refuse(
+                "key",
                 HTTPStatus.UNAUTHORIZED,
                 "no valid API key: send the header 'Authorization: Bearer KEY'",
                 {"WWW-Authenticate": "Bearer"},
             )
             await refusal(scope, receive, send)
             return
+        mark_authenticated(scope)
         if len(self._digests) > 1:
             tenant.set(digest.hex()[:16])
         await self._app(scope, receive, send)

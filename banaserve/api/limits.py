@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from banaserve.api.errors import error_response
+from banaserve.api.edge.refusals import refuse
 
 RETRY_AFTER_S = 1
 
 
 class ConcurrencyLimit:
-    """Answers 429 with Retry-After while ``max_requests`` POST requests are under way."""
+    """Answers 429 with Retry-After while ``max_requests`` requests are under way.
+
+    A POST request takes its place with the last byte of its body: a body that does not come keeps
+    nobody out. A realtime session takes one from its beginning.
+    """
 
     def __init__(self, app: ASGIApp, max_requests: int) -> None:
         self._app = app
@@ -22,22 +27,38 @@ class ConcurrencyLimit:
         self._num_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
+        is_session = scope["type"] == "websocket"
+        if not is_session and (scope["type"] != "http" or scope["method"] != "POST"):
             await self._app(scope, receive, send)
             return
         if self._num_requests >= self._max_requests:
-            refusal = error_response(
-                HTTPStatus.TOO_MANY_REQUESTS,
-                f"{self._max_requests} requests are under way; try again shortly",
-                {"Retry-After": str(RETRY_AFTER_S)},
-            )
-            await refusal(scope, receive, send)
+            await self._refusal()(scope, receive, send)
             return
-        self._num_requests += 1
+        num_taken = int(is_session or not _has_body(scope))
+        self._num_requests += num_taken
+
+        def judge(message: Message) -> Response | None:
+            nonlocal num_taken
+            if num_taken or message["type"] != "http.request" or message.get("more_body", False):
+                return None
+            if self._num_requests >= self._max_requests:
+                return self._refusal()
+            num_taken = 1
+            self._num_requests += 1
+            return None
+
         try:
-            await self._app(scope, receive, send)
+            await _judged(self._app, scope, receive, send, judge)
         finally:
-            self._num_requests -= 1
+            self._num_requests -= num_taken
+
+    def _refusal(self) -> Response:
+        return refuse(
+            "requests",
+            HTTPStatus.TOO_MANY_REQUESTS,
+            f"{self._max_requests} requests are under way; try again shortly",
+            {"Retry-After": str(RETRY_AFTER_S)},
+        )
 
 
 class BodyLimit:
@@ -63,59 +84,80 @@ class BodyLimit:
         if refusal is not None:
             await refusal(scope, receive, send)
             return
-        await self._guard(scope, receive, send)
+        num_bytes = 0
 
-    async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count a body that does not say its length, and cut it off where it is too long.
-
-        The application takes the cut for a broken body and answers so; our refusal replaces that.
-        """
-        num_bytes, started = 0, False
-        refusal: Response | None = None
-
-        async def counted() -> Message:
-            nonlocal num_bytes, refusal
-            message = await receive()
+        def judge(message: Message) -> Response | None:
+            nonlocal num_bytes
             came = len(message.get("body", b""))
             num_bytes += came
             self._held_bytes += came
-            refusal = refusal or self._refusal(num_bytes)
-            if refusal is not None:
-                raise _CutOffError
-            return message
-
-        async def watched(message: Message) -> None:
-            nonlocal started
-            if started or refusal is None:
-                started = True
-                await send(message)
+            return self._refusal(num_bytes)
 
         try:
-            await self._app(scope, counted, watched)
-        except _CutOffError:
-            if started:
-                raise
+            await _judged(self._app, scope, receive, send, judge)
         finally:
             self._held_bytes -= num_bytes
-        if refusal is not None and not started:
-            await refusal(scope, receive, send)
 
     def _refusal(self, num_bytes: int, num_more: int = 0) -> Response | None:
         """What is answered to a body of ``num_bytes``, of which ``num_more`` are still to come."""
         if num_bytes > self._max_bytes:
-            return error_response(
+            return refuse(
+                "body_size",
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 f"the body is larger than {self._max_bytes} bytes (--max-body-size)",
                 {"Connection": "close"},
             )
         if self._max_held_bytes is None or self._held_bytes + num_more <= self._max_held_bytes:
             return None
-        return error_response(
+        return refuse(
+            "bodies",
             HTTPStatus.SERVICE_UNAVAILABLE,
             f"requests under way hold {self._max_held_bytes} bytes; try again shortly",
             {"Connection": "close", "Retry-After": str(RETRY_AFTER_S)},
         )
 
 
+def _has_body(scope: Scope) -> bool:
+    headers = Headers(scope=scope)
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+
+async def _judged(
+    app: ASGIApp,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    judge: Callable[[Message], Response | None],
+) -> None:
+    """Run ``app`` until ``judge`` has a refusal for a message that comes to it.
+
+    The application takes the cut for a broken body and answers so; the refusal replaces that.
+    """
+    started = False
+    refusal: Response | None = None
+
+    async def judged() -> Message:
+        nonlocal refusal
+        message = await receive()
+        refusal = refusal or judge(message)
+        if refusal is not None:
+            raise _CutOffError
+        return message
+
+    async def watched(message: Message) -> None:
+        nonlocal started
+        if started or refusal is None:
+            started = True
+            await send(message)
+
+    try:
+        await app(scope, judged, watched)
+    except _CutOffError:
+        if started:
+            raise
+    if refusal is not None and not started:
+        await refusal(scope, receive, send)
+
+
 class _CutOffError(Exception):
-    """More bytes came than are allowed."""
+    """A body was refused while it came."""

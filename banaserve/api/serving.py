@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import secrets
 import socket
 import time
@@ -23,6 +24,7 @@ from banaserve.api.admin_control import Control
 from banaserve.api.admin_traces import Traces
 from banaserve.api.app import Door, DoorOptions, make_app
 from banaserve.api.closing import ClosingDoor, StopSignals, until_none
+from banaserve.api.edge.limits import EdgeLimits
 from banaserve.api.front_socket import FrontSocket
 from banaserve.api.metrics import MetricsPage
 from banaserve.api.take_over import Offer, SocketOffer
@@ -58,6 +60,7 @@ from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.daemon.supervised import SupervisedStore
 from banaserve.kvstore.sizes import parse_size
+from banaserve.net.descriptors import connections_within
 from banaserve.orchestrator.autoscaling import AutoscaleOptions
 from banaserve.orchestrator.control import ControlLimits, Mode
 from banaserve.orchestrator.routing import registry
@@ -70,6 +73,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _ANSWER_S, _NUM_ASKED = 30.0, 10
 _MIN_STEP_TIMEOUT_S = 60.0
+_RESERVED_DESCRIPTORS = 512
+"""For engines, store and logs."""
 _HOP_BYTES_PER_S = 2e9
 
 
@@ -135,7 +140,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
         key = parts.config.admin_key or secrets.token_urlsafe(32)
         app = AdminDoor(closing, coordinator, key, control, traces)
         sock = await parts.front.obtain(say)
-        door = Door(app, sock, parts.args)
+        door = Door(app, sock, parts.args, _edge_limits(parts.config, say))
         closed = await door.open()
         await parts.front.serves(say)
         offer = await stack.enter_async_context(_offering(parts, sock, door))
@@ -291,6 +296,22 @@ async def _app(
             max_body_bytes=parse_size(parts.config.max_body_size),
             vllm_version=vllm_version(),
         ),
+    )
+
+
+def _edge_limits(config: ServeConfig, say: Say) -> EdgeLimits:
+    wanted = config.max_connections or EdgeLimits().max_connections
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    allowed = connections_within(descriptors, wanted, _RESERVED_DESCRIPTORS)
+    if allowed < wanted:
+        say(
+            f"{allowed} connections of clients at most: {descriptors} file descriptors "
+            "(ulimit -n) allow no more"
+        )
+    return EdgeLimits(
+        max_connections=allowed,
+        max_per_address=config.max_connections_per_address,
+        body_s=config.body_timeout_s,
     )
 
 

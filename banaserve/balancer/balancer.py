@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
@@ -35,6 +36,10 @@ from banaserve.balancer.state_file import StateFile
 from banaserve.balancer.tracing import observers
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
+from banaserve.net.connections import ConnectionTable, Evictable
+from banaserve.net.descriptors import connections_within
+from banaserve.net.refusal_log import RefusalLog
+from banaserve.net.tls import Certificates
 from banaserve.orchestrator.replicas.fleet import Fleet
 from banaserve.orchestrator.replicas.interface import Need
 from banaserve.orchestrator.replicas.registry import make
@@ -50,9 +55,14 @@ FIXED = (
     "forward_to",
     "traces",
     "decision_log",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "replica_ca",
 )
 """Settings that hold for the life of a balancer."""
 Say = Callable[[str], None]
+_RESERVED_DESCRIPTORS, _DESCRIPTORS_A_TARGET = 256, 4
+"""For logs and the resolver, and for probes."""
 
 
 class Balancer(RequestHandler):
@@ -65,6 +75,8 @@ class Balancer(RequestHandler):
         queue: Requests that wait for a target.
         registry: Targets, and the probers that look at them.
         prefixes: Shared with peers; None where the policy shares none.
+        connections: Of clients, handshakes of TLS too.
+        certificates: That clients are served with; None for plain HTTP.
         is_leaving: No more requests are taken.
     """
 
@@ -98,21 +110,28 @@ class Balancer(RequestHandler):
         self.targets = self.registry.targets
         self._dispatcher = Dispatcher(self.fleet, self.registry, self.queue, log)
         self.is_leaving = False
+        self.certificates: Certificates | None = None
         self._buffered_bytes = 0
         self._peer_keys = Keys([settings.peer_key] if settings.peer_key else [])
         self.observers = observers(settings, log)
         self._clients: set[ClientConnection] = set()
+        self.connections: ConnectionTable[Evictable] = ConnectionTable(1)
+        self._refusal_log = RefusalLog(log)
         self._under_way: dict[ProxiedRequest, None] = {}
         self._num_requests = 0
         self._idle: asyncio.Event | None = None
         self.metrics.targets = self.targets.values
         self.metrics.queue_length = lambda: len(self.queue)
+        self.metrics.num_connections = lambda: len(self.connections)
         self.metrics.num_under_way = lambda: len(self._under_way)
         self._take_settings(settings)
 
     def _take_settings(self, settings: BalancerSettings) -> None:
         self.settings, limits = settings, settings.limits
         self.max_body_bytes = parse_size(limits.max_body)
+        self.body_timeout_s = limits.body_timeout_s
+        self.connections.max_connections = max_connections(settings)
+        self.connections.max_per_address = limits.max_connections_per_address
         self._max_buffered_bytes = parse_size(limits.max_buffered)
         self._keys = Keys([*settings.api_keys, *(one.key for one in settings.tenants)])
         self._regions = Regions(settings.tenants)
@@ -149,21 +168,29 @@ class Balancer(RequestHandler):
 
     def opened(self, client: ClientConnection) -> bool:
         self._clients.add(client)
-        return len(self._clients) <= self.settings.limits.max_connections
+        evicted = self.connections.add(client, client.peer)
+        if evicted is None or evicted is client:
+            return evicted is None
+        self.dropped("connections", "a connection without a key has made way for a new one")
+        evicted.evict()
+        return True
 
     def closed(self, client: ClientConnection) -> None:
         self._clients.discard(client)
+        self.connections.remove(client, client.peer)
 
-    def check_head(self, message: ClientRequest) -> None:
+    def check_head(self, client: ClientConnection, message: ClientRequest) -> None:
         if message.path in OPEN_PATHS:
             return
         if PEER_FIELD in message.seen:
             # Another balancer has checked the client's key.
             check_peer(self._peer_keys, message)
+            self.connections.authenticated(client, client.peer)
             if message.path in PEER_PATHS:
                 return
         else:
             check_key(self._keys, message)
+            self.connections.authenticated(client, client.peer)
         check_path(message.path)
         if len(self._under_way) >= self.settings.limits.max_requests:
             raise RequestRefusedError(
@@ -178,6 +205,11 @@ class Balancer(RequestHandler):
 
     def refused(self, error: RequestRefusedError) -> None:
         self.metrics.refused(error.status)
+        self._refusal_log.say(str(error.status), f"refused ({error.status}): {error}")
+
+    def dropped(self, cause: str, why: str) -> None:
+        self.metrics.dropped(cause)
+        self._refusal_log.say(cause, why)
 
     def take(self, client: ClientConnection, message: ClientRequest) -> ProxiedRequest | None:
         if message.path in OPEN_PATHS or message.path in PEER_PATHS:
@@ -276,6 +308,9 @@ class Balancer(RequestHandler):
             client.sweep(now_s)
         for target in self.targets.values():
             target.pool.sweep(now_s)
+        for one in (self.certificates, self.registry.tls):
+            if one is not None:
+                one.look()
         self.fleet.policy.tick(now_s)
         if self._state is not None:
             self._state.tick(now_s, self.log)
@@ -304,3 +339,14 @@ class Balancer(RequestHandler):
             observer.close()
         if self._state is not None:
             self._state.write(self.log)
+
+
+def max_connections(settings: BalancerSettings) -> int:
+    """How many connections of clients there may be: each request needs a second descriptor."""
+    num_targets = len(settings.replicas) + len(settings.peers)
+    return connections_within(
+        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        settings.limits.max_connections,
+        _RESERVED_DESCRIPTORS + _DESCRIPTORS_A_TARGET * num_targets,
+        each=2,
+    )

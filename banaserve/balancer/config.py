@@ -12,6 +12,7 @@ from banaserve.config import is_loopback
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
 from banaserve.names import check_known
+from banaserve.net.tls import ClientTls, ServerTls
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -90,17 +91,24 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     hold_safe: bool = False
 
 
+_MAY_BE_0 = ("max_outstanding", "max_connections_per_address", "drain_s")
+
+
 class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits of sizes, numbers and times.
 
     Attributes:
         max_body: Of one request.
         max_buffered: Bodies held in memory, all together.
+        max_connections: Of clients; beyond, the oldest without a key makes way. No more than the
+            limit of file descriptors leaves room for.
+        max_connections_per_address: Of these, from one address without a key; 0: a quarter.
         max_requests: Under way at once; more are answered 429.
         max_queue: Of these, waiting for a replica.
         max_outstanding: At one replica at a time; 0: no limit.
         queue_timeout_s: Longest wait for a replica.
         request_timeout_s: From the whole request to the last byte of the answer.
+        body_timeout_s: For all of a body; a second more for each 64 KiB that have come.
         max_attempts: Replicas tried before the first byte.
         drain_s: How long requests under way may take when the balancer ends.
     """
@@ -108,11 +116,13 @@ class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_body: str = "32MiB"
     max_buffered: str = "1GiB"
     max_connections: int = 16384
+    max_connections_per_address: int = 0
     max_requests: int = 4096
     max_queue: int = 1024
     max_outstanding: int = 0
     queue_timeout_s: float = 30.0
     request_timeout_s: float = 600.0
+    body_timeout_s: float = 30.0
     connect_timeout_s: float = 2.0
     max_attempts: int = 3
     drain_s: float = 10.0
@@ -125,12 +135,12 @@ class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         """
         parse_size(self.max_body)
         parse_size(self.max_buffered)
-        for name in ("max_outstanding", "drain_s"):
+        for name in _MAY_BE_0:
             if getattr(self, name) < 0:
                 raise UserError(f"limits.{name} is {getattr(self, name)}: give 0 or more")
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if name in ("max_outstanding", "drain_s") or isinstance(value, str):
+            if name in _MAY_BE_0 or isinstance(value, str):
                 continue
             if not 0 < value < 1e9:
                 raise UserError(f"limits.{name} is {value}: give more than 0")
@@ -181,6 +191,11 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         peer_key: What balancers show to each other; needed with ``peers``.
         decision_log: File that gets one JSON line a request; empty for none.
         traces: URL of an OTLP collector (``http://HOST:4318``); empty for none.
+        ssl_certfile: Certificate to serve HTTPS with; empty: plain HTTP. It and its key are read
+            again when they change.
+        ssl_keyfile: Its key; where empty, in the same file.
+        replica_ca: File of authorities for replicas and peers with ``https://``; the system's
+            where empty.
         forward_to: Regions that requests may be sent on to; None: all of ``peers``.
     """
 
@@ -197,6 +212,9 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     forward_to: tuple[str, ...] | None = None
     decision_log: str = ""
     traces: str = ""
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
+    replica_ca: str = ""
     limits: LimitSettings = LimitSettings()
     health: HealthSettings = HealthSettings()
 
@@ -212,6 +230,7 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             raise UserError(f"port is {self.port}: give 1 to 65535")
         self._check_keys()
         self._check_servers()
+        self._check_tls()
 
     def _check_keys(self) -> None:
         tenants = [one.key for one in self.tenants]
@@ -231,6 +250,24 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         for key in (*others, *client_keys):
             if not key.isascii() or not key.isprintable() or " " in key:
                 raise UserError("a key has characters that no header may carry")
+
+    @property
+    def server_tls(self) -> ServerTls | None:
+        """What clients are served with; None for plain HTTP."""
+        return ServerTls(self.ssl_certfile, self.ssl_keyfile) if self.ssl_certfile else None
+
+    def _check_tls(self) -> None:
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise UserError("ssl_keyfile alone: give its certificate too, in ssl_certfile")
+        for key, tls in (
+            ("ssl_certfile", self.server_tls),
+            ("replica_ca", ClientTls(self.replica_ca) if self.replica_ca else None),
+        ):
+            try:
+                if tls is not None:
+                    tls.context()
+            except UserError as error:
+                raise UserError(f"{key}: {error}") from None
 
     def _check_servers(self) -> None:
         if self.peers and not self.peer_key:

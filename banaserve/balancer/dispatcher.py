@@ -13,6 +13,7 @@ from banaserve.balancer.queue import RequestQueue
 from banaserve.balancer.routing_request import without_tried
 from banaserve.balancer.targets import Target
 from banaserve.errors import PolicyError
+from banaserve.net.refusal_log import RefusalLog
 from banaserve.orchestrator.replicas import registry
 from banaserve.orchestrator.replicas.fleet import Fleet
 from banaserve.orchestrator.replicas.interface import Request, RoutingDecision
@@ -39,6 +40,7 @@ class Dispatcher:
     ) -> None:
         self.fleet, self.queue, self.log = fleet, queue, log
         self._targets = targets
+        self._lacks = RefusalLog(log)
         self.take_settings(BalancerSettings())
 
     def take_settings(self, settings: BalancerSettings) -> None:
@@ -70,6 +72,12 @@ class Dispatcher:
     def has_other(self, request: Request, tried: set[str]) -> bool:
         """Returns whether a target that is not in ``tried`` may serve ``request`` at present."""
         return self._targets.has_other(request, tried)
+
+    def make_room(self, why: str) -> None:
+        """Close idle connections to targets: there are too few descriptors for a new one."""
+        self._lacks.say("descriptors", f"this balancer itself {why}: closing idle connections")
+        for target in self._targets.targets.values():
+            target.pool.drop_idle()
 
     def target(self, decision: RoutingDecision) -> Target:
         """Returns the target of ``decision``, which has one."""

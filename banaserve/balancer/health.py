@@ -12,6 +12,7 @@ from banaserve.balancer.config import HealthSettings
 from banaserve.balancer.http.replica_connection import ConnectionPool, ReplicaConnection
 from banaserve.balancer.http.response import ResponseHead
 from banaserve.balancer.targets import Target
+from banaserve.net.descriptors import is_own_fault
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
 
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
@@ -71,6 +72,8 @@ class Prober:
             if is_well:
                 self._fleet.measured_round_trip(target.view.id, answer.took_ms)
         except OSError as error:
+            if is_own_fault(error):
+                return
             is_well = False
             target.was_refused |= isinstance(error, ConnectionRefusedError)
         now_s = monotonic()
@@ -213,7 +216,7 @@ class _Collector:
         if not self.done.done():
             self.done.set_result(None)
 
-    def on_broken(self, why: str, was_reused: bool) -> None:
+    def on_broken(self, why: str, was_reused: bool, is_ours: bool = False) -> None:
         self.was_reused = was_reused
         self._fail(why)
 

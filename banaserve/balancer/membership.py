@@ -17,6 +17,7 @@ from banaserve.balancer.config import (
 from banaserve.balancer.health import Prober
 from banaserve.balancer.peers import PeerProber, PeerState, ReplicaState, is_free
 from banaserve.balancer.targets import Target
+from banaserve.net.tls import Certificates, ClientTls
 from banaserve.orchestrator.replicas.fleet import Fleet
 from banaserve.orchestrator.replicas.interface import (
     Need,
@@ -37,6 +38,7 @@ class TargetRegistry:
 
     Attributes:
         adopted: Ids of replicas by the region whose balancer is dead.
+        tls: Whom targets with TLS are trusted by; None as long as there is none.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class TargetRegistry:
     ) -> None:
         self.targets: dict[str, Target] = {}
         self.adopted: dict[str, list[str]] = {}
+        self.tls: Certificates | None = None
         self._fleet, self._log, self._on_change = fleet, log, on_change
         self._prefixes = prefixes
         self._probers: dict[str, Prober] = {}
@@ -168,7 +171,8 @@ class TargetRegistry:
         settings = self._settings
         view = ReplicaView(ReplicaId(replica_id(one)), region)
         self._fleet.add(view)
-        self.targets[view.id] = Target(view, parse_endpoint(one.url), settings)
+        endpoint = parse_endpoint(one.url)
+        self.targets[view.id] = Target(view, endpoint, settings, tls=self._tls_for(endpoint))
         self._adjust(one)
 
     def _adjust(self, one: ReplicaSettings) -> None:
@@ -200,12 +204,18 @@ class TargetRegistry:
         if self._is_started:
             prober.start()
 
+    def _tls_for(self, endpoint: Endpoint) -> Certificates | None:
+        if endpoint.is_tls and self.tls is None:
+            self.tls = Certificates(ClientTls(self._settings.replica_ca), self._log)
+        return self.tls
+
     def _add_peer(self, peer: PeerSettings) -> None:
         settings = self._settings
         view = PeerView(ReplicaId(PEER_PREFIX + peer.region), peer.region)
         view.round_trip_ms = peer.distance_ms
         own_fields = b"X-Banaserve-Peer: %b\r\n" % settings.peer_key.encode()
-        target = Target(view, parse_endpoint(peer.url), settings, own_fields)
+        endpoint = parse_endpoint(peer.url)
+        target = Target(view, endpoint, settings, own_fields, self._tls_for(endpoint))
         may_forward = settings.forward_to is None or peer.region in settings.forward_to
         if may_forward and Need.PEERS in self._fleet.policy.needs:
             self._fleet.add(view)

@@ -51,6 +51,8 @@ class Metrics(Collector):
         self._decisions: Counter[tuple[str, str]] = Counter()
         self._answers: Counter[int] = Counter()
         self._refused: Counter[int] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self.num_connections: Callable[[], int] = int
         self._waits, self._first, self._durations = _Histogram(), _Histogram(), _Histogram()
         self._num_cancelled = 0
         self._num_reads = 0
@@ -85,6 +87,10 @@ class Metrics(Collector):
         """A request was refused before it was whole."""
         self._refused[status] += 1
 
+    def dropped(self, cause: str) -> None:
+        """A connection of a client was closed without an answer."""
+        self._dropped[cause] += 1
+
     def page(self) -> bytes:
         """Returns all metrics in Prometheus' text format."""
         registry = CollectorRegistry()
@@ -95,6 +101,10 @@ class Metrics(Collector):
         name = "banaserve_route_"
         yield _counter(name + "answers", "Answers to whole requests.", ["status"], self._answers)
         yield _counter(name + "refused", "Refused before whole.", ["status"], self._refused)
+        yield _counter(name + "dropped", "Connections closed unanswered.", ["cause"], self._dropped)
+        yield GaugeMetricFamily(
+            name + "connections", "Open connections of clients.", value=self.num_connections()
+        )
         yield _counter(name + "decisions", "First places.", ["target", "reason"], self._decisions)
         yield CounterMetricFamily(
             name + "cancelled", "Clients that went away.", value=self._num_cancelled
@@ -144,7 +154,10 @@ class Metrics(Collector):
 
 
 def _counter(
-    name: str, what: str, labels: list[str], counts: Counter[int] | Counter[tuple[str, str]]
+    name: str,
+    what: str,
+    labels: list[str],
+    counts: Counter[int] | Counter[str] | Counter[tuple[str, str]],
 ) -> Metric:
     family = CounterMetricFamily(name, what, labels=labels)
     for key, count in counts.items():

@@ -18,6 +18,7 @@ from banaserve.balancer.config import (
 from banaserve.balancer.health import fetch, run_periodically
 from banaserve.balancer.targets import Target
 from banaserve.errors import UserError
+from banaserve.net.descriptors import is_own_fault
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
 from banaserve.orchestrator.replicas.interface import ReplicaView
 from banaserve.orchestrator.replicas.prefixes.peers import PeerPrefixes
@@ -149,7 +150,9 @@ class PeerProber:
                 target.pool, "GET", STATE_PATH.decode(), target.fields, self._health.timeout_s
             )
             state = self._read(answer.status, answer.body)
-        except OSError:
+        except OSError as error:
+            if is_own_fault(error):
+                return
             state = None
         now_s = monotonic()
         if state is not None:

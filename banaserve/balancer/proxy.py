@@ -14,6 +14,7 @@ from banaserve.balancer.http.replica_connection import ReplicaConnection, Sink
 from banaserve.balancer.http.request import ClientRequest
 from banaserve.balancer.http.response import Body, ChunkedBody, ResponseHead, UntilClose
 from banaserve.errors import PolicyError
+from banaserve.net.descriptors import is_own_fault
 from banaserve.orchestrator.replicas.interface import (
     Flight,
     Request,
@@ -174,7 +175,7 @@ class ProxiedRequest:
         attempt.answered(self.status, monotonic(), self._last, self.num_reads)
         self._end(self.status)
 
-    def on_broken(self, why: str, was_reused: bool) -> None:
+    def on_broken(self, why: str, was_reused: bool, is_ours: bool = False) -> None:
         attempt, self._attempt = self._attempt, None
         assert attempt is not None
         if self.status:
@@ -186,6 +187,8 @@ class ProxiedRequest:
             attempt.target.pool.drop_idle()
             self.num_attempts -= 1
             self._rejoin()
+        elif is_ours:
+            self._lack(attempt, why)
         else:
             attempt.broke(is_fault=True)
             self._why = f"{attempt.target.name}: {why}"
@@ -196,6 +199,20 @@ class ProxiedRequest:
                 self._answer(502, f"{self._why}, after {self.num_attempts} attempts", 1.0)
 
     # Another attempt.
+
+    def _lack(self, attempt: UpstreamAttempt, why: str) -> None:
+        """This process has no descriptor for a connection: no fault of the replica's."""
+        attempt.broke(is_fault=False)
+        self._why = f"the balancer {why}; try again shortly"
+        self._dispatcher.make_room(why)
+        if self.num_attempts < self._dispatcher.max_attempts:
+            self._pause()
+        else:
+            self._answer(503, self._why, 1.0)
+
+    def _pause(self) -> None:
+        pause_s = _BACKOFF_S * 2**self.num_attempts
+        self._backoff = asyncio.get_running_loop().call_later(pause_s, self._rejoin)
 
     def _may_go_on(self, attempt: UpstreamAttempt) -> bool:
         tried = {*self._tried, attempt.target.view.id}
@@ -209,8 +226,7 @@ class ProxiedRequest:
             self._rejoin()
             return
         self._tried.clear()
-        pause_s = _BACKOFF_S * 2**self.num_attempts
-        self._backoff = asyncio.get_running_loop().call_later(pause_s, self._rejoin)
+        self._pause()
 
     def _rejoin(self) -> None:
         self._backoff = None
@@ -319,7 +335,8 @@ class UpstreamAttempt:
         except OSError as error:
             if not self.is_over:
                 why = "timed out" if isinstance(error, TimeoutError) else error.strerror or "failed"
-                sink.on_broken(f"cannot connect ({why.lower()})", was_reused=False)
+                why, is_ours = f"cannot connect ({why.lower()})", is_own_fault(error)
+                sink.on_broken(why, was_reused=False, is_ours=is_ours)
             return
         if self.is_over:
             self.target.pool.give_back(upstream)

@@ -14,10 +14,14 @@ import uvloop
 from banaserve.balancer.balancer import Balancer
 from banaserve.balancer.config_file import follow
 from banaserve.balancer.http.client_connection import ClientConnection
+from banaserve.net.keep_alive import keep_alive
+from banaserve.net.tls import Certificates
+from banaserve.net.tls_listener import Listener, TlsListener
 
 _TICK_S = 0.1
 _TICKS_A_SLOW_ONE = 5
 _BACKLOG = 2048
+_HANDSHAKE_S = 10.0
 
 
 def run(
@@ -56,9 +60,7 @@ async def serve(
     tasks = [loop.create_task(tick(balancer))]
     if config is not None:
         tasks.append(loop.create_task(follow(config, balancer)))
-    server = await loop.create_server(
-        lambda: ClientConnection(balancer), sock=sock, backlog=_BACKLOG
-    )
+    server = await listen(balancer, sock)
     on_ready()
     try:
         number = await signals.get()
@@ -69,6 +71,29 @@ async def serve(
             task.cancel()
         balancer.close()
     return 128 + number
+
+
+async def listen(balancer: Balancer, sock: socket.socket) -> Listener:
+    """Accept clients on ``sock``, with TLS where the settings name a certificate.
+
+    Raises:
+        UserError: The certificate cannot be used.
+    """
+    keep_alive(sock)
+    if (tls := balancer.settings.server_tls) is None:
+        loop = asyncio.get_running_loop()
+        return await loop.create_server(
+            lambda: ClientConnection(balancer), sock=sock, backlog=_BACKLOG
+        )
+    balancer.certificates = Certificates(tls, balancer.log)
+    return TlsListener(
+        sock,
+        lambda: ClientConnection(balancer),
+        balancer.certificates,
+        balancer.connections,
+        _HANDSHAKE_S,
+        lambda cause: balancer.dropped(cause, "a connection has ended before its TLS handshake"),
+    )
 
 
 async def tick(balancer: Balancer) -> None:

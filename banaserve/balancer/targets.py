@@ -6,6 +6,7 @@ from collections import Counter
 
 from banaserve.balancer.config import BalancerSettings, Endpoint
 from banaserve.balancer.http.replica_connection import ConnectionPool
+from banaserve.net.tls import Certificates
 from banaserve.orchestrator.replicas.interface import PeerView, ReplicaView
 
 
@@ -27,13 +28,15 @@ class Target:
         endpoint: Endpoint,
         settings: BalancerSettings,
         own_fields: bytes = b"",
+        tls: Certificates | None = None,
     ) -> None:
+        """``tls`` says whom to trust; needed where the endpoint has TLS."""
         self.view = view
         self.is_peer = isinstance(view, PeerView)
         self.endpoint = endpoint
         self.name = f"{'peer' if self.is_peer else 'replica'} {endpoint.url}"
         health = settings.health
-        self.pool = ConnectionPool(endpoint, settings.limits.connect_timeout_s)
+        self.pool = ConnectionPool(endpoint, settings.limits.connect_timeout_s, tls)
         self.breaker = Breaker(
             health.breaker_failures, health.breaker_pause_s, health.breaker_longest_pause_s
         )

@@ -69,7 +69,7 @@ def prepared(
     argv = _vllm_argv(config, model, store_socket, run.logs)
     args = engine_args.parse_vllm_argv(argv)
     engine_args.refuse_taken(args, config, model.path_or_id)
-    check_tls(args.ssl_certfile, args.ssl_keyfile)
+    check_tls(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs, args.ssl_ciphers)
     front.check_scheme(scheme_of(args))
     engine_config = engine_args.engine_config(args)
     engine_args.load_parsers(args)

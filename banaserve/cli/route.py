@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from banaserve.arguments import Parser, read_pair
-from banaserve.balancer.balancer import Balancer
+from banaserve.balancer.balancer import Balancer, max_connections
 from banaserve.balancer.config import (
     BalancerSettings,
     HealthSettings,
@@ -22,6 +22,7 @@ from banaserve.cli.console import print_error, timed
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
 from banaserve.cli.sockets import listening
 from banaserve.errors import UserError
+from banaserve.net.descriptors import raise_descriptor_limit
 from banaserve.orchestrator.replicas import registry
 from banaserve.plugins import PluginGroup
 
@@ -50,6 +51,9 @@ def route_command(argv: Sequence[str]) -> int:
         balancers.append(Balancer(settings, print_error))
         return balancers[0]
 
+    raise_descriptor_limit()
+    if (allowed := max_connections(settings)) < settings.limits.max_connections:
+        say(f"{allowed} connections of clients at most: file descriptors (ulimit -n) allow no more")
     with listening(settings.host, settings.port) as sock:
         say(f"looking at {len(settings.replicas)} replicas and {len(settings.peers)} peers")
         code = server.run(make, sock, lambda: _banner(balancers[0]), known.config)
@@ -77,14 +81,20 @@ def _from_words(known: argparse.Namespace) -> BalancerSettings:
         ),
         decision_log=known.decision_log,
         traces=known.traces,
+        ssl_certfile=known.ssl_certfile,
+        ssl_keyfile=known.ssl_keyfile,
+        replica_ca=known.replica_ca,
         replicas=tuple(ReplicaSettings(url=url) for url in known.replica),
         limits=LimitSettings(
             max_body=known.max_body_size,
+            max_connections=known.max_connections,
+            max_connections_per_address=known.max_connections_per_address,
             max_requests=known.max_concurrent_requests,
             max_queue=known.max_queue,
             max_outstanding=known.max_outstanding,
             queue_timeout_s=known.queue_timeout,
             request_timeout_s=known.request_timeout,
+            body_timeout_s=known.body_timeout,
         ),
         health=HealthSettings(path=known.health_path, interval_s=known.health_interval),
     )
@@ -110,11 +120,22 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--api-key", action="append", default=[], help="clients need one; BANASERVE_API_KEY")
     add("--replica-key", default="", help="sent to replicas; BANASERVE_REPLICA_KEY")
     add("--max-body-size", default=limits.max_body, help="of one request (%(default)s)")
+    add("--max-connections", type=int, default=limits.max_connections, help="(%(default)s)")
+    add(
+        "--max-connections-per-address",
+        type=int,
+        default=0,
+        help="of these, from one address without a key (0: a quarter)",
+    )
     add("--max-concurrent-requests", type=int, default=limits.max_requests, help="(%(default)s)")
     add("--max-queue", type=int, default=limits.max_queue, help="waiting requests (%(default)s)")
     add("--max-outstanding", type=int, default=0, help="at a replica at a time; 0: no limit")
     add("--queue-timeout", type=float, default=limits.queue_timeout_s, help="s (%(default)s)")
     add("--request-timeout", type=float, default=limits.request_timeout_s, help="s (%(default)s)")
+    add("--body-timeout", type=float, default=limits.body_timeout_s, help="s (%(default)s)")
+    add("--ssl-certfile", default="", metavar="FILE", help="serve HTTPS; read again on change")
+    add("--ssl-keyfile", default="", metavar="FILE", help="its key, where in a file of its own")
+    add("--replica-ca", default="", metavar="FILE", help="authorities of https:// replicas")
     add("--decision-log", default="", metavar="FILE", help="one JSON line a request")
     add("--traces", default="", metavar="URL", help="OTLP collector, such as http://HOST:4318")
     add("--health-path", default=health.path, help="of replicas (%(default)s)")
@@ -125,7 +146,7 @@ def _make_parser() -> argparse.ArgumentParser:
 def _banner(balancer: Balancer) -> None:
     settings = balancer.settings
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    url = f"http://{host}:{settings.port}"
+    url = f"http{'s' * bool(settings.ssl_certfile)}://{host}:{settings.port}"
     lines = ["", f"  banaserve routes by {registry.POLICIES.label(settings.policy.name)}"]
     for target in balancer.targets.values():
         state = "ready" if target.is_healthy else "does not answer yet"

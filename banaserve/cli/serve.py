@@ -27,6 +27,7 @@ from banaserve.errors import UserError
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import format_size, parse_size
 from banaserve.linux import available_memory_bytes
+from banaserve.net.descriptors import raise_descriptor_limit
 from banaserve.orchestrator.control import Mode
 from banaserve.orchestrator.routing import registry
 from banaserve.plugins import PluginGroup
@@ -48,6 +49,7 @@ def serve_command(argv: list[str]) -> int:
     )
     config = parse_serve_argv(argv)
     _check(config)
+    raise_descriptor_limit()
     contested = rivalries(*_asked(config))
     for line in contested:
         print_error(line)

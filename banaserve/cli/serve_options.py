@@ -128,6 +128,9 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         threads_per_instance=known.threads_per_instance,
         max_concurrent_requests=known.max_concurrent_requests,
         max_body_size=known.max_body_size,
+        max_connections=known.max_connections,
+        max_connections_per_address=known.max_connections_per_address,
+        body_timeout_s=known.body_timeout,
         request_timeout_s=known.request_timeout,
         drain_timeout_s=known.drain_timeout,
         start_timeout_s=known.start_timeout,
@@ -261,6 +264,7 @@ def _add_door(parser: argparse.ArgumentParser) -> None:
     )
     add("--admin-key", help="opens the admin API (one is made for the run and kept in its folder)")
     add("--max-body-size", default=_DEFAULTS.max_body_size)
+    _add_connections(parser)
     add(
         "--request-timeout",
         type=float,
@@ -274,6 +278,32 @@ def _add_door(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.drain_timeout_s,
         metavar="S",
         help="so long SIGTERM waits for requests under way; 0: not at all",
+    )
+
+
+def _add_connections(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--max-connections",
+        type=int,
+        default=_DEFAULTS.max_connections,
+        metavar="N",
+        help="of clients; beyond, the oldest without a key is closed (0: by the limit of file "
+        "descriptors, 16384 at most)",
+    )
+    add(
+        "--max-connections-per-address",
+        type=int,
+        default=_DEFAULTS.max_connections_per_address,
+        metavar="N",
+        help="of these, from one address without a key (0: a quarter)",
+    )
+    add(
+        "--body-timeout",
+        type=float,
+        default=_DEFAULTS.body_timeout_s,
+        metavar="S",
+        help="for all of a request's body, and a second more for each 64 KiB that have come",
     )
 
 

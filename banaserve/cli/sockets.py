@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import ssl
 from collections.abc import Iterator
 
 from banaserve.api.front_socket import BoundSocket, ClaimedSocket, FrontSocket, bind
 from banaserve.api.take_over import SocketClaim
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
+from banaserve.net.tls import ServerTls
 from banaserve.run_dir import find_offer
 
 
@@ -42,19 +42,19 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         yield sock
 
 
-def check_tls(certificate: str | None, key: str | None) -> None:
-    """Return if the files can serve TLS, or none is given.
+def check_tls(
+    certificate: str | None, key: str | None, ca: str | None = None, suites: str | None = None
+) -> None:
+    """Return if the files and suites can serve TLS, or none is given.
 
     Raises:
         UserError: They cannot.
     """
-    if certificate is None and key is None:
+    if not certificate:
+        if key:
+            raise UserError(f"--ssl-keyfile {key}: give its certificate too, in --ssl-certfile")
         return
-    if certificate is None:
-        raise UserError(f"--ssl-keyfile {key}: give its certificate too, in --ssl-certfile")
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
-    except OSError as error:
-        files = " ".join(name for name in (certificate, key) if name)
-        why = error.strerror or str(error)
-        raise UserError(f"--ssl-certfile, --ssl-keyfile {files}: {why}") from error
+        ServerTls(certificate, key or "", ca or "", suites=suites or "").context()
+    except UserError as error:
+        raise UserError(f"--ssl-certfile: {error}") from None

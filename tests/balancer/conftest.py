@@ -12,8 +12,7 @@ import uvloop
 
 from banaserve.balancer.balancer import Balancer
 from banaserve.balancer.config import BalancerSettings, HealthSettings, ReplicaSettings
-from banaserve.balancer.http.client_connection import ClientConnection
-from banaserve.balancer.server import tick
+from banaserve.balancer.server import listen, tick
 from benchmarks.router.link import RegionLink
 
 WAIT_S = 20.0
@@ -72,7 +71,8 @@ class Asked:
 class Replica:
     """An HTTP server; ``behave`` is awaited with each request but looks at its health."""
 
-    def __init__(self, behave=None):
+    def __init__(self, behave=None, ssl=None):
+        self.ssl = ssl
         self.asked = []
         self.num_connections = 0
         self.health = 200
@@ -82,9 +82,9 @@ class Replica:
         self._writers = set()
 
     async def start(self, port=0):
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, ssl=self.ssl)
         self.port = self._server.sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http{'s' * bool(self.ssl)}://127.0.0.1:{self.port}"
         self.id = f"127.0.0.1:{self.port}"
         return self
 
@@ -190,8 +190,8 @@ class House:
         self.balancers = []
         self._open = []
 
-    async def replica(self, behave=None, port=0):
-        made = await Replica(behave).start(port)
+    async def replica(self, behave=None, port=0, ssl=None):
+        made = await Replica(behave, ssl).start(port)
         self._open.append(made.stop)
         return made
 
@@ -213,7 +213,7 @@ class House:
         loop = asyncio.get_running_loop()
         sock = socket.create_server(("127.0.0.1", port))
         port = sock.getsockname()[1]
-        server = await loop.create_server(lambda: ClientConnection(balancer), sock=sock)
+        server = await listen(balancer, sock)
         ticking = loop.create_task(tick(balancer))
 
         def kill():
@@ -230,8 +230,8 @@ class House:
         self._open.append(made.stop)
         return made
 
-    async def caller(self, port=None):
-        return Caller(*await asyncio.open_connection("127.0.0.1", port or self.port))
+    async def caller(self, port=None, ssl=None):
+        return Caller(*await asyncio.open_connection("127.0.0.1", port or self.port, ssl=ssl))
 
     async def ask(self, *args, **kwargs):
         caller = await self.caller()

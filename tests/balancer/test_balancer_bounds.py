@@ -12,7 +12,7 @@ from msgspec import structs
 
 from banaserve.balancer import server
 from banaserve.balancer.config import LimitSettings, PolicySettings
-from banaserve.balancer.http.client_connection import ClientConnection
+from banaserve.balancer.http.client_connection import UNREAD_S, ClientConnection
 from banaserve.balancer.http.request import ClientRequest
 from banaserve.balancer.peers import PeerState, ReplicaState
 from banaserve.balancer.routing_request import read_request
@@ -199,6 +199,9 @@ class Pipe:
         self.unread = 0
         self.ends = []
 
+    def get_extra_info(self, _name):
+        return ("127.0.0.1", 9)
+
     def get_write_buffer_size(self):
         return self.unread
 
@@ -219,7 +222,9 @@ class Pipe:
 
 
 def connected(pipe):
-    handler = SimpleNamespace(opened=lambda _: True, hold=lambda _: None)
+    handler = SimpleNamespace(
+        opened=lambda _: True, hold=lambda _: None, dropped=lambda _cause, _why: None
+    )
     client = ClientConnection(handler)
     client.connection_made(pipe)
     return client
@@ -231,11 +236,13 @@ def test_the_end_of_an_answer_is_not_cut_off_while_it_is_read(can_go_on):
     client = connected(pipe)
     client.can_go_on = can_go_on
     client.done(ClientRequest())
+    now_s = client._closes_at_s + 1
     for pipe.unread in (300_000, 200_000, 100_000):
-        client.sweep(client._closes_at_s + 1)
+        now_s += UNREAD_S - 1
+        client.sweep(now_s)
         assert "abort" not in pipe.ends
         assert "close" not in pipe.ends
-    client.sweep(client._closes_at_s + 1)
+    client.sweep(now_s + UNREAD_S)
     assert pipe.ends[-1] == "abort"
 
 

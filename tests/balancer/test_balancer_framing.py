@@ -165,3 +165,44 @@ def test_spaces_within_a_field_cost_no_more_than_others():
     assert found.keep_alive
     assert found.body.feed(b"abcd") == 3
     assert found.lines.endswith(b"Content-Length: \t 3 \t \r\nX: y\r\n")
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 7, 200])
+@pytest.mark.parametrize(
+    "trailers",
+    [
+        b"X: a\n\nHTTP/1.1 200 OK\r\n\r\n",
+        b"\nHTTP/1.1 200 OK\r\n\r\n",
+        b"X: a\r\rX: b\r\n\r\n",
+        b"X: a\0\r\n\r\n",
+        b"X a\r\n\r\n",
+        b"X : a\r\n\r\n",
+        b" X: a\r\n\r\n",
+        b": a\r\n\r\n",
+        b"Content-Length: 5\r\n\r\n",
+        b"X: a\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"Set-Cookie: a=b\r\n\r\n",
+    ],
+)
+def test_trailers_are_checked_before_they_go_on(trailers, every):
+    """What has gone on before the fault must not end the answer for a client."""
+    framed, body, gone_on = b"1\r\na\r\n0\r\n" + trailers, ChunkedBody(), []
+
+    def feed_all():
+        for at in range(0, len(framed), every):
+            piece = framed[at : at + every]
+            assert body.feed(piece) == len(piece)
+            gone_on.append(piece)
+
+    with pytest.raises(ProtocolError):
+        feed_all()
+    assert b"\n\n" not in b"".join(gone_on)
+    assert not body.is_done
+
+
+def test_trailers_of_a_sound_replica_go_on():
+    framed = b"1\r\na\r\n0\r\nServer-Timing: a;dur=1\r\nX-Sum:\r\n\r\n"
+    for cut in range(len(framed)):
+        body = ChunkedBody()
+        assert feed_in_pieces(body, framed, [cut]) == len(framed)
+        assert body.is_done

@@ -154,13 +154,11 @@ async def test_too_many_at_once_are_refused(house):
         await asked.answer()
 
     replica = await house.replica(hold)
-    await house.balance(replica, limits=LimitSettings(max_requests=1, max_connections=2))
+    await house.balance(replica, limits=LimitSettings(max_requests=1))
     first = asyncio.create_task(house.ask())
     await house.until(lambda: replica.asked)
     second = await house.ask()
     assert (second.status, second.fields["retry-after"]) == (429, "1")
-    callers = [await house.caller() for _ in range(2)]
-    assert (await callers[-1].reply()).status == 503
     go_on.set()
     assert (await first).status == 200
 

@@ -19,7 +19,7 @@ FOLDERS = ("banaserve", "benchmarks", "csrc", "docs", "tests")
 # Of pip and of vLLM, which banaserve passes on.
 OTHERS = {
     *("--extra-index-url", "--no-deps", "--no-build-isolation", "--require-hashes", "--dtype"),
-    *("--kv-transfer-config", "--scheduler-cls", "--ssl-certfile", "--quantization"),
+    *("--kv-transfer-config", "--scheduler-cls", "--ssl-ciphers", "--quantization"),
     *("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--max-num-seqs"),
     *("--enable-prompt-tokens-details", "--enforce-eager", "--no-enforce-eager"),
     # Of the checker of another vLLM, which is no command.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Hashable
 from time import monotonic
 from typing import Protocol, cast
 
@@ -11,10 +12,13 @@ import httptools
 
 from banaserve.balancer.http import replies
 from banaserve.balancer.http.request import MAX_HEAD_BYTES, ClientRequest, RequestRefusedError
+from banaserve.net.stalled_writes import StalledWrites
 
 MAX_PIPELINED = 16
 HEAD_TIMEOUT_S = 10.0
-BODY_SILENCE_S = 30.0
+BODY_BYTES_PER_S = 64 * 1024
+"""A body has a second more for so many bytes that have come."""
+
 KEEP_ALIVE_S = 75.0
 _LINGER_S = 2.0
 UNREAD_S = 75.0
@@ -44,17 +48,19 @@ class RequestHandler(Protocol):
 
     Attributes:
         max_body_bytes: Of one request.
+        body_timeout_s: For all of a body; longer by its ``BODY_BYTES_PER_S``.
     """
 
     max_body_bytes: int
+    body_timeout_s: float
 
     def opened(self, client: ClientConnection) -> bool:
-        """Returns whether another connection may be open."""
+        """Returns whether another connection may be open; one without a key may be evicted."""
         ...
 
     def closed(self, client: ClientConnection) -> None: ...
 
-    def check_head(self, message: ClientRequest) -> None:
+    def check_head(self, client: ClientConnection, message: ClientRequest) -> None:
         """Returns if the body of ``message`` may come.
 
         Raises:
@@ -76,9 +82,18 @@ class RequestHandler(Protocol):
 
     def refused(self, error: RequestRefusedError) -> None: ...
 
+    def dropped(self, cause: str, why: str) -> None:
+        """A connection is closed without an answer; ``cause`` is a fixed word."""
+        ...
+
 
 class ClientConnection(asyncio.Protocol):
-    """One connection from a client: requests come one after another, answers likewise."""
+    """One connection from a client: requests come one after another, answers likewise.
+
+    Attributes:
+        can_go_on: Another request may follow the one under way.
+        peer: The client's address and port.
+    """
 
     __slots__ = (
         "_active",
@@ -87,6 +102,7 @@ class ClientConnection(asyncio.Protocol):
         "_head_bytes",
         "_held_bytes",
         "_in_head",
+        "_is_body_timed",
         "_is_busy",
         "_is_choked",
         "_is_head_timed",
@@ -94,10 +110,11 @@ class ClientConnection(asyncio.Protocol):
         "_message",
         "_parser",
         "_refusal",
+        "_stalled",
         "_transport",
-        "_unread_bytes",
         "_waiting",
         "can_go_on",
+        "peer",
     )
 
     def __init__(self, handler: RequestHandler) -> None:
@@ -108,14 +125,17 @@ class ClientConnection(asyncio.Protocol):
         self._active: ActiveRequest | None = None
         self._refusal: RequestRefusedError | None = None
         self._closes_at_s = 0.0
-        self._head_bytes = self._held_bytes = self._unread_bytes = 0
+        self._head_bytes = self._held_bytes = 0
+        self._stalled = StalledWrites()
+        self.peer: Hashable = None
         self._in_head = True
-        self._is_busy = self._is_choked = self._is_paused = False
+        self._is_busy = self._is_choked = self._is_paused = self._is_body_timed = False
         self._is_head_timed = True
         self.can_go_on = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self.peer = self._transport.get_extra_info("peername") or id(self)
         self._within(HEAD_TIMEOUT_S)
         if not self._handler.opened(self):
             self._refuse(
@@ -158,7 +178,9 @@ class ClientConnection(asyncio.Protocol):
     def _watch_part(self) -> None:
         """Part of a request has come, or nothing of one: how long may the rest take?"""
         if not self._in_head:
-            self._within(BODY_SILENCE_S)
+            if not self._is_body_timed:
+                self._is_body_timed = True
+                self._within(self._handler.body_timeout_s)
         elif self._head_bytes and not self._is_head_timed:
             self._is_head_timed = True
             self._within(HEAD_TIMEOUT_S)
@@ -183,7 +205,7 @@ class ClientConnection(asyncio.Protocol):
             raise RequestRefusedError(
                 413, f"the body is larger than {limit} bytes (--max-body-size)"
             )
-        self._handler.check_head(message)
+        self._handler.check_head(self, message)
         if message.expects_continue and not self._is_busy:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -195,7 +217,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         message, self._message = self._message, ClientRequest()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._head_bytes, self._is_body_timed = True, 0, False
         if not self._is_busy and not self._waiting and not self._is_choked:
             self._begin(message)
             return
@@ -238,6 +260,8 @@ class ClientConnection(asyncio.Protocol):
         elif self._is_paused:
             self._is_paused = False
             self._transport.resume_reading()
+        else:
+            self._watch_part()
 
     def _begin_next(self) -> None:
         # An answer on top of answers that are not read would make a buffer without bound.
@@ -252,21 +276,26 @@ class ClientConnection(asyncio.Protocol):
     # Time, back-pressure, ends.
 
     def sweep(self, now_s: float) -> None:
-        """Close the connection where its client has taken too long."""
-        if not self._closes_at_s or now_s < self._closes_at_s:
-            return
-        is_idle = self._in_head and not self._head_bytes
-        unread, before = self._transport.get_write_buffer_size(), self._unread_bytes
-        self._unread_bytes = unread
-        if unread and unread != before:
-            # The client is slow, but it reads: closing would cost it the end of the answer.
-            self._within(UNREAD_S)
-        elif self._refusal is not None or unread:
+        """Close the connection where its client has taken too long, to send or to read."""
+        unread = self._transport.get_write_buffer_size()
+        if self._stalled.stalled_s(unread, now_s) >= UNREAD_S:
+            self._handler.dropped("unread", f"a client has read nothing for {UNREAD_S:g} s")
             self._transport.abort()
-        elif is_idle:
+            return
+        grace_s = 0.0 if self._in_head else self._message.size / BODY_BYTES_PER_S
+        # A client that is slow but reads would lose the end of its answer.
+        if not self._closes_at_s or now_s < self._closes_at_s + grace_s or unread:
+            return
+        if self._refusal is not None:
+            self._transport.abort()
+        elif self._in_head and not self._head_bytes:
             self._transport.close()
         else:
             self._refuse(RequestRefusedError(408, "the request took too long to arrive"))
+
+    def evict(self) -> None:
+        """Make way for another connection."""
+        self._transport.abort()
 
     def leave_if_idle(self) -> None:
         """Close the connection where no request is under way; else after the answer."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Sequence
 from time import monotonic
 from typing import Protocol, cast
@@ -17,6 +16,7 @@ from banaserve.balancer.http.response import (
     parse_response_head,
 )
 from banaserve.errors import ProtocolError
+from banaserve.net.tls import Certificates
 
 IDLE_S = 4.0
 """Below uvicorn's five seconds, after which a server closes an idle connection."""
@@ -35,12 +35,13 @@ class Sink(Protocol):
 
     def on_end(self) -> None: ...
 
-    def on_broken(self, why: str, was_reused: bool) -> None:
+    def on_broken(self, why: str, was_reused: bool, is_ours: bool = False) -> None:
         """The connection broke, or what came on it is no answer.
 
         Args:
             was_reused: It had carried another answer before and nothing came of this one: likely
                 the server had just closed it, which says nothing of its health.
+            is_ours: There was none, for lack of something of this process.
         """
         ...
 
@@ -192,10 +193,14 @@ class ReplicaConnection(asyncio.Protocol):
 class ConnectionPool:
     """The connections to one server."""
 
-    def __init__(self, endpoint: Endpoint, connect_timeout_s: float) -> None:
+    def __init__(
+        self, endpoint: Endpoint, connect_timeout_s: float, tls: Certificates | None = None
+    ) -> None:
+        """``tls`` says whom to trust; needed where the endpoint has TLS."""
+        assert tls is not None or not endpoint.is_tls
         self.endpoint = endpoint
         self.connect_timeout_s = connect_timeout_s
-        self._tls = ssl.create_default_context() if endpoint.is_tls else None
+        self._tls = tls if endpoint.is_tls else None
         self._idle: list[ReplicaConnection] = []
         self._all: set[ReplicaConnection] = set()
         self._is_retired = False
@@ -220,7 +225,7 @@ class ConnectionPool:
                 lambda: ReplicaConnection(self),
                 self.endpoint.host,
                 self.endpoint.port,
-                ssl=self._tls,
+                ssl=None if self._tls is None else self._tls.context,
             )
         return made
 

@@ -53,6 +53,7 @@ class ClientRequest:
     __slots__ = (
         "_connection",
         "_head_bytes",
+        "_is_chunked",
         "_num_fields",
         "_num_hosts",
         "_size",
@@ -78,7 +79,7 @@ class ClientRequest:
         self.seen: dict[bytes, bytes] = {}
         self.body: list[bytes] = []
         self.keep_alive = False
-        self.is_http10 = self.expects_continue = False
+        self.is_http10 = self.expects_continue = self._is_chunked = False
 
     @property
     def target(self) -> bytes:
@@ -137,6 +138,7 @@ class ClientRequest:
         elif name == b"transfer-encoding":
             if value.strip().lower() != b"chunked":
                 raise RequestRefusedError(501, "Transfer-Encoding is not chunked")
+            self._is_chunked = True
         elif name == b"host":
             self._num_hosts += 1
         elif name == b"upgrade":
@@ -162,6 +164,9 @@ class ClientRequest:
         self.is_http10 = version == "1.0"
         if self._num_hosts > 1 or (self._num_hosts == 0 and not self.is_http10):
             raise RequestRefusedError(400, "exactly one Host header field is needed")
+        if self.is_http10 and self._is_chunked:
+            # RFC 9112, 6.1: whoever has passed it on may have framed it otherwise.
+            raise RequestRefusedError(400, "HTTP/1.0 has no Transfer-Encoding")
         if self.is_http10 and self.expects_continue:
             self.expects_continue = False
         if method in (b"CONNECT", b"TRACE"):

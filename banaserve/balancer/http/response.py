@@ -27,6 +27,14 @@ _HOP = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _KEPT = frozenset((b"transfer-encoding", b"content-length"))
+_TRAILER = re.compile(rb"(" + _TOKEN + rb"):[^\r\n\0]*\r\n")
+_TRAILER_START = re.compile(rb"(?:" + _TOKEN + rb"(?::[^\r\n\0]*)?)?\r?")
+_NO_TRAILERS = frozenset(
+    (b"transfer-encoding", b"content-length", b"connection", b"keep-alive", b"upgrade", b"te",
+     b"trailer", b"host", b"set-cookie", b"www-authenticate", b"content-type", b"content-encoding",
+     b"content-range", b"cache-control")
+)  # fmt: skip
+"""A client that adds trailers to the head would read another answer (RFC 9110, 6.5.1)."""
 _DIGITS = re.compile(rb"[0-9]{1,18}")
 _HEX = re.compile(rb"[0-9a-fA-F]{1,15}")
 
@@ -160,15 +168,34 @@ class ChunkedBody:
             self._left = size + 2
         return start + self.feed(data[start:]) if start < len(data) else len(data)
 
-    def _feed_trailers(self, line: bytes, offset: int, num_bytes: int) -> int:
-        end = 2 if line.startswith(b"\r\n") else line.find(b"\r\n\r\n") + 4
-        if end >= 4 or line.startswith(b"\r\n"):
+    def _feed_trailers(self, lines: bytes, offset: int, num_bytes: int) -> int:
+        """Check each byte before it goes on: none may end the answer for a client but not here."""
+        end = _end_of_trailers(lines)
+        if end:
             self._line, self.is_done = b"", True
             return offset + end
-        if len(line) > _MAX_TRAILER_BYTES:
+        if len(lines) > _MAX_TRAILER_BYTES:
             raise ProtocolError("trailers too long")
-        self._line = line
+        self._line = lines
         return num_bytes
+
+
+def _end_of_trailers(lines: bytes) -> int:
+    """Where the empty line behind trailers ends; 0 where it has not come.
+
+    Raises:
+        ProtocolError: They are no fields, or ones that may not stand there.
+    """
+    at = 0
+    while match := _TRAILER.match(lines, at):
+        if match[1].lower() in _NO_TRAILERS:
+            raise ProtocolError("a trailer is one that belongs into the head")
+        at = match.end()
+    if lines.startswith(b"\r\n", at):
+        return at + 2
+    if not _TRAILER_START.fullmatch(lines, at):
+        raise ProtocolError("a trailer is no field")
+    return 0
 
 
 def _check_line_end(data: bytes, end: int) -> None:
