@@ -110,8 +110,8 @@ class ServeConfig:
         kv_store_verify: Whether memory gets checksums.
         threads_per_instance: OMP threads of each engine; 0 shares the cores among them.
         restart_grace_s: How long a request waits for a restart where no instance serves its role.
-        engine_stall_s: An engine that is silent for so long, and on a CPU idle as well, is started
-            again.
+        engine_stall_s: An engine on a CPU that is silent and idle for so long is started again.
+        engine_spin_s: Any engine that is silent for so long is started again.
         admin_key: Opens the admin API; empty makes one for the run.
         migration: Whether layers and heads can move between instances while they serve.
         migration_kv_growth: How many times the KV blocks of the start an instance may once have.
@@ -160,7 +160,8 @@ class ServeConfig:
     drain_timeout_s: float = 30.0
     start_timeout_s: float = 600.0
     restart_grace_s: float = 60.0
-    engine_stall_s: float = 600.0
+    engine_stall_s: float = 60.0
+    engine_spin_s: float = 600.0
     run_dir: Path | None = None
     admin_key: str = ""
     migration: bool = True
@@ -267,6 +268,7 @@ def _check_numbers(config: ServeConfig) -> None:
         "--request-timeout": config.request_timeout_s,
         "--start-timeout": config.start_timeout_s,
         "--engine-stall-timeout": config.engine_stall_s,
+        "--engine-spin-timeout": config.engine_spin_s,
     }
     for option, value in positive.items():
         if not value > 0:  # as nan is not

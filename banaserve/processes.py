@@ -15,9 +15,41 @@ from typing import TypeVar
 
 T = TypeVar("T")
 _PR_SET_NAME = 15
+_PR_SET_PDEATHSIG = 1
 _PIDFD_THREAD = os.O_EXCL
 _LIFE = "banaserve-life"
 """Name of the threads that end with their process; Linux keeps fifteen characters."""
+
+
+def die_with_parent(parent_pid: int = 0) -> None:
+    """Ask the kernel to kill this process when the thread that started it ends.
+
+    Args:
+        parent_pid: The starter's; this process ends at once where it has ended already. 0: not
+            known.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent_pid and os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def is_running(pid: int) -> bool:
+    """Whether process ``pid`` has not ended; one that is stopped has not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
+
+
+def end_child(pid: int, patience_s: float) -> None:
+    """Wait for a child's end, ``patience_s`` at most; kill it then, and reap it. Blocks."""
+    leash = Leash.on(pid)
+    if leash is not None:
+        leash.end(patience_s)
+        leash.close()
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
 
 
 async def wait_ended(pid: int) -> None:
@@ -135,6 +167,13 @@ class Leash:
             leash.close()
             return None
         return leash
+
+    def end(self, patience_s: float) -> None:
+        """Return when it has ended; it is killed unless it does so within ``patience_s``."""
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        if not poll.poll(1000.0 * patience_s):
+            self.kill()
 
     def kill(self) -> None:
         """Kill it and return when it has ended: no memory is written by it any more."""

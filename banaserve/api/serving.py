@@ -53,7 +53,7 @@ from banaserve.engine.vllm.scaling.autoscaler import Autoscaler
 from banaserve.engine.vllm.scaling.factory import InstanceFactory
 from banaserve.engine.vllm.scaling.scaler import Scaler
 from banaserve.engine.vllm.typed_rpc import call
-from banaserve.errors import BanaServeError, UserError
+from banaserve.errors import BanaServeError, InstanceDeadError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.daemon.supervised import SupervisedStore
@@ -103,6 +103,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
 
     Raises:
         UserError: Something could not be started; nothing is left running.
+        InstanceDeadError: No instance can be started again; nothing is left running.
     """
     signals = StopSignals()
     stop = signals.stop
@@ -141,7 +142,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
         offer = await stack.enter_async_context(_offering(parts, sock, door))
         _write_admin(parts, sock, key)
         on_open()
-        over = (stop, offer.retired)
+        over = (stop, offer.retired, cluster.failed)
         await asyncio.wait(
             {closed, *(asyncio.create_task(event.wait()) for event in over)},
             return_when=asyncio.FIRST_COMPLETED,
@@ -154,7 +155,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
                 "connections"
             )
             await until_none(door.num_connections, drain_s, signals.now, cluster.serving)
-        elif closing.num_requests and drain_s and not signals.now.is_set():
+        elif closing.num_requests and drain_s and stop.is_set() and not signals.now.is_set():
             say(
                 f"{closing.num_requests} requests are under way: waiting up to {drain_s:g} s for "
                 "them; a second signal ends it now"
@@ -166,6 +167,14 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
         cluster.refuse()
         with contextlib.suppress(asyncio.CancelledError):
             await closed
+        if cluster.failed.is_set() and not stop.is_set():
+            raise InstanceDeadError(_given_up(cluster))
+
+
+def _given_up(cluster: Cluster) -> str:
+    """One line for the user."""
+    words = cluster.last_failure or next(iter(cluster.instances.values())).last_words()
+    return f"no instance can be started again, and all have been given up: {words}"
 
 
 async def _unless(stop: asyncio.Event, task: asyncio.Task[None]) -> bool:
@@ -219,7 +228,11 @@ def _cluster(parts: Parts, factory: InstanceFactory) -> Cluster:
     legs = LegOptions(skip_prefill_below_tokens=config.skip_prefill_below_tokens)
     policy = registry.make_named(config.routing_policy, legs=legs, **config.routing_section)
     patience = ClusterTimeouts(
-        config.start_timeout_s, config.restart_grace_s, config.engine_stall_s
+        config.start_timeout_s,
+        config.restart_grace_s,
+        # With --pace an engine is idle while modelled time goes by.
+        max(1.0, config.dilate) * config.engine_stall_s,
+        max(1.0, config.dilate) * config.engine_spin_s,
     )
     return Cluster(instances, policy, WallClock(), patience)
 

@@ -133,6 +133,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         start_timeout_s=known.start_timeout,
         restart_grace_s=known.restart_grace,
         engine_stall_s=known.engine_stall_timeout,
+        engine_spin_s=known.engine_spin_timeout,
         run_dir=known.run_dir,
         take_over=_take_over(known.take_over),
         admin_key=known.admin_key or os.environ.get("BANASERVE_ADMIN_KEY", ""),
@@ -234,7 +235,14 @@ def _add_instances(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_DEFAULTS.engine_stall_s,
         metavar="S",
-        help="an engine that is silent for so long, and on a CPU idle too, is started again",
+        help="an engine on a CPU that is silent and idle for so long is started again",
+    )
+    add(
+        "--engine-spin-timeout",
+        type=float,
+        default=_DEFAULTS.engine_spin_s,
+        metavar="S",
+        help="any engine that is silent for so long is started again: more than its longest step",
     )
     add("--run-dir", type=Path, help="where logs go (a fresh folder under the state directory)")
     add("--config", type=Path, help="TOML file with these options; the command line wins")

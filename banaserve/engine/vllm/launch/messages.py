@@ -19,12 +19,14 @@ class StartEngine(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         vllm_argv: Its options; empty where they are those that the engine parent was made with.
+        until_s: On the monotonic clock; whoever reads the order later does nothing. 0: no limit.
     """
 
     instance_id: str
     handshake_address: str
     log_path: str
     vllm_argv: tuple[str, ...] = ()
+    until_s: float = 0.0
 
 
 class StartGuest(msgspec.Struct, tag=True, frozen=True):
@@ -32,11 +34,13 @@ class StartGuest(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         vllm_argv: Of its host's engine, as in ``StartEngine``.
+        until_s: As in ``StartEngine``.
     """
 
     address: GuestAddress
     log_path: str
     vllm_argv: tuple[str, ...] = ()
+    until_s: float = 0.0
 
 
 class GuestStarted(msgspec.Struct, tag=True, frozen=True):
@@ -60,7 +64,12 @@ class EngineExited(msgspec.Struct, tag=True, frozen=True):
     status: int
 
 
-Message = StartEngine | EngineStarted | EngineExited | StartGuest | GuestStarted
+class ParentReady(msgspec.Struct, tag=True, frozen=True):
+    """An engine parent that was started from nothing takes orders."""
+
+
+Order = StartEngine | StartGuest
+Message = Order | EngineStarted | EngineExited | GuestStarted | ParentReady
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
