@@ -113,6 +113,7 @@ class ServeConfig:
         engine_stall_s: An engine on a CPU that is silent and idle for so long is started again.
         engine_spin_s: Any engine that is silent for so long is started again.
         admin_key: Opens the admin API; empty makes one for the run.
+        metrics_key: Opens ``/metrics``, as API keys do then; empty leaves it open to all.
         migration: Whether layers and heads can move between instances while they serve.
         migration_kv_growth: How many times the KV blocks of the start an instance may once have.
         migration_stall_s: How long a guest may be silent beyond what its work should take.
@@ -164,6 +165,7 @@ class ServeConfig:
     engine_spin_s: float = 600.0
     run_dir: Path | None = None
     admin_key: str = ""
+    metrics_key: str = ""
     migration: bool = True
     migration_kv_growth: float = 2.0
     migration_stall_s: float = 1.0

@@ -97,6 +97,15 @@ def _open_life(pid: int) -> list[int]:
 
 async def _wait_any(descriptors: Sequence[int]) -> None:
     """Return when one can be read; closes all."""
+    try:
+        await wait_readable(descriptors)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+async def wait_readable(descriptors: Sequence[int]) -> None:
+    """Return when one can be read, or has been closed at its other end."""
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
 
@@ -111,7 +120,6 @@ async def _wait_any(descriptors: Sequence[int]) -> None:
     finally:
         for descriptor in descriptors:
             loop.remove_reader(descriptor)
-            os.close(descriptor)
 
 
 def in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
@@ -228,3 +236,47 @@ class Pulse:
         except OSError:
             return -1
         return int(fields[11]) + int(fields[12])
+
+
+class StallWatch:
+    """Watches a process that says something again and again, and others that follow it.
+
+    Args:
+        stall_s: How long one may be silent that does nothing for certain.
+        spin_s: How long any may be silent.
+        counts_work: A process that uses its processor is taken to compute: a step of a large model
+            on a CPU takes minutes. On a GPU the processor is busy while it waits for the device, and
+            idle while the device computes: nothing is certain there.
+    """
+
+    def __init__(self, stall_s: float, spin_s: float, *, counts_work: bool) -> None:
+        self._stall_s = stall_s
+        self._spin_s = spin_s
+        self._counts_work = counts_work
+        self._pid = 0
+        self._seen_s = 0.0
+        self._pulse = Pulse(None)
+
+    def has_stalled(self, pid: int, heard_s: float, now_s: float) -> bool:
+        """Whether process ``pid``, last heard of at ``heard_s``, gets no further.
+
+        Both times are on the caller's clock; it looks at least twice within ``stall_s``.
+        """
+        idle_s = self._idle_s(pid, heard_s, now_s)
+        if not pid:
+            return False
+        return idle_s > self._stall_s or now_s - heard_s > self._spin_s
+
+    def has_stalled_starting(self, pid: int, now_s: float) -> bool:
+        """Whether process ``pid``, which is starting, has done nothing since it was first seen."""
+        idle_s = self._idle_s(pid, 0.0, now_s)
+        return bool(pid) and min(idle_s, now_s - self._seen_s) > self._stall_s
+
+    def _idle_s(self, pid: int, heard_s: float, now_s: float) -> float:
+        """For how long it has been silent and used no processor; 0 where that is not known."""
+        if pid != self._pid:
+            self._pid, self._seen_s = pid, now_s
+            self._pulse = Pulse(pid if self._counts_work else None)
+        if not self._counts_work:
+            return 0.0
+        return now_s - max(heard_s, self._pulse.last_worked_s(now_s))

@@ -42,6 +42,7 @@ class DoorOptions:
     """What the front door lets in."""
 
     api_keys: Sequence[str]
+    metrics_key: str
     max_concurrent_requests: int
     max_body_bytes: int
     vllm_version: str
@@ -69,7 +70,7 @@ async def make_app(
     held_bytes = max(_MAX_HELD_BYTES, options.max_body_bytes)
     limited = BodyLimit(app, options.max_body_bytes, held_bytes)
     counted = ConcurrencyLimit(limited, options.max_concurrent_requests)
-    return KeyMiddleware(RequestLimitsReader(counted), options.api_keys)
+    return KeyMiddleware(RequestLimitsReader(counted), options.api_keys, options.metrics_key)
 
 
 def vllm_app(args: Namespace, tasks: tuple[Any, ...], model_config: ModelConfig | None) -> FastAPI:

@@ -300,6 +300,7 @@ async def _app(
         MetricsPage(lambda: factory.series.registries, ask),
         DoorOptions(
             api_keys=parts.config.api_keys,
+            metrics_key=parts.config.metrics_key,
             max_concurrent_requests=parts.config.max_concurrent_requests,
             max_body_bytes=parse_size(parts.config.max_body_size),
             vllm_version=vllm_version(),

@@ -25,6 +25,7 @@ from banaserve.config import (
 )
 from banaserve.controller.decisions import DecisionLog
 from banaserve.errors import UserError
+from banaserve.key_files import key_of, keys_of
 from banaserve.orchestrator.control import ControlLimits
 from banaserve.orchestrator.migration import registry as migration_policies
 from banaserve.orchestrator.routing import registry as routing_policies
@@ -103,7 +104,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
     prefill, decode = parse_pd(known.pd or "1:1")
     if known.colocated or known.instances:
         prefill = decode = 0
-    keys = known.api_key or [key for key in [os.environ.get("BANASERVE_API_KEY", "")] if key]
+    from_env = [key for key in [os.environ.get("BANASERVE_API_KEY", "")] if key]
     return ServeConfig(
         model=known.model or (MINIATURE if known.pace else _DEFAULTS.model),
         prefill=prefill,
@@ -111,7 +112,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         colocated=known.colocated or known.instances,
         host=known.host,
         port=known.port,
-        api_keys=tuple(keys),
+        api_keys=keys_of("--api-key", known.api_key or (), known.api_key_file, from_env),
         devices=tuple(known.devices.split(";")) if known.devices else (),
         engine_start=known.engine_start,
         kv_store=not known.no_kv_store,
@@ -136,7 +137,8 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         engine_spin_s=known.engine_spin_timeout,
         run_dir=known.run_dir,
         take_over=_take_over(known.take_over),
-        admin_key=known.admin_key or os.environ.get("BANASERVE_ADMIN_KEY", ""),
+        admin_key=_key(known, "admin"),
+        metrics_key=_key(known, "metrics"),
         migration=known.migration == "on",
         migration_kv_growth=known.migration_kv_growth,
         migration_stall_s=known.migration_stall,
@@ -155,6 +157,13 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         scheduler=known.scheduler,
         vllm_argv=vllm_argv,
     )
+
+
+def _key(known: argparse.Namespace, name: str) -> str:
+    """Of ``--NAME-key``, its file or its variable."""
+    given, path = getattr(known, f"{name}_key"), getattr(known, f"{name}_key_file")
+    usual = os.environ.get(f"BANASERVE_{name.upper()}_KEY", "")
+    return key_of(f"--{name}-key", given, path, usual)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -262,12 +271,21 @@ def _add_door(parser: argparse.ArgumentParser) -> None:
     )
     add("--api-key", action="append", help="needed by clients; repeat for several tenants")
     add(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="holds such keys, one a line; a command line can be read by other users",
+    )
+    add(
         "--max-concurrent-requests",
         type=int,
         default=_DEFAULTS.max_concurrent_requests,
         help="more are answered 429",
     )
     add("--admin-key", help="opens the admin API (one is made for the run and kept in its folder)")
+    add("--admin-key-file", type=Path, metavar="FILE", help="holds that key")
+    add("--metrics-key", help="needed for /metrics, where an API key does too (all may read it)")
+    add("--metrics-key-file", type=Path, metavar="FILE", help="holds that key")
     add("--max-body-size", default=_DEFAULTS.max_body_size)
     add(
         "--request-timeout",

@@ -30,8 +30,8 @@ from banaserve.engine.vllm.launch.engine_main import Launch
 from banaserve.engine.vllm.launch.launcher import ForkLauncher, SpawnLauncher
 from banaserve.engine.vllm.launch.parent_link import ParentLink, ParentLostError
 from banaserve.engine.vllm.launch.spawned import Kind
-from banaserve.engine.vllm.liveness.stall_watch import StallWatch
 from banaserve.errors import InstanceDeadError
+from banaserve.processes import StallWatch
 from banaserve.types import InstanceId, Role
 from waiting import until
 

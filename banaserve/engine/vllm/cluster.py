@@ -21,7 +21,6 @@ from banaserve.engine.vllm.engine_settings import EngineSettings
 from banaserve.engine.vllm.generations import Member, candidates, is_lost
 from banaserve.engine.vllm.instance import Instance, State
 from banaserve.engine.vllm.liveness.restart_policy import RestartPolicy
-from banaserve.engine.vllm.liveness.stall_watch import StallWatch
 from banaserve.engine.vllm.residency import Residency
 from banaserve.engine.vllm.tracing.events import NoInstance
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
@@ -33,6 +32,7 @@ from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.wire import MAX_KEYS
 from banaserve.orchestrator.model.output_length import OutputLengthWindow
 from banaserve.orchestrator.routing.named import NamedPolicy
+from banaserve.processes import StallWatch
 from banaserve.types import (
     NO_LIMITS,
     NOWHERE,
