@@ -132,6 +132,7 @@ class ServeConfig:
         decode_budget: Of one while it is for decode.
         scheduler: In which order an engine takes its waiting requests: ``SCHEDULERS``.
         take_over: The running server that is to be replaced; None for none.
+        log_max_size: Of each log, in human units, and of what it held before; empty for no limit.
     """
 
     model: str = "smollm2-135m"
@@ -164,6 +165,7 @@ class ServeConfig:
     engine_stall_s: float = 60.0
     engine_spin_s: float = 600.0
     run_dir: Path | None = None
+    log_max_size: str = "64MiB"
     admin_key: str = ""
     metrics_key: str = ""
     migration: bool = True

@@ -245,8 +245,8 @@ class StallWatch:
         stall_s: How long one may be silent that does nothing for certain.
         spin_s: How long any may be silent.
         counts_work: A process that uses its processor is taken to compute: a step of a large model
-            on a CPU takes minutes. On a GPU the processor is busy while it waits for the device, and
-            idle while the device computes: nothing is certain there.
+            on a CPU takes minutes. On a GPU nothing is certain: a processor that waits is busy
+            there, or idle.
     """
 
     def __init__(self, stall_s: float, spin_s: float, *, counts_work: bool) -> None:

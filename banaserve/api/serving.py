@@ -24,6 +24,7 @@ from banaserve.api.admin_traces import Traces
 from banaserve.api.app import Door, DoorOptions, make_app
 from banaserve.api.closing import ClosingDoor, StopSignals, until_none
 from banaserve.api.front_socket import FrontSocket
+from banaserve.api.log_rotation import rotating
 from banaserve.api.metrics import MetricsPage
 from banaserve.api.take_over import Offer, SocketOffer
 from banaserve.clock import WallClock
@@ -57,6 +58,7 @@ from banaserve.errors import BanaServeError, InstanceDeadError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.daemon.supervised import SupervisedStore
+from banaserve.kvstore.fingerprint import check_alike
 from banaserve.kvstore.sizes import parse_size
 from banaserve.orchestrator.autoscaling import AutoscaleOptions
 from banaserve.orchestrator.control import ControlLimits, Mode
@@ -108,6 +110,8 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
     signals = StopSignals()
     stop = signals.stop
     async with contextlib.AsyncExitStack() as stack:
+        max_log_bytes = parse_size(parts.config.log_max_size) if parts.config.log_max_size else 0
+        await stack.enter_async_context(rotating(parts.run.logs, max_log_bytes))
         if parts.config.kv_store:
             await stack.enter_async_context(_store(parts, say))
         factory = _factory(parts)
@@ -264,9 +268,10 @@ async def _connect(parts: Parts, cluster: Cluster) -> DisaggregatedClient:
     if parts.config.kv_store:  # colocated instances may once hand over: roles change
         asked = call(WorkerApi.banaserve_fingerprint)
         answers = await _answered(lambda: client.collective_rpc(asked.name))
-        fingerprint = asked.read(answers[0])
-        assert fingerprint is not None, "with a store every worker has a connector"
-        lookup = PrefixLookup(parts.engine_config, fingerprint, parts.store_socket)
+        found = [one for answer in answers if (one := asked.read(answer)) is not None]
+        assert len(found) == len(answers), "with a store every worker has a connector"
+        check_alike(found)
+        lookup = PrefixLookup(parts.engine_config, found[0], parts.store_socket)
         cluster.lookups[next(iter(cluster.instances.values())).weights] = lookup
     return client
 

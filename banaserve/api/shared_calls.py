@@ -18,7 +18,7 @@ class TooManyCallsError(Exception):
 class SharedCalls(Generic[K, T]):
     """Makes one call at a time, and rests after each for several times as long as it took.
 
-    Whoever asks for a call that waits gets its result too. A result is never older than the question.
+    Whoever asks for a call that waits gets its result too. None is older than the question.
 
     Args:
         make: Makes a call.

@@ -136,6 +136,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         engine_stall_s=known.engine_stall_timeout,
         engine_spin_s=known.engine_spin_timeout,
         run_dir=known.run_dir,
+        log_max_size=known.log_max_size,
         take_over=_take_over(known.take_over),
         admin_key=_key(known, "admin"),
         metrics_key=_key(known, "metrics"),
@@ -254,6 +255,12 @@ def _add_instances(parser: argparse.ArgumentParser) -> None:
         help="any engine that is silent for so long is started again: more than its longest step",
     )
     add("--run-dir", type=Path, help="where logs go (a fresh folder under the state directory)")
+    add(
+        "--log-max-size",
+        default=_DEFAULTS.log_max_size,
+        metavar="SIZE",
+        help="of each log, which is then begun anew, and of its last one; '' sets no limit",
+    )
     add("--config", type=Path, help="TOML file with these options; the command line wins")
 
 

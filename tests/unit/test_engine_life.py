@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -31,7 +32,7 @@ from banaserve.engine.vllm.launch.launcher import ForkLauncher, SpawnLauncher
 from banaserve.engine.vllm.launch.parent_link import ParentLink, ParentLostError
 from banaserve.engine.vllm.launch.spawned import Kind
 from banaserve.errors import InstanceDeadError
-from banaserve.processes import StallWatch
+from banaserve.processes import StallWatch, is_running
 from banaserve.types import InstanceId, Role
 from waiting import until
 
@@ -83,6 +84,21 @@ async def test_a_parent_that_cannot_be_replaced_is_told_in_one_line(tmp_path: Pa
     launcher.close()
 
 
+async def test_a_parent_that_talks_nonsense_is_replaced(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    body = msgspec.msgpack.encode(messages.EngineStarted("d0", 1)).replace(b"d0", b"\xff0")
+    theirs.sendall(struct.pack("!I", len(body)) + body)
+    _, second = answering()
+
+    async def start_parent() -> ParentLink:
+        return second
+
+    launcher = ForkLauncher(ParentLink(ours, 0), start_parent)
+    assert await launcher.start("d0", "", tmp_path) == 1
+    launcher.close()
+    theirs.close()
+
+
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(["sleep", "600"]) as started:
@@ -126,7 +142,7 @@ async def test_a_lost_parent_is_replaced_once(
     assert process.poll() is None, "it may have engines that are well"
     parent.may_answer.release()
     await launcher.start("d0", "", tmp_path)
-    assert not Path(f"/proc/{process.pid}").exists(), "it has none"
+    assert not is_running(process.pid), "it has none"
     launcher.close()
     theirs.close()
 
@@ -134,7 +150,7 @@ async def test_a_lost_parent_is_replaced_once(
 async def test_a_hung_parent_stays_while_it_has_engines(
     tmp_path: Path, process: subprocess.Popen[bytes]
 ) -> None:
-    with subprocess.Popen(["sleep", "600"]) as engine:
+    with subprocess.Popen(["sleep", "600"]) as engine:  # noqa: ASYNC220
         ours, theirs = socket.socketpair()
         first, (_, second) = ParentLink(ours, process.pid), answering()
         messages.send(theirs, messages.EngineStarted("d0", engine.pid))
@@ -151,7 +167,7 @@ async def test_a_hung_parent_stays_while_it_has_engines(
         engine.kill()
         engine.wait()
         await launcher._sweep()
-        assert not Path(f"/proc/{process.pid}").exists()
+        assert not is_running(process.pid)
         launcher.close()
         theirs.close()
 

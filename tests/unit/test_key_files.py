@@ -48,7 +48,7 @@ def test_a_file_holds_a_key_a_line(said: bytes, keys: tuple[str, ...], tmp_path:
 def test_a_file_that_makes_no_sense_is_refused(said: bytes, words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^--x .*{words}"):
         read_keys("--x", written(tmp_path, said))
-    with pytest.raises(UserError, match="^--x .*No such file"):
+    with pytest.raises(UserError, match=r"^--x .*No such file"):
         read_keys("--x", tmp_path / "none")
 
 

@@ -307,9 +307,7 @@ class Cluster:
         One whose client has failed computes for no client, and a stalled one computes nothing: both
         are ended, and so started again.
         """
-        watch = StallWatch(
-            self._patience.stall_s, self._patience.spin_s, counts_work=is_on_cpu()
-        )
+        watch = StallWatch(self._patience.stall_s, self._patience.spin_s, counts_work=is_on_cpu())
         quiet_s = min(_QUIET_S, self._patience.stall_s / 2)
         # Nobody asks an idle engine before this begins, however long the others take to start.
         since_s = self._clock.now()

@@ -17,6 +17,7 @@ from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.processes import StallWatch, in_daemon_thread, wait_ended, wait_readable
+from banaserve.run_dir import tail_of
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ class SupervisedStore:
             )
 
     def _last_line(self) -> str:
-        lines = self._log_path.read_text(errors="replace").strip().splitlines()
+        lines = tail_of(self._log_path).strip().splitlines()
         return lines[-1].removeprefix("kvstore: ") if lines else f"see {self._log_path}"
 
     async def _keep_alive(self) -> None:

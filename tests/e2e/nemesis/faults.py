@@ -83,7 +83,7 @@ class Victims:
 
     def of(self, target: str) -> int:
         """Process id of a target; 0 where there is none now."""
-        found = {log: pid for log, pid in reversed(list(writers(self._server.run_dir)))}
+        found = dict(reversed(list(writers(self._server.run_dir))))
         if target == "guest":
             return next((pid for log, pid in found.items() if "guest" in log), 0)
         if target != "parent":
@@ -141,15 +141,13 @@ class Nemesis:
         disk: Of its SSD tier; None where none can be mounted here.
     """
 
-    def __init__(
-        self, server: Run, names: tuple[str, ...], disk: Disk | None, seed: int
-    ) -> None:
+    def __init__(self, server: Run, names: tuple[str, ...], disk: Disk | None, seed: int) -> None:
         self._victims = Victims(server, names)
         self._server = server
         self._names = names
         self._disk = disk
         self._draw = random.Random(seed)
-        self._gone: list[int] = []
+        self._lost: dict[str, int] = {}
 
     def strike(self, choice: Choice) -> bool:
         """Do it; False where there is no such process now.
@@ -157,7 +155,7 @@ class Nemesis:
         Returns when it is over: a process that is to go on does so. Those that were stopped for
         good are for the server to end.
         """
-        self._gone = []
+        self._lost = {}
         if choice.harm is Harm.FILL:
             assert self._disk is not None
             self._disk.fill()
@@ -167,13 +165,16 @@ class Nemesis:
         pid = self._victims.of(choice.target)
         if not pid:
             return False
+        before = {name: self._victims.of(name) for name in self._names}
         is_kill = choice.harm is Harm.KILL
         os.kill(pid, signal.SIGKILL if is_kill else signal.SIGSTOP)
-        if choice.target != "parent" and choice.harm is not Harm.PAUSE:
-            self._gone.append(pid)
-        if choice.then_kill and (other := self._victims.of(choice.then_kill)):
+        if choice.target == "parent" and is_kill:
+            self._lost = {"parent": pid, **before}  # they end with it
+        elif choice.target != "parent" and choice.harm is not Harm.PAUSE:
+            self._lost = {choice.target: pid}
+        if choice.then_kill and (other := before[choice.then_kill]):
             os.kill(other, signal.SIGKILL)
-            self._gone.append(other)
+            self._lost[choice.then_kill] = other
         if choice.harm is Harm.PAUSE:
             time.sleep(self._draw.uniform(0.5, _LONGEST_STOP_S))
             with contextlib.suppress(ProcessLookupError):
@@ -182,7 +183,7 @@ class Nemesis:
 
     def is_whole(self) -> bool:
         """Whether the server is as before the last fault, with other processes for lost ones."""
-        if any(_lives(pid) for pid in self._gone):
+        if any(self._victims.of(name) in (0, pid) for name, pid in self._lost.items()):
             return False
         ready = [
             self._server.metric("banaserve_instance_ready", instance_id=name) == 1
@@ -192,9 +193,3 @@ class Nemesis:
 
     def wait_whole(self, deadline_s: float) -> None:
         until(self.is_whole, "the server is whole again", deadline_s)
-
-
-def _lives(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False

@@ -1,6 +1,6 @@
 """Pre-imported process that forks engine cores: imports are most of their start time.
 
-The first is forked from the front door before that has threads, later ones are started from nothing.
+The first is forked from the front door before that has threads; later ones start from nothing.
 """
 
 from __future__ import annotations

@@ -111,9 +111,7 @@ class ForkLauncher:
         self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
     ) -> int:
         until_s = time.monotonic() + ORDER_S
-        return await self._ordered(
-            messages.StartGuest(address, str(log_path), vllm_argv, until_s)
-        )
+        return await self._ordered(messages.StartGuest(address, str(log_path), vllm_argv, until_s))
 
     async def _ordered(self, order: messages.Order) -> int:
         await self._sweep()

@@ -86,7 +86,11 @@ def send(sock: socket.socket, message: Message) -> None:
 
 
 def receive(sock: socket.socket) -> Message | None:
-    """The next message; None when the other side has closed."""
+    """The next message; None when the other side has closed.
+
+    Raises:
+        ProtocolError: What came is none.
+    """
     head = _read_exactly(sock, _LENGTH.size)
     if head is None:
         return None
@@ -94,7 +98,12 @@ def receive(sock: socket.socket) -> Message | None:
     if length > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a message of {length} bytes is too large")
     body = _read_exactly(sock, length)
-    return None if body is None else _decoder.decode(body)
+    if body is None:
+        return None
+    try:
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"not a message of an engine parent: {error}") from None
 
 
 def _read_exactly(sock: socket.socket, num_bytes: int) -> bytes | None:

@@ -138,9 +138,7 @@ async def start_parent(vllm_argv: list[str]) -> ParentLink:
         with theirs:
             launch = ParentLaunch(vllm_argv, theirs.fileno())
             descriptors = (theirs.fileno(),)
-            process = spawn(
-                Kind.PARENT, launch, os.environ, pass_fds=descriptors, in_session=True
-            )
+            process = spawn(Kind.PARENT, launch, os.environ, pass_fds=descriptors, in_session=True)
     except OSError as error:
         ours.close()
         raise ParentLostError(f"no engine parent can be started: {error.strerror}") from error

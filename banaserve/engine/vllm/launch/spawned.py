@@ -1,7 +1,7 @@
 """Process of an engine core, a guest or an engine parent that is started from nothing.
 
-``python -m banaserve.engine.vllm.launch.spawned KIND PARENT_PID`` reads what it is to serve from its
-standard input: a command line is shown to every user of the machine, and options may be secrets.
+``python -m banaserve.engine.vllm.launch.spawned KIND PARENT_PID`` reads what it is to serve from
+its standard input: every user of the machine sees command lines, and options may be secrets.
 """
 
 from __future__ import annotations
