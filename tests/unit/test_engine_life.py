@@ -30,7 +30,7 @@ from banaserve.engine.vllm.launch.devices import Devices
 from banaserve.engine.vllm.launch.engine_main import Launch
 from banaserve.engine.vllm.launch.launcher import ForkLauncher, SpawnLauncher
 from banaserve.engine.vllm.launch.parent_link import ParentLink, ParentLostError
-from banaserve.engine.vllm.launch.spawned import Kind
+from banaserve.engine.vllm.launch.spawned import LaunchKind
 from banaserve.errors import InstanceDeadError
 from banaserve.processes import StallWatch, is_running
 from banaserve.types import InstanceId, Role
@@ -192,7 +192,7 @@ def test_what_is_spawned_says_nothing_on_its_command_line_and_ends_with_its_star
 ) -> None:
     """Its starter is not this process: it must not come so far as to import an engine."""
     said = Launch("d0", ["--hf-token", "a-secret"], "ipc://nowhere", str(tmp_path / "log"))
-    process = spawned.spawn(Kind.ENGINE, said, os.environ)
+    process = spawned.spawn(LaunchKind.ENGINE, said, os.environ)
     try:
         line = Path(f"/proc/{process.pid}/cmdline").read_bytes()
         assert b"a-secret" not in line
@@ -506,6 +506,28 @@ async def test_a_server_is_healthy_until_nothing_has_served_for_a_while() -> Non
     assert not cluster.is_healthy
     mortals[0].state = State.READY
     assert cluster.is_healthy
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_engine_is_well_after_this_process_has_stood_still(
+    process: subprocess.Popen[bytes],
+) -> None:
+    """All that it said before is old then; asked once, it answers."""
+
+    class Answering(Mortal):
+        async def probe(self, _: float) -> None:
+            self.num_probes += 1
+            self.report = SimpleNamespace(at_s=WallClock().now() + 1e6)
+
+    mortal = Answering(None, None)
+    cluster = cluster_of(mortal, stall_s=0.05)
+    await cluster.start(lambda _: None)
+    mortal.pid, mortal.report = process.pid, SimpleNamespace(at_s=WallClock().now() - 1e6)
+    await until(lambda: mortal.num_probes > 0)
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert (mortal.num_kills, mortal.state) == (0, State.READY)
+    await cluster.stop()
 
 
 def test_only_silence_without_work_is_a_stall(process: subprocess.Popen[bytes]) -> None:

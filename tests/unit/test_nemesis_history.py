@@ -107,5 +107,5 @@ def test_a_plan_is_that_of_its_seed_and_meets_every_process() -> None:
     assert first(1, 50) == first(1, 50) != first(2, 50)
     assert first(3, 1) == [Choice(Harm.KILL, "parent")]
     met = {choice.target for choice in first(4, 60)}
-    assert met == {"parent", "kvstore", "disk", "guest", *names}
+    assert met == {"front", "parent", "kvstore", "disk", "guest", *names}
     assert all(choice.harm is Harm.FILL for choice in first(5, 60) if choice.target == "disk")

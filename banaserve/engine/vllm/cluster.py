@@ -310,7 +310,7 @@ class Cluster:
         watch = StallWatch(self._patience.stall_s, self._patience.spin_s, counts_work=is_on_cpu())
         quiet_s = min(_QUIET_S, self._patience.stall_s / 2)
         # Nobody asks an idle engine before this begins, however long the others take to start.
-        since_s = self._clock.now()
+        since_s, is_silent = self._clock.now(), False
         while True:
             await asyncio.sleep(min(_PROBE_INTERVAL_S, self._patience.stall_s / 2))
             self._note_service()
@@ -323,7 +323,9 @@ class Cluster:
                 continue
             report, now_s = instance.view().report, self._clock.now()
             heard_s = max(report.at_s, since_s) if report is not None else now_s
-            if instance.has_lost_client or watch.has_stalled(instance.pid, heard_s, now_s):
+            was_silent, is_silent = is_silent, watch.has_stalled(instance.pid, heard_s, now_s)
+            # Asked once more: if it was this process that stood still, the engine answers now.
+            if instance.has_lost_client or (was_silent and is_silent):
                 how = "its client has failed" if instance.has_lost_client else "it has stalled"
                 logger.warning("instance %s is ended: %s", instance.id, how)
                 instance.kill()

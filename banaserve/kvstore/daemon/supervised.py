@@ -135,7 +135,12 @@ class SupervisedStore:
         command += self._options.arguments()
         with self._log_path.open("ab") as output:
             return subprocess.Popen(
-                command, stdout=output, stderr=output, pass_fds=(ready_fd,), start_new_session=True
+                command,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **self._options.environment()},
+                pass_fds=(ready_fd,),
+                start_new_session=True,
             )
 
     def _last_line(self) -> str:
@@ -173,10 +178,14 @@ class SupervisedStore:
     async def _end_when_hung(self, process: subprocess.Popen[bytes]) -> None:
         """Ask the daemon again and again; end it when it has not answered for too long."""
         watch, heard_s = self._watch(), time.monotonic()
-        while not watch.has_stalled(process.pid, heard_s, time.monotonic()):
+        was_silent = is_silent = False
+        while not (was_silent and is_silent):
             await asyncio.sleep(self._patience.probe_s)
+            # Looked at before and after a question: it may be this process that stood still.
+            was_silent = watch.has_stalled(process.pid, heard_s, time.monotonic())
             if await self._answers():
                 heard_s = time.monotonic()
+            is_silent = watch.has_stalled(process.pid, heard_s, time.monotonic())
         silent_s = time.monotonic() - heard_s
         log.error("the KV cache store has not answered for %.0f s: it is ended", silent_s)
         process.kill()

@@ -35,7 +35,7 @@ class Choice:
     """A fault that is to come.
 
     Attributes:
-        target: ``parent``, ``kvstore``, the name of an instance, ``guest`` or ``disk``.
+        target: ``front``, ``parent``, ``kvstore``, the name of an instance, ``guest`` or ``disk``.
         then_kill: An instance that is killed while the target is stopped; empty for none.
     """
 
@@ -65,7 +65,10 @@ def plan(seed: int, names: tuple[str, ...], others: tuple[str, ...]) -> Iterator
     if "disk" in others:
         yield Choice(Harm.FILL, "disk")
     while True:
-        target = draw.choice(("parent", "kvstore", *names, *others))
+        target = draw.choice(("front", "parent", "kvstore", *names, *others))
+        if target == "front":
+            yield Choice(Harm.PAUSE, target)
+            continue
         if target == "disk":
             yield Choice(Harm.FILL, target)
             continue
@@ -84,6 +87,8 @@ class Victims:
     def of(self, target: str) -> int:
         """Process id of a target; 0 where there is none now."""
         found = dict(reversed(list(writers(self._server.run_dir))))
+        if target == "front":
+            return self._server.process.pid
         if target == "guest":
             return next((pid for log, pid in found.items() if "guest" in log), 0)
         if target != "parent":

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Mapping
 
 import httpx
-from history import Asked, History
 
+from history import Asked, History
 from streams import Kind
 
 TIMEOUT_S = 300.0

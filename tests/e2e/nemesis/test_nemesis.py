@@ -16,10 +16,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from faults import Disk, Nemesis, plan
 from history import Asked, Fault, History, violations
 from load import Load, ask
-
 from server_run import Run
 from streams import Kind
 

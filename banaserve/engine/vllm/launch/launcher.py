@@ -21,7 +21,7 @@ from banaserve.engine.vllm.launch.devices import Devices
 from banaserve.engine.vllm.launch.engine_main import Launch
 from banaserve.engine.vllm.launch.guest_main import GuestLaunch
 from banaserve.engine.vllm.launch.parent_link import ORDER_S, ParentLink, ParentLostError
-from banaserve.engine.vllm.launch.spawned import Kind, spawn
+from banaserve.engine.vllm.launch.spawned import LaunchKind, spawn
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.errors import InstanceDeadError
 from banaserve.processes import in_daemon_thread
@@ -192,13 +192,13 @@ class SpawnLauncher:
     ) -> int:
         argv = list(vllm_argv) or self._vllm_argv
         launch = Launch(instance_id, argv, handshake_address, str(log_path))
-        return self._spawn(Kind.ENGINE, launch, self._environment(instance_id))
+        return self._spawn(LaunchKind.ENGINE, launch, self._environment(instance_id))
 
     async def start_guest(
         self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
     ) -> int:
         launch = GuestLaunch(address, list(vllm_argv) or self._vllm_argv, str(log_path))
-        return self._spawn(Kind.GUEST, launch, self._environment(address.target))
+        return self._spawn(LaunchKind.GUEST, launch, self._environment(address.target))
 
     def _environment(self, instance_id: str) -> dict[str, str]:
         environment = dict(os.environ)
@@ -206,7 +206,7 @@ class SpawnLauncher:
             environment["CUDA_VISIBLE_DEVICES"] = devices
         return environment
 
-    def _spawn(self, kind: Kind, launch: msgspec.Struct, environment: dict[str, str]) -> int:
+    def _spawn(self, kind: LaunchKind, launch: msgspec.Struct, environment: dict[str, str]) -> int:
         self._processes = [p for p in self._processes if p.poll() is None]
         process = spawn(kind, launch, environment)
         self._processes.append(process)

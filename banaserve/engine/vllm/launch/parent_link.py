@@ -11,7 +11,7 @@ import time
 
 from banaserve.engine.vllm.launch import messages
 from banaserve.engine.vllm.launch.forkserver import ParentLaunch
-from banaserve.engine.vllm.launch.spawned import Kind, spawn
+from banaserve.engine.vllm.launch.spawned import LaunchKind, spawn
 from banaserve.errors import BanaServeError, ProtocolError
 from banaserve.processes import end_child, in_daemon_thread, is_running
 
@@ -138,7 +138,9 @@ async def start_parent(vllm_argv: list[str]) -> ParentLink:
         with theirs:
             launch = ParentLaunch(vllm_argv, theirs.fileno())
             descriptors = (theirs.fileno(),)
-            process = spawn(Kind.PARENT, launch, os.environ, pass_fds=descriptors, in_session=True)
+            process = spawn(
+                LaunchKind.PARENT, launch, os.environ, pass_fds=descriptors, in_session=True
+            )
     except OSError as error:
         ours.close()
         raise ParentLostError(f"no engine parent can be started: {error.strerror}") from error

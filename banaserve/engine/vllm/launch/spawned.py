@@ -17,7 +17,7 @@ import msgspec
 from banaserve.processes import die_with_parent
 
 
-class Kind(enum.Enum):
+class LaunchKind(enum.Enum):
     """What a process is to be."""
 
     ENGINE = "engine"
@@ -26,7 +26,7 @@ class Kind(enum.Enum):
 
 
 def spawn(
-    kind: Kind,
+    kind: LaunchKind,
     launch: msgspec.Struct,
     environment: Mapping[str, str],
     *,
@@ -60,15 +60,15 @@ def spawn(
 
 
 def main() -> None:
-    kind, parent_pid = Kind(sys.argv[1]), int(sys.argv[2])
+    kind, parent_pid = LaunchKind(sys.argv[1]), int(sys.argv[2])
     die_with_parent(parent_pid)  # before imports of many seconds
     said = sys.stdin.buffer.read()
     match kind:
-        case Kind.ENGINE:
+        case LaunchKind.ENGINE:
             from banaserve.engine.vllm.launch.engine_main import run_launched
-        case Kind.GUEST:
+        case LaunchKind.GUEST:
             from banaserve.engine.vllm.launch.guest_main import run_launched
-        case Kind.PARENT:
+        case LaunchKind.PARENT:
             from banaserve.engine.vllm.launch.forkserver import run_launched
     run_launched(said)
 

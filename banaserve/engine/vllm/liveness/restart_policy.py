@@ -1,4 +1,4 @@
-"""When an instance that has died is started again. Pure."""
+"""Pauses before an instance that has died is started again. Pure."""
 
 from __future__ import annotations
 
