@@ -7,6 +7,9 @@ PD ?= 1:1
 PORT ?= 8000
 ARGS ?=
 NAME ?= handover
+# Of the nemesis: for how long, and which order; an empty SEED draws one and prints it.
+NEMESIS_S ?= 1200
+SEED ?=
 DEVICE ?= cpu
 # `full` also installs what tests of optional parts need.
 DEV ?=
@@ -32,7 +35,7 @@ endif
 # The kernels need torch and Triton, not vLLM: a GPU machine's own Python will do.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
-.PHONY: help serve install test test-long test-fast test-gpu lint lint-style lint-types \
+.PHONY: help serve install test test-long test-nemesis test-fast test-gpu lint lint-style lint-types \
     lint-imports lint-docs format bench bench-gpu wheel \
     wheel-check sanitize lint-docker docs lock clean distclean
 
@@ -71,6 +74,10 @@ test: lint  ## Lint, then run the tests, JOBS files side by side; many start rea
 test-long: lint  ## The same with what only repeats or deepens what a shorter run shows.
 	@BANASERVE_TEST_DEPTH=long BANASERVE_MIGRATION_MOVES=100 BANASERVE_MIGRATION_STREAMS=16 \
 	    $(PYTEST) $(BY_FILE) $(ARGS)
+
+test-nemesis: install  ## Kill and stop processes of a server under streams for NEMESIS_S seconds; ARGS as pytest's.
+	@BANASERVE_NEMESIS_S=$(NEMESIS_S) BANASERVE_NEMESIS_SEED=$(SEED) \
+	    $(BIN)/pytest -n0 -s tests/e2e/nemesis $(ARGS)
 
 test-fast: install  ## Run the tests that start no engine.
 	@$(PYTEST) --dist worksteal -m 'not e2e and not long' $(ARGS)

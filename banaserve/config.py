@@ -110,12 +110,13 @@ class ServeConfig:
         kv_store_verify: Whether memory gets checksums.
         threads_per_instance: OMP threads of each engine; 0 shares the cores among them.
         restart_grace_s: How long a request waits for a restart where no instance serves its role.
-        engine_stall_s: An engine that is silent for so long, and on a CPU idle as well, is started
-            again.
+        engine_stall_s: An engine on a CPU that is silent and idle for so long is started again.
+        engine_spin_s: Any engine that is silent for so long is started again.
         max_connections: Of clients, open at once; 0: as many as descriptors allow, up to 16,384.
         max_connections_per_address: Of these, from one address without a key; 0: a quarter.
         body_timeout_s: For a request's body, longer by a second for each 64 KiB that have come.
         admin_key: Opens the admin API; empty makes one for the run.
+        metrics_key: Opens ``/metrics``, as API keys do then; empty leaves it open to all.
         migration: Whether layers and heads can move between instances while they serve.
         migration_kv_growth: How many times the KV blocks of the start an instance may once have.
         migration_stall_s: How long a guest may be silent beyond what its work should take.
@@ -134,6 +135,7 @@ class ServeConfig:
         decode_budget: Of one while it is for decode.
         scheduler: In which order an engine takes its waiting requests: ``SCHEDULERS``.
         take_over: The running server that is to be replaced; None for none.
+        log_max_size: Of each log, in human units, and of what it held before; empty for no limit.
     """
 
     model: str = "smollm2-135m"
@@ -166,9 +168,12 @@ class ServeConfig:
     drain_timeout_s: float = 30.0
     start_timeout_s: float = 600.0
     restart_grace_s: float = 60.0
-    engine_stall_s: float = 600.0
+    engine_stall_s: float = 60.0
+    engine_spin_s: float = 600.0
     run_dir: Path | None = None
+    log_max_size: str = "64MiB"
     admin_key: str = ""
+    metrics_key: str = ""
     migration: bool = True
     migration_kv_growth: float = 2.0
     migration_stall_s: float = 1.0
@@ -274,6 +279,7 @@ def _check_numbers(config: ServeConfig) -> None:
         "--body-timeout": config.body_timeout_s,
         "--start-timeout": config.start_timeout_s,
         "--engine-stall-timeout": config.engine_stall_s,
+        "--engine-spin-timeout": config.engine_spin_s,
     }
     for option, value in positive.items():
         if not value > 0:  # as nan is not

@@ -15,9 +15,41 @@ from typing import TypeVar
 
 T = TypeVar("T")
 _PR_SET_NAME = 15
+_PR_SET_PDEATHSIG = 1
 _PIDFD_THREAD = os.O_EXCL
 _LIFE = "banaserve-life"
 """Name of the threads that end with their process; Linux keeps fifteen characters."""
+
+
+def die_with_parent(parent_pid: int = 0) -> None:
+    """Ask the kernel to kill this process when the thread that started it ends.
+
+    Args:
+        parent_pid: The starter's; this process ends at once where it has ended already. 0: not
+            known.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent_pid and os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def is_running(pid: int) -> bool:
+    """Whether process ``pid`` has not ended; one that is stopped has not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
+
+
+def end_child(pid: int, patience_s: float) -> None:
+    """Wait for a child's end, ``patience_s`` at most; kill it then, and reap it. Blocks."""
+    leash = Leash.on(pid)
+    if leash is not None:
+        leash.end(patience_s)
+        leash.close()
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
 
 
 async def wait_ended(pid: int) -> None:
@@ -65,6 +97,15 @@ def _open_life(pid: int) -> list[int]:
 
 async def _wait_any(descriptors: Sequence[int]) -> None:
     """Return when one can be read; closes all."""
+    try:
+        await wait_readable(descriptors)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+async def wait_readable(descriptors: Sequence[int]) -> None:
+    """Return when one can be read, or has been closed at its other end."""
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
 
@@ -79,7 +120,6 @@ async def _wait_any(descriptors: Sequence[int]) -> None:
     finally:
         for descriptor in descriptors:
             loop.remove_reader(descriptor)
-            os.close(descriptor)
 
 
 def in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
@@ -136,6 +176,13 @@ class Leash:
             return None
         return leash
 
+    def end(self, patience_s: float) -> None:
+        """Return when it has ended; it is killed unless it does so within ``patience_s``."""
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        if not poll.poll(1000.0 * patience_s):
+            self.kill()
+
     def kill(self) -> None:
         """Kill it and return when it has ended: no memory is written by it any more."""
         with self._lock:
@@ -189,3 +236,47 @@ class Pulse:
         except OSError:
             return -1
         return int(fields[11]) + int(fields[12])
+
+
+class StallWatch:
+    """Watches a process that says something again and again, and others that follow it.
+
+    Args:
+        stall_s: How long one may be silent that does nothing for certain.
+        spin_s: How long any may be silent.
+        counts_work: A process that uses its processor is taken to compute: a step of a large model
+            on a CPU takes minutes. On a GPU nothing is certain: a processor that waits is busy
+            there, or idle.
+    """
+
+    def __init__(self, stall_s: float, spin_s: float, *, counts_work: bool) -> None:
+        self._stall_s = stall_s
+        self._spin_s = spin_s
+        self._counts_work = counts_work
+        self._pid = 0
+        self._seen_s = 0.0
+        self._pulse = Pulse(None)
+
+    def has_stalled(self, pid: int, heard_s: float, now_s: float) -> bool:
+        """Whether process ``pid``, last heard of at ``heard_s``, gets no further.
+
+        Both times are on the caller's clock; it looks at least twice within ``stall_s``.
+        """
+        idle_s = self._idle_s(pid, heard_s, now_s)
+        if not pid:
+            return False
+        return idle_s > self._stall_s or now_s - heard_s > self._spin_s
+
+    def has_stalled_starting(self, pid: int, now_s: float) -> bool:
+        """Whether process ``pid``, which is starting, has done nothing since it was first seen."""
+        idle_s = self._idle_s(pid, 0.0, now_s)
+        return bool(pid) and min(idle_s, now_s - self._seen_s) > self._stall_s
+
+    def _idle_s(self, pid: int, heard_s: float, now_s: float) -> float:
+        """For how long it has been silent and used no processor; 0 where that is not known."""
+        if pid != self._pid:
+            self._pid, self._seen_s = pid, now_s
+            self._pulse = Pulse(pid if self._counts_work else None)
+        if not self._counts_work:
+            return 0.0
+        return now_s - max(heard_s, self._pulse.last_worked_s(now_s))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from banaserve.errors import UserError
@@ -23,6 +23,9 @@ _OFFER = "door"
 _KEPT_RUNS = 10
 _SOCKETS = "banaserve-"
 _LOCK = "lock"
+_LOCK_S = 5.0
+"""For the engines of a run that was killed, which hold its lock until they have ended too."""
+_TAIL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +50,24 @@ class RunDir:
 def open_run_dir(chosen: Path | None) -> Iterator[RunDir]:
     """Make the folders of a run; takes away what must not stay when the run ends.
 
+    A folder that was left by a run that was killed is used again, and its logs go on.
+
     Raises:
         UserError: ``chosen`` is another run's, or cannot be written.
     """
     logs = chosen or _fresh()
     try:
         logs.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _refuse_others(logs)
+        note = _own(logs)
+        remove_admin(logs)
         _sweep_killed_runs()
         sockets = Path(tempfile.mkdtemp(prefix=_SOCKETS))
         lock = (sockets / _LOCK).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)
-        note = logs / _NOTE
         said = {"pid": os.getpid(), "started_at": time.time(), "sockets": str(sockets)}
-        note.write_text(json.dumps(said))
+        note.truncate(0)
+        note.write(json.dumps(said))
+        note.flush()
     except OSError as error:
         raise UserError(f"--run-dir {logs}: {error.strerror}") from error
     try:
@@ -69,7 +76,23 @@ def open_run_dir(chosen: Path | None) -> Iterator[RunDir]:
         shutil.rmtree(sockets, ignore_errors=True)
         lock.close()
         remove_admin(logs)
-        note.unlink(missing_ok=True)
+        (logs / _NOTE).unlink(missing_ok=True)
+        note.close()
+
+
+def tail_of(log: Path, max_bytes: int = _TAIL_BYTES) -> str:
+    """The last lines of a log, whole ones, of ``max_bytes`` at most.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with log.open("rb") as file:
+        num_bytes = file.seek(0, os.SEEK_END)
+        file.seek(max(0, num_bytes - max_bytes))
+        said = file.read(max_bytes)
+    if num_bytes > max_bytes:
+        _, _, said = said.partition(b"\n")
+    return said.decode(errors="replace")
 
 
 class AdminAccess(NamedTuple):
@@ -179,15 +202,29 @@ def _fresh() -> Path:
     return runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
-def _refuse_others(folder: Path) -> None:
-    if not (folder / _NOTE).exists():
-        return
-    if _is_running(folder):
-        raise UserError(f"--run-dir {folder} is in use by another banaserve: choose another")
-    raise UserError(
-        f"--run-dir {folder} was left by a run that was killed: remove it (rm -r {folder}) or "
-        "choose another"
-    )
+def _own(folder: Path) -> IO[str]:
+    """The note of a folder, locked as long as it is open.
+
+    Raises:
+        UserError: Another run has it.
+    """
+    until_s = time.monotonic() + _LOCK_S
+    while True:
+        note = (folder / _NOTE).open("a")
+        try:
+            fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(note.fileno()), (folder / _NOTE).stat()):
+                return note
+        except FileNotFoundError:
+            pass  # the run that had it has just ended
+        except BlockingIOError:
+            if time.monotonic() > until_s:
+                note.close()
+                raise UserError(
+                    f"--run-dir {folder} is in use by another banaserve: choose another"
+                ) from None
+            time.sleep(0.05)
+        note.close()
 
 
 def _note_of(folder: Path) -> dict[str, Any]:
@@ -196,10 +233,12 @@ def _note_of(folder: Path) -> dict[str, Any]:
 
 
 def _is_running(folder: Path) -> bool:
+    """Whether a process holds the lock of a run; its id would mean another one in a container."""
     try:
-        os.kill(_note_of(folder)["pid"], 0)
-    except PermissionError:
+        with (folder / _NOTE).open() as note:
+            fcntl.flock(note, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
-    except (OSError, ValueError, KeyError, TypeError):
+    except OSError:
         return False
-    return True
+    return False

@@ -55,6 +55,7 @@ class DoorOptions:
     """What the front door lets in."""
 
     api_keys: Sequence[str]
+    metrics_key: str
     max_concurrent_requests: int
     max_body_bytes: int
     vllm_version: str
@@ -83,7 +84,7 @@ async def make_app(
     limited = BodyLimit(app, options.max_body_bytes, held_bytes)
     counted = ConcurrencyLimit(limited, options.max_concurrent_requests)
     timed = WebSocketLimit(counted)
-    return KeyMiddleware(RequestLimitsReader(timed), options.api_keys)
+    return KeyMiddleware(RequestLimitsReader(timed), options.api_keys, options.metrics_key)
 
 
 def vllm_app(args: Namespace, tasks: tuple[Any, ...], model_config: ModelConfig | None) -> FastAPI:

@@ -22,13 +22,20 @@ class KeyMiddleware:
 
     With more than one key, the KV caches of their holders are kept apart: a prefix that one has
     sent is no faster for another, so timing tells no client about the keys of others.
+
+    Args:
+        metrics_key: Opens ``/metrics``, as the keys of clients do then; empty where that is open.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], metrics_key: str = "") -> None:
         self._app = app
         self._digests = [_digest(key) for key in keys]
+        self._metrics_digest = _digest(metrics_key) if metrics_key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._metrics_digest is not None and _is_metrics(scope):
+            await self._answer_metrics(self._metrics_digest, scope, receive, send)
+            return
         is_guarded = _is_guarded(scope)
         if not self._digests or not is_guarded:
             if is_guarded:
@@ -50,6 +57,20 @@ class KeyMiddleware:
             tenant.set(digest.hex()[:16])
         await self._app(scope, receive, send)
 
+    async def _answer_metrics(
+        self, digest: bytes, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        header = Headers(scope=scope).get("authorization", "")
+        if _is_key(header, digest) or self._known(header) is not None:
+            await self._app(scope, receive, send)
+            return
+        refusal = error_response(
+            HTTPStatus.UNAUTHORIZED,
+            "metrics need a key: send the header 'Authorization: Bearer KEY' with --metrics-key",
+            {"WWW-Authenticate": "Bearer"},
+        )
+        await refusal(scope, receive, send)
+
     def _known(self, header: str) -> bytes | None:
         scheme, _, key = header.partition(" ")
         given = _digest(key)
@@ -65,6 +86,19 @@ def _is_guarded(scope: Scope) -> bool:
         return False
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     return path.rstrip("/") not in OPEN_PATHS
+
+
+def _is_metrics(scope: Scope) -> bool:
+    """Also what vLLM's own page of metrics answers, which is mounted below that path."""
+    if scope["type"] != "http":
+        return False
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path == "/metrics" or path.startswith("/metrics/")
+
+
+def _is_key(header: str, digest: bytes) -> bool:
+    scheme, _, key = header.partition(" ")
+    return secrets.compare_digest(_digest(key), digest) and scheme.lower() == "bearer"
 
 
 def _digest(key: str) -> bytes:

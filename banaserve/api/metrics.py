@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -12,9 +14,12 @@ from prometheus_client.registry import REGISTRY, Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
+from banaserve.api.errors import error_response
+from banaserve.api.shared_calls import SharedCalls, TooManyCallsError
 from banaserve.errors import StoreUnavailableError
 from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats
+from banaserve.processes import in_daemon_thread
 from banaserve.types import InstanceId
 
 _STORE = "banaserve_kvstore_"
@@ -74,11 +79,38 @@ class _Chosen(Collector):
         return self._page.of(self._names) if self._names else self._page.collect()
 
 
+class StoreAsker:
+    """Asks the store from a thread of its own: one that hangs takes no thread of others.
+
+    Args:
+        ask: Returns its statistics; may block, may raise StoreUnavailableError.
+        patience_s: How long an answer is waited for.
+    """
+
+    def __init__(self, ask: Callable[[], StoreStats], patience_s: float = 3.0) -> None:
+        self._ask = ask
+        self._patience_s = patience_s
+        self._asked: asyncio.Future[StoreStats] | None = None
+
+    async def stats(self) -> StoreStats | None:
+        """Its statistics; None where it does not answer."""
+        if self._asked is None or self._asked.done():
+            self._asked = in_daemon_thread(self._ask)
+            self._asked.add_done_callback(lambda one: one.cancelled() or one.exception())
+        asked = self._asked
+        try:
+            async with asyncio.timeout(self._patience_s):
+                return await asyncio.shield(asked)
+        except (TimeoutError, StoreUnavailableError):
+            return None
+
+
 class MetricsPage:
     """The endpoint; asks the store at each scrape, off the event loop.
 
     ``?name[]=NAME``, which may be repeated, asks for samples of some names, as it does of
-    Prometheus' own servers.
+    Prometheus' own servers. However many ask, pages take a fifth of one processor at most, and one
+    thread that nothing else needs.
 
     Args:
         registries: Returns vLLM's series, by instance.
@@ -91,28 +123,45 @@ class MetricsPage:
         registries: Callable[[], Registries],
         store_stats: Callable[[], StoreStats] | None,
     ) -> None:
-        self._store_stats = store_stats
+        self._store = StoreAsker(store_stats) if store_stats is not None else None
         self._labelled = _Labelled(registries)
+        self._thread = ThreadPoolExecutor(1, "metrics")
+        self._pages: SharedCalls[tuple[str, ...], bytes] = SharedCalls(self._made)
 
     async def answer(self, request: Request) -> Response:
-        page = await asyncio.to_thread(self._page, request.query_params.getlist("name[]"))
+        """A page; 429 where too many different ones are asked for at once."""
+        names = tuple(sorted(set(request.query_params.getlist("name[]"))))
+        try:
+            page = await self._pages.get(names)
+        except TooManyCallsError:
+            return error_response(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                "too many different pages of metrics are asked for at once: try again shortly",
+                {"Retry-After": "1"},
+            )
         return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+    async def _made(self, names: tuple[str, ...]) -> bytes:
+        stats = None
+        if asks := self._store is not None and _asks_for_store(names):
+            assert self._store is not None
+            stats = await self._store.stats()
+        loop = asyncio.get_running_loop()
+        page = await loop.run_in_executor(self._thread, self._page, names)
+        return page + _store_page(stats).encode() if asks else page
 
     def _page(self, names: Sequence[str]) -> bytes:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Chosen(self._labelled, names))
         page: bytes = generate_latest(registry)
-        if names and not any(name.startswith(_STORE) for name in names):
-            return page
-        return page + self._store_page().encode()
+        return page
 
-    def _store_page(self) -> str:
-        if self._store_stats is None:
-            return ""
-        try:
-            stats = self._store_stats()
-        except StoreUnavailableError:
-            return "# TYPE banaserve_kvstore_up gauge\nbanaserve_kvstore_up 0\n"
-        return "# TYPE banaserve_kvstore_up gauge\nbanaserve_kvstore_up 1\n" + prometheus_text(
-            stats
-        )
+
+def _asks_for_store(names: Sequence[str]) -> bool:
+    return not names or any(name.startswith(_STORE) for name in names)
+
+
+def _store_page(stats: StoreStats | None) -> str:
+    if stats is None:
+        return "# TYPE banaserve_kvstore_up gauge\nbanaserve_kvstore_up 0\n"
+    return "# TYPE banaserve_kvstore_up gauge\nbanaserve_kvstore_up 1\n" + prometheus_text(stats)

@@ -26,6 +26,7 @@ from banaserve.api.app import Door, DoorOptions, make_app
 from banaserve.api.closing import ClosingDoor, StopSignals, until_none
 from banaserve.api.edge.limits import EdgeLimits
 from banaserve.api.front_socket import FrontSocket
+from banaserve.api.log_rotation import rotating
 from banaserve.api.metrics import MetricsPage
 from banaserve.api.take_over import Offer, SocketOffer
 from banaserve.clock import WallClock
@@ -55,10 +56,11 @@ from banaserve.engine.vllm.scaling.autoscaler import Autoscaler
 from banaserve.engine.vllm.scaling.factory import InstanceFactory
 from banaserve.engine.vllm.scaling.scaler import Scaler
 from banaserve.engine.vllm.typed_rpc import call
-from banaserve.errors import BanaServeError, UserError
+from banaserve.errors import BanaServeError, InstanceDeadError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.daemon.supervised import SupervisedStore
+from banaserve.kvstore.fingerprint import check_alike
 from banaserve.kvstore.sizes import parse_size
 from banaserve.net.descriptors import connections_within
 from banaserve.orchestrator.autoscaling import AutoscaleOptions
@@ -108,10 +110,13 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
 
     Raises:
         UserError: Something could not be started; nothing is left running.
+        InstanceDeadError: No instance can be started again; nothing is left running.
     """
     signals = StopSignals()
     stop = signals.stop
     async with contextlib.AsyncExitStack() as stack:
+        max_log_bytes = parse_size(parts.config.log_max_size) if parts.config.log_max_size else 0
+        await stack.enter_async_context(rotating(parts.run.logs, max_log_bytes))
         if parts.config.kv_store:
             await stack.enter_async_context(_store(parts, say))
         factory = _factory(parts)
@@ -146,7 +151,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
         offer = await stack.enter_async_context(_offering(parts, sock, door))
         _write_admin(parts, sock, key)
         on_open()
-        over = (stop, offer.retired)
+        over = (stop, offer.retired, cluster.failed)
         await asyncio.wait(
             {closed, *(asyncio.create_task(event.wait()) for event in over)},
             return_when=asyncio.FIRST_COMPLETED,
@@ -159,7 +164,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
                 "connections"
             )
             await until_none(door.num_connections, drain_s, signals.now, cluster.serving)
-        elif closing.num_requests and drain_s and not signals.now.is_set():
+        elif closing.num_requests and drain_s and stop.is_set() and not signals.now.is_set():
             say(
                 f"{closing.num_requests} requests are under way: waiting up to {drain_s:g} s for "
                 "them; a second signal ends it now"
@@ -171,6 +176,14 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
         cluster.refuse()
         with contextlib.suppress(asyncio.CancelledError):
             await closed
+        if cluster.failed.is_set() and not stop.is_set():
+            raise InstanceDeadError(_given_up(cluster))
+
+
+def _given_up(cluster: Cluster) -> str:
+    """One line for the user."""
+    words = cluster.last_failure or next(iter(cluster.instances.values())).last_words()
+    return f"no instance can be started again, and all have been given up: {words}"
 
 
 async def _unless(stop: asyncio.Event, task: asyncio.Task[None]) -> bool:
@@ -224,7 +237,11 @@ def _cluster(parts: Parts, factory: InstanceFactory) -> Cluster:
     legs = LegOptions(skip_prefill_below_tokens=config.skip_prefill_below_tokens)
     policy = registry.make_named(config.routing_policy, legs=legs, **config.routing_section)
     patience = ClusterTimeouts(
-        config.start_timeout_s, config.restart_grace_s, config.engine_stall_s
+        config.start_timeout_s,
+        config.restart_grace_s,
+        # With --pace an engine is idle while modelled time goes by.
+        max(1.0, config.dilate) * config.engine_stall_s,
+        max(1.0, config.dilate) * config.engine_spin_s,
     )
     return Cluster(instances, policy, WallClock(), patience)
 
@@ -256,9 +273,10 @@ async def _connect(parts: Parts, cluster: Cluster) -> DisaggregatedClient:
     if parts.config.kv_store:  # colocated instances may once hand over: roles change
         asked = call(WorkerApi.banaserve_fingerprint)
         answers = await _answered(lambda: client.collective_rpc(asked.name))
-        fingerprint = asked.read(answers[0])
-        assert fingerprint is not None, "with a store every worker has a connector"
-        lookup = PrefixLookup(parts.engine_config, fingerprint, parts.store_socket)
+        found = [one for answer in answers if (one := asked.read(answer)) is not None]
+        assert len(found) == len(answers), "with a store every worker has a connector"
+        check_alike(found)
+        lookup = PrefixLookup(parts.engine_config, found[0], parts.store_socket)
         cluster.lookups[next(iter(cluster.instances.values())).weights] = lookup
     return client
 
@@ -292,6 +310,7 @@ async def _app(
         MetricsPage(lambda: factory.series.registries, ask),
         DoorOptions(
             api_keys=parts.config.api_keys,
+            metrics_key=parts.config.metrics_key,
             max_concurrent_requests=parts.config.max_concurrent_requests,
             max_body_bytes=parse_size(parts.config.max_body_size),
             vllm_version=vllm_version(),

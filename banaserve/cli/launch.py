@@ -62,6 +62,7 @@ def prepared(
     from banaserve.engine.vllm.environment import set_environment
     from banaserve.engine.vllm.launch.forkserver import fork_engine_parent, pre_import
     from banaserve.engine.vllm.launch.launcher import ForkLauncher, Launcher, SpawnLauncher
+    from banaserve.engine.vllm.launch.parent_link import ParentLink, start_parent
     from banaserve.engine.vllm.role_switch import Budgets
 
     set_environment()
@@ -95,7 +96,8 @@ def prepared(
     if config.engine_start == "fork" or (config.engine_start == "auto" and on_cpu):
         pre_import()
         pid, control = fork_engine_parent(engine_config)
-        launcher: Launcher = ForkLauncher(control, pid)
+        first = ParentLink(control, pid)
+        launcher: Launcher = ForkLauncher(first, lambda: start_parent(argv))
     else:
         devices = _devices(config, engine_config.parallel_config.world_size, on_cpu)
         launcher = SpawnLauncher(argv, devices)

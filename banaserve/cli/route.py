@@ -22,6 +22,7 @@ from banaserve.cli.console import print_error, timed
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
 from banaserve.cli.sockets import listening
 from banaserve.errors import UserError
+from banaserve.key_files import key_of, keys_of
 from banaserve.net.descriptors import raise_descriptor_limit
 from banaserve.orchestrator.replicas import registry
 from banaserve.plugins import PluginGroup
@@ -69,13 +70,18 @@ def _from_file(argv: Sequence[str], path: Path) -> BalancerSettings:
 
 
 def _from_words(known: argparse.Namespace) -> BalancerSettings:
-    keys = known.api_key or [key for key in [os.environ.get("BANASERVE_API_KEY", "")] if key]
+    from_env = [key for key in [os.environ.get("BANASERVE_API_KEY", "")] if key]
     options = dict(read_pair("--policy-option", text) for text in known.policy_option)
     return BalancerSettings(
         host=known.host,
         port=known.port,
-        api_keys=tuple(keys),
-        replica_key=known.replica_key or os.environ.get("BANASERVE_REPLICA_KEY", ""),
+        api_keys=keys_of("--api-key", known.api_key, known.api_key_file, from_env),
+        replica_key=key_of(
+            "--replica-key",
+            known.replica_key,
+            known.replica_key_file,
+            os.environ.get("BANASERVE_REPLICA_KEY", ""),
+        ),
         policy=PolicySettings(
             name=known.policy, preset=known.preset, options=options, seed=known.seed
         ),
@@ -118,7 +124,9 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--host", default=_DEFAULTS.host, help="other than loopback needs --api-key (%(default)s)")
     add("--port", type=int, default=_DEFAULTS.port, help="(%(default)s)")
     add("--api-key", action="append", default=[], help="clients need one; BANASERVE_API_KEY")
-    add("--replica-key", default="", help="sent to replicas; BANASERVE_REPLICA_KEY")
+    add("--api-key-file", type=Path, metavar="FILE", help="holds such keys, one a line")
+    add("--replica-key", help="sent to replicas; BANASERVE_REPLICA_KEY")
+    add("--replica-key-file", type=Path, metavar="FILE", help="holds that key")
     add("--max-body-size", default=limits.max_body, help="of one request (%(default)s)")
     add("--max-connections", type=int, default=limits.max_connections, help="(%(default)s)")
     add(

@@ -74,6 +74,8 @@ def _check(config: ServeConfig) -> None:
     _check_pool(config)
     StoreOptions.of(config).tiers()
     parse_size(config.max_body_size)
+    if config.log_max_size:
+        parse_size(config.log_max_size)
     registry.make(config.routing_policy, **config.routing_section)
     emulation.profile_of(config)
     check_orchestrator(config.orchestrator)

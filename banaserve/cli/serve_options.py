@@ -25,6 +25,7 @@ from banaserve.config import (
 )
 from banaserve.controller.decisions import DecisionLog
 from banaserve.errors import UserError
+from banaserve.key_files import key_of, keys_of
 from banaserve.orchestrator.control import ControlLimits
 from banaserve.orchestrator.migration import registry as migration_policies
 from banaserve.orchestrator.routing import registry as routing_policies
@@ -103,7 +104,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
     prefill, decode = parse_pd(known.pd or "1:1")
     if known.colocated or known.instances:
         prefill = decode = 0
-    keys = known.api_key or [key for key in [os.environ.get("BANASERVE_API_KEY", "")] if key]
+    from_env = [key for key in [os.environ.get("BANASERVE_API_KEY", "")] if key]
     return ServeConfig(
         model=known.model or (MINIATURE if known.pace else _DEFAULTS.model),
         prefill=prefill,
@@ -111,7 +112,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         colocated=known.colocated or known.instances,
         host=known.host,
         port=known.port,
-        api_keys=tuple(keys),
+        api_keys=keys_of("--api-key", known.api_key or (), known.api_key_file, from_env),
         devices=tuple(known.devices.split(";")) if known.devices else (),
         engine_start=known.engine_start,
         kv_store=not known.no_kv_store,
@@ -136,9 +137,12 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         start_timeout_s=known.start_timeout,
         restart_grace_s=known.restart_grace,
         engine_stall_s=known.engine_stall_timeout,
+        engine_spin_s=known.engine_spin_timeout,
         run_dir=known.run_dir,
+        log_max_size=known.log_max_size,
         take_over=_take_over(known.take_over),
-        admin_key=known.admin_key or os.environ.get("BANASERVE_ADMIN_KEY", ""),
+        admin_key=_key(known, "admin"),
+        metrics_key=_key(known, "metrics"),
         migration=known.migration == "on",
         migration_kv_growth=known.migration_kv_growth,
         migration_stall_s=known.migration_stall,
@@ -157,6 +161,13 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         scheduler=known.scheduler,
         vllm_argv=vllm_argv,
     )
+
+
+def _key(known: argparse.Namespace, name: str) -> str:
+    """Of ``--NAME-key``, its file or its variable."""
+    given, path = getattr(known, f"{name}_key"), getattr(known, f"{name}_key_file")
+    usual = os.environ.get(f"BANASERVE_{name.upper()}_KEY", "")
+    return key_of(f"--{name}-key", given, path, usual)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -237,9 +248,22 @@ def _add_instances(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_DEFAULTS.engine_stall_s,
         metavar="S",
-        help="an engine that is silent for so long, and on a CPU idle too, is started again",
+        help="an engine on a CPU that is silent and idle for so long is started again",
+    )
+    add(
+        "--engine-spin-timeout",
+        type=float,
+        default=_DEFAULTS.engine_spin_s,
+        metavar="S",
+        help="any engine that is silent for so long is started again: more than its longest step",
     )
     add("--run-dir", type=Path, help="where logs go (a fresh folder under the state directory)")
+    add(
+        "--log-max-size",
+        default=_DEFAULTS.log_max_size,
+        metavar="SIZE",
+        help="of each log, which is then begun anew, and of its last one; '' sets no limit",
+    )
     add("--config", type=Path, help="TOML file with these options; the command line wins")
 
 
@@ -257,12 +281,21 @@ def _add_door(parser: argparse.ArgumentParser) -> None:
     )
     add("--api-key", action="append", help="needed by clients; repeat for several tenants")
     add(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="holds such keys, one a line; a command line can be read by other users",
+    )
+    add(
         "--max-concurrent-requests",
         type=int,
         default=_DEFAULTS.max_concurrent_requests,
         help="more are answered 429",
     )
     add("--admin-key", help="opens the admin API (one is made for the run and kept in its folder)")
+    add("--admin-key-file", type=Path, metavar="FILE", help="holds that key")
+    add("--metrics-key", help="needed for /metrics, where an API key does too (all may read it)")
+    add("--metrics-key-file", type=Path, metavar="FILE", help="holds that key")
     add("--max-body-size", default=_DEFAULTS.max_body_size)
     _add_connections(parser)
     add(

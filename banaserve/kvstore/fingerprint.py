@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import xxhash
+
+from banaserve.errors import FingerprintError
 
 PAGE_BYTES = 4096
 _MAX_SLOT_BYTES = 2**40
@@ -89,3 +93,21 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     def same_identity(self, other: Fingerprint) -> bool:
         """Whether model, revision and salt agree, so that sharing would be expected."""
         return all(getattr(self, name) == getattr(other, name) for name in _IDENTITY_FIELDS)
+
+
+def check_alike(found: Sequence[Fingerprint]) -> None:
+    """Return if engines of one server keep KV blocks in one form.
+
+    Raises:
+        FingerprintError: They do not, so that one could never take over what another has computed.
+    """
+    first = found[0]
+    for other in found:
+        if names := first.differing_fields(other):
+            said = ", ".join(
+                f"{name}: {getattr(first, name)} and {getattr(other, name)}" for name in names
+            )
+            raise FingerprintError(
+                f"the engines keep KV blocks in different forms ({said}), so none can read "
+                "another's: give all of them the same devices and options"
+            )

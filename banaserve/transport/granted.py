@@ -137,7 +137,7 @@ class GrantedTransport(ServedTransport):
     def _serve(self, stream: SocketStream, seal: Seal) -> None:
         channel = StreamChannel(stream, seal)
         request = channel.receive(FOREVER_S)
-        message = _requests.decode(request.body)
+        message = _decode_request(request.body)
         region = self._find(message.region_id) if isinstance(message, Open) else None
         if region is None:
             _answer(channel, request, Denied(False, "the peer does not offer this region any more"))
@@ -214,11 +214,18 @@ def ask(channel: StreamChannel, request: Open | Begin | End, offsets: Runs | Non
     reply = channel.call(Message(msgspec.msgpack.encode(request), tensors), FOREVER_S)
     try:
         answer = _answers.decode(reply.body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise PeerGoneError(f"the peer breaks the protocol: {error}") from None
     if isinstance(answer, Denied):
         raise (StaleEpochError if answer.stale else RefusedError)(answer.reason)
     return answer.data
+
+
+def _decode_request(body: bytes) -> Open | Begin | End:
+    try:
+        return _requests.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"not a request for a grant: {error}") from None
 
 
 def _give_grants(
@@ -226,7 +233,7 @@ def _give_grants(
 ) -> None:
     while True:
         request = channel.receive(FOREVER_S)
-        begin = _requests.decode(request.body)
+        begin = _decode_request(request.body)
         if not isinstance(begin, Begin) or len(request.tensors) != 1:
             raise ProtocolError("a grant begins with Begin")
         with ExitStack() as held:
@@ -239,7 +246,7 @@ def _give_grants(
             _answer(channel, request, Granted())
             mover.move(part, stream.check_peer)
             request = channel.receive(FOREVER_S)
-            if not isinstance(_requests.decode(request.body), End):
+            if not isinstance(_decode_request(request.body), End):
                 raise ProtocolError("a grant ends with End")
         _answer(channel, request, Granted())
 

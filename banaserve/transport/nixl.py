@@ -58,7 +58,7 @@ class NixlTransport(GrantedTransport):
     def _join(self, data: bytes, staging: Bytes, check_peer: Callable[[], None]) -> Mover:
         try:
             access = msgspec.msgpack.decode(data, type=Access)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise PeerGoneError(f"the peer breaks the protocol: {error}") from None
         return _Peer(self._agent(), access, Memory.of(staging))
 

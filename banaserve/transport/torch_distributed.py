@@ -56,7 +56,7 @@ class TorchDistributedTransport(GrantedTransport):
     def _join(self, data: bytes, staging: Bytes, check_peer: Callable[[], None]) -> Mover:
         try:
             where = msgspec.msgpack.decode(data, type=Rendezvous)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise PeerGoneError(f"the peer breaks the protocol: {error}") from None
 
         def join() -> dist.ProcessGroupGloo:

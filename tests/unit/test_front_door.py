@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ pytest.importorskip("vllm")
 
 from starlette.types import Receive, Scope, Send
 
+from banaserve import run_dir
 from banaserve.api.app import Door
 from banaserve.api.auth import KeyMiddleware
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
@@ -32,6 +34,7 @@ from banaserve.config import ServeConfig
 from banaserve.engine.vllm import engine_args
 from banaserve.engine.vllm.client import request_limits, tenant
 from banaserve.engine.vllm.engine_args import refuse_taken
+from banaserve.engine.vllm.instance import last_error_in
 from banaserve.errors import UserError
 from banaserve.models import ResolvedModel
 from banaserve.run_dir import open_run_dir
@@ -66,6 +69,23 @@ async def test_a_wrong_key_is_refused_and_the_probes_are_open() -> None:
         assert (right.status_code, right.json()["tenant"]) == (200, None)
         for path in ("/health", "/ready", "/metrics", "/version"):
             assert (await door.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize("keys", [[], ["k1"]])
+async def test_a_key_for_metrics_closes_them_but_for_clients(keys: list[str]) -> None:
+    async with client(KeyMiddleware(echo, keys, "m1")) as door:
+        for path in ("/metrics", "/metrics/", "/metrics/any"):
+            assert (await door.get(path)).status_code == 401
+            for wrong in ("m2", "", "m1 "):
+                headers = {"Authorization": f"Bearer {wrong}"}
+                assert (await door.get(path, headers=headers)).status_code == 401
+            assert (await door.get(path, headers={"Authorization": "m1"})).status_code == 401
+            for right in ("m1", *keys):
+                headers = {"Authorization": f"Bearer {right}"}
+                assert (await door.get(path, headers=headers)).status_code == 200
+        assert (await door.get("/health")).status_code == 200
+        asked = await door.post("/v1/x", headers={"Authorization": "Bearer m1"})
+        assert asked.status_code == (401 if keys else 200)
 
 
 async def test_each_of_several_keys_is_a_tenant() -> None:
@@ -418,9 +438,66 @@ def test_a_run_directory_is_one_runs_own(tmp_path: Path) -> None:
     assert not run.sockets.exists()
     with open_run_dir(folder):
         pass
-    (folder / "run.json").write_text(json.dumps({"pid": _dead_pid()}))
-    with pytest.raises(UserError, match="rm -r"), open_run_dir(folder):
+    assert list(folder.iterdir()) == []
+
+
+def test_a_run_directory_is_used_again_after_a_run_that_was_killed(tmp_path: Path) -> None:
+    """In a container it has the process id of the next one."""
+    folder = tmp_path / "run"
+    _killed_run(folder)
+    (folder / "run.json").write_text(json.dumps({"pid": os.getpid()}))
+    (folder / "admin.json").write_text("of the killed run")
+    with open_run_dir(folder) as run:
+        assert json.loads((folder / "run.json").read_text())["sockets"] == str(run.sockets)
+        assert not (folder / "admin.json").exists()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_run_directory_is_a_runs_until_its_last_engine_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_dir, "_LOCK_S", 0.05)
+    folder = tmp_path / "run"
+    to_engine, from_test = os.pipe()
+    with open_run_dir(folder):
+        engine = os.fork()
+        if engine == 0:
+            os.close(from_test)
+            os.read(to_engine, 1)
+            os._exit(0)
+    (folder / "run.json").touch()
+    with (folder / "run.json").open("a") as note:
+        fcntl.flock(note, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="in use"), open_run_dir(folder):
+            pass
+    os.close(from_test)
+    os.waitpid(engine, 0)
+    os.close(to_engine)
+    with open_run_dir(folder):
         pass
+
+
+@pytest.mark.parametrize(
+    ("said", "tail"),
+    [
+        (b"", ""),
+        (b"short\n", "short\n"),
+        (b"x" * 10 + b"\nlast\n", "last\n"),
+        (b"\xffok\n", "\ufffdok\n"),
+    ],
+)
+def test_the_tail_of_a_log_is_its_last_whole_lines(said: bytes, tail: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(said)
+    assert run_dir.tail_of(tmp_path / "log", 8) == tail
+
+
+def test_the_end_of_a_long_log_is_read_alone(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.truncate(1 << 40)  # reading all of it would take hours
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nValueError: the last words\n")
+    assert last_error_in(log) == f"ValueError: the last words (log: {log})"
 
 
 def test_sockets_of_a_killed_run_are_swept_and_those_of_a_live_one_are_not(
@@ -448,11 +525,3 @@ def _killed_run(logs: Path) -> Path:
     os.close(writable)
     assert sockets.is_dir()
     return sockets
-
-
-def _dead_pid() -> int:
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return pid

@@ -81,6 +81,9 @@ def test_the_daemon_gets_what_serve_was_given(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         "banaserve.kvstore.daemon.process.serve", lambda config, _: seen.append(config)
     )
+    for name, value in options.environment().items():
+        monkeypatch.setenv(name, value)
+    assert not any("mooncake://" in word for word in options.arguments()), "it may hold a password"
     assert main(["--socket", str(SOCKET), *options.arguments()]) == 0
     assert seen == [options.config(SOCKET)]
     (config,) = seen

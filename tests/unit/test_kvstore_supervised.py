@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from banaserve.errors import StoreUnavailableError
+from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.kvstore.daemon.supervised import SupervisedStore
+from banaserve.kvstore.daemon.supervised import StorePatience, SupervisedStore
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.tiers.ssd.check import check_folder
+from banaserve.processes import is_running
 from fingerprints import FINGERPRINT
 from waiting import eventually, until
 
@@ -48,6 +51,61 @@ async def test_blocks_outlive_a_killed_daemon_and_a_stop(tmp_path: Path) -> None
         await store.stop()
     assert not store.socket_path.exists()
     assert check_folder(tmp_path / "ssd").num_ok == len(KEYS)
+
+
+QUICK = StorePatience(probe_s=0.02, answer_s=1.0, stall_s=2.0, spin_s=1e6)
+
+
+async def test_a_daemon_that_hangs_is_started_again(tmp_path: Path) -> None:
+    restarted = asyncio.Event()
+    options, log = StoreOptions(size="64KiB"), tmp_path / "log"
+    store = SupervisedStore(tmp_path / "kv", options, log, restarted.set, QUICK)
+    await store.start()
+    try:
+        first = store.pid
+        os.kill(first, signal.SIGSTOP)
+        async with asyncio.timeout(4 * DEADLINE_S):
+            await restarted.wait()
+        await until(lambda: store.pid != first)
+        await asyncio.to_thread(eventually, lambda: answers(store.socket_path))
+        assert not is_running(first)
+    finally:
+        await store.stop()
+
+
+async def test_a_daemon_that_hangs_while_it_starts_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = ["sh", "-c", "kill -STOP $$"]
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **how: popen(hangs, **how))
+    options, log = StoreOptions(size="64KiB"), tmp_path / "log"
+    patience = dataclasses.replace(QUICK, stall_s=0.1)
+    store = SupervisedStore(tmp_path / "kv", options, log, lambda: None, patience)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(UserError, match="store did not start"):
+            await store.start()
+    assert not is_running(store.pid)
+    await store.stop()
+
+
+async def test_a_daemon_that_answers_is_left_alone(tmp_path: Path) -> None:
+    restarted = asyncio.Event()
+    options, log = StoreOptions(size="64KiB"), tmp_path / "log"
+    asked = []
+
+    class Counting(SupervisedStore):
+        async def _answers(self) -> bool:
+            asked.append(await super()._answers())
+            return asked[-1]
+
+    store = Counting(tmp_path / "kv", options, log, restarted.set, QUICK)
+    await store.start()
+    try:
+        await until(lambda: sum(asked) >= 5)
+        assert not restarted.is_set()
+    finally:
+        await store.stop()
 
 
 async def test_a_tier_that_cannot_be_used_is_named(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
-"""The page of metrics: all of it, or the samples of some names."""
+"""The page of metrics: all of it, or the samples of some names; however many ask."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import uuid
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,10 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 pytest.importorskip("starlette")
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from banaserve.api import metrics
-from banaserve.api.metrics import MetricsPage
+from banaserve.api.metrics import MetricsPage, StoreAsker
+from banaserve.api.shared_calls import SharedCalls, TooManyCallsError
 from banaserve.errors import StoreUnavailableError
+from waiting import until
 
 
 @pytest.fixture
@@ -35,10 +40,14 @@ def names() -> Iterator[SimpleNamespace]:
     REGISTRY.unregister(ours)
 
 
+async def answered(page: MetricsPage, query: str) -> Response:
+    scope = {"type": "http", "method": "GET", "path": "/metrics", "headers": []}
+    return await page.answer(Request({**scope, "query_string": query.encode()}))
+
+
 async def asked(page: MetricsPage, query: str) -> dict[str, dict[str, float]]:
     """``{name: {instance: value}}`` of the answer."""
-    scope = {"type": "http", "method": "GET", "path": "/metrics", "headers": []}
-    answer = await page.answer(Request({**scope, "query_string": query.encode()}))
+    answer = await answered(page, query)
     found: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(bytes(answer.body).decode()):
         for sample in family.samples:
@@ -75,3 +84,96 @@ async def test_the_store_is_asked_only_for_its_own_names(names: SimpleNamespace)
     assert num_asked == 0
     found = await asked(page, "name[]=banaserve_kvstore_leased_slots")
     assert (num_asked, found["banaserve_kvstore_up"]) == (1, {"": 0.0})
+
+
+# ---- many who ask
+
+
+async def test_many_scrapes_are_one() -> None:
+    num_asked = 0
+
+    def counting() -> metrics.StoreStats:
+        nonlocal num_asked
+        num_asked += 1
+        return unavailable()
+
+    page = MetricsPage(dict, counting)
+    answers = await asyncio.gather(*(answered(page, "") for _ in range(24)))
+    assert (num_asked, len({bytes(one.body) for one in answers})) == (1, 1)
+
+
+async def test_a_store_that_hangs_takes_one_thread_and_none_of_others() -> None:
+    lets_go, num_asked = threading.Event(), 0
+
+    def hanging() -> metrics.StoreStats:
+        nonlocal num_asked
+        num_asked += 1
+        lets_go.wait()
+        return unavailable()
+
+    asker = StoreAsker(hanging, patience_s=0.01)
+    assert await asyncio.gather(*(asker.stats() for _ in range(40))) == [None] * 40
+    assert await asker.stats() is None
+    assert num_asked == 1
+    assert await asyncio.to_thread(lambda: "free") == "free"
+    lets_go.set()
+    await until(lambda: asker._asked is not None and asker._asked.done())
+    assert await asker.stats() is None
+    assert num_asked == 2
+
+
+class Calls:
+    """Calls that end when they may."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.may_end = asyncio.Semaphore(0)
+
+    async def make(self, key: str) -> int:
+        self.begun.append(key)
+        number = len(self.begun)
+        await self.may_end.acquire()
+        if key == "wrong":
+            raise ValueError(key)
+        return number
+
+
+async def test_who_asks_while_a_call_is_made_gets_a_later_one() -> None:
+    calls = Calls()
+    shared = SharedCalls(calls.make, rest=0.0)
+    first = asyncio.create_task(shared.get("a"))
+    await until(lambda: calls.begun == ["a"])
+    later = [asyncio.create_task(shared.get("a")) for _ in range(5)]
+    other = asyncio.create_task(shared.get("wrong"))
+    await asyncio.sleep(0)
+    later[0].cancel()
+    calls.may_end.release()
+    calls.may_end.release()
+    calls.may_end.release()
+    assert await first == 1
+    assert await asyncio.gather(*later[1:]) == [2] * 4
+    with pytest.raises(ValueError, match="wrong"):
+        await other
+    assert calls.begun == ["a", "a", "wrong"]
+
+
+async def test_too_many_different_calls_are_refused() -> None:
+    calls = Calls()
+    shared = SharedCalls(calls.make, max_waiting=2, rest=0.0)
+    tasks = [asyncio.create_task(shared.get("a"))]
+    await until(lambda: calls.begun == ["a"])
+    tasks += [asyncio.create_task(shared.get(name)) for name in "bc"]
+    await asyncio.sleep(0)
+    with pytest.raises(TooManyCallsError):
+        await shared.get("d")
+    for _ in range(3):
+        calls.may_end.release()
+    assert await asyncio.gather(*tasks) == [1, 2, 3]
+
+
+async def test_too_many_different_pages_are_429() -> None:
+    page = MetricsPage(dict, None)
+    answers = await asyncio.gather(*(answered(page, f"name[]=n{i}") for i in range(18)))
+    assert {one.status_code for one in answers} == {200, 429}
+    refused = next(one for one in answers if one.status_code == 429)
+    assert refused.headers["Retry-After"] == "1"

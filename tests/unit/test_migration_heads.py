@@ -113,6 +113,12 @@ def test_a_guest_that_works_and_never_answers_is_not_waited_for_for_ever() -> No
     theirs.close()
 
 
+def _no_text(_: Any, tensor: torch.Tensor) -> Any:
+    """A reason that is not UTF-8."""
+    body = messages.encode(messages.RequestRefused("no room"))
+    return body.replace(b"no room", b"no \xff\xfeom"), tensor
+
+
 def _flipped(outputs: Any, tensor: torch.Tensor) -> Any:
     body = messages.encode(outputs)
     return bytes([body[0] ^ 0xFF]) + body[1:], tensor
@@ -122,6 +128,7 @@ def _flipped(outputs: Any, tensor: torch.Tensor) -> Any:
     ("spoil", "why"),
     [
         (_flipped, "no guest's answer"),
+        (_no_text, "no guest's answer"),
         (lambda _, t: (messages.StepOutputs(False, (3,)), t), "did not come"),
         (lambda _, t: (messages.StepOutputs(False, (-1,)), t), "did not come"),
         (lambda _, t: (messages.StepOutputs(False, ()), t), "another shape"),

@@ -401,7 +401,16 @@ class DisaggregatedClient(EngineClient):
         return compat.EngineDeadError()
 
     async def check_health(self) -> None:
-        """Do nothing: ``/health`` is about this process, ``/ready`` about the instances."""
+        """Return where the server serves, or did a moment ago: ``/health`` asks.
+
+        Instances that are started again for a while are the business of ``/ready`` alone: whoever
+        restarts an unhealthy server would only make that take longer.
+
+        Raises:
+            EngineDeadError: Nothing serves, and has not for minutes.
+        """
+        if not self._cluster.is_healthy:
+            raise compat.EngineDeadError
 
     async def is_tracing_enabled(self) -> bool:
         return self.vllm_config.observability_config.otlp_traces_endpoint is not None

@@ -1,7 +1,6 @@
 """Cluster: starts, watches, restarts and stops the instances, and routes requests to them.
 
-Beside it: ``PrefixLookup``, which asks the store for a prompt's cached tokens before routing, and
-``StallWatch``, which notices an engine that runs no steps though its process lives.
+Beside it: ``PrefixLookup``, which asks the store for a prompt's cached tokens before routing.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from banaserve.engine.vllm.compat.requests import GracefulHTTPError
 from banaserve.engine.vllm.engine_settings import EngineSettings
 from banaserve.engine.vllm.generations import Member, candidates, is_lost
 from banaserve.engine.vllm.instance import Instance, State
+from banaserve.engine.vllm.liveness.restart_policy import RestartPolicy
 from banaserve.engine.vllm.residency import Residency
 from banaserve.engine.vllm.tracing.events import NoInstance
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
@@ -32,7 +32,7 @@ from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.wire import MAX_KEYS
 from banaserve.orchestrator.model.output_length import OutputLengthWindow
 from banaserve.orchestrator.routing.named import NamedPolicy
-from banaserve.processes import Pulse
+from banaserve.processes import StallWatch
 from banaserve.types import (
     NO_LIMITS,
     NOWHERE,
@@ -52,10 +52,12 @@ _QUIET_S = 0.9
 milliseconds of an idle machine, and routing reads no report older than two seconds."""
 _PROBE_TIMEOUT_S = 5.0
 _POLL_S = 0.02
+_PAUSE_POLL_S = 0.1
 _LEAVE_S = 2.0
 """Clients read slowly: streams that have been told to go on elsewhere do so with their next token,
 and need not have done so when their engine ends."""
 
+_BOTH = Role.COLOCATED.legs
 Check = Callable[[Instance], Awaitable[None]]
 
 
@@ -86,7 +88,12 @@ class WeightsReplacedError(GracefulHTTPError):
 
 
 class Cluster:
-    """Starts, watches and stops the instances; routes requests over those that serve."""
+    """Starts, watches and stops the instances; routes requests over those that serve.
+
+    Attributes:
+        failed: Every instance has been given up, and nothing serves.
+        last_failure: Of a restart, in one line; empty where none has failed.
+    """
 
     def __init__(
         self,
@@ -103,7 +110,10 @@ class Cluster:
         self.output_lengths = OutputLengthWindow()
         self.trials = Trials()
         self._has_shown_failure = False
+        self.failed = asyncio.Event()
+        self.last_failure = ""
         self._clock = clock
+        self._served_s = clock.now()
         self._patience = patience
         self._watches: dict[InstanceId, list[asyncio.Task[None]]] = {}
         self._replacements: dict[InstanceId, Replacement] = {}
@@ -173,8 +183,7 @@ class Cluster:
                 restarts = RestartPolicy()
                 if await self._start_other(instance, replacement):
                     continue
-            if not await self._restart(instance, restarts):
-                instance.mark_dead(State.FAILED)
+            if not await self._until_restarted(instance, restarts):
                 return
 
     def _tell_of_end(self, instance: Instance) -> None:
@@ -183,6 +192,33 @@ class Cluster:
                 told(instance.id)
             except Exception:
                 logger.exception("what follows the end of instance %s", instance.id)
+
+    async def _until_restarted(self, instance: Instance, restarts: RestartPolicy) -> bool:
+        """Start an instance again, and one that has been given up every few minutes.
+
+        Returns:
+            False where it has been removed.
+        """
+        while not await self._restart(instance, restarts):
+            if self._is_removed(instance):
+                return False
+            instance.mark_dead(State.FAILED)
+            if self.has_failed:
+                self.failed.set()
+            await self._pause(instance)
+            replacement = self._replacements.pop(instance.id, None)
+            if replacement is not None and await self._start_other(instance, replacement):
+                return True
+            restarts = RestartPolicy(limit=1)
+        return True
+
+    async def _pause(self, instance: Instance) -> None:
+        """Wait until an instance that was given up is to be tried again, or another takes it."""
+        until_s = self._clock.now() + self._patience.retry_s
+        while self._clock.now() < until_s and instance.id not in self._replacements:
+            if self._is_removed(instance):
+                return
+            await self._clock.sleep(_PAUSE_POLL_S)
 
     async def _restart(self, instance: Instance, restarts: RestartPolicy) -> bool:
         while (delay_s := restarts.next_delay_s(self._clock.now())) is not None:
@@ -193,8 +229,10 @@ class Cluster:
             try:
                 await instance.start(self._patience.start_s)
             except InstanceDeadError as failure:
+                self.last_failure = str(failure)
                 logger.warning("%s", failure)
-            except Exception:
+            except Exception as failure:
+                self.last_failure = f"{type(failure).__name__}: {failure}"
                 logger.exception("starting instance %s again", instance.id)
             else:
                 if not self._is_removed(instance):
@@ -228,8 +266,6 @@ class Cluster:
                 being started.
         """
         await self.settled(instance)
-        if instance.state is State.FAILED:  # it is watched no more
-            self._watches[instance.id][0] = asyncio.create_task(self._keep_alive(instance))
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         replacement = Replacement(settings, instance.settings, check, done)
         self._replacements[instance.id] = replacement
@@ -271,17 +307,25 @@ class Cluster:
         One whose client has failed computes for no client, and a stalled one computes nothing: both
         are ended, and so started again.
         """
-        watch = StallWatch(self._patience.stall_s, counts_work=is_on_cpu())
+        watch = StallWatch(self._patience.stall_s, self._patience.spin_s, counts_work=is_on_cpu())
         quiet_s = min(_QUIET_S, self._patience.stall_s / 2)
         # Nobody asks an idle engine before this begins, however long the others take to start.
-        since_s = self._clock.now()
+        since_s, is_silent = self._clock.now(), False
         while True:
             await asyncio.sleep(min(_PROBE_INTERVAL_S, self._patience.stall_s / 2))
+            self._note_service()
+            if instance.state is State.STARTING:
+                if watch.has_stalled_starting(instance.pid, self._clock.now()):
+                    logger.warning("instance %s is ended: it has stalled starting", instance.id)
+                    instance.kill()
+                continue
             if instance.state is not State.READY:
                 continue
             report, now_s = instance.view().report, self._clock.now()
             heard_s = max(report.at_s, since_s) if report is not None else now_s
-            if instance.has_lost_client or watch.has_stalled(instance.pid, heard_s, now_s):
+            was_silent, is_silent = is_silent, watch.has_stalled(instance.pid, heard_s, now_s)
+            # Asked once more: if it was this process that stood still, the engine answers now.
+            if instance.has_lost_client or (was_silent and is_silent):
                 how = "its client has failed" if instance.has_lost_client else "it has stalled"
                 logger.warning("instance %s is ended: %s", instance.id, how)
                 instance.kill()
@@ -354,8 +398,20 @@ class Cluster:
 
     @property
     def has_failed(self) -> bool:
-        """No instance serves and none will again."""
+        """Every instance has been given up."""
         return all(i.state is State.FAILED for i in self.instances.values())
+
+    @property
+    def is_healthy(self) -> bool:
+        """Instances have served both legs a while ago, or do so now."""
+        self._note_service()
+        is_recent = self._clock.now() - self._served_s < self._patience.unserved_s
+        return is_recent and not self.has_failed
+
+    def _note_service(self) -> None:
+        serving = self.serving()
+        if len(serving) == len(self.instances) or len(_legs_of(serving)) == len(_BOTH):
+            self._served_s = self._clock.now()
 
     def view(self) -> ClusterView:
         return ClusterView(
@@ -486,6 +542,10 @@ class Cluster:
         logger.error("%s", failure, exc_info=cause)
 
 
+def _legs_of(instances: Sequence[Instance]) -> frozenset[Role]:
+    return frozenset[Role]().union(*(one.role.legs for one in instances))
+
+
 def _member(instance: Instance) -> Member:
     return Member(
         instance.id,
@@ -498,44 +558,6 @@ def _member(instance: Instance) -> Member:
     )
 
 
-class RestartPolicy:
-    """How often and how soon a dead instance is started again.
-
-    One that has served for a while did not fail to start, whatever it was that ended it.
-
-    Args:
-        limit: Restarts within ``window_s`` after which it is given up.
-        first_s: Delay of the first restart; each further one waits twice as long.
-        healthy_s: For so long it must serve to be as good as new.
-    """
-
-    def __init__(
-        self,
-        limit: int = 5,
-        window_s: float = 300.0,
-        first_s: float = 0.5,
-        healthy_s: float = 10.0,
-    ) -> None:
-        self._healthy_s = healthy_s
-        self._limit = limit
-        self._window_s = window_s
-        self._first_s = first_s
-        self._at_s: list[float] = []
-
-    def has_served(self, served_s: float) -> None:
-        """It has ended after serving for so long."""
-        if served_s >= self._healthy_s:
-            self._at_s.clear()
-
-    def next_delay_s(self, now_s: float) -> float | None:
-        """Seconds to wait before the next restart; None when it is to be given up."""
-        self._at_s = [at for at in self._at_s if now_s - at < self._window_s]
-        if len(self._at_s) >= self._limit:
-            return None
-        self._at_s.append(now_s)
-        return self._first_s * 2.0 ** (len(self._at_s) - 1)
-
-
 @dataclass(frozen=True)
 class ClusterTimeouts:
     """Timeouts of the cluster, in seconds.
@@ -543,12 +565,18 @@ class ClusterTimeouts:
     Attributes:
         start_s: For an engine that starts.
         no_instance_s: Of a request, for a restart where no instance serves its role.
-        stall_s: For a sign of life of an engine.
+        stall_s: For a sign of life of an engine that does nothing for certain.
+        spin_s: For a sign of life of any engine.
+        retry_s: From giving an instance up to trying it again.
+        unserved_s: Without instances for both legs, after which the server is not healthy.
     """
 
     start_s: float = 600.0
     no_instance_s: float = 60.0
-    stall_s: float = 600.0
+    stall_s: float = 60.0
+    spin_s: float = 600.0
+    retry_s: float = 180.0
+    unserved_s: float = 120.0
 
 
 class PrefixLookup:
@@ -575,29 +603,3 @@ class PrefixLookup:
 
     def close(self) -> None:
         self._client.close()
-
-
-class StallWatch:
-    """Watches one instance until it ends.
-
-    Args:
-        stall_s: How long an engine may be silent.
-        counts_work: A process that uses its processor is taken to compute: a step of a large model
-            on a CPU takes minutes. On a GPU the processor is busy while it waits for the device.
-    """
-
-    def __init__(self, stall_s: float, *, counts_work: bool) -> None:
-        self._stall_s = stall_s
-        self._counts_work = counts_work
-        self._pid = 0
-        self._pulse = Pulse(None)
-
-    def has_stalled(self, pid: int, heard_s: float, now_s: float) -> bool:
-        """Whether process ``pid``, last heard of at ``heard_s``, does nothing any more.
-
-        Both times are on the caller's clock; it looks at least twice within ``stall_s``.
-        """
-        if pid != self._pid:
-            self._pid, self._pulse = pid, Pulse(pid if self._counts_work else None)
-        worked_s = self._pulse.last_worked_s(now_s)
-        return bool(pid) and now_s - max(heard_s, worked_s) > self._stall_s

@@ -35,6 +35,7 @@ from banaserve.engine.vllm.reports import EngineSeries, ReportBoard
 from banaserve.engine.vllm.role_switch import Budgets
 from banaserve.errors import InstanceDeadError
 from banaserve.orchestrator.cluster_view import with_guests
+from banaserve.run_dir import tail_of
 from banaserve.types import InstanceId, InstanceView, ModulePlacement, Role
 
 _ERROR = re.compile(r"\b((?:[\w.]*(?:Error|Exception)): .{1,300})")
@@ -114,7 +115,7 @@ async def startup_handshake(socket: zmq.asyncio.Socket, addresses: dict[str, str
 def last_error_in(log: Path) -> str:
     """The last line of a log with an error, and the log's path."""
     with contextlib.suppress(OSError):
-        lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        lines = tail_of(log).splitlines()[-_LAST_LINES:]
         errors = [m[1] for line in lines if (m := _ERROR.search(line))]
         if errors:
             return f"{errors[-1].strip()} (log: {log})"
@@ -210,7 +211,8 @@ class Instance:
             context.term()
         self.llm = await self._connected(addresses)
         # Files may have been replaced since an engine of the same settings was started.
-        weights = await asyncio.to_thread(weights_of, self.settings.config)
+        config = self.settings.config
+        weights = await processes.in_daemon_thread(lambda: weights_of(config))
         self.settings = dataclasses.replace(self.settings, weights=weights)
         compat.start_output_handler(self.llm)
         cache = self.llm.vllm_config.cache_config

@@ -38,6 +38,9 @@ ROLLING_RESTARTS = Counter(
     "banaserve_rolling_restarts", "Rolling restarts by how they ended", ["outcome"]
 )
 RESTARTS = Counter("banaserve_instance_restarts", "Restarts after a death", ["instance_id"])
+PARENT_RESTARTS = Counter(
+    "banaserve_engine_parent_restarts", "Engine parents started in place of a lost one"
+)
 STEP_ERROR = Gauge(
     "banaserve_prediction_error_fraction",
     "Smoothed relative error of predictions made before their measurement: of an instance's steps "

@@ -12,6 +12,8 @@ from banaserve.kvstore.sizes import parse_size
 from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec
 
 DEFAULT_SSD_SIZE = "20GiB"
+DISTRIBUTED_VARIABLE = "BANASERVE_KVSTORE_DISTRIBUTED"
+"""Holds the URL of the distributed tier where the daemon's command line has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +87,14 @@ class StoreOptions:
         )
 
     def arguments(self) -> list[str]:
-        """The daemon's command line that means the same."""
+        """The daemon's command line that means the same, together with ``environment``."""
         words = ["--size", self.size, "--tenant-quota", str(self.tenant_quota)]
         if self.ssd is not None:
             words += [f"--ssd={self.ssd}", f"--ssd-size={self.ssd_size}"]
-        if self.distributed:
-            words += [f"--distributed={self.distributed}"]
         words += ["--verify-memory"] if self.verify_memory else []
         words += ["--poison-free-slots"] if self.poison_free_slots else []
         return words
+
+    def environment(self) -> dict[str, str]:
+        """Variables of the daemon: a URL may hold a password, which no command line shows."""
+        return {DISTRIBUTED_VARIABLE: self.distributed} if self.distributed else {}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from banaserve.errors import UserError
-from banaserve.kvstore.daemon.options import DEFAULT_SSD_SIZE, StoreOptions
+from banaserve.kvstore.daemon.options import DEFAULT_SSD_SIZE, DISTRIBUTED_VARIABLE, StoreOptions
 from banaserve.kvstore.daemon.server import DaemonConfig, StoreServer
 from banaserve.kvstore.tiers.registry import TIERS
 from banaserve.plugins import PluginGroup, load_plugins
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             size=options.size,
             ssd=options.ssd,
             ssd_size=options.ssd_size,
-            distributed=options.distributed,
+            distributed=options.distributed or os.environ.get(DISTRIBUTED_VARIABLE, ""),
             tenant_quota=options.tenant_quota,
             verify_memory=options.verify_memory,
             poison_free_slots=options.poison_free_slots,

@@ -1,4 +1,4 @@
-"""Supervision of the daemon: a child process that is started again when it dies."""
+"""Supervision of the daemon: a child process that is started again when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,42 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.processes import wait_ended
+from banaserve.processes import StallWatch, in_daemon_thread, wait_ended, wait_readable
+from banaserve.run_dir import tail_of
 
 log = logging.getLogger(__name__)
 
 FIRST_RESTART_S = 0.2
 LONGEST_RESTART_S = 10.0
+HEALTHY_S = 3600.0
+"""After so long a daemon that ends is started again as soon as the first one was."""
 STOP_S = 6.0
 """A little more than what the daemon takes for writing to tiers and closing them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorePatience:
+    """How long the daemon may say nothing before it is ended, in seconds.
+
+    Attributes:
+        probe_s: From one question to the next.
+        answer_s: For an answer.
+        stall_s: Of silence, for a daemon that uses no processor; also while it starts.
+        spin_s: Of silence, for one that does.
+    """
+
+    probe_s: float = 2.0
+    answer_s: float = 5.0
+    stall_s: float = 15.0
+    spin_s: float = 60.0
 
 
 class SupervisedStore:
@@ -32,6 +54,7 @@ class SupervisedStore:
         options: How to run it.
         log_path: Gets its output.
         on_restart: Called each time it has to be started again.
+        patience: With a daemon that does not answer.
     """
 
     def __init__(
@@ -40,12 +63,14 @@ class SupervisedStore:
         options: StoreOptions,
         log_path: Path,
         on_restart: Callable[[], None],
+        patience: StorePatience = StorePatience(),
     ) -> None:
         self.socket_path = socket_path
         self.pid = 0
         self._options = options
         self._log_path = log_path
         self._on_restart = on_restart
+        self._patience = patience
         self._process: subprocess.Popen[bytes] | None = None
         self._keeper: asyncio.Task[None] | None = None
 
@@ -61,7 +86,7 @@ class SupervisedStore:
     async def problems(self) -> list[str]:
         """One line for each tier that is out of service; none where the store does not answer."""
         try:
-            stats = await asyncio.to_thread(fetch_stats, self.socket_path)
+            stats = await in_daemon_thread(lambda: fetch_stats(self.socket_path))
         except StoreUnavailableError:
             return []
         return [
@@ -78,12 +103,31 @@ class SupervisedStore:
             finally:
                 os.close(writable)
             self.pid = self._process.pid
-            ready = await asyncio.to_thread(os.read, readable, 16)
+            await self._until_written(readable, self._process)
+            is_ready = bool(os.read(readable, 16))
         finally:
             os.close(readable)
-        if not ready:
+        if not is_ready:
+            self._process.kill()
             self._process.wait()
             raise UserError(f"the KV cache store did not start: {self._last_line()}")
+
+    async def _until_written(self, readable: int, process: subprocess.Popen[bytes]) -> None:
+        """Return when a daemon that starts says that it is ready, or ends; ends one that hangs."""
+        written = asyncio.create_task(wait_readable([readable]))
+        watch = self._watch()
+        try:
+            while not written.done():
+                await asyncio.wait({written}, timeout=self._patience.probe_s)
+                if not written.done() and watch.has_stalled_starting(process.pid, time.monotonic()):
+                    log.error("the KV cache store hangs while it starts: it is ended")
+                    process.kill()
+        finally:
+            written.cancel()
+            await asyncio.gather(written, return_exceptions=True)
+
+    def _watch(self) -> StallWatch:
+        return StallWatch(self._patience.stall_s, self._patience.spin_s, counts_work=True)
 
     def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--die-with-parent"]
@@ -91,11 +135,16 @@ class SupervisedStore:
         command += self._options.arguments()
         with self._log_path.open("ab") as output:
             return subprocess.Popen(
-                command, stdout=output, stderr=output, pass_fds=(ready_fd,), start_new_session=True
+                command,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **self._options.environment()},
+                pass_fds=(ready_fd,),
+                start_new_session=True,
             )
 
     def _last_line(self) -> str:
-        lines = self._log_path.read_text(errors="replace").strip().splitlines()
+        lines = tail_of(self._log_path).strip().splitlines()
         return lines[-1].removeprefix("kvstore: ") if lines else f"see {self._log_path}"
 
     async def _keep_alive(self) -> None:
@@ -104,9 +153,12 @@ class SupervisedStore:
             process = self._process
             assert process is not None
             # The pid of one that was waited for may be another process's by now.
+            began_s = time.monotonic()
             if process.returncode is None:
-                await wait_ended(process.pid)
+                await self._until_ended(process)
                 process.wait()
+            if time.monotonic() - began_s >= HEALTHY_S:
+                pause_s = FIRST_RESTART_S
             self._on_restart()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_RESTART_S)
@@ -114,6 +166,37 @@ class SupervisedStore:
                 await self._launch()
             except (UserError, OSError) as error:
                 log.error("%s", error)
+
+    async def _until_ended(self, process: subprocess.Popen[bytes]) -> None:
+        probing = asyncio.create_task(self._end_when_hung(process))
+        try:
+            await wait_ended(process.pid)
+        finally:
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
+
+    async def _end_when_hung(self, process: subprocess.Popen[bytes]) -> None:
+        """Ask the daemon again and again; end it when it has not answered for too long."""
+        watch, heard_s = self._watch(), time.monotonic()
+        was_silent = is_silent = False
+        while not (was_silent and is_silent):
+            await asyncio.sleep(self._patience.probe_s)
+            # Looked at before and after a question: it may be this process that stood still.
+            was_silent = watch.has_stalled(process.pid, heard_s, time.monotonic())
+            if await self._answers():
+                heard_s = time.monotonic()
+            is_silent = watch.has_stalled(process.pid, heard_s, time.monotonic())
+        silent_s = time.monotonic() - heard_s
+        log.error("the KV cache store has not answered for %.0f s: it is ended", silent_s)
+        process.kill()
+
+    async def _answers(self) -> bool:
+        answer_s = self._patience.answer_s
+        try:
+            await in_daemon_thread(lambda: fetch_stats(self.socket_path, answer_s))
+        except StoreUnavailableError:
+            return False
+        return True
 
     async def stop(self) -> None:
         """End the daemon and wait until it has written to its tiers and its socket is gone."""

@@ -1,14 +1,8 @@
-"""Main functions of engine cores and guests, and an engine core as a process started from nothing.
-
-GPU processes do not survive a fork, so they are started as
-``python -m banaserve.engine.vllm.launch.engine_main LAUNCH_JSON``.
-"""
+"""Main functions of engine cores and guests, and of an engine core started from nothing."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -29,13 +23,6 @@ from banaserve.engine.vllm.environment import INSTANCE_VARIABLE
 from banaserve.engine.vllm.launch import guest_main
 from banaserve.engine.vllm.migration.host import install as migration
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the one that forked it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def redirect_output(log_path: str) -> None:
@@ -104,7 +91,7 @@ def _keep_files_in(folder: Path) -> None:
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """Values that the launcher passes on the command line."""
+    """Values that the launcher passes to ``spawned``."""
 
     instance_id: str
     vllm_argv: list[str]
@@ -112,13 +99,9 @@ class Launch(msgspec.Struct, frozen=True):
     log_path: str
 
 
-def main() -> None:
-    launch = msgspec.json.decode(sys.argv[1], type=Launch)
-    die_with_parent()
+def run_launched(said: bytes) -> None:
+    """Serve as the engine core that ``said``, the JSON of a ``Launch``, describes."""
+    launch = msgspec.json.decode(said, type=Launch)
     redirect_output(launch.log_path)
     config = engine_config(parse_vllm_argv(launch.vllm_argv))
     run_engine_core(config, launch.instance_id, launch.handshake_address)
-
-
-if __name__ == "__main__":
-    main()

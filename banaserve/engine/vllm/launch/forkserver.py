@@ -1,4 +1,7 @@
-"""Pre-imported process that forks engine cores: imports are most of their start time."""
+"""Pre-imported process that forks engine cores: imports are most of their start time.
+
+The first is forked from the front door before that has threads; later ones start from nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,23 @@ import selectors
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
+import msgspec
+
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.compat.engine import PRE_IMPORTED
-from banaserve.engine.vllm.engine_args import engine_config, parse_vllm_argv
+from banaserve.engine.vllm.engine_args import engine_config, load_parsers, parse_vllm_argv
 from banaserve.engine.vllm.launch import messages
 from banaserve.engine.vllm.launch.engine_main import (
-    die_with_parent,
     redirect_output,
     run_engine_core,
     run_guest,
 )
 from banaserve.fail_points import FailPoint, reach
+from banaserve.processes import die_with_parent
 
 _PRE_IMPORTED = (
     *PRE_IMPORTED,
@@ -62,6 +68,29 @@ def run_engine_parent(config: VllmConfig, control: socket.socket) -> None:
     _EngineParent(config, control).run()
 
 
+class ParentLaunch(msgspec.Struct, frozen=True):
+    """Values that the launcher passes to ``spawned``.
+
+    Attributes:
+        control: Descriptor of the socket that orders come from.
+    """
+
+    vllm_argv: list[str]
+    control: int
+
+
+def run_launched(said: bytes) -> None:
+    """Be the engine parent that ``said``, the JSON of a ``ParentLaunch``, describes."""
+    launch = msgspec.json.decode(said, type=ParentLaunch)
+    control = socket.socket(fileno=launch.control)
+    args = parse_vllm_argv(launch.vllm_argv)
+    config = engine_config(args)
+    load_parsers(args)
+    pre_import()
+    messages.send(control, messages.ParentReady())
+    run_engine_parent(config, control)
+
+
 def _in_child(body: Callable[[], None]) -> None:
     """Run ``body`` and end the process: a forked child never goes back to its caller's code."""
     status = 1
@@ -76,6 +105,12 @@ def _in_child(body: Callable[[], None]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _is_late(order: messages.Message) -> bool:
+    """Whether the one who gave it has given it to another parent since: this one was stopped."""
+    until_s = order.until_s if isinstance(order, messages.Order) else 0.0
+    return bool(until_s) and time.monotonic() > until_s
 
 
 class _EngineParent:
@@ -113,6 +148,8 @@ class _EngineParent:
         order = messages.receive(self._control)
         if order is None:
             return False
+        if _is_late(order):
+            return True
         reach(FailPoint.LAUNCHER_ORDER)
         if isinstance(order, messages.StartEngine):
             pid = self._fork(order)

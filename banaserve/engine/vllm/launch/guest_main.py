@@ -1,12 +1,7 @@
-"""Guest process: connects to its host and serves it until it is gone.
-
-Where processes do not survive a fork it is started as
-``python -m banaserve.engine.vllm.launch.guest_main LAUNCH_JSON``.
-"""
+"""Guest process: connects to its host and serves it until it is gone."""
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 
@@ -39,7 +34,7 @@ def serve(config: VllmConfig, address: GuestAddress) -> None:
 
 
 class GuestLaunch(msgspec.Struct, frozen=True):
-    """Values that the launcher passes on the command line.
+    """Values that the launcher passes to ``spawned``.
 
     Attributes:
         vllm_argv: Of the host's engine.
@@ -50,15 +45,11 @@ class GuestLaunch(msgspec.Struct, frozen=True):
     log_path: str
 
 
-def main() -> None:
-    launch = msgspec.json.decode(sys.argv[1], type=GuestLaunch)
+def run_launched(said: bytes) -> None:
+    """Serve as the guest that ``said``, the JSON of a ``GuestLaunch``, describes."""
+    launch = msgspec.json.decode(said, type=GuestLaunch)
     from banaserve.engine.vllm.engine_args import engine_config, parse_vllm_argv
-    from banaserve.engine.vllm.launch.engine_main import die_with_parent, redirect_output, run_guest
+    from banaserve.engine.vllm.launch.engine_main import redirect_output, run_guest
 
-    die_with_parent()
     redirect_output(launch.log_path)
     run_guest(engine_config(parse_vllm_argv(launch.vllm_argv)), launch.address)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
+import logging
 import os
 import signal
-import socket
 import subprocess
-import sys
-import threading
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.launch import messages
 from banaserve.engine.vllm.launch.devices import Devices
 from banaserve.engine.vllm.launch.engine_main import Launch
 from banaserve.engine.vllm.launch.guest_main import GuestLaunch
+from banaserve.engine.vllm.launch.parent_link import ORDER_S, ParentLink, ParentLostError
+from banaserve.engine.vllm.launch.spawned import LaunchKind, spawn
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.errors import InstanceDeadError
+from banaserve.processes import in_daemon_thread
 
-_NO_PARENT = "the engine parent has ended: restart banaserve"
+logger = logging.getLogger(__name__)
 
 
 class Launcher(Protocol):
@@ -73,13 +77,23 @@ class Launcher(Protocol):
 
 
 class ForkLauncher:
-    """Orders forks from the engine parent."""
+    """Orders forks from the engine parent, and starts another parent in place of a lost one.
 
-    def __init__(self, control: socket.socket, parent_pid: int) -> None:
-        self._control = control
-        self._parent_pid = parent_pid
-        # Of threads: who has been cancelled still reads the answer, and must not read another's.
-        self._lock = threading.Lock()
+    A parent that does not answer keeps the engines that it has: they may be well. It is ended with
+    the last of them.
+
+    Args:
+        parent: The first one.
+        start_parent: Starts another one.
+    """
+
+    def __init__(
+        self, parent: ParentLink, start_parent: Callable[[], Awaitable[ParentLink]]
+    ) -> None:
+        self._parent = parent
+        self._start_parent = start_parent
+        self._retired: list[ParentLink] = []
+        self._replacing = asyncio.Lock()
 
     async def start(
         self,
@@ -88,35 +102,49 @@ class ForkLauncher:
         log_path: Path,
         vllm_argv: tuple[str, ...] = (),
     ) -> int:
-        order = messages.StartEngine(instance_id, handshake_address, str(log_path), vllm_argv)
-        return await asyncio.to_thread(self._order, order)
+        until_s = time.monotonic() + ORDER_S
+        return await self._ordered(
+            messages.StartEngine(instance_id, handshake_address, str(log_path), vllm_argv, until_s)
+        )
 
     async def start_guest(
         self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
     ) -> int:
-        order = messages.StartGuest(address, str(log_path), vllm_argv)
-        return await asyncio.to_thread(self._order, order)
+        until_s = time.monotonic() + ORDER_S
+        return await self._ordered(messages.StartGuest(address, str(log_path), vllm_argv, until_s))
 
-    def _order(self, order: messages.StartEngine | messages.StartGuest) -> int:
-        with self._lock:
-            try:
-                return self._answered(order)
-            except OSError as error:
-                raise InstanceDeadError(f"{_NO_PARENT} ({error.strerror})") from error
+    async def _ordered(self, order: messages.Order) -> int:
+        await self._sweep()
+        parent = self._parent
+        try:
+            return await in_daemon_thread(lambda: parent.order(order))
+        except ParentLostError as lost:
+            logger.warning("%s: another one is started", lost)
+        try:
+            parent = await self._other_than(parent)
+            again = msgspec.structs.replace(order, until_s=time.monotonic() + ORDER_S)
+            return await in_daemon_thread(lambda: parent.order(again))
+        except ParentLostError as lost:
+            raise InstanceDeadError(
+                f"{lost}, and no other one can be started: see front.log in the run's folder"
+            ) from lost
 
-    def _answered(self, order: messages.StartEngine | messages.StartGuest) -> int:
-        messages.send(self._control, order)
-        while (answer := messages.receive(self._control)) is not None:
-            match order, answer:
-                case messages.StartEngine(), messages.EngineStarted() if (
-                    answer.instance_id == order.instance_id
-                ):
-                    return answer.pid
-                case messages.StartGuest(), messages.GuestStarted() if (
-                    answer.guest_id == order.address.guest_id
-                ):
-                    return answer.pid
-        raise InstanceDeadError(_NO_PARENT)
+    async def _other_than(self, lost: ParentLink) -> ParentLink:
+        """The parent after ``lost``; the first that asks starts it."""
+        async with self._replacing:
+            if self._parent is lost or self._parent.is_lost:
+                parent = await self._start_parent()
+                self._retired.append(self._parent)
+                self._parent = parent
+                metrics.PARENT_RESTARTS.inc()
+            return self._parent
+
+    async def _sweep(self) -> None:
+        """End parents that were given up and have no engine any more."""
+        idle = [one for one in self._retired if not (one.is_running and one.has_engines)]
+        for one in idle:
+            self._retired.remove(one)
+            await in_daemon_thread(functools.partial(one.close, 0.0))
 
     def devices_of(self, instance_id: str) -> str:
         return ""
@@ -128,10 +156,9 @@ class ForkLauncher:
         """Nothing was reserved."""
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)  # closing alone wakes no thread that reads
-        self._control.close()
-        os.waitpid(self._parent_pid, 0)
+        for lost in self._retired:
+            lost.close(patience_s=0.0)
+        self._parent.close()
 
 
 class SpawnLauncher:
@@ -165,25 +192,13 @@ class SpawnLauncher:
     ) -> int:
         argv = list(vllm_argv) or self._vllm_argv
         launch = Launch(instance_id, argv, handshake_address, str(log_path))
-        command = [
-            sys.executable,
-            "-m",
-            "banaserve.engine.vllm.launch.engine_main",
-            msgspec.json.encode(launch).decode(),
-        ]
-        return self._spawn(command, self._environment(instance_id)).pid
+        return self._spawn(LaunchKind.ENGINE, launch, self._environment(instance_id))
 
     async def start_guest(
         self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
     ) -> int:
         launch = GuestLaunch(address, list(vllm_argv) or self._vllm_argv, str(log_path))
-        command = [
-            sys.executable,
-            "-m",
-            "banaserve.engine.vllm.launch.guest_main",
-            msgspec.json.encode(launch).decode(),
-        ]
-        return self._spawn(command, self._environment(address.target)).pid
+        return self._spawn(LaunchKind.GUEST, launch, self._environment(address.target))
 
     def _environment(self, instance_id: str) -> dict[str, str]:
         environment = dict(os.environ)
@@ -191,11 +206,11 @@ class SpawnLauncher:
             environment["CUDA_VISIBLE_DEVICES"] = devices
         return environment
 
-    def _spawn(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _spawn(self, kind: LaunchKind, launch: msgspec.Struct, environment: dict[str, str]) -> int:
         self._processes = [p for p in self._processes if p.poll() is None]
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        process = spawn(kind, launch, environment)
         self._processes.append(process)
-        return process
+        return process.pid
 
     def close(self) -> None:
         for process in self._processes:

@@ -19,12 +19,14 @@ class StartEngine(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         vllm_argv: Its options; empty where they are those that the engine parent was made with.
+        until_s: On the monotonic clock; whoever reads the order later does nothing. 0: no limit.
     """
 
     instance_id: str
     handshake_address: str
     log_path: str
     vllm_argv: tuple[str, ...] = ()
+    until_s: float = 0.0
 
 
 class StartGuest(msgspec.Struct, tag=True, frozen=True):
@@ -32,11 +34,13 @@ class StartGuest(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         vllm_argv: Of its host's engine, as in ``StartEngine``.
+        until_s: As in ``StartEngine``.
     """
 
     address: GuestAddress
     log_path: str
     vllm_argv: tuple[str, ...] = ()
+    until_s: float = 0.0
 
 
 class GuestStarted(msgspec.Struct, tag=True, frozen=True):
@@ -60,7 +64,12 @@ class EngineExited(msgspec.Struct, tag=True, frozen=True):
     status: int
 
 
-Message = StartEngine | EngineStarted | EngineExited | StartGuest | GuestStarted
+class ParentReady(msgspec.Struct, tag=True, frozen=True):
+    """An engine parent that was started from nothing takes orders."""
+
+
+Order = StartEngine | StartGuest
+Message = Order | EngineStarted | EngineExited | GuestStarted | ParentReady
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
@@ -77,7 +86,11 @@ def send(sock: socket.socket, message: Message) -> None:
 
 
 def receive(sock: socket.socket) -> Message | None:
-    """The next message; None when the other side has closed."""
+    """The next message; None when the other side has closed.
+
+    Raises:
+        ProtocolError: What came is none.
+    """
     head = _read_exactly(sock, _LENGTH.size)
     if head is None:
         return None
@@ -85,7 +98,12 @@ def receive(sock: socket.socket) -> Message | None:
     if length > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a message of {length} bytes is too large")
     body = _read_exactly(sock, length)
-    return None if body is None else _decoder.decode(body)
+    if body is None:
+        return None
+    try:
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"not a message of an engine parent: {error}") from None
 
 
 def _read_exactly(sock: socket.socket, num_bytes: int) -> bytes | None:

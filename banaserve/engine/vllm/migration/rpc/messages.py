@@ -314,7 +314,7 @@ def decode_reply(body: bytes) -> Reply:
     """
     try:
         return _replies.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"that is no guest's answer: {error}") from None
 
 

@@ -1,0 +1,72 @@
+"""Secrets from files: a command line is shown to every user of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from banaserve.errors import UserError
+
+_MAX_BYTES = 1 << 20
+
+
+def read_keys(option: str, path: Path) -> tuple[str, ...]:
+    """The keys in a file, one a line; lines that are empty or begin with ``#`` are none.
+
+    Raises:
+        UserError: It cannot be read, or holds none.
+    """
+    try:
+        with path.open("rb") as file:
+            said = file.read(_MAX_BYTES + 1)
+        lines = [line.strip() for line in said.decode("ascii").splitlines()]
+    except OSError as error:
+        raise UserError(f"{option} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{option} {path}: keys are ASCII text, one a line") from error
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise UserError(f"{option} {path}: it holds no key: write one a line")
+    if len(said) > _MAX_BYTES or any(" " in key or "\t" in key for key in keys):
+        raise UserError(f"{option} {path}: write one key a line, without spaces")
+    return keys
+
+
+def read_key(option: str, path: Path) -> str:
+    """The only key in a file.
+
+    Raises:
+        UserError: It cannot be read, or does not hold one.
+    """
+    keys = read_keys(option, path)
+    if len(keys) > 1:
+        raise UserError(f"{option} {path}: it holds {len(keys)} keys: write one")
+    return keys[0]
+
+
+def key_of(option: str, given: str | None, path: Path | None, usual: str) -> str:
+    """The key that an option or its ``-file`` gives, ``usual`` where neither does.
+
+    Args:
+        option: Without ``-file``.
+
+    Raises:
+        UserError: Both do, or the file cannot be used.
+    """
+    if path is None:
+        return given or usual
+    if given is not None:
+        raise UserError(f"{option} and {option}-file exclude each other: leave out {option}")
+    return read_key(f"{option}-file", path)
+
+
+def keys_of(
+    option: str, given: Iterable[str], path: Path | None, usual: Iterable[str]
+) -> tuple[str, ...]:
+    """All keys that an option and its ``-file`` give, ``usual`` where neither does.
+
+    Raises:
+        UserError: The file cannot be used.
+    """
+    found = (*given, *(read_keys(f"{option}-file", path) if path is not None else ()))
+    return found or tuple(usual)

@@ -1,0 +1,200 @@
+"""Faults: which processes of a server they meet, in an order that a seed decides."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from observing import until, writers
+from server_run import Run
+
+_LONGEST_STOP_S = 8.0
+
+
+class Harm(enum.Enum):
+    """What is done."""
+
+    KILL = "killed"
+    STOP = "stopped"
+    PAUSE = "stopped for a while"
+    FILL = "filled"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A fault that is to come.
+
+    Attributes:
+        target: ``front``, ``parent``, ``kvstore``, the name of an instance, ``guest`` or ``disk``.
+        then_kill: An instance that is killed while the target is stopped; empty for none.
+    """
+
+    harm: Harm
+    target: str
+    then_kill: str = ""
+
+    def __str__(self) -> str:
+        then = f", then {self.then_kill} killed" if self.then_kill else ""
+        return f"{self.target} {self.harm.value}{then}"
+
+
+def plan(seed: int, names: tuple[str, ...], others: tuple[str, ...]) -> Iterator[Choice]:
+    """Faults without end; the first ones meet every process, the engine parent before all.
+
+    Args:
+        names: Of the instances.
+        others: Further targets, such as ``disk``.
+    """
+    draw = random.Random(seed)
+    yield Choice(Harm.KILL, "parent")
+    yield Choice(Harm.STOP, "kvstore")
+    yield Choice(Harm.STOP, draw.choice(names))
+    yield Choice(Harm.STOP, "parent", draw.choice(names))
+    yield Choice(Harm.KILL, draw.choice(names))
+    yield Choice(Harm.KILL, "kvstore")
+    if "disk" in others:
+        yield Choice(Harm.FILL, "disk")
+    while True:
+        target = draw.choice(("front", "parent", "kvstore", *names, *others))
+        if target == "front":
+            yield Choice(Harm.PAUSE, target)
+            continue
+        if target == "disk":
+            yield Choice(Harm.FILL, target)
+            continue
+        harm = draw.choice((Harm.KILL, Harm.STOP, Harm.PAUSE))
+        with_death = target == "parent" and harm is not Harm.KILL
+        yield Choice(harm, target, draw.choice(names) if with_death else "")
+
+
+class Victims:
+    """Finds the processes of one server."""
+
+    def __init__(self, server: Run, names: tuple[str, ...]) -> None:
+        self._server = server
+        self._names = names
+
+    def of(self, target: str) -> int:
+        """Process id of a target; 0 where there is none now."""
+        found = dict(reversed(list(writers(self._server.run_dir))))
+        if target == "front":
+            return self._server.process.pid
+        if target == "guest":
+            return next((pid for log, pid in found.items() if "guest" in log), 0)
+        if target != "parent":
+            return found.get(f"{target}.log", 0)
+        for name in self._names:
+            with contextlib.suppress(psutil.Error, KeyError):
+                parent = psutil.Process(found[f"{name}.log"]).ppid()
+                if psutil.Process(parent).ppid() == self._server.process.pid:
+                    return parent
+        return 0
+
+
+class Disk:
+    """A small disk that can be filled, in memory; kept by a process with mounts of its own.
+
+    Attributes:
+        folder: Where the server finds it.
+    """
+
+    _SIZE = "24m"
+
+    def __init__(self, place: Path) -> None:
+        place.mkdir()
+        mount = f"mount -t tmpfs -o size={self._SIZE} none {place} && echo mounted && exec cat"
+        self._keeper = subprocess.Popen(
+            ["unshare", "-rm", "sh", "-c", mount], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._keeper.stdout is not None
+        self.is_there = self._keeper.stdout.readline() == b"mounted\n"
+        self.folder = Path(f"/proc/{self._keeper.pid}/root{place}")
+
+    def fill(self) -> None:
+        """Leave no byte free."""
+        with contextlib.suppress(OSError), (self.folder / "ballast").open("wb", 0) as ballast:
+            while True:
+                ballast.write(bytes(1 << 16))
+        with contextlib.suppress(OSError), (self.folder / "rest").open("wb", 0) as rest:
+            while True:
+                rest.write(b"0")
+
+    def empty(self) -> None:
+        for name in ("ballast", "rest"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        self._keeper.wait()
+
+
+class Nemesis:
+    """Does what a plan says to one server.
+
+    Args:
+        disk: Of its SSD tier; None where none can be mounted here.
+    """
+
+    def __init__(self, server: Run, names: tuple[str, ...], disk: Disk | None, seed: int) -> None:
+        self._victims = Victims(server, names)
+        self._server = server
+        self._names = names
+        self._disk = disk
+        self._draw = random.Random(seed)
+        self._lost: dict[str, int] = {}
+
+    def strike(self, choice: Choice) -> bool:
+        """Do it; False where there is no such process now.
+
+        Returns when it is over: a process that is to go on does so. Those that were stopped for
+        good are for the server to end.
+        """
+        self._lost = {}
+        if choice.harm is Harm.FILL:
+            assert self._disk is not None
+            self._disk.fill()
+            time.sleep(self._draw.uniform(1.0, _LONGEST_STOP_S))
+            self._disk.empty()
+            return True
+        pid = self._victims.of(choice.target)
+        if not pid:
+            return False
+        before = {name: self._victims.of(name) for name in self._names}
+        is_kill = choice.harm is Harm.KILL
+        os.kill(pid, signal.SIGKILL if is_kill else signal.SIGSTOP)
+        if choice.target == "parent" and is_kill:
+            self._lost = {"parent": pid, **before}  # they end with it
+        elif choice.target != "parent" and choice.harm is not Harm.PAUSE:
+            self._lost = {choice.target: pid}
+        if choice.then_kill and (other := before[choice.then_kill]):
+            os.kill(other, signal.SIGKILL)
+            self._lost[choice.then_kill] = other
+        if choice.harm is Harm.PAUSE:
+            time.sleep(self._draw.uniform(0.5, _LONGEST_STOP_S))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        return True
+
+    def is_whole(self) -> bool:
+        """Whether the server is as before the last fault, with other processes for lost ones."""
+        if any(self._victims.of(name) in (0, pid) for name, pid in self._lost.items()):
+            return False
+        ready = [
+            self._server.metric("banaserve_instance_ready", instance_id=name) == 1
+            for name in self._names
+        ]
+        return all(ready) and self._server.metric("banaserve_kvstore_up") == 1
+
+    def wait_whole(self, deadline_s: float) -> None:
+        until(self.is_whole, "the server is whole again", deadline_s)

@@ -1,0 +1,122 @@
+"""What clients and the nemesis have seen of a run, and what of it breaks the promises. Pure.
+
+A request ends exactly once, in an answer or in an error that the server has said; the tokens of an
+answer are those of a run without faults, those of an error the first of them; a request that meets
+no fault ends in an answer; and after each fault the server is ready again in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Asked:
+    """One request, as its client has seen it.
+
+    Attributes:
+        kind: Of those whose right tokens are known.
+        began_s, ended_s: On the clock of the history; None where no end was seen.
+        tokens: In the order of their coming.
+        num_finished: Events that said that the answer is complete.
+        num_done: Last lines of the stream.
+        errors: Said by the server: a status, or an event in the stream.
+        broken: How the connection failed; empty where it did not.
+        num_late_tokens: Tokens behind an end.
+    """
+
+    id: str
+    kind: str
+    began_s: float
+    ended_s: float | None = None
+    tokens: list[int] = field(default_factory=list)
+    num_finished: int = 0
+    num_done: int = 0
+    errors: list[str] = field(default_factory=list)
+    broken: str = ""
+    num_late_tokens: int = 0
+
+    @property
+    def has_answer(self) -> bool:
+        return self.num_finished == 1 and not self.errors and not self.broken
+
+
+@dataclass
+class Fault:
+    """One thing done to the server.
+
+    Attributes:
+        name: What, and to which process.
+        at_s: When it began.
+        over_s: When the nemesis itself had ended it, such as a process that it let go on.
+        ready_s: When the server was first seen to be whole again; None where it never was.
+    """
+
+    name: str
+    at_s: float
+    over_s: float | None = None
+    ready_s: float | None = None
+
+
+@dataclass
+class History:
+    """Of one run."""
+
+    requests: list[Asked] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+
+
+def violations(
+    history: History, expected: Mapping[str, Sequence[int]], ready_within_s: float
+) -> list[str]:
+    """One line for each promise that was not kept; none where all were.
+
+    Args:
+        expected: The right tokens of each kind of request.
+        ready_within_s: From the end of a fault.
+    """
+    found = [line for one in history.requests for line in _of_request(one, expected, history)]
+    found += [line for one in history.faults for line in _of_fault(one, ready_within_s)]
+    if not any(one.has_answer for one in history.requests):
+        found.append("no request was answered")
+    return found
+
+
+def _of_request(
+    one: Asked, expected: Mapping[str, Sequence[int]], history: History
+) -> Iterator[str]:
+    if one.ended_s is None:
+        yield f"request {one.id} has not ended"
+        return
+    if one.broken:
+        yield f"request {one.id} lost its connection: {one.broken}"
+        return
+    num_ends = one.num_finished + len(one.errors)
+    if num_ends != 1:
+        yield f"request {one.id} ended {num_ends} times"
+    if one.num_done > 1 or (one.num_finished and not one.num_done):
+        yield f"request {one.id} has {one.num_done} last lines"
+    if one.num_late_tokens:
+        yield f"request {one.id} got {one.num_late_tokens} tokens behind its end"
+    right = list(expected[one.kind])
+    if one.tokens != (right if one.has_answer else right[: len(one.tokens)]):
+        yield f"request {one.id} ({one.kind}) has other tokens: {one.tokens}, not {right}"
+    if one.errors and not any(_meets(one, fault) for fault in history.faults):
+        yield f"request {one.id} failed without a fault: {one.errors[0]}"
+
+
+def _meets(one: Asked, fault: Fault) -> bool:
+    """Whether a request was under way while a fault was, or its consequences."""
+    assert one.ended_s is not None
+    is_before = fault.ready_s is not None and fault.ready_s < one.began_s
+    return not is_before and one.ended_s >= fault.at_s
+
+
+def _of_fault(one: Fault, ready_within_s: float) -> Iterator[str]:
+    if one.ready_s is None:
+        yield f"the server was not whole again after {one.name}"
+        return
+    began_s = one.at_s if one.over_s is None else one.over_s
+    if one.ready_s - began_s > ready_within_s:
+        yield f"the server was whole only {one.ready_s - began_s:.0f} s after {one.name}"

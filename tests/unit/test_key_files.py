@@ -1,0 +1,79 @@
+"""Keys from files, and options that name them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from banaserve.cli.serve_options import parse_serve_argv
+from banaserve.errors import UserError
+from banaserve.key_files import key_of, keys_of, read_keys
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("API", "ADMIN", "METRICS"):
+        monkeypatch.delenv(f"BANASERVE_{name}_KEY", raising=False)
+
+
+def written(folder: Path, said: bytes) -> Path:
+    path = folder / "keys"
+    path.write_bytes(said)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("said", "keys"),
+    [
+        (b"k1", ("k1",)),
+        (b"k1\n", ("k1",)),
+        (b"# of the team\n  k1  \r\n\nk2\n", ("k1", "k2")),
+    ],
+)
+def test_a_file_holds_a_key_a_line(said: bytes, keys: tuple[str, ...], tmp_path: Path) -> None:
+    assert read_keys("--x", written(tmp_path, said)) == keys
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (b"", "holds no key"),
+        (b"# nothing\n", "holds no key"),
+        (b"a key\n", "without spaces"),
+        ("kéy".encode(), "ASCII"),
+        (b"k\n" * 2**20, "without spaces"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused(said: bytes, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^--x .*{words}"):
+        read_keys("--x", written(tmp_path, said))
+    with pytest.raises(UserError, match=r"^--x .*No such file"):
+        read_keys("--x", tmp_path / "none")
+
+
+def test_a_key_comes_from_one_place(tmp_path: Path) -> None:
+    one = written(tmp_path, b"k1")
+    assert key_of("--x", None, one, "usual") == "k1"
+    assert key_of("--x", None, None, "usual") == "usual"
+    assert key_of("--x", "k0", None, "usual") == "k0"
+    with pytest.raises(UserError, match="exclude each other"):
+        key_of("--x", "k0", one, "")
+    with pytest.raises(UserError, match=r"--x-file .*holds 2 keys"):
+        key_of("--x", None, written(tmp_path, b"k1\nk2"), "")
+    assert keys_of("--x", ["k0"], one, ["usual"]) == ("k0", "k1", "k2")
+    assert keys_of("--x", [], None, ["usual"]) == ("usual",)
+
+
+def test_options_of_serve_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = written(tmp_path, b"secret")
+    words = ["--api-key-file", str(file), "--api-key", "other"]
+    assert parse_serve_argv(words).api_keys == ("other", "secret")
+    assert parse_serve_argv(["--admin-key-file", str(file)]).admin_key == "secret"
+    assert parse_serve_argv(["--metrics-key-file", str(file)]).metrics_key == "secret"
+    monkeypatch.setenv("BANASERVE_METRICS_KEY", "m")
+    monkeypatch.setenv("BANASERVE_API_KEY", "a")
+    config = parse_serve_argv([])
+    assert (config.metrics_key, config.api_keys) == ("m", ("a",))
+    with pytest.raises(UserError, match="exclude each other"):
+        parse_serve_argv(["--admin-key", "k", "--admin-key-file", str(file)])
