@@ -101,6 +101,7 @@ class ServeConfig:
         decode: Number of decode instances; 0 with ``colocated``.
         colocated: Number of instances that do both legs; 0 with ``--pd``.
         devices: CUDA_VISIBLE_DEVICES of each instance in the order of their ids, or empty.
+        request_bounds: What requests may hold at most, by name, where it is not the usual.
         kv_store: False serves without a store; only possible with ``colocated``.
         kv_store_size: Memory for KV blocks, in human units.
         kv_store_ssd: Folder of a tier on a local disk; None for none.
@@ -156,6 +157,7 @@ class ServeConfig:
     threads_per_instance: int = 0
     max_concurrent_requests: int = 512
     max_body_size: str = "32MiB"
+    request_bounds: Options = ()
     request_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
     start_timeout_s: float = 600.0

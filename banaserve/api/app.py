@@ -20,10 +20,14 @@ from starlette.types import ASGIApp
 
 from banaserve import __version__
 from banaserve.api.auth import KeyMiddleware
+from banaserve.api.bodies.bounds import RequestBounds
+from banaserve.api.bodies.guard import BodyGuard, ChecksGrammars
+from banaserve.api.bodies.parsed_route import take_parsed_bodies
 from banaserve.api.closing import LastAnswers
 from banaserve.api.errors import answer_engines_died, error_response
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
 from banaserve.api.metrics import MetricsPage
+from banaserve.api.refusals import RefusalCount
 from banaserve.api.request_limits import RequestLimitsReader
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster
@@ -44,6 +48,7 @@ class DoorOptions:
     api_keys: Sequence[str]
     max_concurrent_requests: int
     max_body_bytes: int
+    bounds: RequestBounds
     vllm_version: str
 
 
@@ -53,6 +58,7 @@ async def make_app(
     cluster: Cluster,
     metrics: MetricsPage,
     options: DoorOptions,
+    grammars: ChecksGrammars | None,
 ) -> ASGIApp:
     """vLLM's application with every endpoint it offers, ours before them."""
     args.api_key = None  # ours guards more paths and knows tenants
@@ -67,7 +73,8 @@ async def make_app(
     ]
     # Around the whole application: vLLM has sealed its own list of middleware.
     held_bytes = max(_MAX_HELD_BYTES, options.max_body_bytes)
-    limited = BodyLimit(app, options.max_body_bytes, held_bytes)
+    guarded = BodyGuard(app, options.bounds, grammars, RefusalCount())
+    limited = BodyLimit(guarded, options.max_body_bytes, held_bytes)
     counted = ConcurrencyLimit(limited, options.max_concurrent_requests)
     return KeyMiddleware(RequestLimitsReader(counted), options.api_keys)
 
@@ -76,6 +83,7 @@ def vllm_app(args: Namespace, tasks: tuple[Any, ...], model_config: ModelConfig 
     """vLLM's application, not yet bound to engines; it knows one more kind of error."""
     app: FastAPI = server.build_app(args, tasks, model_config)
     server.keep_serving(app, EnginesDiedError, answer_engines_died)
+    take_parsed_bodies(app)
     return app
 
 

@@ -15,6 +15,7 @@ from typing import TextIO
 from urllib.parse import urlsplit
 
 from banaserve import models
+from banaserve.api.bodies.bounds import RequestBounds
 from banaserve.api.front_socket import FrontSocket
 from banaserve.cli import emulation
 from banaserve.cli.console import Say, print_error, timed
@@ -72,6 +73,7 @@ def _check(config: ServeConfig) -> None:
     _check_pool(config)
     StoreOptions.of(config).tiers()
     parse_size(config.max_body_size)
+    RequestBounds.of(config.request_bounds)
     registry.make(config.routing_policy, **config.routing_section)
     emulation.profile_of(config)
     check_orchestrator(config.orchestrator)

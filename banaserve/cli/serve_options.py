@@ -128,6 +128,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         threads_per_instance=known.threads_per_instance,
         max_concurrent_requests=known.max_concurrent_requests,
         max_body_size=known.max_body_size,
+        request_bounds=tuple(read_pair("--request-bound", text) for text in known.request_bound),
         request_timeout_s=known.request_timeout,
         drain_timeout_s=known.drain_timeout,
         start_timeout_s=known.start_timeout,
@@ -261,6 +262,13 @@ def _add_door(parser: argparse.ArgumentParser) -> None:
     )
     add("--admin-key", help="opens the admin API (one is made for the run and kept in its folder)")
     add("--max-body-size", default=_DEFAULTS.max_body_size)
+    add(
+        "--request-bound",
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="what a request may hold at most, such as messages=4096; repeat",
+    )
     add(
         "--request-timeout",
         type=float,

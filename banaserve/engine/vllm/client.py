@@ -39,6 +39,7 @@ from banaserve.engine.vllm.compat.server import (
     InputProcessor,
     extract_prompt_components,
     renderer_from_config,
+    xgrammar_vocabulary,
 )
 from banaserve.engine.vllm.continuation import check_extra_args
 from banaserve.engine.vllm.disagg_request import (
@@ -124,6 +125,10 @@ class DisaggregatedClient(EngineClient):
         cache.num_gpu_blocks = engines[0].cache_config.num_gpu_blocks
         cache.block_size = engines[0].cache_config.block_size
         (self._supported_tasks, *_) = await self._broadcast("get_supported_tasks")
+
+    def grammar_vocabulary(self) -> str:
+        """The model's vocabulary as xgrammar writes it; empty where it has none. Blocking."""
+        return xgrammar_vocabulary(self.vllm_config)
 
     # ---- generating
 
