@@ -41,7 +41,7 @@ from banaserve.engine.vllm.compat.server import (
     renderer_from_config,
     xgrammar_vocabulary,
 )
-from banaserve.engine.vllm.continuation import check_extra_args
+from banaserve.engine.vllm.continuation import take_client_args
 from banaserve.engine.vllm.disagg_request import (
     DEAD,
     MAX_DEATHS,
@@ -142,6 +142,7 @@ class DisaggregatedClient(EngineClient):
         """Run the prefill leg, then the decode leg; see ``disagg_request``."""
         arrived_s, arrived_at_s = self._clock.now(), time.time()
         options = self._adapters.resolve_lora(options)
+        take_client_args(sampling_params)
         if inspect.isasyncgen(prompt):
             stream = self._streaming_input(prompt, sampling_params, request_id, options)
             async with contextlib.aclosing(stream) as outputs:
@@ -184,7 +185,6 @@ class DisaggregatedClient(EngineClient):
         request = await made if inspect.isawaitable(made) else made
         request.reasoning_ended = reasoning_ended
         request.reasoning_parser_kwargs = parser_kwargs
-        check_extra_args(params)
         assert request.sampling_params is not None
         give_seed(request.sampling_params)
         self.input_processor.assign_request_id(request)
