@@ -35,6 +35,7 @@ from banaserve.engine.vllm.compat import server
 from banaserve.engine.vllm.compat.config import ModelConfig
 from banaserve.engine.vllm.disagg_request import EnginesDiedError
 from banaserve.errors import UserError
+from banaserve.tenants import TenantKey
 
 _MAX_HELD_BYTES = 2**30
 """Of all bodies together: what 512 of the longest would take is more than many machines have."""
@@ -45,7 +46,7 @@ _HANDSHAKE_S = 1.0
 class DoorOptions:
     """What the front door lets in."""
 
-    api_keys: Sequence[str]
+    keys: Sequence[TenantKey]
     max_concurrent_requests: int
     max_body_bytes: int
     bounds: RequestBounds
@@ -73,10 +74,11 @@ async def make_app(
     ]
     # Around the whole application: vLLM has sealed its own list of middleware.
     held_bytes = max(_MAX_HELD_BYTES, options.max_body_bytes)
-    guarded = BodyGuard(app, options.bounds, grammars, RefusalCount())
+    refusals = RefusalCount()
+    guarded = BodyGuard(app, options.bounds, grammars, refusals)
     limited = BodyLimit(guarded, options.max_body_bytes, held_bytes)
     counted = ConcurrencyLimit(limited, options.max_concurrent_requests)
-    return KeyMiddleware(RequestLimitsReader(counted), options.api_keys)
+    return KeyMiddleware(RequestLimitsReader(counted), options.keys, refusals)
 
 
 def vllm_app(args: Namespace, tasks: tuple[Any, ...], model_config: ModelConfig | None) -> FastAPI:

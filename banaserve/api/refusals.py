@@ -7,9 +7,9 @@ from time import monotonic
 
 from prometheus_client import Counter
 
+from banaserve.log_limit import LogLimit
+
 _REFUSED = Counter("banaserve_front_refusals", "Requests refused at the front door", ["cause"])
-_QUIET_S = 1.0
-_MAX_SHOWN_CHARS = 200
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +18,7 @@ class RefusalCount:
     """Counts refusals by cause; of many in a second one is logged."""
 
     def __init__(self) -> None:
-        self._logged_at_s: dict[str, float] = {}
-        self._num_unsaid: dict[str, int] = {}
+        self._limit = LogLimit()
 
     def add(self, cause: str, why: str) -> None:
         """Count one.
@@ -29,11 +28,5 @@ class RefusalCount:
             why: For the log.
         """
         _REFUSED.labels(cause).inc()
-        now_s = monotonic()
-        if now_s - self._logged_at_s.get(cause, -_QUIET_S) < _QUIET_S:
-            self._num_unsaid[cause] = self._num_unsaid.get(cause, 0) + 1
-            return
-        self._logged_at_s[cause] = now_s
-        more = self._num_unsaid.pop(cause, 0)
-        unsaid = f" ({more} more since the last line)" if more else ""
-        logger.warning("refused: %s%s", why[:_MAX_SHOWN_CHARS], unsaid)
+        if (line := self._limit.line(cause, why, monotonic())) is not None:
+            logger.warning("refused: %s", line)

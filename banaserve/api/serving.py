@@ -294,7 +294,7 @@ async def _app(
         cluster,
         MetricsPage(lambda: factory.series.registries, ask),
         DoorOptions(
-            api_keys=parts.config.api_keys,
+            keys=parts.config.keys,
             max_concurrent_requests=parts.config.max_concurrent_requests,
             max_body_bytes=parse_size(parts.config.max_body_size),
             bounds=RequestBounds.of(parts.config.request_bounds),

@@ -12,6 +12,7 @@ from banaserve.config import is_loopback
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
 from banaserve.names import check_known
+from banaserve.quotas import KeyLimits
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -62,10 +63,24 @@ class TenantSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     Attributes:
         key: What clients of this tenant show.
         regions: Where their requests may be served; none: everywhere.
+        max_requests: Under way at once; 0: no limit, here and below.
+        requests_per_minute: A key that has been idle may send a minute's at once.
+        tokens_per_minute: Of prompts and answers, counted when they are known.
     """
 
     key: str
     regions: tuple[str, ...] = ()
+    max_requests: int = 0
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+
+    @property
+    def limits(self) -> KeyLimits:
+        return KeyLimits(
+            max_requests=self.max_requests,
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+        )
 
 
 class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -215,6 +230,8 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     def _check_keys(self) -> None:
         tenants = [one.key for one in self.tenants]
+        for one in self.tenants:
+            one.limits.check()
         client_keys = [*self.api_keys, *tenants]
         if not all(client_keys):
             raise UserError("an API key is empty: give a key, or none")

@@ -51,6 +51,7 @@ class Metrics(Collector):
         self._decisions: Counter[tuple[str, str]] = Counter()
         self._answers: Counter[int] = Counter()
         self._refused: Counter[int] = Counter()
+        self._over_limits: Counter[str] = Counter()
         self._waits, self._first, self._durations = _Histogram(), _Histogram(), _Histogram()
         self._num_cancelled = 0
         self._num_reads = 0
@@ -85,6 +86,10 @@ class Metrics(Collector):
         """A request was refused before it was whole."""
         self._refused[status] += 1
 
+    def over_limit(self, limit: str) -> None:
+        """A request was beyond a limit of its key."""
+        self._over_limits[limit] += 1
+
     def page(self) -> bytes:
         """Returns all metrics in Prometheus' text format."""
         registry = CollectorRegistry()
@@ -95,6 +100,9 @@ class Metrics(Collector):
         name = "banaserve_route_"
         yield _counter(name + "answers", "Answers to whole requests.", ["status"], self._answers)
         yield _counter(name + "refused", "Refused before whole.", ["status"], self._refused)
+        yield _counter(
+            name + "over_limits", "Beyond a limit of their key.", ["limit"], self._over_limits
+        )
         yield _counter(name + "decisions", "First places.", ["target", "reason"], self._decisions)
         yield CounterMetricFamily(
             name + "cancelled", "Clients that went away.", value=self._num_cancelled
@@ -144,7 +152,10 @@ class Metrics(Collector):
 
 
 def _counter(
-    name: str, what: str, labels: list[str], counts: Counter[int] | Counter[tuple[str, str]]
+    name: str,
+    what: str,
+    labels: list[str],
+    counts: Counter[int] | Counter[str] | Counter[tuple[str, str]],
 ) -> Metric:
     family = CounterMetricFamily(name, what, labels=labels)
     for key, count in counts.items():

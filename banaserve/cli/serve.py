@@ -166,7 +166,7 @@ def _banner(
         if config.colocated
         else f"prefill {config.prefill}, decode {config.decode}"
     )
-    key = ' -H "Authorization: Bearer $BANASERVE_API_KEY"' if config.api_keys else ""
+    key = ' -H "Authorization: Bearer $BANASERVE_API_KEY"' if config.keys else ""
     body = (
         f'{{"model": "{model.served_name}", "messages": '
         '[{"role": "user", "content": "Name the capital of France."}], "temperature": 0}'

@@ -28,6 +28,7 @@ from banaserve.errors import UserError
 from banaserve.orchestrator.control import ControlLimits
 from banaserve.orchestrator.migration import registry as migration_policies
 from banaserve.orchestrator.routing import registry as routing_policies
+from banaserve.tenants import read_tenants
 from banaserve.types import Role
 
 _DEFAULTS = ServeConfig()
@@ -112,6 +113,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         host=known.host,
         port=known.port,
         api_keys=tuple(keys),
+        tenants=read_tenants(known.tenants) if known.tenants is not None else (),
         devices=tuple(known.devices.split(";")) if known.devices else (),
         engine_start=known.engine_start,
         kv_store=not known.no_kv_store,
@@ -254,6 +256,7 @@ def _add_door(parser: argparse.ArgumentParser) -> None:
         "takes its socket, and that one ends with its last request",
     )
     add("--api-key", action="append", help="needed by clients; repeat for several tenants")
+    add("--tenants", type=Path, metavar="FILE", help="TOML with API keys, each with its limits")
     add(
         "--max-concurrent-requests",
         type=int,
@@ -301,7 +304,8 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_DEFAULTS.kv_store_tenant_quota,
         metavar="FRACTION",
-        help="share of the memory for one API key, or one cache_salt where there are none",
+        help="share of the memory for one API key, or one cache_salt where there are none "
+        "(0.5 with several keys, else 1)",
     )
     add(
         "--kv-store-verify",

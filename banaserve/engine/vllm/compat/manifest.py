@@ -211,6 +211,8 @@ _REQUESTS = [
               "RequestOutput"),
     *_attributes("requests", "vllm.outputs", "RequestOutput", "outputs of a leg",
                  "num_cached_tokens"),
+    *_attributes("requests", "vllm.outputs", "PoolingRequestOutput", "tokens of a tenant",
+                 "finished prompt_token_ids"),
     *_attributes("requests", "vllm.outputs", "RequestOutput", "one of several sequences",
                  "outputs finished", Hook.SET),
     *_attributes("requests", "vllm.outputs", "CompletionOutput", "outputs of a leg",
