@@ -32,7 +32,7 @@ from banaserve.balancer.proxy import ProxiedRequest
 from banaserve.balancer.queue import QueueScheduler, RequestQueue
 from banaserve.balancer.routing_request import blind_request, read_request
 from banaserve.balancer.state_file import StateFile
-from banaserve.balancer.tenants import Tenants, forwarded_identity
+from banaserve.balancer.tenants import TenantQuotas, forwarded_identity
 from banaserve.balancer.tracing import observers
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
@@ -104,7 +104,7 @@ class Balancer(RequestHandler):
         self.is_leaving = False
         self._buffered_bytes = 0
         self._log_limit = LogLimit()
-        self._tenants = Tenants(self._over_limit)
+        self._tenants = TenantQuotas(self._over_limit)
         self._peer_keys = Keys([settings.peer_key] if settings.peer_key else [])
         self.observers = observers(settings, log)
         self._clients: set[ClientConnection] = set()

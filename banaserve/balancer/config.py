@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import ip_network
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +14,11 @@ from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
 from banaserve.names import check_known
 from banaserve.quotas import KeyLimits
+
+MAX_TOLD_REPLICAS = 256
+"""That one balancer tells another of."""
+MAX_NAME_CHARS = 256
+"""Of an id or a model."""
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -49,12 +55,34 @@ class PeerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     Attributes:
         distance_ms: Round trip from here, until it is measured.
         replicas: Of that region, for the case that it is dead before it has told them itself.
+        adopt: Where replicas may be that it tells of: URLs, or networks such as ``10.1.0.0/16``.
+            Others are not looked after when it is dead, but at its own host, and get no key.
     """
 
     region: str
     url: str
     distance_ms: float = 0.0
     replicas: tuple[ReplicaSettings, ...] = ()
+    adopt: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Return if what may be adopted are addresses.
+
+        Raises:
+            UserError: One is none.
+        """
+        for one in self.replicas:
+            one.check()
+        for place in self.adopt:
+            if "://" in place:
+                parse_endpoint(place)
+                continue
+            try:
+                ip_network(place)
+            except ValueError:
+                raise UserError(
+                    f"adopt {place!r}: write http://HOST:PORT, or a network such as 10.1.0.0/16"
+                ) from None
 
 
 class TenantSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -259,6 +287,16 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         twice = {region for region in regions if regions.count(region) > 1}
         if twice:
             raise UserError(f"region {min(twice)} is there twice: one balancer a region")
+        for peer in self.peers:
+            peer.check()
+        if self.peers and len(self.replicas) > MAX_TOLD_REPLICAS:
+            raise UserError(
+                f"{len(self.replicas)} replicas: peers are told of {MAX_TOLD_REPLICAS} at most"
+            )
+        for one in self.replicas:
+            check_name("the id of a replica", one.id)
+            for model in one.models:
+                check_name("a model", model)
         seen: set[Endpoint] = set()
         for url in [one.url for one in self.replicas] + [one.url for one in self.peers]:
             endpoint = parse_endpoint(url)
@@ -266,11 +304,23 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
                 raise UserError(f"replica {url} is there twice: remove one")
             seen.add(endpoint)
         ids = [replica_id(one) for one in self.replicas]
-        for one in ids:
-            if ids.count(one) > 1 or one in regions:
-                raise UserError(f"the id {one} is there twice: give each replica its own")
+        for name in ids:
+            if ids.count(name) > 1 or name in regions:
+                raise UserError(f"the id {name} is there twice: give each replica its own")
         for key in self.forward_to or ():
             check_known("region in forward_to", key, regions)
+
+
+def check_name(what: str, name: str) -> None:
+    """Return if ``name`` is short and printable: it goes into logs, metrics and to peers.
+
+    Raises:
+        UserError: It is not.
+    """
+    if len(name) > MAX_NAME_CHARS or not name.isprintable():
+        raise UserError(
+            f"{what} is {name[:20]!r}...: give {MAX_NAME_CHARS} printable characters at most"
+        )
 
 
 def replica_id(one: ReplicaSettings) -> str:

@@ -93,7 +93,7 @@ class Dispatcher:
         """
         fields = target.fields
         # A key of this balancer's clients is not shown to a replica.
-        is_for_replica = not self._has_keys or PEER_FIELD in message.seen
+        is_for_replica = target.takes_keys and (not self._has_keys or PEER_FIELD in message.seen)
         if not target.key and is_for_replica and (key := message.seen.get(b"authorization")):
             fields += b"Authorization: %b\r\n" % key
         regions = request.allowed_regions

@@ -13,7 +13,7 @@ from banaserve.balancer.http.client_connection import ClientConnection
 from banaserve.balancer.http.replica_connection import ReplicaConnection, Sink
 from banaserve.balancer.http.request import ClientRequest
 from banaserve.balancer.http.response import Body, ChunkedBody, ResponseHead, UntilClose
-from banaserve.balancer.tenants import Tenant
+from banaserve.balancer.tenants import TenantUse
 from banaserve.errors import PolicyError
 from banaserve.orchestrator.replicas.interface import (
     Flight,
@@ -91,7 +91,7 @@ class ProxiedRequest:
         self.flights: list[Flight] = []
         self.num_attempts = self.num_reads = self.status = 0
         self.parent = message.seen.get(b"traceparent", b"")
-        self.tenant: Tenant | None = None
+        self.tenant: TenantUse | None = None
         self.identity = ""
         self.prompt_tokens = request.num_tokens
         self._tried: set[str] = set()

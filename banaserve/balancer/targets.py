@@ -16,6 +16,7 @@ class Target:
         name: For the log.
         fields: Header lines that every request to it gets.
         key: In ``fields``; empty for none. With one the client's is not passed on.
+        takes_keys: It may be shown keys of clients.
         is_healthy: What the last looks at it say.
         was_refused: Its port refused a connection, since it was last healthy.
         num_answers: By status.
@@ -39,6 +40,7 @@ class Target:
         )
         self._own_fields = own_fields
         self.take_settings("", 0, settings)
+        self.takes_keys = True
         self.is_healthy = True
         self.was_refused = False
         self.num_failed_looks = 0

@@ -14,7 +14,7 @@ from banaserve.tenants import TENANT_FIELD, is_tenant_name, tenant_name
 _FIELD = TENANT_FIELD.lower().encode()
 
 
-class Tenant:
+class TenantUse:
     """Holder of one key.
 
     Attributes:
@@ -28,7 +28,7 @@ class Tenant:
         self.quota = quota
 
 
-class Tenants:
+class TenantQuotas:
     """Holders of the keys that clients may show.
 
     Args:
@@ -37,7 +37,7 @@ class Tenants:
 
     def __init__(self, on_refused: Callable[[OverLimit], None]) -> None:
         self._on_refused = on_refused
-        self._by_digest: dict[bytes, Tenant] = {}
+        self._by_digest: dict[bytes, TenantUse] = {}
 
     def take_settings(self, settings: BalancerSettings) -> None:
         """Let the keys and limits of ``settings`` hold; what a key has used still counts."""
@@ -50,11 +50,11 @@ class Tenants:
             if known is None:
                 # The key that balancers share, so that a tenant is the same in every region.
                 identity = tenant_name(settings.peer_key, key)
-                known = Tenant(identity, Quota(wanted, now_s))
+                known = TenantUse(identity, Quota(wanted, now_s))
             known.quota.take_limits(wanted, now_s)
             self._by_digest[digest] = known
 
-    def of(self, message: ClientRequest) -> Tenant | None:
+    def of(self, message: ClientRequest) -> TenantUse | None:
         """Returns whose key ``message`` shows."""
         key = message.seen.get(b"authorization", b"").partition(b" ")[2].strip()
         return self._by_digest.get(_digest(key)) if key and self._by_digest else None
@@ -64,7 +64,7 @@ class Tenants:
         tenant = self.of(message)
         return self._told(tenant.quota.excess(monotonic())) if tenant is not None else None
 
-    def begin(self, tenant: Tenant) -> OverLimit | None:
+    def begin(self, tenant: TenantUse) -> OverLimit | None:
         """Count a request of ``tenant`` as under way, unless it is beyond a limit."""
         return self._told(tenant.quota.begin(monotonic()))
 
