@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from banaserve.errors import UserError
+from banaserve.tenants import TenantKey
 from banaserve.types import InstanceId, Role
 
 DEFAULT_SKIP_PREFILL_BELOW_TOKENS = 16
@@ -26,6 +27,8 @@ LEAST_GUEST_SHARE = 0.05
 """With less a guest makes its host wait twenty times as long as it computes."""
 
 _MAX_DILATION = 1000.0
+_SHARE_OF_SEVERAL = 0.5
+"""Of the store's memory for one of several tenants: what the others have cannot all be evicted."""
 
 
 Options = tuple[tuple[str, str | int | float], ...]
@@ -101,12 +104,15 @@ class ServeConfig:
         decode: Number of decode instances; 0 with ``colocated``.
         colocated: Number of instances that do both legs; 0 with ``--pd``.
         devices: CUDA_VISIBLE_DEVICES of each instance in the order of their ids, or empty.
+        request_bounds: What requests may hold at most, by name, where it is not the usual.
         kv_store: False serves without a store; only possible with ``colocated``.
         kv_store_size: Memory for KV blocks, in human units.
         kv_store_ssd: Folder of a tier on a local disk; None for none.
         kv_store_ssd_size: Its budget, in human units.
         kv_store_distributed: URL of a distributed tier; empty for none.
-        kv_store_tenant_quota: Largest share of the memory that one tenant may use; 1 for no limit.
+        tenants: API keys with limits, beside ``api_keys``.
+        kv_store_tenant_quota: Largest share of the memory that one tenant may use; 1 for no limit,
+            None for half of it where there are several tenants.
         kv_store_verify: Whether memory gets checksums.
         threads_per_instance: OMP threads of each engine; 0 shares the cores among them.
         restart_grace_s: How long a request waits for a restart where no instance serves its role.
@@ -145,6 +151,7 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    tenants: tuple[TenantKey, ...] = ()
     devices: tuple[str, ...] = ()
     engine_start: str = "auto"
     kv_store: bool = True
@@ -152,7 +159,7 @@ class ServeConfig:
     kv_store_ssd: Path | None = None
     kv_store_ssd_size: str = "20GiB"
     kv_store_distributed: str = ""
-    kv_store_tenant_quota: float = 1.0
+    kv_store_tenant_quota: float | None = None
     kv_store_verify: bool = False
     kv_store_salt: str = ""
     routing_policy: str = "load_aware"
@@ -164,6 +171,7 @@ class ServeConfig:
     max_connections: int = 0
     max_connections_per_address: int = 0
     body_timeout_s: float = 30.0
+    request_bounds: Options = ()
     request_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
     start_timeout_s: float = 600.0
@@ -207,6 +215,20 @@ class ServeConfig:
             "tpot_s": self.orchestrator.slo_tpot_s,
         }
         return {**limits, **given}
+
+    @property
+    def keys(self) -> tuple[TenantKey, ...]:
+        """All API keys, those without limits first."""
+        return (*(TenantKey(key=key) for key in self.api_keys), *self.tenants)
+
+    @property
+    def tenant_quota(self) -> float:
+        """Largest share of the store's memory for one tenant."""
+        if self.kv_store_tenant_quota is not None:
+            return self.kv_store_tenant_quota
+        keys = self.keys
+        has_several = len(keys) > 1 or any(one.is_balancer for one in keys)
+        return _SHARE_OF_SEVERAL if has_several else 1.0
 
     @property
     def num_instances(self) -> int:
@@ -312,9 +334,9 @@ def _check_numbers(config: ServeConfig) -> None:
         raise UserError(f"--migration-guest-share {given}: {LEAST_GUEST_SHARE:g} to 1 of a device")
     if not 0 < config.dilate <= _MAX_DILATION:
         raise UserError(f"--dilate {config.dilate:g}: above 0 and at most {_MAX_DILATION:g}")
-    if not 0.0 < config.kv_store_tenant_quota <= 1.0:
+    if not 0.0 < config.tenant_quota <= 1.0:
         raise UserError(
-            f"--kv-store-tenant-quota {config.kv_store_tenant_quota:g}: a share of the memory, "
+            f"--kv-store-tenant-quota {config.tenant_quota:g}: a share of the memory, "
             "more than 0 and at most 1"
         )
 
@@ -368,17 +390,30 @@ def _check_scaling(config: ServeConfig) -> None:
 
 
 def _check_door(config: ServeConfig) -> None:
-    if config.admin_key and config.admin_key in config.api_keys:
+    keys = [one.key for one in config.keys]
+    if config.admin_key and config.admin_key in keys:
         raise UserError("--admin-key is one of the --api-keys: give it a key of its own")
-    if not all(config.api_keys):
+    if not all(keys):
         raise UserError("--api-key is empty: give a key, or leave the option out")
+    if len(set(keys)) < len({*config.api_keys}) + len(config.tenants):
+        raise UserError("--tenants: an API key is there twice: remove one")
+    if any(one.priority is not None for one in config.tenants) and not _has_priorities(config):
+        raise UserError(
+            "--tenants: priorities need vLLM's scheduler for them: add --scheduling-policy priority"
+        )
     if not 0 < config.port < 65536:
         raise UserError(f"--port {config.port}: must be between 1 and 65535")
-    if not is_loopback(config.host) and not config.api_keys:
+    if not is_loopback(config.host) and not keys:
         raise UserError(
             f"--host {config.host} lets other machines in: set --api-key KEY (or "
             "BANASERVE_API_KEY), or stay on 127.0.0.1"
         )
+
+
+def _has_priorities(config: ServeConfig) -> bool:
+    """Whether vLLM's options choose its scheduler by priority."""
+    words = " ".join(config.vllm_argv).replace("=", " ").replace("_", "-")
+    return "--scheduling-policy priority" in words
 
 
 def is_loopback(host: str) -> bool:

@@ -23,6 +23,9 @@ from starlette.types import ASGIApp
 
 from banaserve import __version__
 from banaserve.api.auth import KeyMiddleware
+from banaserve.api.bodies.bounds import RequestBounds
+from banaserve.api.bodies.guard import BodyGuard, ChecksGrammars
+from banaserve.api.bodies.parsed_route import take_parsed_bodies
 from banaserve.api.closing import LastAnswers
 from banaserve.api.edge.edge import Edge
 from banaserve.api.edge.http_protocol import HttpProtocol
@@ -43,6 +46,7 @@ from banaserve.errors import UserError
 from banaserve.net.keep_alive import keep_alive
 from banaserve.net.tls import Certificates, ServerTls
 from banaserve.net.tls_listener import TlsListener
+from banaserve.tenants import TenantKey
 
 _MAX_HELD_BYTES = 2**30
 """Of all bodies together: what 512 of the longest would take is more than many machines have."""
@@ -54,10 +58,11 @@ logger = logging.getLogger(__name__)
 class DoorOptions:
     """What the front door lets in."""
 
-    api_keys: Sequence[str]
+    keys: Sequence[TenantKey]
     metrics_key: str
     max_concurrent_requests: int
     max_body_bytes: int
+    bounds: RequestBounds
     vllm_version: str
 
 
@@ -67,6 +72,7 @@ async def make_app(
     cluster: Cluster,
     metrics: MetricsPage,
     options: DoorOptions,
+    grammars: ChecksGrammars | None,
 ) -> ASGIApp:
     """vLLM's application with every endpoint it offers, ours before them."""
     args.api_key = None  # ours guards more paths and knows tenants
@@ -81,16 +87,18 @@ async def make_app(
     ]
     # Around the whole application: vLLM has sealed its own list of middleware.
     held_bytes = max(_MAX_HELD_BYTES, options.max_body_bytes)
-    limited = BodyLimit(app, options.max_body_bytes, held_bytes)
+    guarded = BodyGuard(app, options.bounds, grammars)
+    limited = BodyLimit(guarded, options.max_body_bytes, held_bytes)
     counted = ConcurrencyLimit(limited, options.max_concurrent_requests)
     timed = WebSocketLimit(counted)
-    return KeyMiddleware(RequestLimitsReader(timed), options.api_keys, options.metrics_key)
+    return KeyMiddleware(RequestLimitsReader(timed), options.keys, options.metrics_key)
 
 
 def vllm_app(args: Namespace, tasks: tuple[Any, ...], model_config: ModelConfig | None) -> FastAPI:
     """vLLM's application, not yet bound to engines; it knows one more kind of error."""
     app: FastAPI = server.build_app(args, tasks, model_config)
     server.keep_serving(app, EnginesDiedError, answer_engines_died)
+    take_parsed_bodies(app)
     return app
 
 

@@ -6,30 +6,49 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from http import HTTPStatus
+from time import monotonic
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from banaserve.api.edge.authenticated import mark_authenticated
 from banaserve.api.edge.refusals import refuse
-from banaserve.engine.vllm.client import tenant
+from banaserve.engine.vllm.client import TenantTerms, tenant, tenant_terms
+from banaserve.quotas import OverLimit, Quota
+from banaserve.tenants import TENANT_FIELD, TenantKey, is_tenant_name
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})
+_TENANT_FIELD = TENANT_FIELD.lower().encode()
+
+
+class _Holder:
+    """Holder of a key: its digest, limits and what it has used."""
+
+    def __init__(self, key: TenantKey) -> None:
+        self.digest = _digest(key.key)
+        self.is_balancer = key.is_balancer
+        self.quota = Quota(key, monotonic())
+        self.terms = TenantTerms(self._use_tokens, key.priority)
+
+    def _use_tokens(self, num_tokens: int) -> None:
+        self.quota.spend_tokens(num_tokens, monotonic())
 
 
 class KeyMiddleware:
-    """Refuses requests without a known ``Authorization: Bearer`` key.
+    """Refuses requests without a known ``Authorization: Bearer`` key, or beyond its limits.
 
     With more than one key, the KV caches of their holders are kept apart: a prefix that one has
-    sent is no faster for another, so timing tells no client about the keys of others.
+    sent is no faster for another, so timing tells no client about the keys of others. The holder of
+    a balancer's key says for which of its own tenants it asks; nobody else's word is taken.
 
     Args:
         metrics_key: Opens ``/metrics``, as the keys of clients do then; empty where that is open.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], metrics_key: str = "") -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[TenantKey], metrics_key: str = "") -> None:
         self._app = app
-        self._digests = [_digest(key) for key in keys]
+        self._holders = [_Holder(key) for key in keys]
         self._metrics_digest = _digest(metrics_key) if metrics_key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -37,13 +56,15 @@ class KeyMiddleware:
             await self._answer_metrics(self._metrics_digest, scope, receive, send)
             return
         is_guarded = _is_guarded(scope)
-        if not self._digests or not is_guarded:
+        if not self._holders or not is_guarded:
             if is_guarded:
                 mark_authenticated(scope)
             await self._app(scope, receive, send)
             return
-        digest = self._known(Headers(scope=scope).get("authorization", ""))
-        if digest is None:
+        headers = Headers(scope=scope)
+        holder = self._known(headers.get("authorization", ""))
+        named = headers.get(TENANT_FIELD, "")
+        if holder is None:
             refusal = refuse(
                 "key",
                 HTTPStatus.UNAUTHORIZED,
@@ -53,9 +74,22 @@ class KeyMiddleware:
             await refusal(scope, receive, send)
             return
         mark_authenticated(scope)
-        if len(self._digests) > 1:
-            tenant.set(digest.hex()[:16])
-        await self._app(scope, receive, send)
+        if holder.is_balancer and named and not is_tenant_name(named):
+            await _answer_odd_tenant()(scope, receive, send)
+            return
+        scope["headers"] = [pair for pair in scope["headers"] if pair[0] != _TENANT_FIELD]
+        if (over := holder.quota.begin(monotonic())) is not None:
+            await _answer_over(over)(scope, receive, send)
+            return
+        if holder.is_balancer and named:
+            tenant.set(named)
+        elif len(self._holders) > 1:
+            tenant.set(holder.digest.hex()[:16])
+        tenant_terms.set(holder.terms)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            holder.quota.end()
 
     async def _answer_metrics(
         self, digest: bytes, scope: Scope, receive: Receive, send: Send
@@ -64,21 +98,32 @@ class KeyMiddleware:
         if _is_key(header, digest) or self._known(header) is not None:
             await self._app(scope, receive, send)
             return
-        refusal = error_response(
+        refusal = refuse(
+            "metrics_key",
             HTTPStatus.UNAUTHORIZED,
             "metrics need a key: send the header 'Authorization: Bearer KEY' with --metrics-key",
             {"WWW-Authenticate": "Bearer"},
         )
         await refusal(scope, receive, send)
 
-    def _known(self, header: str) -> bytes | None:
+    def _known(self, header: str) -> _Holder | None:
         scheme, _, key = header.partition(" ")
         given = _digest(key)
         found = None
-        for digest in self._digests:
-            if secrets.compare_digest(given, digest):
-                found = digest
+        for holder in self._holders:
+            if secrets.compare_digest(given, holder.digest):
+                found = holder
         return found if scheme.lower() == "bearer" else None
+
+
+def _answer_over(over: OverLimit) -> Response:
+    headers = {"Retry-After": str(over.retry_after_s)}
+    return refuse(over.limit, HTTPStatus.TOO_MANY_REQUESTS, str(over), headers)
+
+
+def _answer_odd_tenant() -> Response:
+    why = f"{TENANT_FIELD} is no tenant's name: update the balancer"
+    return refuse("tenant", HTTPStatus.BAD_REQUEST, why)
 
 
 def _is_guarded(scope: Scope) -> bool:

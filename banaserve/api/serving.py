@@ -23,6 +23,8 @@ from banaserve.api.admin import AdminDoor
 from banaserve.api.admin_control import Control
 from banaserve.api.admin_traces import Traces
 from banaserve.api.app import Door, DoorOptions, make_app
+from banaserve.api.bodies.bounds import RequestBounds
+from banaserve.api.bodies.grammar_checker import GrammarChecker
 from banaserve.api.closing import ClosingDoor, StopSignals, until_none
 from banaserve.api.edge.limits import EdgeLimits
 from banaserve.api.front_socket import FrontSocket
@@ -141,7 +143,9 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
             _controlling(parts, cluster, factory, coordinator, client)
         )
         traces = Traces(client.requests, cluster.instances)
-        closing = ClosingDoor(await _app(parts, client, cluster, factory))
+        grammars = GrammarChecker(client.grammar_vocabulary)
+        stack.callback(grammars.close)
+        closing = ClosingDoor(await _app(parts, client, cluster, factory, grammars))
         key = parts.config.admin_key or secrets.token_urlsafe(32)
         app = AdminDoor(closing, coordinator, key, control, traces)
         sock = await parts.front.obtain(say)
@@ -299,7 +303,11 @@ async def _answered(ask: Callable[[], Awaitable[T]]) -> T:
 
 
 async def _app(
-    parts: Parts, client: DisaggregatedClient, cluster: Cluster, factory: InstanceFactory
+    parts: Parts,
+    client: DisaggregatedClient,
+    cluster: Cluster,
+    factory: InstanceFactory,
+    grammars: GrammarChecker,
 ) -> ASGIApp:
     socket_path = parts.store_socket
     ask = (lambda: fetch_stats(Path(socket_path))) if parts.config.kv_store else None
@@ -309,12 +317,14 @@ async def _app(
         cluster,
         MetricsPage(lambda: factory.series.registries, ask),
         DoorOptions(
-            api_keys=parts.config.api_keys,
+            keys=parts.config.keys,
             metrics_key=parts.config.metrics_key,
             max_concurrent_requests=parts.config.max_concurrent_requests,
             max_body_bytes=parse_size(parts.config.max_body_size),
+            bounds=RequestBounds.of(parts.config.request_bounds),
             vllm_version=vllm_version(),
         ),
+        grammars,
     )
 
 

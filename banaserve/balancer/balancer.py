@@ -33,6 +33,7 @@ from banaserve.balancer.proxy import ProxiedRequest
 from banaserve.balancer.queue import QueueScheduler, RequestQueue
 from banaserve.balancer.routing_request import blind_request, read_request
 from banaserve.balancer.state_file import StateFile
+from banaserve.balancer.tenants import TenantQuotas, forwarded_identity
 from banaserve.balancer.tracing import observers
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
@@ -43,6 +44,7 @@ from banaserve.net.tls import Certificates
 from banaserve.orchestrator.replicas.fleet import Fleet
 from banaserve.orchestrator.replicas.interface import Need
 from banaserve.orchestrator.replicas.registry import make
+from banaserve.quotas import OverLimit
 from banaserve.types import RequestId
 
 FIXED = (
@@ -60,6 +62,7 @@ FIXED = (
     "replica_ca",
 )
 """Settings that hold for the life of a balancer."""
+_SMALL_BODY_BYTES = 64 * 1024
 Say = Callable[[str], None]
 _RESERVED_DESCRIPTORS, _DESCRIPTORS_A_TARGET = 256, 4
 """For logs and the resolver, and for probes."""
@@ -112,6 +115,7 @@ class Balancer(RequestHandler):
         self.is_leaving = False
         self.certificates: Certificates | None = None
         self._buffered_bytes = 0
+        self._tenants = TenantQuotas(self._over_limit)
         self._peer_keys = Keys([settings.peer_key] if settings.peer_key else [])
         self.observers = observers(settings, log)
         self._clients: set[ClientConnection] = set()
@@ -135,6 +139,7 @@ class Balancer(RequestHandler):
         self._max_buffered_bytes = parse_size(limits.max_buffered)
         self._keys = Keys([*settings.api_keys, *(one.key for one in settings.tenants)])
         self._regions = Regions(settings.tenants)
+        self._tenants.take_settings(settings)
         has_models = any(one.models for one in settings.replicas)
         is_alone = not (settings.peers or settings.tenants or settings.decision_log)
         self.fleet.policy.hold_safe(settings.policy.hold_safe)
@@ -191,11 +196,22 @@ class Balancer(RequestHandler):
         else:
             check_key(self._keys, message)
             self.connections.authenticated(client, client.peer)
+            # A small body costs less than a new connection.
+            if message.announced_bytes > _SMALL_BODY_BYTES:
+                self._check_quota(message)
         check_path(message.path)
         if len(self._under_way) >= self.settings.limits.max_requests:
             raise RequestRefusedError(
                 429, f"{len(self._under_way)} requests are under way; try again"
             )
+
+    def _check_quota(self, message: ClientRequest) -> None:
+        if (over := self._tenants.excess(message)) is not None:
+            raise RequestRefusedError(429, str(over), retry_after_s=over.retry_after_s)
+
+    def _over_limit(self, over: OverLimit) -> None:
+        self.metrics.over_limit(over.limit)
+        self._refusal_log.say(over.limit, f"refused: {over}")
 
     def hold(self, num_bytes: int) -> None:
         self._buffered_bytes += num_bytes
@@ -218,19 +234,31 @@ class Balancer(RequestHandler):
             return None
         if message.is_http10 or self.is_leaving:
             client.can_go_on = False
+        was_forwarded = PEER_FIELD in message.seen
+        tenant = None if was_forwarded else self._tenants.of(message)
+        if tenant is not None and (over := self._tenants.begin(tenant)) is not None:
+            again_s = over.retry_after_s
+            closes = not client.can_go_on
+            client.write(replies.error(429, str(over), closes=closes, retry_after_s=again_s))
+            client.done(message)
+            return None
         now_s, limits = monotonic(), self.settings.limits
         self._num_requests += 1
         request_id = RequestId(str(self._num_requests))
         if self._is_blind and REGIONS_FIELD not in message.seen:
             request = blind_request(request_id, now_s)
         else:
-            was_forwarded = PEER_FIELD in message.seen
             allowed = self._regions.allowed(message, was_forwarded)
             request = read_request(request_id, message, now_s, allowed, was_forwarded)
         deadline_s = now_s + limits.request_timeout_s
         proxied = ProxiedRequest(
             self._dispatcher, client, message, request, deadline_s, self._ended
         )
+        proxied.tenant = tenant
+        if was_forwarded:
+            proxied.identity = forwarded_identity(message)
+        elif tenant is not None:
+            proxied.identity = tenant.identity
         for observer in self.observers:
             observer.began(proxied)
         self._under_way[proxied] = None
@@ -241,6 +269,9 @@ class Balancer(RequestHandler):
     def _ended(self, proxied: ProxiedRequest) -> None:
         now_s = monotonic()
         self._under_way.pop(proxied, None)
+        if proxied.tenant is not None:
+            proxied.tenant.quota.end()
+            proxied.tenant.quota.spend_tokens(proxied.num_tokens, now_s)
         self.metrics.ended(
             proxied.status,
             proxied.request.arrived_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import ip_network
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +14,12 @@ from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
 from banaserve.names import check_known
 from banaserve.net.tls import ClientTls, ServerTls
+from banaserve.quotas import KeyLimits
+
+MAX_TOLD_REPLICAS = 256
+"""That one balancer tells another of."""
+MAX_NAME_CHARS = 256
+"""Of an id or a model."""
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -49,12 +56,34 @@ class PeerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     Attributes:
         distance_ms: Round trip from here, until it is measured.
         replicas: Of that region, for the case that it is dead before it has told them itself.
+        adopt: Where replicas may be that it tells of: URLs, or networks such as ``10.1.0.0/16``.
+            Others are not looked after when it is dead, but at its own host, and get no key.
     """
 
     region: str
     url: str
     distance_ms: float = 0.0
     replicas: tuple[ReplicaSettings, ...] = ()
+    adopt: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Return if what may be adopted are addresses.
+
+        Raises:
+            UserError: One is none.
+        """
+        for one in self.replicas:
+            one.check()
+        for place in self.adopt:
+            if "://" in place:
+                parse_endpoint(place)
+                continue
+            try:
+                ip_network(place)
+            except ValueError:
+                raise UserError(
+                    f"adopt {place!r}: write http://HOST:PORT, or a network such as 10.1.0.0/16"
+                ) from None
 
 
 class TenantSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -63,10 +92,24 @@ class TenantSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     Attributes:
         key: What clients of this tenant show.
         regions: Where their requests may be served; none: everywhere.
+        max_requests: Under way at once; 0: no limit, here and below.
+        requests_per_minute: A key that has been idle may send a minute's at once.
+        tokens_per_minute: Of prompts and answers, counted when they are known.
     """
 
     key: str
     regions: tuple[str, ...] = ()
+    max_requests: int = 0
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+
+    @property
+    def limits(self) -> KeyLimits:
+        return KeyLimits(
+            max_requests=self.max_requests,
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+        )
 
 
 class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -234,6 +277,8 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     def _check_keys(self) -> None:
         tenants = [one.key for one in self.tenants]
+        for one in self.tenants:
+            one.limits.check()
         client_keys = [*self.api_keys, *tenants]
         if not all(client_keys):
             raise UserError("an API key is empty: give a key, or none")
@@ -279,6 +324,16 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         twice = {region for region in regions if regions.count(region) > 1}
         if twice:
             raise UserError(f"region {min(twice)} is there twice: one balancer a region")
+        for peer in self.peers:
+            peer.check()
+        if self.peers and len(self.replicas) > MAX_TOLD_REPLICAS:
+            raise UserError(
+                f"{len(self.replicas)} replicas: peers are told of {MAX_TOLD_REPLICAS} at most"
+            )
+        for one in self.replicas:
+            check_name("the id of a replica", one.id)
+            for model in one.models:
+                check_name("a model", model)
         seen: set[Endpoint] = set()
         for url in [one.url for one in self.replicas] + [one.url for one in self.peers]:
             endpoint = parse_endpoint(url)
@@ -286,11 +341,23 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
                 raise UserError(f"replica {url} is there twice: remove one")
             seen.add(endpoint)
         ids = [replica_id(one) for one in self.replicas]
-        for one in ids:
-            if ids.count(one) > 1 or one in regions:
-                raise UserError(f"the id {one} is there twice: give each replica its own")
+        for name in ids:
+            if ids.count(name) > 1 or name in regions:
+                raise UserError(f"the id {name} is there twice: give each replica its own")
         for key in self.forward_to or ():
             check_known("region in forward_to", key, regions)
+
+
+def check_name(what: str, name: str) -> None:
+    """Return if ``name`` is short and printable: it goes into logs, metrics and to peers.
+
+    Raises:
+        UserError: It is not.
+    """
+    if len(name) > MAX_NAME_CHARS or not name.isprintable():
+        raise UserError(
+            f"{what} is {name[:20]!r}...: give {MAX_NAME_CHARS} printable characters at most"
+        )
 
 
 def replica_id(one: ReplicaSettings) -> str:

@@ -12,6 +12,7 @@ from banaserve.balancer.membership import TargetRegistry
 from banaserve.balancer.queue import RequestQueue
 from banaserve.balancer.routing_request import without_tried
 from banaserve.balancer.targets import Target
+from banaserve.balancer.tenants import tenant_field
 from banaserve.errors import PolicyError
 from banaserve.net.refusal_log import RefusalLog
 from banaserve.orchestrator.replicas import registry
@@ -85,21 +86,29 @@ class Dispatcher:
         return self._targets.targets[decision.target]
 
     def fields(
-        self, target: Target, message: ClientRequest, request: Request, parent: bytes
+        self,
+        target: Target,
+        message: ClientRequest,
+        request: Request,
+        parent: bytes,
+        identity: str = "",
     ) -> bytes:
         """Returns the header lines that the hop to ``target`` alone needs.
 
         Args:
             parent: W3C trace context for the next hop; empty for none.
+            identity: Of the tenant that asks; empty for none.
         """
         fields = target.fields
         # A key of this balancer's clients is not shown to a replica.
-        is_for_replica = not self._has_keys or PEER_FIELD in message.seen
-        if not target.has_key and is_for_replica and (key := message.seen.get(b"authorization")):
+        is_for_replica = target.takes_keys and (not self._has_keys or PEER_FIELD in message.seen)
+        if not target.key and is_for_replica and (key := message.seen.get(b"authorization")):
             fields += b"Authorization: %b\r\n" % key
         regions = request.allowed_regions
         if target.is_peer and regions is not None:
             fields += b"%b: %b\r\n" % (REGIONS_FIELD, ",".join(sorted(regions)).encode())
+        if identity and (target.is_peer or target.key):
+            fields += tenant_field(identity, target.key)
         if parent:
             fields += b"traceparent: %b\r\n" % parent
         return fields

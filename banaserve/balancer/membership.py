@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from time import monotonic
 
+from banaserve.balancer.adoption import AdoptableReplica, adoptable
 from banaserve.balancer.config import (
     BalancerSettings,
     Endpoint,
@@ -15,7 +16,13 @@ from banaserve.balancer.config import (
     replica_id,
 )
 from banaserve.balancer.health import Prober
-from banaserve.balancer.peers import PeerProber, PeerState, ReplicaState, is_free
+from banaserve.balancer.peers import (
+    PEER_PREFIX,
+    PeerProber,
+    PeerState,
+    ReplicaState,
+    is_free,
+)
 from banaserve.balancer.targets import Target
 from banaserve.net.tls import Certificates, ClientTls
 from banaserve.orchestrator.replicas.fleet import Fleet
@@ -29,8 +36,6 @@ from banaserve.orchestrator.replicas.interface import (
 )
 from banaserve.orchestrator.replicas.policy import may_serve
 from banaserve.orchestrator.replicas.prefixes.peers import PeerPrefixes, SharesPrefixes
-
-PEER_PREFIX = "region:"
 
 
 class TargetRegistry:
@@ -78,9 +83,9 @@ class TargetRegistry:
                 self._add(one, settings.region)
         self._own = settings.replicas
         for name, ids in self.adopted.items():
-            for one in self._peers[name].replicas():
-                if replica_id(one) in ids:
-                    self._adjust(one)
+            for told in self._adoptable(self._peers[name])[0]:
+                if replica_id(told.replica) in ids:
+                    self._adjust(told.replica, told.takes_keys)
         for peer in settings.peers:
             if peer.region not in self._peers:
                 self._add_peer(peer)
@@ -159,33 +164,47 @@ class TargetRegistry:
 
     def _adopt(self, region: str, peer: PeerProber) -> None:
         self.adopted[region] = []
-        for one in peer.replicas():
-            if replica_id(one) not in self.targets:
-                self._add(one, region)
-                self.adopted[region].append(replica_id(one))
+        allowed, refused = self._adoptable(peer)
+        for one in allowed:
+            if (name := replica_id(one.replica)) not in self.targets:
+                self._add(one.replica, region, one.takes_keys)
+                self.adopted[region].append(name)
+        if refused:
+            self._log(
+                f"{len(refused)} replicas that {region} has told of are not served from here, "
+                f"{refused[0]} among them: allow their addresses with adopt"
+            )
         shown = ", ".join(self.adopted[region]) or "none are known"
         self._log(f"the balancer of {region} is dead; its replicas are served from here: {shown}")
         self._on_change()
 
-    def _add(self, one: ReplicaSettings, region: str) -> None:
+    def _adoptable(self, peer: PeerProber) -> tuple[list[AdoptableReplica], list[str]]:
+        return adoptable(peer.settings, peer.state.replicas)
+
+    def _add(self, one: ReplicaSettings, region: str, takes_keys: bool = True) -> None:
         settings = self._settings
         view = ReplicaView(ReplicaId(replica_id(one)), region)
         self._fleet.add(view)
         endpoint = parse_endpoint(one.url)
         self.targets[view.id] = Target(view, endpoint, settings, tls=self._tls_for(endpoint))
-        self._adjust(one)
+        self._adjust(one, takes_keys)
 
-    def _adjust(self, one: ReplicaSettings) -> None:
-        """Let what is told of a replica hold from here on."""
+    def _adjust(self, one: ReplicaSettings, takes_keys: bool = True) -> None:
+        """Let what is told of a replica hold from here on.
+
+        Args:
+            takes_keys: It may be shown keys, ours and the clients'.
+        """
         settings = self._settings
         target = self.targets[replica_id(one)]
         target.view.models = frozenset(one.models)
         target.view.max_prompt_tokens = one.max_prompt_tokens
         target.take_settings(
-            one.key or settings.replica_key,
+            (one.key or settings.replica_key) if takes_keys else "",
             one.max_outstanding or settings.limits.max_outstanding,
             settings,
         )
+        target.takes_keys = takes_keys
         before = self._probers.get(target.view.id)
         if before is not None and before.health == settings.health:
             return

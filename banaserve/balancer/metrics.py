@@ -53,6 +53,7 @@ class Metrics(Collector):
         self._refused: Counter[int] = Counter()
         self._dropped: Counter[str] = Counter()
         self.num_connections: Callable[[], int] = int
+        self._over_limits: Counter[str] = Counter()
         self._waits, self._first, self._durations = _Histogram(), _Histogram(), _Histogram()
         self._num_cancelled = 0
         self._num_reads = 0
@@ -91,6 +92,10 @@ class Metrics(Collector):
         """A connection of a client was closed without an answer."""
         self._dropped[cause] += 1
 
+    def over_limit(self, limit: str) -> None:
+        """A request was beyond a limit of its key."""
+        self._over_limits[limit] += 1
+
     def page(self) -> bytes:
         """Returns all metrics in Prometheus' text format."""
         registry = CollectorRegistry()
@@ -102,6 +107,9 @@ class Metrics(Collector):
         yield _counter(name + "answers", "Answers to whole requests.", ["status"], self._answers)
         yield _counter(name + "refused", "Refused before whole.", ["status"], self._refused)
         yield _counter(name + "dropped", "Connections closed unanswered.", ["cause"], self._dropped)
+        yield _counter(
+            name + "over_limits", "Beyond a limit of their key.", ["limit"], self._over_limits
+        )
         yield GaugeMetricFamily(
             name + "connections", "Open connections of clients.", value=self.num_connections()
         )

@@ -10,10 +10,13 @@ from typing import Annotated
 import msgspec
 
 from banaserve.balancer.config import (
+    MAX_NAME_CHARS,
+    MAX_TOLD_REPLICAS,
     BalancerSettings,
     HealthSettings,
     PeerSettings,
-    ReplicaSettings,
+    check_name,
+    parse_endpoint,
 )
 from banaserve.balancer.health import fetch, run_periodically
 from banaserve.balancer.targets import Target
@@ -28,6 +31,9 @@ PREFIXES_PATH = b"/_banaserve/prefixes"
 PEER_PATHS = frozenset((STATE_PATH, PREFIXES_PATH))
 """Answered by the balancer itself, to peers alone."""
 
+PEER_PREFIX = "region:"
+"""Begins the names of peers among targets."""
+
 PROTOCOL = 1
 DEAD_AFTER_S = 2.0
 """Twenty looks without an answer: longer than a pause of the garbage collector or the network."""
@@ -35,16 +41,29 @@ DEAD_AFTER_S = 2.0
 _FAILED_LOOKS = 3
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
-_Name = Annotated[str, msgspec.Meta(max_length=512)]
+_Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
+_Url = Annotated[str, msgspec.Meta(max_length=512)]
 
 
 class ReplicaState(msgspec.Struct, frozen=True):
     """A replica, so that others can look after it. Keys are never told."""
 
-    url: _Name
+    url: _Url
     id: _Name
     models: Annotated[list[_Name], msgspec.Meta(max_length=256)] = []
     max_prompt_tokens: _Count = 0
+
+    def check(self) -> None:
+        """Return if names are printable and the URL is one.
+
+        Raises:
+            UserError: They are not.
+        """
+        parse_endpoint(self.url)
+        for name in (self.id, *self.models):
+            check_name("the name of a replica or model", name)
+        if self.id.startswith(PEER_PREFIX):
+            raise UserError(f"the id of a replica begins with {PEER_PREFIX}")
 
 
 class PeerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +79,7 @@ class PeerState(msgspec.Struct, frozen=True, kw_only=True):
     num_available: _Count = 0
     pending: _Count = 0
     running: _Count = 0
-    replicas: Annotated[list[ReplicaState], msgspec.Meta(max_length=10_000)] = []
+    replicas: Annotated[list[ReplicaState], msgspec.Meta(max_length=MAX_TOLD_REPLICAS)] = []
     distances_ms: Annotated[dict[_Name, float], msgspec.Meta(max_length=1000)] = {}
     protocol: int = PROTOCOL
 
@@ -117,6 +136,11 @@ class PeerProber:
         while self._tasks:
             self._tasks.pop().cancel()
 
+    @property
+    def settings(self) -> PeerSettings:
+        """What the settings say of it."""
+        return self._settings
+
     def take_settings(self, settings: BalancerSettings) -> None:
         """Let the limits of ``settings`` hold from here on."""
         self._target.take_settings("", 0, settings)
@@ -129,18 +153,6 @@ class PeerProber:
         """Whether it has been silent for long, and not only because it was not asked."""
         has_failed = self._target.num_failed_looks >= _FAILED_LOOKS
         return has_failed and now_s - self._heard_at_s > DEAD_AFTER_S
-
-    def replicas(self) -> list[ReplicaSettings]:
-        """Returns its replicas: as it last told, else as the settings know them."""
-        if not self.state.replicas:
-            return list(self._settings.replicas)
-        return [
-            ReplicaSettings(
-                url=one.url, id=one.id, models=tuple(one.models),
-                max_prompt_tokens=one.max_prompt_tokens,
-            )
-            for one in self.state.replicas
-        ]  # fmt: skip
 
     async def look(self) -> None:
         """Ask the peer once."""
@@ -187,7 +199,7 @@ class PeerProber:
             else:
                 state = _decode(body)
                 for one in state.replicas:
-                    ReplicaSettings(url=one.url).check()
+                    one.check()
                 if state.protocol != PROTOCOL:
                     complaint = f"speaks protocol {state.protocol}, not {PROTOCOL}: update one"
                 elif state.region != self._settings.region:

@@ -13,6 +13,7 @@ from banaserve.balancer.http.client_connection import ClientConnection
 from banaserve.balancer.http.replica_connection import ReplicaConnection, Sink
 from banaserve.balancer.http.request import ClientRequest
 from banaserve.balancer.http.response import Body, ChunkedBody, ResponseHead, UntilClose
+from banaserve.balancer.tenants import TenantUse
 from banaserve.errors import PolicyError
 from banaserve.net.descriptors import is_own_fault
 from banaserve.orchestrator.replicas.interface import (
@@ -30,7 +31,7 @@ RETRIED = frozenset((429, 502, 503, 504))
 
 _BACKOFF_S = 0.1
 _EVENTS = re.compile(rb"\r\ncontent-type:[ \t]*text/event-stream", re.IGNORECASE)
-_USAGE = re.compile(rb'"(completion_tokens|cached_tokens)"\s*:\s*(\d{1,9})')
+_USAGE = re.compile(rb'"(completion_tokens|cached_tokens|prompt_tokens)"\s*:\s*(\d{1,9})')
 _TAIL_BYTES = 4096
 
 
@@ -42,6 +43,7 @@ class ProxiedRequest:
         num_reads: Parts of the answer relayed.
         parent: W3C trace context for the next hop.
         status: Of the answer; 0 before it, and where the client went away.
+        tenant: Who asks, where that counts; ``identity`` is its name for the next hop.
     """
 
     __slots__ = (
@@ -58,14 +60,17 @@ class ProxiedRequest:
         "_why",
         "deadline_s",
         "flights",
+        "identity",
         "is_over",
         "kind",
         "message",
         "num_attempts",
         "num_reads",
         "parent",
+        "prompt_tokens",
         "request",
         "status",
+        "tenant",
         "waits_until_s",
     )
 
@@ -87,6 +92,9 @@ class ProxiedRequest:
         self.flights: list[Flight] = []
         self.num_attempts = self.num_reads = self.status = 0
         self.parent = message.seen.get(b"traceparent", b"")
+        self.tenant: TenantUse | None = None
+        self.identity = ""
+        self.prompt_tokens = request.num_tokens
         self._tried: set[str] = set()
         self._attempt: UpstreamAttempt | None = None
         self._backoff: asyncio.TimerHandle | None = None
@@ -94,6 +102,13 @@ class ProxiedRequest:
         self._last = b""
         self._why = ""
         self._is_events = self._had_free_try = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and answer, as far as it is known; nothing before a replica was asked."""
+        if not self.flights:
+            return 0
+        return self.prompt_tokens + (self.flights[-1].output_tokens or self.num_reads)
 
     # Finding a target.
 
@@ -134,8 +149,10 @@ class ProxiedRequest:
         attempt = self._attempt = UpstreamAttempt(dispatcher, self.request, decision)
         self.flights.append(attempt.flight)
         self.num_attempts += 1
-        parts = message.parts(dispatcher.fields(attempt.target, message, self.request, self.parent))
-        attempt.start(parts, self, message.method == b"HEAD")
+        fields = dispatcher.fields(
+            attempt.target, message, self.request, self.parent, self.identity
+        )
+        attempt.start(message.parts(fields), self, message.method == b"HEAD")
 
     # The answer, from the replica's connection.
 
@@ -173,6 +190,7 @@ class ProxiedRequest:
         attempt, self._attempt = self._attempt, None
         assert attempt is not None
         attempt.answered(self.status, monotonic(), self._last, self.num_reads)
+        self.prompt_tokens = attempt.prompt_tokens or self.prompt_tokens
         self._end(self.status)
 
     def on_broken(self, why: str, was_reused: bool, is_ours: bool = False) -> None:
@@ -304,9 +322,18 @@ class UpstreamAttempt:
 
     Attributes:
         flight: What the policy is told of it.
+        prompt_tokens: As the answer says; 0 where it does not.
     """
 
-    __slots__ = ("_connecting", "_dispatcher", "_upstream", "flight", "is_over", "target")
+    __slots__ = (
+        "_connecting",
+        "_dispatcher",
+        "_upstream",
+        "flight",
+        "is_over",
+        "prompt_tokens",
+        "target",
+    )
 
     def __init__(self, dispatcher: Dispatcher, request: Request, decision: RoutingDecision) -> None:
         """``decision`` has a target."""
@@ -315,6 +342,7 @@ class UpstreamAttempt:
         self._upstream: ReplicaConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self.is_over = False
+        self.prompt_tokens = 0
         self.target = dispatcher.target(decision)
         self.flight = dispatcher.fleet.sent(request, decision, now_s)
         self.target.sent(now_s)
@@ -364,6 +392,7 @@ class UpstreamAttempt:
         cached = usage.get(b"cached_tokens")
         tokens = int(usage.get(b"completion_tokens", num_reads))
         cached_tokens = None if cached is None else int(cached)
+        self.prompt_tokens = int(usage.get(b"prompt_tokens", 0))
         self._dispatcher.fleet.finished(self.flight, now_s, tokens, cached_tokens)
 
     def broke(self, is_fault: bool) -> None:

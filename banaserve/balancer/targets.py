@@ -16,7 +16,8 @@ class Target:
     Attributes:
         name: For the log.
         fields: Header lines that every request to it gets.
-        has_key: ``fields`` holds a key; the client's is not passed on.
+        key: In ``fields``; empty for none. With one the client's is not passed on.
+        takes_keys: It may be shown keys of clients.
         is_healthy: What the last looks at it say.
         was_refused: Its port refused a connection, since it was last healthy.
         num_answers: By status.
@@ -42,6 +43,7 @@ class Target:
         )
         self._own_fields = own_fields
         self.take_settings("", 0, settings)
+        self.takes_keys = True
         self.is_healthy = True
         self.was_refused = False
         self.num_failed_looks = 0
@@ -52,7 +54,7 @@ class Target:
     def take_settings(self, key: str, max_outstanding: int, settings: BalancerSettings) -> None:
         """Let these hold from here on; requests under way go on as they are."""
         self.fields = b"Host: %b\r\n" % self.endpoint.authority.encode() + self._own_fields
-        self.has_key = bool(key)
+        self.key = key
         if key:
             self.fields += b"Authorization: Bearer %b\r\n" % key.encode()
         self._max_outstanding = max_outstanding

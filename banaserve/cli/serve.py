@@ -15,6 +15,7 @@ from typing import TextIO
 from urllib.parse import urlsplit
 
 from banaserve import models
+from banaserve.api.bodies.bounds import RequestBounds
 from banaserve.api.front_socket import FrontSocket
 from banaserve.cli import emulation
 from banaserve.cli.console import Say, print_error, timed
@@ -76,6 +77,7 @@ def _check(config: ServeConfig) -> None:
     parse_size(config.max_body_size)
     if config.log_max_size:
         parse_size(config.log_max_size)
+    RequestBounds.of(config.request_bounds)
     registry.make(config.routing_policy, **config.routing_section)
     emulation.profile_of(config)
     check_orchestrator(config.orchestrator)
@@ -168,7 +170,7 @@ def _banner(
         if config.colocated
         else f"prefill {config.prefill}, decode {config.decode}"
     )
-    key = ' -H "Authorization: Bearer $BANASERVE_API_KEY"' if config.api_keys else ""
+    key = ' -H "Authorization: Bearer $BANASERVE_API_KEY"' if config.keys else ""
     body = (
         f'{{"model": "{model.served_name}", "messages": '
         '[{"role": "user", "content": "Name the capital of France."}], "temperature": 0}'

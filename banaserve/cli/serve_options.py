@@ -29,6 +29,7 @@ from banaserve.key_files import key_of, keys_of
 from banaserve.orchestrator.control import ControlLimits
 from banaserve.orchestrator.migration import registry as migration_policies
 from banaserve.orchestrator.routing import registry as routing_policies
+from banaserve.tenants import read_tenants
 from banaserve.types import Role
 
 _DEFAULTS = ServeConfig()
@@ -113,6 +114,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         host=known.host,
         port=known.port,
         api_keys=keys_of("--api-key", known.api_key or (), known.api_key_file, from_env),
+        tenants=read_tenants(known.tenants) if known.tenants is not None else (),
         devices=tuple(known.devices.split(";")) if known.devices else (),
         engine_start=known.engine_start,
         kv_store=not known.no_kv_store,
@@ -132,6 +134,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         max_connections=known.max_connections,
         max_connections_per_address=known.max_connections_per_address,
         body_timeout_s=known.body_timeout,
+        request_bounds=tuple(read_pair("--request-bound", text) for text in known.request_bound),
         request_timeout_s=known.request_timeout,
         drain_timeout_s=known.drain_timeout,
         start_timeout_s=known.start_timeout,
@@ -280,6 +283,7 @@ def _add_door(parser: argparse.ArgumentParser) -> None:
         "takes its socket, and that one ends with its last request",
     )
     add("--api-key", action="append", help="needed by clients; repeat for several tenants")
+    add("--tenants", type=Path, metavar="FILE", help="TOML with API keys, each with its limits")
     add(
         "--api-key-file",
         type=Path,
@@ -298,6 +302,13 @@ def _add_door(parser: argparse.ArgumentParser) -> None:
     add("--metrics-key-file", type=Path, metavar="FILE", help="holds that key")
     add("--max-body-size", default=_DEFAULTS.max_body_size)
     _add_connections(parser)
+    add(
+        "--request-bound",
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="what a request may hold at most, such as messages=4096; repeat",
+    )
     add(
         "--request-timeout",
         type=float,
@@ -356,7 +367,8 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_DEFAULTS.kv_store_tenant_quota,
         metavar="FRACTION",
-        help="share of the memory for one API key, or one cache_salt where there are none",
+        help="share of the memory for one API key, or one cache_salt where there are none "
+        "(0.5 with several keys, else 1)",
     )
     add(
         "--kv-store-verify",

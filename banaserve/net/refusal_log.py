@@ -6,6 +6,7 @@ from collections.abc import Callable
 from time import monotonic
 
 _INTERVAL_S = 1.0
+_MAX_CHARS = 300
 
 
 class RefusalLog:
@@ -33,4 +34,5 @@ class RefusalLog:
             return
         self._next_s[cause] = now_s + _INTERVAL_S
         held = self._num_held.pop(cause, 0)
+        line = line[:_MAX_CHARS]
         self._log(f"{line} ({held} more since the last line)" if held else line)

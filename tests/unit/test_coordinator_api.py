@@ -26,6 +26,7 @@ from banaserve.cli.main import main
 from banaserve.engine.vllm.migration.api import MoveLayers
 from banaserve.errors import UserError
 from banaserve.run_dir import AdminAccess, find_admin, open_run_dir, write_admin
+from banaserve.tenants import TenantKey
 
 KEY = "the-admin-key"
 AUTH = {"Authorization": f"Bearer {KEY}"}
@@ -40,7 +41,9 @@ async def users_app(scope: Any, receive: Any, send: Any) -> None:
 @pytest.fixture
 async def door(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     cluster = doubles.Cluster(tmp_path)
-    app = AdminDoor(KeyMiddleware(users_app, ["users-key"]), cluster.coordinator, KEY)
+    app = AdminDoor(
+        KeyMiddleware(users_app, [TenantKey(key="users-key")]), cluster.coordinator, KEY
+    )
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
         yield client

@@ -386,3 +386,15 @@ async def test_a_session_whose_instance_dies_ends_in_one_error_and_is_counted() 
     with pytest.raises(compat.EngineGenerateError, match="d0 died in mid-session"):
         await anext(stream)
     assert metrics.BROKEN._value.get() == before + 1
+
+
+async def test_what_a_leg_says_is_refused_from_a_client_on_every_way_in() -> None:
+    handover = {"kv_transfer_params": {"banaserve_handover": 100}}
+
+    async def pieces() -> AsyncGenerator[Any, None]:
+        yield prompt(4)
+
+    for given in (prompt(4), pieces()):
+        params = SamplingParams(extra_args=handover)
+        with pytest.raises(ValueError, match="banaserve_handover is no argument"):
+            await anext(client().generate(given, params, "r"))

@@ -22,9 +22,9 @@ from banaserve.engine.vllm.compat.runner_hooks import (
     rewind_failed_loads,
 )
 from banaserve.engine.vllm.continuation import (
-    check_extra_args,
     logprob_rows,
     output_of,
+    take_client_args,
     with_output,
 )
 from banaserve.engine.vllm.kv_connector.handover import Handover
@@ -169,8 +169,30 @@ def test_only_what_draws_gets_a_seed_and_never_another_one() -> None:
 
 def test_a_client_cannot_bring_output_along() -> None:
     with pytest.raises(ValueError, match="leave it out of vllm_xargs"):
-        check_extra_args(greedy(extra_args=with_output(None, [10**9])))
-    check_extra_args(greedy(extra_args={"anything": 1}))
+        take_client_args(greedy(extra_args=with_output(None, [10**9])))
+    with pytest.raises(ValueError, match="leave it out of vllm_xargs"):
+        take_client_args(greedy(extra_args={"banaserve_new": 1}))
+    params = greedy(extra_args={"anything": 1})
+    take_client_args(params)
+    assert params.extra_args == {"anything": 1}
+
+
+@pytest.mark.parametrize(
+    "handover", [Handover(tokens=100), Handover(is_stored=True), Handover(leaves_tail=True)]
+)
+def test_a_client_cannot_say_what_a_leg_says(handover: Handover) -> None:
+    """It would skip the cost gate, or have tokens counted as cached."""
+    given = {"kv_transfer_params": handover.to_params()}
+    with pytest.raises(ValueError, match="leave it out of kv_transfer_params"):
+        take_client_args(greedy(extra_args=given))
+
+
+def test_words_of_other_connectors_do_not_reach_the_engines() -> None:
+    transfer = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1"}}
+    params, alone = greedy(extra_args={**transfer, "anything": 1}), greedy(extra_args=transfer)
+    for one in (params, alone):
+        take_client_args(one)
+    assert (params.extra_args, alone.extra_args) == ({"anything": 1}, None)
 
 
 @pytest.mark.parametrize(

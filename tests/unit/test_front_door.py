@@ -38,6 +38,7 @@ from banaserve.engine.vllm.instance import last_error_in
 from banaserve.errors import UserError
 from banaserve.models import ResolvedModel
 from banaserve.run_dir import open_run_dir
+from banaserve.tenants import TenantKey
 from banaserve.types import RequestLimits, Role
 
 
@@ -53,13 +54,17 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+def keys(*given: str) -> list[TenantKey]:
+    return [TenantKey(key=key) for key in given]
+
+
 def client(app: object) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
     return httpx.AsyncClient(transport=transport, base_url="http://door")
 
 
 async def test_a_wrong_key_is_refused_and_the_probes_are_open() -> None:
-    async with client(KeyMiddleware(echo, ["k1"])) as door:
+    async with client(KeyMiddleware(echo, keys("k1"))) as door:
         assert (await door.post("/v1/x")).status_code == 401
         assert (await door.post("/tokenize")).status_code == 401
         wrong = {"Authorization": "Bearer k2"}
@@ -89,7 +94,7 @@ async def test_a_key_for_metrics_closes_them_but_for_clients(keys: list[str]) ->
 
 
 async def test_each_of_several_keys_is_a_tenant() -> None:
-    async with client(KeyMiddleware(echo, ["k1", "k2"])) as door:
+    async with client(KeyMiddleware(echo, keys("k1", "k2"))) as door:
         tenants = [
             (await door.post("/v1/x", headers={"Authorization": f"Bearer {key}"})).json()["tenant"]
             for key in ("k1", "k2", "k1")
@@ -132,7 +137,7 @@ async def test_a_request_names_limits_of_its_own(
 
 
 async def test_no_key_set_lets_everybody_in() -> None:
-    async with client(KeyMiddleware(echo, [])) as door:
+    async with client(KeyMiddleware(echo, keys())) as door:
         assert (await door.post("/v1/x")).status_code == 200
 
 

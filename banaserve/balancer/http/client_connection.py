@@ -325,7 +325,8 @@ class ClientConnection(asyncio.Protocol):
             self._answer_refusal(error)
 
     def _answer_refusal(self, error: RequestRefusedError) -> None:
-        again = _RETRY_AFTER_S if error.status in (429, 503) else None
+        usual = _RETRY_AFTER_S if error.status in (429, 503) else None
+        again = usual if error.retry_after_s is None else error.retry_after_s
         self.write(replies.error(error.status, str(error), closes=True, retry_after_s=again))
         self._leave()
 

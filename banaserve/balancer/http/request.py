@@ -31,12 +31,16 @@ class RequestRefusedError(BanaServeError):
 
     Attributes:
         closes: What follows on the connection cannot be trusted.
+        retry_after_s: When the client may try again; None: the usual for the status.
     """
 
-    def __init__(self, status: int, why: str, closes: bool = True) -> None:
+    def __init__(
+        self, status: int, why: str, closes: bool = True, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(why)
         self.status = status
         self.closes = closes
+        self.retry_after_s = retry_after_s
 
 
 class ClientRequest:

@@ -18,6 +18,7 @@ from collections.abc import (
     Sequence,
 )
 from contextvars import ContextVar
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, NoReturn
 
@@ -39,8 +40,9 @@ from banaserve.engine.vllm.compat.server import (
     InputProcessor,
     extract_prompt_components,
     renderer_from_config,
+    xgrammar_vocabulary,
 )
-from banaserve.engine.vllm.continuation import check_extra_args
+from banaserve.engine.vllm.continuation import take_client_args
 from banaserve.engine.vllm.disagg_request import (
     DEAD,
     MAX_DEATHS,
@@ -58,6 +60,23 @@ from banaserve.types import NO_LIMITS, RequestLimits
 
 tenant: ContextVar[str | None] = ContextVar("tenant", default=None)
 """Name of the API key that the current task serves; set where there are several keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantTerms:
+    """Terms of the API key that a request has come with.
+
+    Attributes:
+        use_tokens: Told how many tokens its prompt has, then its answer.
+        priority: In vLLM's scheduler, lower first; None: what the request says.
+    """
+
+    use_tokens: Callable[[int], None]
+    priority: int | None = None
+
+
+tenant_terms: ContextVar[TenantTerms | None] = ContextVar("tenant_terms", default=None)
+"""Terms of the key that the current task serves; None where there is no key."""
 
 request_limits: ContextVar[RequestLimits] = ContextVar("request_limits", default=NO_LIMITS)
 """Limits that the request of the current task names for itself."""
@@ -125,6 +144,10 @@ class DisaggregatedClient(EngineClient):
         cache.block_size = engines[0].cache_config.block_size
         (self._supported_tasks, *_) = await self._broadcast("get_supported_tasks")
 
+    def grammar_vocabulary(self) -> str:
+        """The model's vocabulary as xgrammar writes it; empty where it has none. Blocking."""
+        return xgrammar_vocabulary(self.vllm_config)
+
     # ---- generating
 
     async def generate(
@@ -137,6 +160,10 @@ class DisaggregatedClient(EngineClient):
         """Run the prefill leg, then the decode leg; see ``disagg_request``."""
         arrived_s, arrived_at_s = self._clock.now(), time.time()
         options = self._adapters.resolve_lora(options)
+        take_client_args(sampling_params)
+        terms = tenant_terms.get()
+        if terms is not None and terms.priority is not None:
+            options["priority"] = terms.priority
         if inspect.isasyncgen(prompt):
             stream = self._streaming_input(prompt, sampling_params, request_id, options)
             async with contextlib.aclosing(stream) as outputs:
@@ -145,6 +172,8 @@ class DisaggregatedClient(EngineClient):
             return
         request, prompt_text = await self._processed(prompt, sampling_params, request_id, options)
         num_tokens = len(request.prompt_token_ids or ())
+        if terms is not None:
+            terms.use_tokens(num_tokens)
         with self.requests.following(request_id, num_tokens, arrived_s, arrived_at_s) as notes:
             context = await self._prepare(request, prompt_text, notes)
             sequences = sequences_of(context)
@@ -158,6 +187,8 @@ class DisaggregatedClient(EngineClient):
             finally:
                 self._sequences.pop(id(stream), None)
                 notes.output_tokens = notes.tokens_so_far()
+                if terms is not None:
+                    terms.use_tokens(notes.output_tokens)
                 if notes.finish_reason in ("stop", "length"):
                     for one in sequences:
                         self._cluster.output_lengths.ended(one.num_output_tokens)
@@ -179,7 +210,6 @@ class DisaggregatedClient(EngineClient):
         request = await made if inspect.isawaitable(made) else made
         request.reasoning_ended = reasoning_ended
         request.reasoning_parser_kwargs = parser_kwargs
-        check_extra_args(params)
         assert request.sampling_params is not None
         give_seed(request.sampling_params)
         self.input_processor.assign_request_id(request)
@@ -261,6 +291,8 @@ class DisaggregatedClient(EngineClient):
         async with contextlib.aclosing(stream) as outputs:
             async for output in outputs:
                 yield output
+                if (terms := tenant_terms.get()) is not None and output.finished:
+                    terms.use_tokens(len(output.prompt_token_ids))
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._request_timeout_s

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 KEY = "banaserve_output"
 """In ``extra_args``; a client that names it is refused."""
+_OURS = "banaserve_"
+_TRANSFER = "kv_transfer_params"
 
 
 class HasExtraArgs(Protocol):
@@ -32,14 +34,24 @@ def output_of(params: HasExtraArgs | None) -> Sequence[int]:
     return found
 
 
-def check_extra_args(params: HasExtraArgs) -> None:
-    """Return if a client's parameters bring no output along.
+def take_client_args(params: HasExtraArgs) -> None:
+    """Leave in a client's parameters only what is a client's: legs get theirs from the server.
+
+    What instances tell each other would let a client skip the cost gate, or count tokens as
+    cached that are not. ``kv_transfer_params`` are taken out: they are for other connectors.
 
     Raises:
-        ValueError: They do, which is between instances.
+        ValueError: A name in them is one of ours.
     """
-    if KEY in (params.extra_args or {}):
-        raise ValueError(f"{KEY} is no argument of a request: leave it out of vllm_xargs")
+    extra = params.extra_args or {}
+    transfer = extra.get(_TRANSFER)
+    for place, given in (("vllm_xargs", extra), (_TRANSFER, transfer)):
+        names = given if isinstance(given, Mapping) else ()
+        for name in names:
+            if str(name).startswith(_OURS):
+                raise ValueError(f"{name} is no argument of a request: leave it out of {place}")
+    if _TRANSFER in extra:
+        params.extra_args = {k: v for k, v in extra.items() if k != _TRANSFER} or None
 
 
 def logprob_rows(position: Mapping[int, Any], token_id: int) -> tuple[list[int], list[float], int]:

@@ -46,7 +46,7 @@ class StoreOptions:
             ssd=config.kv_store_ssd,
             ssd_size=config.kv_store_ssd_size,
             distributed=config.kv_store_distributed,
-            tenant_quota=config.kv_store_tenant_quota,
+            tenant_quota=config.tenant_quota,
             verify_memory=config.kv_store_verify,
         )
 

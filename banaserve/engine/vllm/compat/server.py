@@ -18,9 +18,12 @@ from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.reasoning import ReasoningParserManager
 from vllm.renderers import renderer_from_config
 from vllm.renderers.inputs.preprocess import extract_prompt_components
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.input_processor import InputProcessor
+
+from banaserve.engine.vllm.compat.config import VllmConfig
 
 try:  # vLLM 0.33 and later
     from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -45,6 +48,7 @@ __all__ = [
     "make_arg_parser",
     "renderer_from_config",
     "validate_parsed_serve_args",
+    "xgrammar_vocabulary",
 ]
 
 
@@ -86,6 +90,25 @@ async def bind_engines(app: Any, args: Namespace, client: EngineClient, tasks: A
     """Let vLLM's application serve ``client``, and go on where an engine has failed."""
     await init_app_state(client, app.state, args, tasks)
     app.state.server = StaysUp()
+
+
+def xgrammar_vocabulary(config: VllmConfig) -> str:
+    """The vocabulary with which engines compile grammars, as xgrammar's JSON. Blocking.
+
+    Returns:
+        An empty text where there is no tokenizer, or none that xgrammar takes.
+    """
+    import xgrammar  # takes a second, and few requests have grammars
+
+    model = config.model_config
+    if model.skip_tokenizer_init:
+        return ""
+    tokenizer = cached_tokenizer_from_config(model_config=model)
+    try:
+        made = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=model.get_vocab_size())
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return ""
+    return str(made.serialize_json())
 
 
 def keep_alive_s() -> int:

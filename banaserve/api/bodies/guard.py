@@ -1,0 +1,153 @@
+"""Guard of requests' bodies: bounds them, and parses long ones off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from typing import Any, Protocol
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from banaserve.api.bodies.bounds import (
+    BodyRefusedError,
+    RequestBounds,
+    no_json,
+    read_outline,
+)
+from banaserve.api.bodies.grammars import GrammarSpec, grammars_of
+from banaserve.api.bodies.shape import measure
+from banaserve.api.edge.refusals import refuse
+from banaserve.api.limits import RETRY_AFTER_S
+
+LONG_BYTES = 256 * 2**10
+"""From here on a body is looked at in a thread."""
+PARSED = "banaserve.body"
+"""Key of the parsed body in a request's scope."""
+_NUM_THREADS = 2
+_MAX_HELD_OBJECT_BYTES = 2**30
+_NOT_JSON = ("multipart/", "application/x-www-form-urlencoded", "application/octet-stream")
+
+
+class ChecksGrammars(Protocol):
+    """Tries grammars before an engine has to compile them."""
+
+    async def check(self, specs: Sequence[GrammarSpec]) -> None:
+        """Return if each can be compiled, or is wrong in a way that vLLM answers to.
+
+        Raises:
+            BodyRefusedError: One takes too long or too much memory.
+        """
+        ...
+
+
+class BodyGuard:
+    """Refuses bodies that would make too many objects, or grammars that explode.
+
+    The endpoint gets the body in one message, and a long one as parsed.
+
+    Args:
+        grammars: None where no endpoint takes grammars.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        bounds: RequestBounds,
+        grammars: ChecksGrammars | None,
+        max_held_object_bytes: int = _MAX_HELD_OBJECT_BYTES,
+    ) -> None:
+        self._app, self._bounds = app, bounds
+        self._grammars = grammars
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "body")
+        self._max_held_object_bytes = max_held_object_bytes
+        self._held_object_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+            await self._app(scope, receive, send)
+            return
+        if Headers(scope=scope).get("content-type", "").lower().startswith(_NOT_JSON):
+            await self._app(scope, receive, send)
+            return
+        body = await _whole(receive)
+        if body is None:
+            return
+        object_bytes = 0
+        try:
+            specs, object_bytes = await self._look(scope, body)
+            if specs and self._grammars is not None:
+                await self._grammars.check(specs)
+        except BodyRefusedError as refusal:
+            self._held_object_bytes -= object_bytes
+            status = refusal.status
+            is_busy = status == HTTPStatus.SERVICE_UNAVAILABLE
+            headers = {"Retry-After": str(RETRY_AFTER_S)} if is_busy else None
+            answer = refuse(refusal.cause, HTTPStatus(status), str(refusal), headers)
+            await answer(scope, receive, send)
+            return
+        try:
+            await self._app(scope, _replayed(body, receive), send)
+        finally:
+            self._held_object_bytes -= object_bytes
+
+    async def _look(self, scope: Scope, body: bytes) -> tuple[list[GrammarSpec], int]:
+        """Returns the grammars of ``body`` and what its objects are counted as."""
+        if len(body) < LONG_BYTES:
+            outline = read_outline(body, self._bounds) if body.strip() else None
+            return (grammars_of(outline) if outline is not None else []), 0
+        loop = asyncio.get_running_loop()
+        object_bytes = await loop.run_in_executor(self._threads, _object_bytes, body)
+        if self._held_object_bytes + object_bytes > self._max_held_object_bytes:
+            raise BodyRefusedError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "held_objects",
+                "requests under way hold too many objects; try again shortly",
+            )
+        self._held_object_bytes += object_bytes
+        try:
+            specs, scope[PARSED] = await loop.run_in_executor(
+                self._threads, _parse, body, self._bounds
+            )
+        except BaseException:
+            self._held_object_bytes -= object_bytes
+            raise
+        return specs, object_bytes
+
+
+def _object_bytes(body: bytes) -> int:
+    return measure(body).object_bytes
+
+
+def _parse(body: bytes, bounds: RequestBounds) -> tuple[list[GrammarSpec], Any]:
+    outline = read_outline(body, bounds)
+    try:
+        parsed = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise no_json(error) from None
+    return (grammars_of(outline) if outline is not None else []), parsed
+
+
+async def _whole(receive: Receive) -> bytes | None:
+    """Returns the body; None where the client went away before its end."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Returns ``body`` in one message, then whatever comes after it."""
+    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return replay

@@ -1,0 +1,94 @@
+"""Tenants of a balancer: who asks, by the key that a request shows, and what each may use."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from time import monotonic
+
+from banaserve.balancer.config import BalancerSettings
+from banaserve.balancer.http.request import ClientRequest
+from banaserve.quotas import KeyLimits, OverLimit, Quota
+from banaserve.tenants import TENANT_FIELD, is_tenant_name, tenant_name
+
+_FIELD = TENANT_FIELD.lower().encode()
+
+
+class TenantUse:
+    """Holder of one key.
+
+    Attributes:
+        identity: Its name among balancers, which tells nothing of its key.
+    """
+
+    __slots__ = ("identity", "quota")
+
+    def __init__(self, identity: str, quota: Quota) -> None:
+        self.identity = identity
+        self.quota = quota
+
+
+class TenantQuotas:
+    """Holders of the keys that clients may show.
+
+    Args:
+        on_refused: Told of each request beyond a limit.
+    """
+
+    def __init__(self, on_refused: Callable[[OverLimit], None]) -> None:
+        self._on_refused = on_refused
+        self._by_digest: dict[bytes, TenantUse] = {}
+
+    def take_settings(self, settings: BalancerSettings) -> None:
+        """Let the keys and limits of ``settings`` hold; what a key has used still counts."""
+        limits: dict[str, KeyLimits] = dict.fromkeys(settings.api_keys, KeyLimits())
+        limits |= {one.key: one.limits for one in settings.tenants}
+        before, self._by_digest, now_s = self._by_digest, {}, monotonic()
+        for key, wanted in limits.items():
+            digest = _digest(key.encode())
+            known = before.get(digest)
+            if known is None:
+                # The key that balancers share, so that a tenant is the same in every region.
+                identity = tenant_name(settings.peer_key, key)
+                known = TenantUse(identity, Quota(wanted, now_s))
+            known.quota.take_limits(wanted, now_s)
+            self._by_digest[digest] = known
+
+    def of(self, message: ClientRequest) -> TenantUse | None:
+        """Returns whose key ``message`` shows."""
+        key = message.seen.get(b"authorization", b"").partition(b" ")[2].strip()
+        return self._by_digest.get(_digest(key)) if key and self._by_digest else None
+
+    def excess(self, message: ClientRequest) -> OverLimit | None:
+        """The limit that ``message`` would be beyond, if any."""
+        tenant = self.of(message)
+        return self._told(tenant.quota.excess(monotonic())) if tenant is not None else None
+
+    def begin(self, tenant: TenantUse) -> OverLimit | None:
+        """Count a request of ``tenant`` as under way, unless it is beyond a limit."""
+        return self._told(tenant.quota.begin(monotonic()))
+
+    def _told(self, over: OverLimit | None) -> OverLimit | None:
+        if over is not None:
+            self._on_refused(over)
+        return over
+
+
+def forwarded_identity(message: ClientRequest) -> str:
+    """Returns for whom another balancer asks; empty where it does not say."""
+    named = message.seen.get(_FIELD, b"").decode("latin-1")
+    return named if is_tenant_name(named) else ""
+
+
+def tenant_field(identity: str, replica_key: str) -> bytes:
+    """Returns the header line that tells a target who asks.
+
+    Args:
+        replica_key: What the replica is shown; empty for another balancer.
+    """
+    name = tenant_name(replica_key, identity) if replica_key else identity
+    return f"{TENANT_FIELD}: {name}\r\n".encode()
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,298 @@
+"""Bodies of requests: what they may cost is bounded before they become objects."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http import HTTPStatus
+from typing import Annotated, Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm")
+
+from fastapi import Body, FastAPI
+from prometheus_client.registry import REGISTRY
+
+from banaserve.api.bodies.bounds import BodyRefusedError, RequestBounds, read_outline
+from banaserve.api.bodies.grammars import GrammarSpec, grammars_of
+from banaserve.api.bodies.guard import LONG_BYTES, BodyGuard
+from banaserve.api.bodies.parsed_route import take_parsed_bodies
+from banaserve.api.bodies.shape import JsonShape, measure, upper_bound
+from banaserve.api.limits import BodyLimit
+from banaserve.errors import UserError
+
+BOUNDS = RequestBounds()
+HELLO = {"role": "user", "content": "hi"}
+
+
+def text(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "shape"),
+    [
+        (b"", JsonShape()),
+        (b"1", JsonShape()),
+        (b"[1, 2]", JsonShape(1, 0, 2, 0, 1)),
+        (b'{"a": [{}, {}]}', JsonShape(4, 1, 5, 1, 3)),
+        (rb'{"[{,:": "\"[{,:\\"}', JsonShape(1, 1, 1, 2, 1)),
+        (b"[[[]], []]", JsonShape(4, 0, 5, 0, 3)),
+    ],
+)
+def test_the_shape_of_a_text_is_that_of_its_json(body: bytes, shape: JsonShape) -> None:
+    assert measure(body) == shape
+
+
+@pytest.mark.parametrize("place", range(2**20 - 3, 2**20 + 4))
+@pytest.mark.parametrize("piece", [rb"\\", rb"\"", rb"\\\"", rb"\\\\"])
+def test_an_escape_on_the_border_of_two_steps_ends_no_string(place: int, piece: bytes) -> None:
+    body = b'["' + b"x" * (place - 2) + piece + b'[", {}]'
+    assert json.loads(body)[1] == {}
+    assert measure(body) == JsonShape(2, 0, 3, 1, 2)
+
+
+def test_no_shape_exceeds_its_upper_bound() -> None:
+    body = text({"a": ["b,{[:", {"c": [1, 2, None]}]})
+    shape, most = measure(body), upper_bound(body)
+    assert all(getattr(shape, name) <= getattr(most, name) for name in JsonShape.__slots__)
+
+
+REFUSED = {
+    "a million tiny messages": ({"messages": [HELLO] * 20_000}, 413, "containers"),
+    "messages": ({"messages": [HELLO] * 2_049}, 400, "messages"),
+    "messages of a batch": ({"messages": [[HELLO] * 1_500] * 2}, 400, "messages"),
+    "no objects": ({"messages": [1, "a"]}, 400, "messages"),
+    "fields of a message": (
+        {"messages": [{**HELLO, **{str(i): 1 for i in range(200)}}]},
+        400,
+        "fields",
+    ),
+    "fields": ({str(i): 1 for i in range(200)}, 400, "fields"),
+    "parts": ({"messages": [{"role": "user", "content": [{"a": 1}] * 5_000}]}, 400, "parts"),
+    "items of input": ({"input": [HELLO] * 2_049}, 400, "messages"),
+    "tools": ({"tools": [{}] * 513}, 400, "tools"),
+    "prompts": ({"prompt": ["a"] * 2_049}, 400, "prompts"),
+    "prompts of ids": ({"prompt": [[1]] * 2_049}, 400, "prompts"),
+    "inputs": ({"input": ["a"] * 2_049}, 400, "prompts"),
+    "stop": ({"stop": ["a"] * 257}, 400, "stops"),
+    "stop tokens": ({"stop_token_ids": [1] * 257}, 400, "stops"),
+    "bad words": ({"bad_words": ["a"] * 257}, 400, "stops"),
+    "n": ({"n": 129}, 400, "n"),
+    "n as text": ({"n": "1e9"}, 400, "n"),
+    "best_of": ({"best_of": 10**30}, 400, "n"),
+    "n of many prompts": ({"n": 100, "prompt": ["a"] * 100}, 400, "sequences"),
+    "logprobs": ({"top_logprobs": 2_000}, 400, "logprobs"),
+    "logit_bias": ({"logit_bias": {str(i): 1 for i in range(3_000)}}, 400, "logit_bias"),
+    "nested parameters": ({"sampling_params": {"n": 1_000}}, 400, "n"),
+    "a long grammar": ({"structured_outputs": {"regex": "a" * 300_000}}, 413, "grammar_bytes"),
+    "a long schema": ({"response_format": {"x": "a" * 300_000}}, 413, "grammar_bytes"),
+    "values": ({"prompt": [1] * 2_000_002}, 413, "values"),
+    "strings": ({"a": ["b"] * 140_000}, 400, "strings"),
+}
+
+
+@pytest.mark.parametrize(("body", "status", "cause"), REFUSED.values(), ids=REFUSED)
+def test_what_is_beyond_a_bound_is_refused_in_one_line(
+    body: dict[str, Any], status: int, cause: str
+) -> None:
+    with pytest.raises(BodyRefusedError) as refused:
+        read_outline(text(body), BOUNDS)
+    assert (refused.value.status, refused.value.cause) == (status, cause)
+    assert "\n" not in str(refused.value)
+
+
+def test_depth_is_bounded_before_anything_recurses() -> None:
+    def nested(depth: int) -> bytes:
+        return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
+
+    assert read_outline(nested(64), BOUNDS) is not None
+    for depth, cause in ((65, "depth"), (16_000, "depth"), (100_000, "containers")):
+        with pytest.raises(BodyRefusedError) as refused:
+            read_outline(nested(depth), BOUNDS)
+        assert refused.value.cause == cause
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b'{"a": NaN}', b'{"a": "\\ud800"}', '{"a": 1}'.encode("utf-16"), b"\xff", b'{"a" 1}'],
+)
+def test_what_is_no_json_is_refused(body: bytes) -> None:
+    with pytest.raises(BodyRefusedError, match="the body is no JSON") as refused:
+        read_outline(body, BOUNDS)
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [HELLO] * 2_000, "n": 4, "stop": ["a"], "logprobs": True, "top_logprobs": 20},
+        {"messages": [[HELLO], [HELLO]]},
+        {"messages": None, "n": None, "stop": None, "tools": None},
+        {"prompt": [1] * 1_000_000},
+        {"prompt": "{[,:" * 1_000_000},
+        {"input": ["a"] * 2_048},
+        {"seed": 2**70},
+    ],
+)
+def test_what_is_within_the_bounds_passes(body: dict[str, Any]) -> None:
+    assert read_outline(text(body), BOUNDS) is not None
+
+
+def test_bounds_are_given_by_name() -> None:
+    bounds = RequestBounds.of([("messages", 1)])
+    with pytest.raises(BodyRefusedError, match=r"messages: 2 are more than 1 \(--request-bound"):
+        read_outline(text({"messages": [HELLO] * 2}), bounds)
+    with pytest.raises(UserError, match="did you mean messages"):
+        RequestBounds.of([("mesages", 1)])
+    for value in (0, -1, "many", 1.5):
+        with pytest.raises(UserError, match="give a number above 0"):
+            RequestBounds.of([("messages", value)])
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("body", "kinds"),
+    [
+        ({}, []),
+        ({"structured_outputs": {"json": SCHEMA}}, ["json"]),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, ["json"]),
+        ({"structured_outputs": {"regex": "a"}}, ["regex"]),
+        ({"structured_outputs": {"choice": ["a"]}}, ["choice"]),
+        ({"structured_outputs": {"grammar": "root ::= a"}}, ["grammar"]),
+        ({"response_format": {"type": "text"}}, []),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            ["json"],
+        ),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, ["structural_tag"]),
+        ({"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, ["json"]),
+        ({"text": "a classifier's"}, []),
+        (
+            {"tools": [{"function": {"parameters": SCHEMA}}, {"input_schema": {"a": 1}}]},
+            ["json"] * 2,
+        ),
+        ({"tools": [{"function": {"parameters": SCHEMA}}] * 3}, ["json"]),
+        ({"sampling_params": {"structured_outputs": {"regex": "a"}}}, ["regex"]),
+        ({"structured_outputs": None, "tools": 3}, []),
+    ],
+)
+def test_the_grammars_of_a_request_are_found(body: dict[str, Any], kinds: list[str]) -> None:
+    outline = read_outline(text(body), BOUNDS)
+    assert outline is not None
+    assert [spec.kind for spec in grammars_of(outline)] == kinds
+
+
+# The guard, in front of an application of FastAPI ------------------------------------------------
+
+
+class Refusing:
+    """Refuses one grammar."""
+
+    async def check(self, specs: list[GrammarSpec]) -> None:
+        if any(spec.text == "bad" for spec in specs):
+            raise BodyRefusedError(HTTPStatus.BAD_REQUEST, "grammar", "make it simpler")
+
+
+def application() -> FastAPI:
+    app = FastAPI()
+
+    @app.post("/v1/x")
+    async def endpoint(body: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
+        return {"keys": sorted(body), "seed": body.get("seed")}
+
+    @app.post("/v1/upload")
+    async def upload() -> dict[str, Any]:
+        return {}
+
+    take_parsed_bodies(app)
+    return app
+
+
+def door(guard: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=guard), base_url="http://door")
+
+
+def guarded(**options: Any) -> BodyGuard:
+    return BodyGuard(application(), BOUNDS, Refusing(), **options)
+
+
+def refusals(cause: str) -> float:
+    samples = [one for metric in REGISTRY.collect() for one in metric.samples]
+    name = "banaserve_refused_total"
+    return sum(s.value for s in samples if s.name == name and s.labels["cause"] == cause)
+
+
+@pytest.mark.parametrize("padding", [0, LONG_BYTES])
+async def test_an_endpoint_gets_its_body_however_long(padding: int) -> None:
+    body = {"seed": 2**60, "text": "x" * padding}
+    async with door(guarded()) as client:
+        answer = await client.post("/v1/x", json=body)
+        broken = await client.post("/v1/x", json=[body])
+    assert (answer.status_code, answer.json()) == (200, {"keys": ["seed", "text"], "seed": 2**60})
+    assert broken.status_code == 422  # by the endpoint
+
+
+async def test_a_long_body_is_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def parse(*given: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return real(*given, **options)
+
+    import banaserve.api.bodies.guard as module
+
+    real = module.msgspec.json.decode
+    monkeypatch.setattr(module.msgspec.json, "decode", parse)
+    monkeypatch.setattr("json.loads", lambda *_: pytest.fail("parsed again"))
+    async with door(guarded()) as client:
+        content = b'{"a": "%b"}' % (b"x" * LONG_BYTES)
+        answer = await client.post(
+            "/v1/x", content=content, headers={"content-type": "application/json"}
+        )
+    monkeypatch.undo()
+    assert answer.json()["keys"] == ["a"]
+    assert threads
+    assert all(name.startswith("body") for name in threads)
+
+
+async def test_a_refusal_has_openais_form_and_is_counted() -> None:
+    before = refusals("messages"), refusals("grammar")
+    async with door(guarded()) as client:
+        many = await client.post("/v1/x", json={"messages": [HELLO] * 3_000})
+        bad = await client.post("/v1/x", json={"structured_outputs": {"regex": "bad"}})
+        good = await client.post("/v1/x", json={"structured_outputs": {"regex": "good"}})
+    assert (many.status_code, many.json()["error"]["type"]) == (400, "Bad Request")
+    assert (bad.status_code, bad.json()["error"]["message"]) == (400, "make it simpler")
+    assert good.status_code == 200
+    assert (refusals("messages"), refusals("grammar")) == (before[0] + 1, before[1] + 1)
+
+
+async def test_objects_of_all_bodies_together_are_bounded_and_given_back() -> None:
+    body = {"prompt": [1] * 200_000}
+    async with door(guarded(max_held_object_bytes=10 * 2**20)) as client:
+        assert [(await client.post("/v1/x", json=body)).status_code for _ in range(3)] == [200] * 3
+    async with door(guarded(max_held_object_bytes=2**20)) as client:
+        answer = await client.post("/v1/x", json=body)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+
+
+async def test_uploads_and_empty_bodies_pass() -> None:
+    async with door(guarded()) as client:
+        files = {"file": ("a.wav", b"{[" * 100_000)}
+        assert (await client.post("/v1/upload", files=files)).status_code == 200
+        assert (await client.post("/v1/upload")).status_code == 200
+
+
+async def test_a_body_that_is_too_long_is_still_cut_off() -> None:
+    async with door(BodyLimit(guarded(), 100)) as client:
+
+        async def chunks() -> Any:
+            for _ in range(200):
+                yield b"x"
+
+        assert (await client.post("/v1/x", content=chunks())).status_code == 413

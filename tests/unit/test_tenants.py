@@ -1,0 +1,232 @@
+"""Tenants of the front door: their limits, and what a balancer says of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm")
+
+from prometheus_client.registry import REGISTRY
+from starlette.types import Receive, Scope, Send
+from vllm.sampling_params import SamplingParams
+
+from banaserve.api.auth import KeyMiddleware
+from banaserve.cli.serve_options import parse_serve_argv
+from banaserve.clock import WallClock
+from banaserve.engine.vllm import client as clients
+from banaserve.engine.vllm.client import TenantTerms, tenant, tenant_terms
+from banaserve.engine.vllm.tracing.request_log import RequestLog
+from banaserve.errors import UserError
+from banaserve.tenants import TENANT_FIELD, TenantKey, is_tenant_name, read_tenants, tenant_name
+from test_engine_client import client as engine_client
+from test_engine_client import prompt
+from waiting import until
+
+NAME = tenant_name("replica-key", "client-key")
+
+
+class Application:
+    """Notes who asks; answers when told to."""
+
+    def __init__(self) -> None:
+        self.tenants: list[str | None] = []
+        self.fields: list[list[tuple[bytes, bytes]]] = []
+        self.terms: TenantTerms | None = None
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.tenants.append(tenant.get())
+        self.fields.append(scope["headers"])
+        self.terms = tenant_terms.get()
+        await self.answers.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+def door(*keys: TenantKey) -> tuple[Application, httpx.AsyncClient]:
+    app = Application()
+    transport = httpx.ASGITransport(app=KeyMiddleware(app, keys))
+    return app, httpx.AsyncClient(transport=transport, base_url="http://door")
+
+
+def shown(key: str, **fields: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}", **fields}
+
+
+async def test_only_a_balancers_word_is_taken_for_who_asks() -> None:
+    app, client = door(TenantKey(key="theirs"), TenantKey(key="ours", is_balancer=True))
+    async with client:
+        for key in ("ours", "theirs"):
+            for named in (NAME, tenant_name("replica-key", "another")):
+                headers = shown(key, **{TENANT_FIELD: named})
+                assert (await client.post("/v1/x", headers=headers)).status_code == 200
+        assert (await client.post("/v1/x", headers=shown("ours"))).status_code == 200
+    from_balancer, other, direct, same, own = app.tenants
+    assert (from_balancer, direct) == (NAME, same)
+    assert len({from_balancer, other, direct, own}) == 4
+    assert None not in app.tenants
+    names = [name.lower() for fields in app.fields for name, _ in fields]
+    assert TENANT_FIELD.lower().encode() not in names
+
+
+async def test_a_single_balancers_tenants_are_kept_apart_too() -> None:
+    app, client = door(TenantKey(key="ours", is_balancer=True))
+    async with client:
+        await client.post("/v1/x", headers=shown("ours", **{TENANT_FIELD: NAME}))
+    assert app.tenants == [NAME]
+
+
+@pytest.mark.parametrize("named", ["x", "A" * 32, "a" * 33, "../" * 8, f"{NAME}:salt"])
+async def test_a_name_that_no_balancer_makes_is_refused(named: str) -> None:
+    app, client = door(TenantKey(key="ours", is_balancer=True))
+    async with client:
+        answer = await client.post("/v1/x", headers=shown("ours", **{TENANT_FIELD: named}))
+    assert (answer.status_code, app.tenants) == (400, [])
+
+
+def test_the_name_of_a_tenant_needs_the_secret() -> None:
+    assert is_tenant_name(NAME)
+    assert tenant_name("replica-key", "client-key") == NAME
+    assert tenant_name("another", "client-key") != NAME != tenant_name("replica-key", "other")
+    assert "client" not in NAME
+
+
+def refusals(cause: str) -> float:
+    samples = [one for metric in REGISTRY.collect() for one in metric.samples]
+    name = "banaserve_refused_total"
+    return sum(s.value for s in samples if s.name == name and s.labels["cause"] == cause)
+
+
+async def test_requests_at_once_of_one_key_leave_others_alone() -> None:
+    app, client = door(TenantKey(key="a", max_requests=1), TenantKey(key="b"))
+    app.answers.clear()
+    before = refusals("max_requests")
+    async with client:
+        first = asyncio.create_task(client.post("/v1/x", headers=shown("a")))
+        await until(lambda: len(app.tenants) == 1)
+        refused = await client.post("/v1/x", headers=shown("a"))
+        other = asyncio.create_task(client.post("/v1/x", headers=shown("b")))
+        await until(lambda: len(app.tenants) == 2)
+        app.answers.set()
+        assert [(await one).status_code for one in (first, other)] == [200, 200]
+        again = await client.post("/v1/x", headers=shown("a"))
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert refused.json()["error"]["message"].startswith("this API key may have 1 requests at once")
+    assert again.status_code == 200
+    assert refusals("max_requests") == before + 1
+
+
+async def test_tokens_that_were_used_are_waited_for() -> None:
+    app, client = door(TenantKey(key="a", tokens_per_minute=60))
+    async with client:
+        assert (await client.post("/v1/x", headers=shown("a"))).status_code == 200
+        assert app.terms is not None
+        app.terms.use_tokens(6_000)
+        refused = await client.post("/v1/x", headers=shown("a"))
+        assert (await client.get("/health")).status_code == 200
+    assert refused.status_code == 429
+    # What was told of less than a minute ago is most of it.
+    assert int(refused.headers["retry-after"]) > 1_000
+
+
+async def test_tokens_are_counted_and_the_keys_priority_wins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used: list[int] = []
+    options: dict[str, Any] = {}
+    made: Any = engine_client()
+    made.requests, made._sequences = RequestLog(WallClock()), {}
+
+    async def processed(*given: Any) -> Any:
+        options.update(given[3])
+        return SimpleNamespace(prompt_token_ids=[1, 2, 3]), ""
+
+    async def prepared(*_: Any) -> None:
+        pass
+
+    async def outputs(*_: Any) -> AsyncIterator[str]:
+        yield "output"
+
+    made._processed, made._prepare = processed, prepared
+    sequences = [SimpleNamespace(num_output_tokens=5), SimpleNamespace(num_output_tokens=6)]
+    monkeypatch.setattr(clients, "sequences_of", lambda _: sequences)
+    monkeypatch.setattr(clients, "run_sequences", outputs)
+    before = tenant_terms.set(TenantTerms(used.append, priority=7))
+    try:
+        stream = made.generate(prompt(3), SamplingParams(), "r", priority=-100)
+        assert [output async for output in stream] == ["output"]
+    finally:
+        tenant_terms.reset(before)
+    assert (used, options["priority"]) == ([3, 11], 7)
+
+
+FILE = """
+[[tenants]]
+key = "a"
+max_requests = 4
+priority = 3
+[[tenants]]
+key = "b"
+is_balancer = true
+"""
+
+
+def test_keys_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(FILE)
+    assert read_tenants(path) == (
+        TenantKey(key="a", max_requests=4, priority=3),
+        TenantKey(key="b", is_balancer=True),
+    )
+    words = ["--tenants", str(path), "--api-key", "c", "--scheduling-policy", "priority"]
+    config = parse_serve_argv(words)
+    assert [one.key for one in config.keys] == ["c", "a", "b"]
+    assert config.tenant_quota == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "required field `tenants`"),
+        ("[[tenants]]\nkey = 3", "Expected `str`, got `int`"),
+        ("[[tenants]]\nkey = 'a'\nmax = 3", "unknown field `max`"),
+        ("[[tenants]]\nkey = 'a'\nmax_requests = -3", "tenant 1: max_requests is -3"),
+        ("[[tenants", "tenants.toml: "),
+        ("[[tenants]]\nkey = 'a'\n[[tenants]]\nkey = 'a'", "is there twice"),
+        ("[[tenants]]\nkey = ''", "is empty"),
+        ("[[tenants]]\nkey = 'a'\npriority = 1", "add --scheduling-policy priority"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(text)
+    with pytest.raises(UserError) as refused:
+        parse_serve_argv(["--tenants", str(path)])
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file"):
+        read_tenants(tmp_path / "tenants.toml")
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ([], 1.0),
+        (["--api-key", "a"], 1.0),
+        (["--api-key", "a", "--api-key", "b"], 0.5),
+        (["--api-key", "a", "--api-key", "b", "--kv-store-tenant-quota", "1"], 1.0),
+    ],
+)
+def test_several_tenants_share_the_store(options: list[str], share: float) -> None:
+    assert parse_serve_argv(options).tenant_quota == share
