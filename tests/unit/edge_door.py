@@ -23,6 +23,7 @@ from banaserve.api.edge.edge import Edge
 from banaserve.api.edge.limits import EdgeLimits
 from banaserve.api.edge.websocket_limit import SessionLimits, WebSocketLimit
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
+from banaserve.tenants import TenantKey
 from waiting import DEADLINE_S, until
 
 KEY = "Authorization: Bearer good\r\n"
@@ -201,7 +202,8 @@ async def serving(
     """A door that is open, in the order of layers of ``banaserve.api.app.make_app``."""
     app = Application()
     counted = ConcurrencyLimit(BodyLimit(app, 2**20), max_requests)
-    stack = KeyMiddleware(WebSocketLimit(counted, sessions), keys)
+    known = [TenantKey(key=key) for key in keys]
+    stack = KeyMiddleware(WebSocketLimit(counted, sessions), known)
     args = Namespace(
         **{**NO_TLS, **tls},
         ssl_cert_reqs=0,

@@ -76,21 +76,21 @@ async def test_a_wrong_key_is_refused_and_the_probes_are_open() -> None:
             assert (await door.get(path)).status_code == 200
 
 
-@pytest.mark.parametrize("keys", [[], ["k1"]])
-async def test_a_key_for_metrics_closes_them_but_for_clients(keys: list[str]) -> None:
-    async with client(KeyMiddleware(echo, keys, "m1")) as door:
+@pytest.mark.parametrize("known", [[], ["k1"]])
+async def test_a_key_for_metrics_closes_them_but_for_clients(known: list[str]) -> None:
+    async with client(KeyMiddleware(echo, keys(*known), "m1")) as door:
         for path in ("/metrics", "/metrics/", "/metrics/any"):
             assert (await door.get(path)).status_code == 401
             for wrong in ("m2", "", "m1 "):
                 headers = {"Authorization": f"Bearer {wrong}"}
                 assert (await door.get(path, headers=headers)).status_code == 401
             assert (await door.get(path, headers={"Authorization": "m1"})).status_code == 401
-            for right in ("m1", *keys):
+            for right in ("m1", *known):
                 headers = {"Authorization": f"Bearer {right}"}
                 assert (await door.get(path, headers=headers)).status_code == 200
         assert (await door.get("/health")).status_code == 200
         asked = await door.post("/v1/x", headers={"Authorization": "Bearer m1"})
-        assert asked.status_code == (401 if keys else 200)
+        assert asked.status_code == (401 if known else 200)
 
 
 async def test_each_of_several_keys_is_a_tenant() -> None:
