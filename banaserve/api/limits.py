@@ -118,8 +118,10 @@ class BodyLimit:
 
 
 def _has_body(scope: Scope) -> bool:
-    headers = Headers(scope=scope)
-    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    return any(
+        (name == b"content-length" and value != b"0") or name == b"transfer-encoding"
+        for name, value in scope["headers"]
+    )
 
 
 async def _judged(

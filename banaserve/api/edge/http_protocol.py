@@ -39,6 +39,8 @@ class HttpProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._edge = edge
+        self._max_head_bytes = edge.limits.max_head_bytes
+        self._max_fields = edge.limits.max_fields
         self._peer: Hashable = None
         self._stalled = StalledWrites()
         self._in_head = True
@@ -76,7 +78,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(*(self._refusal or _NO_REQUEST))
             return
         # The parser keeps a field until it is whole: of a head, or of trailers.
-        limit = self._edge.limits.max_head_bytes
+        limit = self._max_head_bytes
         if self._framing_bytes > (limit if self._in_head else 2 * limit):
             self._refuse(*self._too_long())
         elif not self._due_s and self._framing_bytes and self._is_quiet:
@@ -107,16 +109,16 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
-        if len(self.url) > self._edge.limits.max_head_bytes:
+        if len(self.url) > self._max_head_bytes:
             self._stop(self._too_long())
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_fields += 1
-        if self._num_fields > self._edge.limits.max_fields:
+        if self._num_fields > self._max_fields:
             self._stop(self._too_long())
         # What follows a body are trailers: nothing in them may change a request.
         if self._in_head:
-            super().on_header(name, value)
+            HttpToolsProtocol.on_header(self, name, value)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
