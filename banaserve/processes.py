@@ -229,13 +229,26 @@ class Pulse:
         return self._worked_s
 
     def _read(self) -> int:
-        if self._stat is None:
-            return -1
-        try:
-            fields = self._stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            return -1
-        return int(fields[11]) + int(fields[12])
+        return -1 if self._stat is None else _ticks(self._stat)
+
+
+def _ticks(stat: Path) -> int:
+    """Processor time of a process; -1 where there is none."""
+    try:
+        fields = stat.read_text().rpartition(")")[2].split()
+    except OSError:
+        return -1
+    return int(fields[11]) + int(fields[12])
+
+
+def _ticks_below(pid: int) -> int:
+    """Processor time of all that a process has started and that lives; changes where it works."""
+    total = 0
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread or a process has ended meanwhile
+            for child in map(int, listed.read_text().split()):
+                total += _ticks(Path(f"/proc/{child}/stat")) + _ticks_below(child)
+    return total
 
 
 class StallWatch:
@@ -244,9 +257,9 @@ class StallWatch:
     Args:
         stall_s: How long one may be silent that does nothing for certain.
         spin_s: How long any may be silent.
-        counts_work: A process that uses its processor is taken to compute: a step of a large model
-            on a CPU takes minutes. On a GPU nothing is certain: a processor that waits is busy
-            there, or idle.
+        counts_work: A process that uses its processor is taken to compute, and one whose children
+            do, such as compilers: a step of a large model on a CPU takes minutes. On a GPU nothing
+            is certain: a processor that waits is busy there, or idle.
     """
 
     def __init__(self, stall_s: float, spin_s: float, *, counts_work: bool) -> None:
@@ -254,7 +267,8 @@ class StallWatch:
         self._spin_s = spin_s
         self._counts_work = counts_work
         self._pid = 0
-        self._seen_s = 0.0
+        self._seen_s = self._below_s = 0.0
+        self._below = 0
         self._pulse = Pulse(None)
 
     def has_stalled(self, pid: int, heard_s: float, now_s: float) -> bool:
@@ -277,6 +291,10 @@ class StallWatch:
         if pid != self._pid:
             self._pid, self._seen_s = pid, now_s
             self._pulse = Pulse(pid if self._counts_work else None)
+            self._below, self._below_s = 0, 0.0
         if not self._counts_work:
             return 0.0
-        return now_s - max(heard_s, self._pulse.last_worked_s(now_s))
+        idle_s = now_s - max(heard_s, self._pulse.last_worked_s(now_s))
+        if idle_s > self._stall_s / 2 and (below := _ticks_below(pid)) != self._below:
+            self._below, self._below_s = below, now_s
+        return min(idle_s, now_s - self._below_s)

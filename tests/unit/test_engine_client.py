@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.serve.dev.rpc.api_router import attach_router
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.entrypoints.serve.instrumentator import health
 from vllm.exceptions import GracefulHTTPError
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -166,6 +167,17 @@ async def test_what_vllms_client_offers_is_done_or_refused_in_plain_words() -> N
     assert inherited == set()
     with pytest.raises(NotImplementedError, match="restart it"):
         await client().update_weights(None)
+
+
+@pytest.mark.parametrize(("is_healthy", "status"), [(True, 200), (False, 503)])
+async def test_health_says_no_when_nothing_serves(is_healthy: bool, status: int) -> None:
+    app, made = FastAPI(), client()
+    made._cluster.is_healthy = is_healthy
+    app.include_router(health.router)
+    app.state.engine_client = made
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://door") as door:
+        assert (await door.get("/health")).status_code == status
 
 
 @pytest.mark.parametrize("method", ["reload_weights", "update_weights", "load_model", "sleep"])

@@ -22,6 +22,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from banaserve import processes
 from banaserve.clock import WallClock
 from banaserve.engine.vllm import cluster as clusters
 from banaserve.engine.vllm.instance import Instance, State
@@ -34,7 +35,7 @@ from banaserve.engine.vllm.launch.spawned import LaunchKind
 from banaserve.errors import InstanceDeadError
 from banaserve.processes import StallWatch, is_running
 from banaserve.types import InstanceId, Role
-from waiting import until
+from waiting import eventually, until
 
 # ---- the launcher
 
@@ -555,6 +556,36 @@ def test_work_without_a_word_is_a_stall_in_the_end(process: subprocess.Popen[byt
     on_gpu = StallWatch(10.0, 100.0, counts_work=False)
     assert not on_gpu.has_stalled(process.pid, 0.0, 99.0), "it may wait for its device"
     assert on_gpu.has_stalled(process.pid, 0.0, 101.0)
+
+
+def test_one_that_waits_for_a_compiler_does_not_stand_still() -> None:
+    spins = "import os; os.read(0, 1)\nwhile True: pass"
+    waits = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spins!r}])"
+    with subprocess.Popen([sys.executable, "-c", waits], stdin=subprocess.PIPE) as engine:
+        assert engine.stdin is not None
+        eventually(lambda: len(children_of(engine.pid)) == 1)
+        (compiler,) = children_of(engine.pid)
+        quick, slow = (StallWatch(10.0, 1e9, counts_work=True) for _ in range(2))
+        engine.send_signal(signal.SIGSTOP)
+        quick.has_stalled(engine.pid, 0.0, 6.0)
+        engine.stdin.write(b"x")
+        engine.stdin.flush()
+        began = ticks_of(compiler)
+        eventually(lambda: ticks_of(compiler) > began + 2)
+        assert not quick.has_stalled(engine.pid, 0.0, 12.0), "its compiler works"
+        os.kill(compiler, signal.SIGKILL)
+        eventually(lambda: not is_running(compiler))
+        slow.has_stalled(engine.pid, 0.0, 6.0)
+        assert slow.has_stalled(engine.pid, 0.0, 17.0)
+        engine.kill()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def ticks_of(pid: int) -> int:
+    return processes._ticks(Path(f"/proc/{pid}/stat"))
 
 
 def test_one_that_starts_is_watched_from_when_it_is_first_seen(

@@ -15,6 +15,11 @@ from pathlib import Path
 
 import psutil
 
+from banaserve.api.admin_client import AdminClient
+from banaserve.engine.vllm.migration.api import MoveLayers
+from banaserve.errors import UserError
+from banaserve.processes import is_running
+from banaserve.run_dir import find_admin
 from observing import until, writers
 from server_run import Run
 
@@ -153,6 +158,7 @@ class Nemesis:
         self._disk = disk
         self._draw = random.Random(seed)
         self._lost: dict[str, int] = {}
+        self._lost_guest = 0
 
     def strike(self, choice: Choice) -> bool:
         """Do it; False where there is no such process now.
@@ -160,13 +166,15 @@ class Nemesis:
         Returns when it is over: a process that is to go on does so. Those that were stopped for
         good are for the server to end.
         """
-        self._lost = {}
+        self._lost, self._lost_guest = {}, 0
         if choice.harm is Harm.FILL:
             assert self._disk is not None
             self._disk.fill()
             time.sleep(self._draw.uniform(1.0, _LONGEST_STOP_S))
             self._disk.empty()
             return True
+        if choice.target == "guest":
+            self._lend_layers()
         pid = self._victims.of(choice.target)
         if not pid:
             return False
@@ -175,6 +183,8 @@ class Nemesis:
         os.kill(pid, signal.SIGKILL if is_kill else signal.SIGSTOP)
         if choice.target == "parent" and is_kill:
             self._lost = {"parent": pid, **before}  # they end with it
+        elif choice.target == "guest" and choice.harm is not Harm.PAUSE:
+            self._lost_guest = pid
         elif choice.target != "parent" and choice.harm is not Harm.PAUSE:
             self._lost = {choice.target: pid}
         if choice.then_kill and (other := before[choice.then_kill]):
@@ -186,8 +196,20 @@ class Nemesis:
                 os.kill(pid, signal.SIGCONT)
         return True
 
+    def _lend_layers(self) -> None:
+        """Let a guest run some layers of one instance, unless one does so already."""
+        if self._victims.of("guest"):
+            return
+        admin = AdminClient(*find_admin(self._server.run_dir))
+        host, target = self._draw.sample(self._names, 2)
+        first = self._draw.randrange(25)
+        with contextlib.suppress(UserError):  # the instance may be busy with another move
+            admin.run(MoveLayers(host, target, (first, first + 3)))
+
     def is_whole(self) -> bool:
         """Whether the server is as before the last fault, with other processes for lost ones."""
+        if self._lost_guest and is_running(self._lost_guest):
+            return False
         if any(self._victims.of(name) in (0, pid) for name, pid in self._lost.items()):
             return False
         ready = [

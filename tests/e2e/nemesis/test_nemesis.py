@@ -90,7 +90,8 @@ def test_faults_by_turns_break_no_promise(server: Run, disk: Disk | None, tmp_pa
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(load.run, NUM_CLIENTS)
         try:
-            _torment(server, nemesis, history, chosen, ("disk",) if disk else ())
+            others = ("guest", "disk") if disk else ("guest",)
+            _torment(server, nemesis, history, chosen, others)
         finally:
             load.end()
             asking.result()
