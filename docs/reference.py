@@ -14,6 +14,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast, get_args, get_origin
 
 import msgspec
@@ -207,7 +208,8 @@ _ERRORS = {
 
 def admin_routes() -> set[tuple[str, str]]:
     """Return method and path of every route of the admin API, as the server has them."""
-    nothing = cast(Any, None)  # The routes' functions ask it only when they are called.
+    # The routes' functions ask it only when they are called.
+    nothing = cast(Any, SimpleNamespace(begin=None))
     control = Control(nothing, nothing, nothing, nothing, nothing, nothing, nothing)
     traces = Traces(nothing, nothing)
     app = cast(Starlette, admin_app(nothing, control, traces))
