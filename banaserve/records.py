@@ -10,6 +10,10 @@ import msgspec
 
 from banaserve.errors import UserError
 
+MAX_UNPACKED_BYTES = 4 * 2**30
+"""Of one file: a few kilobytes of zstd may stand for more than any machine has."""
+_STEP_BYTES = 2**20
+
 
 def read_records(path: Path, limit: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the first ``limit`` objects of a file with their line numbers, from 1.
@@ -27,7 +31,7 @@ def read_records(path: Path, limit: int | None = None) -> Iterator[tuple[int, di
         count += 1
         try:
             record = decoder.decode(line)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: not a JSON object: {error}") from error
         yield number, record
 
@@ -36,7 +40,7 @@ def unpacked(path: Path) -> bytes:
     """Returns the bytes of a file, decompressed where its name ends in ``.zst``.
 
     Raises:
-        UserError: It cannot be read or decompressed.
+        UserError: It cannot be read or decompressed, or is larger than ``MAX_UNPACKED_BYTES`` then.
     """
     try:
         data = path.read_bytes()
@@ -50,7 +54,17 @@ def unpacked(path: Path) -> bytes:
         raise UserError(
             f"{path} is compressed: install the package zstandard, or unpack the file"
         ) from error
+    parts: list[bytes] = []
+    num_bytes = 0
+    packed = zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True)
     try:
-        return zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
+        while part := packed.read(_STEP_BYTES):
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > MAX_UNPACKED_BYTES:
+                raise UserError(
+                    f"{path} is larger than {MAX_UNPACKED_BYTES} bytes unpacked: split it"
+                )
     except zstandard.ZstdError as error:
         raise UserError(f"{path} is not a zstd file: {error}") from error
+    return b"".join(parts)

@@ -21,7 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Test folders are no packages: this is how their files import the helpers that lie among them. Not
 # the folder of tests itself, below which `triton` would be found where the real one is missing.
-for _name in ("contract", "e2e", "e2e/migration", "e2e/nemesis", "property", "triton", "unit"):
+_HELPERS = ("contract", "e2e", "e2e/migration", "e2e/nemesis", "fuzz", "property", "triton", "unit")
+for _name in _HELPERS:
     sys.path.append(str(Path(__file__).parent / _name))
 
 from depth import num_examples  # noqa: E402

@@ -218,4 +218,4 @@ class FrameReader(Generic[T]):
         try:
             return self._decoder.decode(payload)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise ProtocolError(f"not a message: {error}") from error
+            raise ProtocolError(f"not a message: {str(error)!r}") from error

@@ -13,6 +13,9 @@ from banaserve.errors import UserError
 from banaserve.records import read_records, unpacked
 from banaserve.sim.request import SimRequest
 
+_MAX_TOKENS = 10**9
+_MAX_DIGITS = 10
+_MAX_SHOWN_CHARS = 80
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -73,8 +76,9 @@ def length(path: Path, number: int, record: Mapping[str, Any], key: str) -> int:
         UserError: It is anything else; names file, line and key.
     """
     value = record.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{path}, line {number}: {key} is {value!r}: give a whole number above 0")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_TOKENS:
+        shown = repr(value)[:_MAX_SHOWN_CHARS]
+        raise UserError(f"{path}, line {number}: {key} is {shown}: give a whole number above 0")
     return value
 
 
@@ -102,7 +106,7 @@ def _hash_ids(path: Path, number: int, record: Mapping[str, Any]) -> tuple[int, 
     ids = record.get("hash_ids") or ()
     try:
         ids = json.loads(ids) if isinstance(ids, str) else ids
-    except ValueError:
+    except (ValueError, RecursionError):
         ids = None
     if not isinstance(ids, list | tuple) or not all(type(entry) is int for entry in ids):
         raise UserError(f"{path}, line {number}: hash_ids is no list of whole numbers")
@@ -115,6 +119,14 @@ def _azure(path: Path, limit: int | None) -> list[Arrival]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no text: {error.reason}") from error
     table = csv.reader(lines)
+    try:
+        return _azure_rows(path, table, limit)
+    except csv.Error as error:
+        line = table.line_num + 1
+        raise UserError(f"{path}, line {line}: no line of a table: {error}") from None
+
+
+def _azure_rows(path: Path, table: Any, limit: int | None) -> list[Arrival]:
     heading = next(table, [])
     for column in AZURE_COLUMNS:
         if column not in heading:
@@ -135,11 +147,13 @@ def _azure_row(path: Path, number: int, record: Mapping[str, str]) -> Arrival:
         at = datetime.fromisoformat(record[time].strip())
     except (KeyError, ValueError) as error:
         told = record.get(time)
-        raise UserError(f"{path}, line {number}: {time} is {told!r}: give a date") from error
+        shown = repr(told)[:_MAX_SHOWN_CHARS]
+        raise UserError(f"{path}, line {number}: {time} is {shown}: give a date") from error
     tokens = {}
     for key in lengths:
         told = record.get(key, "")
-        tokens[key] = int(told) if told.strip().isdecimal() else told
+        is_number = told.strip().isdecimal() and len(told.strip()) <= _MAX_DIGITS
+        tokens[key] = int(told) if is_number else told
     prompt, output = (length(path, number, tokens, key) for key in lengths)
     # Some of Azure's traces name the offset from UTC, others are in UTC and do not.
     return Arrival((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp(), prompt, output)

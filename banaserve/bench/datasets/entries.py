@@ -37,6 +37,9 @@ _REQUIRED = {
     "mooncake": ("timestamp", "input_length", "output_length", "hash_ids"),
 }
 """Fields that an object of a named dataset must have, beside being readable."""
+_MAX_TOKENS = 10**9
+_MAX_DIGITS = 10
+_MAX_SHOWN_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,7 @@ def _objects(path: Path, kind: str | None) -> Iterator[DatasetEntry]:
 def _list(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         objects = msgspec.json.decode(unpacked(path), type=list[dict[str, Any]])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not a list of JSON objects: {error}") from error
     yield from enumerate(objects, start=1)
 
@@ -149,8 +152,8 @@ def _turns(turns: Any, where: str) -> tuple[str, str | None]:
 
 def _count(record: Mapping[str, Any], field: str, where: str) -> int:
     value = record.get(field)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        _refuse(where, field, f"is {value!r}, not a number of tokens")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_TOKENS:
+        _refuse(where, field, f"is {_shown(value)}, not a number of tokens")
     return value
 
 
@@ -160,19 +163,27 @@ def _csv(path: Path) -> Iterator[DatasetEntry]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not a text file: {error}") from error
     rows = csv.DictReader(io.StringIO(text))
-    for field in _AZURE_FIELDS:
-        if field not in (rows.fieldnames or ()):
-            _refuse(f"{path}, line 1", field, "is missing in the header")
+    try:
+        for field in _AZURE_FIELDS:
+            if field not in (rows.fieldnames or ()):
+                _refuse(f"{path}, line 1", field, "is missing in the header")
+        yield from _rows(rows, path)
+    except csv.Error as error:
+        raise UserError(f"{path}, line {rows.line_num + 1}: no line of a table: {error}") from None
+
+
+def _rows(rows: csv.DictReader[str], path: Path) -> Iterator[DatasetEntry]:
     for row in rows:
         where = f"{path}, line {rows.line_num}"
         try:
             at = datetime.fromisoformat((row["TIMESTAMP"] or "").strip())
         except ValueError:
-            _refuse(where, "TIMESTAMP", f"is {row['TIMESTAMP']!r}, not a time")
+            _refuse(where, "TIMESTAMP", f"is {_shown(row['TIMESTAMP'])}, not a time")
         lengths = {}
         for field in _AZURE_FIELDS[1:]:
             word = (row[field] or "").strip()
-            lengths[field] = _count({field: int(word) if word.isdecimal() else word}, field, where)
+            is_number = word.isdecimal() and len(word) <= _MAX_DIGITS
+            lengths[field] = _count({field: int(word) if is_number else word}, field, where)
         yield DatasetEntry(
             source=f"{path.name}:{rows.line_num}",
             prompt_tokens=lengths["ContextTokens"],
@@ -180,6 +191,10 @@ def _csv(path: Path) -> Iterator[DatasetEntry]:
             # Some of Azure's traces name the offset from UTC, others are in UTC and do not.
             at_s=(at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp(),
         )
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:_MAX_SHOWN_CHARS]
 
 
 def _refuse(where: str, field: str, why: str) -> NoReturn:

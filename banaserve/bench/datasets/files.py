@@ -122,7 +122,7 @@ def prompt_templates(path: Path) -> Mapping[str, str]:
         if file.is_file():
             try:
                 return msgspec.json.decode(file.read_bytes(), type=dict[str, str])
-            except msgspec.DecodeError as error:
+            except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise UserError(f"{file} is not a table of prompt templates: {error}") from error
     return {}
 
@@ -134,16 +134,28 @@ def prompt_of(record: Mapping[str, Any], path: Path, templates: Mapping[str, str
         KeyError: It has none; its argument says what is missing.
     """
     if isinstance(instruction := record.get("instruction"), str):
-        return "\n\n".join(part for part in (instruction, record.get("input")) if part)
+        more = record.get("input") or ""
+        if not isinstance(more, str):
+            raise KeyError("the field input is not a text")
+        return "\n\n".join(part for part in (instruction, more) if part)
     for field in ("prompt", "question", "text"):
         if isinstance(text := record.get(field), str):
             return text
     if isinstance(record.get("context"), str):
         name = record.get("dataset") or path.name.partition(".")[0]
+        if not isinstance(name, str):
+            raise KeyError("the field dataset is not a name")
         if name not in templates:
-            raise KeyError(f"no template for {name}: put dataset2prompt.json beside the file")
+            raise KeyError(
+                f"no template for {name[:80]!r}: put dataset2prompt.json beside the file"
+            )
         parts = {"context": record["context"], "input": record.get("input", "")}
-        return templates[name].format(**parts)
+        try:
+            return templates[name].format_map(parts)
+        except (ValueError, LookupError, AttributeError) as error:
+            raise KeyError(
+                f"dataset2prompt.json: the template of {name} is none: {error}"
+            ) from None
     for field in ("instruction", "prompt", "question", "text", "context"):
         if field in record:
             raise KeyError(f"the field {field} is not a text")

@@ -302,6 +302,8 @@ class RequestRefused(msgspec.Struct, frozen=True, tag=True):
 
 Reply = GuestReady | Built | StepsDone | StepOutputs | GuestUsage | RequestRefused
 
+_NO_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What a decoder raises: wrong UTF-8 is an error of Python's own."""
 encode = msgspec.msgpack.Encoder().encode
 _replies = msgspec.msgpack.Decoder(Reply)
 
@@ -314,8 +316,8 @@ def decode_reply(body: bytes) -> Reply:
     """
     try:
         return _replies.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"that is no guest's answer: {error}") from None
+    except _NO_MESSAGE as error:
+        raise ProtocolError(f"that is no guest's answer: {str(error)!r}") from None
 
 
 def request_decoder(of_units: Iterable[type[Build] | type[Run]]) -> Callable[[bytes], Request]:
@@ -324,4 +326,12 @@ def request_decoder(of_units: Iterable[type[Build] | type[Run]]) -> Callable[[by
     The function that is returned raises ``msgspec.MsgspecError`` for anything else.
     """
     known = functools.reduce(operator.or_, of_units, _CONTROL)
-    return msgspec.msgpack.Decoder(known).decode
+    decode = msgspec.msgpack.Decoder(known).decode
+
+    def read(body: bytes) -> Request:
+        try:
+            return decode(body)
+        except _NO_MESSAGE as error:
+            raise msgspec.DecodeError(str(error)) from None
+
+    return read

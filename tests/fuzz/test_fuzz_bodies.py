@@ -1,0 +1,61 @@
+"""Bodies of clients: read within their bounds, or refused with 400 or 413 in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from hypothesis import given
+
+from banaserve.api.bodies.bounds import BodyRefusedError, RequestBounds, read_outline
+from banaserve.api.bodies.grammars import grammars_of
+from banaserve.api.bodies.shape import measure, upper_bound
+from banaserve.balancer.http.request import ClientRequest
+from banaserve.balancer.routing_request import read_request
+from banaserve.types import RequestId
+from corpus import attempt, ends, fuzzed, spoiled
+
+BOUNDS = RequestBounds(containers=64, values=128, strings=64, depth=8, fields=16, messages=8)
+
+
+@fuzzed
+@given(spoiled("bodies"))
+def test_a_body_is_read_or_refused(body: bytes) -> None:
+    outline, refusal = attempt(lambda: read_outline(body, BOUNDS), BodyRefusedError)
+    if isinstance(refusal, BodyRefusedError):
+        assert refusal.status in (400, 413)
+        assert str(refusal).isprintable()
+        assert len(str(refusal)) < 500
+        return
+    parsed, _ = attempt(lambda: json.loads(body), ValueError)
+    if parsed is None:
+        return  # strings that nothing here reads may be wrong: the endpoint's parser says so
+    assert (outline is None) == (not isinstance(parsed, dict))
+    if outline is not None:
+        assert all(spec.text is not None for spec in grammars_of(outline))
+    shape, found = measure(body), _count(parsed)
+    assert (shape.containers, shape.depth) == found
+    most = upper_bound(body)
+    assert (most.containers, most.depth) >= found
+
+
+def _count(value: object) -> tuple[int, int]:
+    """Containers, which duplicate keys may hide, and depth of what was parsed."""
+    if not isinstance(value, dict | list):
+        return 0, 0
+    inner = [_count(one) for one in (value.values() if isinstance(value, dict) else value)]
+    return 1 + sum(one for one, _ in inner), 1 + max((depth for _, depth in inner), default=0)
+
+
+@fuzzed
+@given(spoiled("bodies"))
+def test_a_balancer_routes_whatever_a_body_says(body: bytes) -> None:
+    message = ClientRequest()
+    message.add_body(body, 1 << 30)
+    with ends():
+        request = read_request(RequestId("1"), message, 0.0, None, False)
+    assert request.num_tokens >= 1
+    assert request.expected_output_tokens >= 0
