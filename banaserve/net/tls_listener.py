@@ -97,6 +97,7 @@ class TlsListener:
             self._on_failed("connections")
             evicted.evict()
         handshake.task = self._loop.create_task(self._shake(handshake, peer))
+        handshake.task.add_done_callback(handshake.ended)
 
     async def _shake(self, handshake: _Handshake, peer: Hashable) -> None:
         try:
@@ -123,6 +124,10 @@ class _Handshake:
             self.task.cancel()
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
+
+    def ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():  # perhaps before its first step
+            self.sock.close()
 
     def sweep(self, now_s: float) -> None:
         """Nothing: the handshake has a time limit of its own."""

@@ -14,12 +14,23 @@ from time import monotonic
 
 import pytest
 
+from banaserve.balancer.balancer import Balancer
 from banaserve.balancer.config import HealthSettings, LimitSettings
-from banaserve.balancer.http.client_connection import HEAD_TIMEOUT_S, UNREAD_S
+from banaserve.balancer.http import client_connection
 
 KEY = "Authorization: Bearer good\r\n"
 POST = f"POST /v1/completions HTTP/1.1\r\nHost: b\r\n{KEY}".encode()
 NUM_EVENTS = 20
+LONG_S = 600.0
+
+
+@pytest.fixture(autouse=True)
+def time_that_passes_where_a_test_says_so(monkeypatch):
+    """Limits that only a clock that jumps exceeds, on however slow a machine."""
+    for name in ("HEAD_TIMEOUT_S", "UNREAD_S", "KEEP_ALIVE_S"):
+        monkeypatch.setattr(client_connection, name, LONG_S)
+    monkeypatch.setattr(client_connection, "BODY_BYTES_PER_S", 1000)
+    monkeypatch.setattr(Balancer, "tick_slowly", lambda _: None)
 
 
 class Streams:
@@ -48,7 +59,7 @@ async def known_stream(house, **limits):
     balancer = await house.balance(
         replica,
         api_keys=("good",),
-        limits=LimitSettings(**{"max_attempts": 1, **limits}),
+        limits=LimitSettings(**{"max_attempts": 1, "body_timeout_s": LONG_S, **limits}),
         health=HealthSettings(interval_s=1000.0),
     )
     house.one = replica
@@ -120,9 +131,9 @@ async def test_a_head_has_its_time_and_silence_too(house):
         await half.send(b"GET /v1/mod")
         await house.until(lambda: any(one._head_bytes for one in balancer._clients))
         await house.until(lambda: len(balancer._clients) == 3)
-        later(balancer, HEAD_TIMEOUT_S - 2)
+        later(balancer, LONG_S / 2)
         assert len(balancer._clients) == 3
-        later(balancer, HEAD_TIMEOUT_S + 1)
+        later(balancer, LONG_S + 1)
         assert (await half.reply()).status == 408
         assert await is_closed(silent)
 
@@ -155,7 +166,7 @@ async def test_a_body_has_its_time_in_all_however_it_trickles(house):
         for _ in range(20):
             await slow.send(b"a")
         await house.until(lambda: balancer._buffered_bytes == 500_020)
-        later(balancer, balancer.body_timeout_s + 1)
+        later(balancer, LONG_S + 100)
         assert (await slow.reply()).status == 408
         await steady.send(half)
         assert (await steady.reply()).body == half + half
@@ -179,10 +190,10 @@ async def test_a_client_that_never_reads_is_dropped_in_mid_answer(house):
         slow.writer.transport.resume_reading()
         body += len(await asyncio.wait_for(slow.reader.read(2**17), 20))
         slow.writer.transport.pause_reading()
-        seconds += UNREAD_S / 3
+        seconds += LONG_S / 3
         later(balancer, seconds)
         await asyncio.sleep(0.01)
-    assert seconds >= UNREAD_S
+    assert seconds >= LONG_S
     assert balancer.metrics._dropped["unread"] == 1
     slow.writer.transport.resume_reading()
     while body < len(large):

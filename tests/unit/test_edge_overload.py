@@ -7,34 +7,47 @@ has to come to its end, and while another client with a key has to be served.
 from __future__ import annotations
 
 import asyncio
-from time import monotonic
+import contextlib
+import os
+import resource
+import socket
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from banaserve.api.app import Door
 from banaserve.api.edge import refusals
 from banaserve.api.edge.limits import EdgeLimits
 from edge_door import (
     HEAD,
     KEY,
     LARGE_BYTES,
+    NO_TLS,
+    Application,
     Caller,
     Rig,
     on_uvloop,
+    patient,
     refused,
     serving,
     serving_a_stream,
 )
 from waiting import until
 
-DEFAULT = EdgeLimits()
+DEFAULT = patient()
+ARGS = Namespace(
+    **NO_TLS, ssl_cert_reqs=0, uvicorn_log_level="error", disable_uvicorn_access_log=True
+)
 
 
 @on_uvloop
 async def test_silent_connections_keep_nobody_out() -> None:
     before = refused("connections")
-    async with serving_a_stream(EdgeLimits(max_connections=12, max_per_address=12)) as rig:
+    async with serving_a_stream(patient(max_connections=12, max_per_address=12)) as rig:
         await rig.silent(60)
         await until(lambda: refused("connections") >= before + 48)
         assert len(rig.edge.table) <= 12
@@ -43,7 +56,7 @@ async def test_silent_connections_keep_nobody_out() -> None:
 
 @on_uvloop
 async def test_one_address_takes_no_place_of_another() -> None:
-    async with serving_a_stream(EdgeLimits(max_connections=40, max_per_address=5)) as rig:
+    async with serving_a_stream(patient(max_connections=40, max_per_address=5)) as rig:
         others = await rig.silent(5, "127.0.0.2")
         await until(lambda: len(rig.edge.table) == 6)
         many = await rig.silent(30)
@@ -57,7 +70,7 @@ async def test_one_address_takes_no_place_of_another() -> None:
 
 @on_uvloop
 async def test_a_new_connection_is_refused_where_all_others_have_shown_a_key() -> None:
-    async with serving(EdgeLimits(max_connections=3)) as rig:
+    async with serving(patient(max_connections=3)) as rig:
         kept = []
         for _ in range(3):
             caller = await rig.caller()
@@ -141,7 +154,7 @@ async def test_half_a_head_has_its_time() -> None:
         assert (await kept.answer())[0] == 200
         await kept.send("POST /v1/")
         await until(lambda: _pending(rig) == 2)
-        rig.later(DEFAULT.head_s - 2)
+        rig.later(DEFAULT.head_s / 2)
         assert _pending(rig) == 2
         rig.later(DEFAULT.head_s + 1)
         for one in (caller, kept):
@@ -164,6 +177,21 @@ async def test_a_connection_that_says_nothing_is_closed() -> None:
         await until(lambda: len(rig.edge.table) == 2)
         rig.later(DEFAULT.head_s + 1)
         assert await caller.is_closed()
+
+
+@on_uvloop
+async def test_time_passes_by_itself_too() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        door = Door(Application(), sock, ARGS, EdgeLimits(head_s=0.05))
+        closed = await door.open()
+        caller = Caller(*await asyncio.open_connection(*sock.getsockname()))
+        await until(lambda: len(door._edge.table) == 1)
+        [one] = door._edge.table
+        accepted = one.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert await caller.is_closed()
+        door.close()
+        await closed
 
 
 @on_uvloop
@@ -195,17 +223,16 @@ async def test_bodies_that_never_come_take_no_places(keys: tuple[str, ...]) -> N
 
 @on_uvloop
 async def test_a_body_has_its_time_in_all_however_it_trickles() -> None:
-    async with serving_a_stream() as rig:
+    async with serving_a_stream(patient(body_bytes_per_s=1000.0)) as rig:
         slow, steady = await rig.caller(), await rig.caller()
         for caller in (slow, steady):
             await caller.send(f"{HEAD}{KEY}Content-Length: 1000000\r\n\r\n")
-        began_s = monotonic()
         half = b"a" * 500_000
         await steady.send(half)
         for _ in range(20):
             await slow.send(b"a")
         await until(lambda: sum(one._body_bytes for one in rig.edge.table) == 500_020)
-        rig.later(DEFAULT.body_s + 5 - (monotonic() - began_s))
+        rig.later(DEFAULT.body_s + 100)
         assert await slow.refusal() == (408, "the body took too long")
         await steady.send(half)
         assert await steady.answer() == (200, half + half)
@@ -292,3 +319,46 @@ async def test_an_unknown_upgrade_is_answered_once() -> None:
         await caller.send(f"{HEAD}{KEY}{upgrade}Content-Length: 2\r\n\r\n{{}}")
         status, fields = await caller.head()
         assert (status, fields["connection"]) == (200, "close")
+
+
+MANY = """
+import resource, socket, sys
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+held = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(400)]
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def descriptors_left(number: int) -> Iterator[None]:
+    """This process can open so many more, and no others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most + number, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@on_uvloop
+async def test_connections_without_number_leave_descriptors_for_what_has_to_be_opened() -> None:
+    before = refused("connections")
+    with descriptors_left(70):
+        async with serving_a_stream(patient(max_connections=30, max_per_address=30)) as rig:
+            besieging = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", MANY, str(rig.address[1])),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            assert besieging.stdin is not None
+            assert besieging.stdout is not None
+            assert await asyncio.wait_for(besieging.stdout.readline(), 60) == b"open\n"
+            await until(lambda: refused("connections") >= before + 370)
+            assert len(rig.edge.table) <= 30
+            for _ in range(5):
+                assert (await rig.ask())[0] == 200
+            besieging.stdin.close()
+            assert await asyncio.wait_for(besieging.wait(), 60) == 0

@@ -11,9 +11,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.api.edge.limits import EdgeLimits
 from certificates import serial_of, write_certificate
-from edge_door import HEAD, KEY, Caller, Rig, on_uvloop, refused, serving
+from edge_door import HEAD, KEY, Caller, Rig, on_uvloop, patient, refused, serving
 from waiting import DEADLINE_S, until
 
 
@@ -76,7 +75,7 @@ async def test_suites_that_are_given_hold(tmp_path: Path) -> None:
 @on_uvloop
 async def test_handshakes_that_do_not_end_keep_nobody_out(tmp_path: Path) -> None:
     before = refused("connections")
-    async with serving(EdgeLimits(max_connections=8, max_per_address=8), **files(tmp_path)) as rig:
+    async with serving(patient(max_connections=8, max_per_address=8), **files(tmp_path)) as rig:
         known = await shaken(rig, client_context(tmp_path))
         assert await ask(known) == (200, b"{}")
         await rig.silent(30)
@@ -90,7 +89,7 @@ async def test_handshakes_that_do_not_end_keep_nobody_out(tmp_path: Path) -> Non
 @on_uvloop
 async def test_a_handshake_has_its_time(tmp_path: Path) -> None:
     before = refused("tls_handshake")
-    async with serving(EdgeLimits(handshake_s=0.1), **files(tmp_path)) as rig:
+    async with serving(patient(handshake_s=0.1), **files(tmp_path)) as rig:
         silent = await rig.caller()
         assert await silent.is_closed()
         await until(lambda: refused("tls_handshake") == before + 1)
@@ -121,3 +120,23 @@ async def test_changed_certificates_are_read_again(tmp_path: Path) -> None:
         await until(lambda: tls_of_door.context is not before)
         assert await serial() == 2
         assert await ask(kept) == (200, b"{}")
+
+
+@on_uvloop
+async def test_a_client_that_never_reads_is_dropped(tmp_path: Path) -> None:
+    before = refused("unread")
+    async with serving(**files(tmp_path)) as rig:
+        caller = await shaken(rig, client_context(tmp_path))
+        caller.writer.transport.pause_reading()
+        await caller.send("GET /metrics HTTP/1.1\r\nHost: d\r\n\r\n")
+        seconds = 0.0
+
+        def is_dropped() -> bool:
+            nonlocal seconds
+            seconds += rig.limits.unread_s / 3
+            rig.later(seconds)
+            return refused("unread") == before + 1
+
+        await until(is_dropped)
+        await until(lambda: len(rig.edge.table) == 0)
+        caller.hang_up()

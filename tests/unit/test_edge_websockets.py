@@ -11,9 +11,8 @@ pytest.importorskip("vllm")
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from banaserve.api.edge.limits import EdgeLimits
 from banaserve.api.edge.websocket_limit import SessionLimits
-from edge_door import Rig, on_uvloop, refused, serving
+from edge_door import Rig, on_uvloop, patient, refused, serving
 from waiting import DEADLINE_S, until
 
 BEARER = {"Authorization": "Bearer good"}
@@ -44,7 +43,7 @@ async def status_of(opening: connect) -> int:
 
 @on_uvloop
 async def test_a_session_needs_a_key_and_keeps_its_connection() -> None:
-    async with serving(EdgeLimits(max_connections=6, max_per_address=6)) as rig:
+    async with serving(patient(max_connections=6, max_per_address=6)) as rig:
         assert await status_of(opened(rig, {})) == 401
         async with opened(rig) as session:
             assert await echoed(session, "a")
@@ -100,7 +99,7 @@ async def test_a_session_has_its_bytes() -> None:
 @on_uvloop
 async def test_a_session_whose_client_reads_nothing_is_dropped() -> None:
     before = refused("unread")
-    async with serving(EdgeLimits(unread_s=5.0)) as rig, opened(rig) as session:
+    async with serving(patient(unread_s=5.0)) as rig, opened(rig) as session:
         assert await echoed(session, "a")
         session.transport.pause_reading()
         pumping = asyncio.create_task(_pump(session))
