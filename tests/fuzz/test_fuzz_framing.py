@@ -21,6 +21,7 @@ class Handler(RequestHandler):
     """Answers each request with its length."""
 
     max_body_bytes = _MAX_BODY_BYTES
+    body_timeout_s = 60.0
 
     def __init__(self) -> None:
         self.held_bytes = 0
@@ -33,7 +34,10 @@ class Handler(RequestHandler):
     def closed(self, client: ClientConnection) -> None:
         pass
 
-    def check_head(self, message: ClientRequest) -> None:
+    def check_head(self, client: ClientConnection, message: ClientRequest) -> None:
+        pass
+
+    def dropped(self, cause: str, why: str) -> None:
         pass
 
     def hold(self, num_bytes: int) -> None:
