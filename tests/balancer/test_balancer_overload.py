@@ -121,6 +121,7 @@ async def test_a_new_connection_is_refused_where_all_others_have_shown_a_key(hou
     reply = await late.reply()
     assert (reply.status, reply.fields["retry-after"]) == (503, "1")
     assert await is_closed(late)
+    await house.until(lambda: len(house.balancer._clients) == 2)
     for one in kept:
         assert (await one.ask(fields=KEY)).status == 200
 
