@@ -11,6 +11,8 @@ _OWN_FAULTS = frozenset(
     (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 )
 _FEWEST_CONNECTIONS = 16
+_ENOUGH = 2**20
+"""Containers may have a limit of 2**30, and programs that are started later may visit them all."""
 
 
 def raise_descriptor_limit() -> int:
@@ -19,11 +21,14 @@ def raise_descriptor_limit() -> int:
     The soft limit of 1,024 is for programs that use ``select``.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return soft
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (OSError, ValueError):  # as in a sandbox
         return soft
-    return hard
+    return wanted
 
 
 def connections_within(limit: int, wanted: int, reserved: int, each: int = 1) -> int:

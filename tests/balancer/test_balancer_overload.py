@@ -121,6 +121,7 @@ async def test_a_new_connection_is_refused_where_all_others_have_shown_a_key(hou
     reply = await late.reply()
     assert (reply.status, reply.fields["retry-after"]) == (503, "1")
     assert await is_closed(late)
+    await house.until(lambda: len(house.balancer._clients) == 2)
     for one in kept:
         assert (await one.ask(fields=KEY)).status == 200
 
@@ -157,15 +158,20 @@ async def test_bodies_without_a_key_take_no_places(house):
         assert balancer._buffered_bytes == 0
 
 
-async def test_a_body_has_its_time_in_all_however_it_trickles(house):
+async def test_a_body_has_its_time_in_all_however_it_trickles(house, monkeypatch):
+    passed_s = 0.0
+    monkeypatch.setattr(client_connection, "monotonic", lambda: monotonic() + passed_s)
     async with known_stream(house) as balancer:
         slow, steady = await house.caller(), await house.caller()
         half = b"a" * 500_000
         await steady.send(POST + b"Content-Length: 1000000\r\n\r\n" + half)
         await slow.send(POST + b"Content-Length: 1000000\r\n\r\n")
-        for _ in range(20):
+        for number in range(10):
+            await house.until(lambda: balancer._buffered_bytes == 500_000 + number)  # noqa: B023
+            later(balancer, passed_s)
+            passed_s += LONG_S / 10
             await slow.send(b"a")
-        await house.until(lambda: balancer._buffered_bytes == 500_020)
+        await house.until(lambda: balancer._buffered_bytes == 500_010)
         later(balancer, LONG_S + 100)
         assert (await slow.reply()).status == 408
         await steady.send(half)

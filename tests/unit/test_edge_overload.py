@@ -14,13 +14,14 @@ import socket
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from time import monotonic
 
 import pytest
 
 pytest.importorskip("vllm")
 
 from banaserve.api.app import Door
-from banaserve.api.edge import refusals
+from banaserve.api.edge import http_protocol, refusals
 from banaserve.api.edge.limits import EdgeLimits
 from edge_door import (
     HEAD,
@@ -222,20 +223,31 @@ async def test_bodies_that_never_come_take_no_places(keys: tuple[str, ...]) -> N
 
 
 @on_uvloop
-async def test_a_body_has_its_time_in_all_however_it_trickles() -> None:
+async def test_a_body_has_its_time_in_all_however_it_trickles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed_s = 0.0
+    monkeypatch.setattr(http_protocol, "monotonic", lambda: monotonic() + passed_s)
     async with serving_a_stream(patient(body_bytes_per_s=1000.0)) as rig:
         slow, steady = await rig.caller(), await rig.caller()
         for caller in (slow, steady):
             await caller.send(f"{HEAD}{KEY}Content-Length: 1000000\r\n\r\n")
         half = b"a" * 500_000
         await steady.send(half)
-        for _ in range(20):
+        for number in range(10):
+            await until(lambda: _num_body_bytes(rig) == 500_000 + number)  # noqa: B023
+            rig.later(passed_s)
+            passed_s += DEFAULT.body_s / 10
             await slow.send(b"a")
-        await until(lambda: sum(one._body_bytes for one in rig.edge.table) == 500_020)
+        await until(lambda: _num_body_bytes(rig) == 500_010)
         rig.later(DEFAULT.body_s + 100)
         assert await slow.refusal() == (408, "the body took too long")
         await steady.send(half)
         assert await steady.answer() == (200, half + half)
+
+
+def _num_body_bytes(rig: Rig) -> int:
+    return sum(one._body_bytes for one in rig.edge.table)
 
 
 @on_uvloop

@@ -126,6 +126,26 @@ def test_connections_are_what_descriptors_leave_room_for(
     assert connections_within(limit, wanted, reserved, each) == allowed
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1024, 4096), 4096),
+        ((1024, 2**30), 2**20),
+        ((1024, resource.RLIM_INFINITY), 2**20),
+        ((2**22, 2**30), 2**22),
+        ((4096, 4096), 4096),
+    ],
+)
+def test_a_limit_is_raised_as_far_as_is_sensible(
+    before: tuple[int, int], after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = [before]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: held[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: held.append(limits))
+    assert raise_descriptor_limit() == after
+    assert held[-1] == (after, before[1])
+
+
 def test_the_soft_limit_becomes_the_hard_one() -> None:
     script = (
         "import resource as r\n"

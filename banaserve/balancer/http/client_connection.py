@@ -138,9 +138,7 @@ class ClientConnection(asyncio.Protocol):
         self.peer = self._transport.get_extra_info("peername") or id(self)
         self._within(HEAD_TIMEOUT_S)
         if not self._handler.opened(self):
-            self._refuse(
-                RequestRefusedError(503, "too many connections are open; try again shortly")
-            )
+            self._turn_away()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.can_go_on = False
@@ -323,6 +321,14 @@ class ClientConnection(asyncio.Protocol):
         self._handler.refused(error)
         if not self._is_busy and not self._waiting:
             self._answer_refusal(error)
+
+    def _turn_away(self) -> None:
+        """Refuse the connection, and close it at once: one that lingers has a descriptor."""
+        error = RequestRefusedError(503, "too many connections are open; try again shortly")
+        self._refusal = error
+        self._handler.refused(error)
+        self.write(replies.error(503, str(error), closes=True, retry_after_s=_RETRY_AFTER_S))
+        self._transport.close()
 
     def _answer_refusal(self, error: RequestRefusedError) -> None:
         usual = _RETRY_AFTER_S if error.status in (429, 503) else None
