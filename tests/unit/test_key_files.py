@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from banaserve.balancer.config import BalancerSettings
+from banaserve.cli import route
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.errors import UserError
 from banaserve.key_files import key_of, keys_of, read_keys
@@ -77,3 +79,18 @@ def test_options_of_serve_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (config.metrics_key, config.api_keys) == ("m", ("a",))
     with pytest.raises(UserError, match="exclude each other"):
         parse_serve_argv(["--admin-key", "k", "--admin-key-file", str(file)])
+
+
+def test_options_of_route_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BANASERVE_REPLICA_KEY", raising=False)
+    file = written(tmp_path, b"secret")
+
+    def settings(*words: str) -> BalancerSettings:
+        return route._from_words(route._make_parser().parse_args(words))
+
+    made = settings("--api-key-file", str(file), "--replica-key-file", str(file))
+    assert (made.api_keys, made.replica_key) == (("secret",), "secret")
+    assert (settings().api_keys, settings().replica_key) == ((), "")
+    assert settings("--replica-key", "k").replica_key == "k"
+    with pytest.raises(UserError, match="exclude each other"):
+        settings("--replica-key", "k", "--replica-key-file", str(file))

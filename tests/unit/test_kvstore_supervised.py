@@ -53,7 +53,7 @@ async def test_blocks_outlive_a_killed_daemon_and_a_stop(tmp_path: Path) -> None
     assert check_folder(tmp_path / "ssd").num_ok == len(KEYS)
 
 
-QUICK = StorePatience(probe_s=0.02, answer_s=1.0, stall_s=2.0, spin_s=1e6)
+QUICK = StorePatience(probe_s=0.02, answer_s=1.0, stall_s=4.0, spin_s=1e6)
 
 
 async def test_a_daemon_that_hangs_is_started_again(tmp_path: Path) -> None:
@@ -99,10 +99,11 @@ async def test_a_daemon_that_answers_is_left_alone(tmp_path: Path) -> None:
             asked.append(await super()._answers())
             return asked[-1]
 
-    store = Counting(tmp_path / "kv", options, log, restarted.set, QUICK)
+    patience = dataclasses.replace(QUICK, answer_s=20.0, stall_s=1.0)
+    store = Counting(tmp_path / "kv", options, log, restarted.set, patience)
     await store.start()
     try:
-        await until(lambda: sum(asked) >= 5)
+        await until(lambda: sum(asked) >= 80)  # for longer than it may be silent
         assert not restarted.is_set()
     finally:
         await store.stop()

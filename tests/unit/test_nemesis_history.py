@@ -76,6 +76,22 @@ def test_a_request_that_breaks_a_promise(request_: Asked, why: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("request_", "num_lines"),
+    [
+        (answered(broken="ReadError", num_finished=0, num_done=0, tokens=[1, 2]), 0),
+        (answered(broken="ReadError", num_finished=0, num_done=0, tokens=[2]), 1),
+        (answered(broken="ReadError", began_s=106.0, ended_s=107.0), 1),
+    ],
+)
+def test_a_connection_ends_with_the_process_at_its_other_end(
+    request_: Asked, num_lines: int
+) -> None:
+    cut = dataclasses.replace(FAULT, name="route killed", cuts=True)
+    assert len(found(request_, faults=(cut,))) == num_lines
+    assert len(found(request_, faults=(FAULT,))) == 1
+
+
+@pytest.mark.parametrize(
     ("fault", "why"),
     [
         (Fault("d0 killed", 100.0, 100.0, 110.0), ""),
@@ -102,10 +118,10 @@ def test_a_plan_is_that_of_its_seed_and_meets_every_process() -> None:
     names = ("p0", "d0")
 
     def first(seed: int, count: int) -> list[Choice]:
-        return list(itertools.islice(plan(seed, names, ("disk", "guest")), count))
+        return list(itertools.islice(plan(seed, names, ("disk", "guest", "route")), count))
 
     assert first(1, 50) == first(1, 50) != first(2, 50)
     assert first(3, 1) == [Choice(Harm.KILL, "parent")]
     met = {choice.target for choice in first(4, 60)}
-    assert met == {"front", "parent", "kvstore", "disk", "guest", *names}
+    assert met == {"front", "route", "parent", "kvstore", "disk", "guest", *names}
     assert all(choice.harm is Harm.FILL for choice in first(5, 60) if choice.target == "disk")

@@ -21,6 +21,7 @@ from banaserve.errors import UserError
 from banaserve.processes import is_running
 from banaserve.run_dir import find_admin
 from observing import until, writers
+from router import Router
 from server_run import Run
 
 _LONGEST_STOP_S = 8.0
@@ -35,18 +36,27 @@ class Harm(enum.Enum):
     FILL = "filled"
 
 
+_OF_PROCESSES = (Harm.KILL, Harm.STOP, Harm.PAUSE)
+
+
 @dataclass(frozen=True)
 class Choice:
     """A fault that is to come.
 
     Attributes:
-        target: ``front``, ``parent``, ``kvstore``, the name of an instance, ``guest`` or ``disk``.
+        target: ``front``, ``parent``, ``kvstore``, the name of an instance, ``guest``, ``route`` or
+            ``disk``.
         then_kill: An instance that is killed while the target is stopped; empty for none.
     """
 
     harm: Harm
     target: str
     then_kill: str = ""
+
+    @property
+    def cuts(self) -> bool:
+        """Whether clients lose their connections."""
+        return (self.harm, self.target) == (Harm.KILL, "route")
 
     def __str__(self) -> str:
         then = f", then {self.then_kill} killed" if self.then_kill else ""
@@ -77,7 +87,9 @@ def plan(seed: int, names: tuple[str, ...], others: tuple[str, ...]) -> Iterator
         if target == "disk":
             yield Choice(Harm.FILL, target)
             continue
-        harm = draw.choice((Harm.KILL, Harm.STOP, Harm.PAUSE))
+        # Nobody would notice that a balancer has been stopped for good.
+        harms = (Harm.KILL, Harm.PAUSE) if target == "route" else _OF_PROCESSES
+        harm = draw.choice(harms)
         with_death = target == "parent" and harm is not Harm.KILL
         yield Choice(harm, target, draw.choice(names) if with_death else "")
 
@@ -149,13 +161,22 @@ class Nemesis:
 
     Args:
         disk: Of its SSD tier; None where none can be mounted here.
+        router: In front of it; None where clients talk to the server itself.
     """
 
-    def __init__(self, server: Run, names: tuple[str, ...], disk: Disk | None, seed: int) -> None:
+    def __init__(
+        self,
+        server: Run,
+        names: tuple[str, ...],
+        disk: Disk | None,
+        router: Router | None,
+        seed: int,
+    ) -> None:
         self._victims = Victims(server, names)
         self._server = server
         self._names = names
         self._disk = disk
+        self._router = router
         self._draw = random.Random(seed)
         self._lost: dict[str, int] = {}
         self._lost_guest = 0
@@ -175,17 +196,23 @@ class Nemesis:
             return True
         if choice.target == "guest":
             self._lend_layers()
-        pid = self._victims.of(choice.target)
+        if choice.target == "route":
+            assert self._router is not None
+            pid = self._router.pid
+        else:
+            pid = self._victims.of(choice.target)
         if not pid:
             return False
         before = {name: self._victims.of(name) for name in self._names}
         is_kill = choice.harm is Harm.KILL
         os.kill(pid, signal.SIGKILL if is_kill else signal.SIGSTOP)
-        if choice.target == "parent" and is_kill:
+        if choice.cuts and self._router is not None:
+            self._router.start_again()
+        elif choice.target == "parent" and is_kill:
             self._lost = {"parent": pid, **before}  # they end with it
         elif choice.target == "guest" and choice.harm is not Harm.PAUSE:
             self._lost_guest = pid
-        elif choice.target != "parent" and choice.harm is not Harm.PAUSE:
+        elif choice.target not in ("parent", "route") and choice.harm is not Harm.PAUSE:
             self._lost = {choice.target: pid}
         if choice.then_kill and (other := before[choice.then_kill]):
             os.kill(other, signal.SIGKILL)
@@ -208,6 +235,8 @@ class Nemesis:
 
     def is_whole(self) -> bool:
         """Whether the server is as before the last fault, with other processes for lost ones."""
+        if self._router is not None and not self._router.is_ready():
+            return False
         if self._lost_guest and is_running(self._lost_guest):
             return False
         if any(self._victims.of(name) in (0, pid) for name, pid in self._lost.items()):

@@ -51,12 +51,14 @@ class Fault:
         at_s: When it began.
         over_s: When the nemesis itself had ended it, such as a process that it let go on.
         ready_s: When the server was first seen to be whole again; None where it never was.
+        cuts: Whether connections end with it: clients talk to the process that was killed.
     """
 
     name: str
     at_s: float
     over_s: float | None = None
     ready_s: float | None = None
+    cuts: bool = False
 
 
 @dataclass
@@ -89,8 +91,12 @@ def _of_request(
     if one.ended_s is None:
         yield f"request {one.id} has not ended"
         return
+    right = list(expected[one.kind])
     if one.broken:
-        yield f"request {one.id} lost its connection: {one.broken}"
+        if not any(fault.cuts and _meets(one, fault) for fault in history.faults):
+            yield f"request {one.id} lost its connection: {one.broken}"
+        elif one.tokens != right[: len(one.tokens)]:
+            yield f"request {one.id} ({one.kind}) has other tokens: {one.tokens}, not {right}"
         return
     num_ends = one.num_finished + len(one.errors)
     if num_ends != 1:
@@ -99,7 +105,6 @@ def _of_request(
         yield f"request {one.id} has {one.num_done} last lines"
     if one.num_late_tokens:
         yield f"request {one.id} got {one.num_late_tokens} tokens behind its end"
-    right = list(expected[one.kind])
     if one.tokens != (right if one.has_answer else right[: len(one.tokens)]):
         yield f"request {one.id} ({one.kind}) has other tokens: {one.tokens}, not {right}"
     if one.errors and not any(_meets(one, fault) for fault in history.faults):

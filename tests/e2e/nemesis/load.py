@@ -53,7 +53,7 @@ class Load:
             with contextlib.suppress(TimeoutError):  # the history shows that it has not ended
                 async with asyncio.timeout(TIMEOUT_S):
                     await ask(http, kind, asked)
-            if asked.errors:
+            if asked.errors or asked.broken:
                 await asyncio.sleep(0.5)
 
 

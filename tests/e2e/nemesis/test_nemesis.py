@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
@@ -20,6 +19,7 @@ import pytest
 from faults import Disk, Nemesis, plan
 from history import Asked, Fault, History, violations
 from load import Load, ask
+from router import Router
 from server_run import Run
 from streams import Kind
 
@@ -68,6 +68,19 @@ def server(serve: Callable[..., Run], disk: Disk | None) -> Iterator[Run]:
     assert run.end() == 0
 
 
+@pytest.fixture(scope="module")
+def router(
+    server: Run, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Router | None]:
+    """In front of the server in a long run."""
+    if not LONGEST_S:
+        yield None
+        return
+    made = Router(free_port(), server.url, tmp_path_factory.mktemp("route"))
+    yield made
+    made.close()
+
+
 async def answers(server: Run) -> dict[str, list[int]]:
     """The right tokens: of a run without faults."""
     async with httpx.AsyncClient(base_url=server.url, timeout=120.0) as http:
@@ -80,18 +93,20 @@ async def answers(server: Run) -> dict[str, list[int]]:
         return found
 
 
-def test_faults_by_turns_break_no_promise(server: Run, disk: Disk | None, tmp_path: Path) -> None:
+def test_faults_by_turns_break_no_promise(
+    server: Run, disk: Disk | None, router: Router | None
+) -> None:
     chosen = seed()
     print(f"seed {chosen}: BANASERVE_NEMESIS_SEED={chosen}")
     expected = asyncio.run(answers(server))
     history = History()
-    nemesis = Nemesis(server, NAMES, disk, chosen)
-    load = Load(server.url, kinds(), history)
+    nemesis = Nemesis(server, NAMES, disk, router, chosen)
+    load = Load(router.url if router else server.url, kinds(), history)
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(load.run, NUM_CLIENTS)
         try:
-            others = ("guest", "disk") if disk else ("guest",)
-            _torment(server, nemesis, history, chosen, others)
+            others = ["guest", *(["disk"] if disk else []), *(["route"] if router else [])]
+            _torment(nemesis, history, chosen, tuple(others))
         finally:
             load.end()
             asking.result()
@@ -108,16 +123,14 @@ def _words(fault: Fault) -> str:
     return "never whole again" if fault.ready_s is None else f"{fault.ready_s - began_s:.1f} s"
 
 
-def _torment(
-    server: Run, nemesis: Nemesis, history: History, chosen: int, others: tuple[str, ...]
-) -> None:
+def _torment(nemesis: Nemesis, history: History, chosen: int, others: tuple[str, ...]) -> None:
     until_s = time.monotonic() + LONGEST_S
     for number, choice in enumerate(plan(chosen, NAMES, others)):
         is_over = time.monotonic() > until_s if LONGEST_S else number >= NUM_SHORT
         if is_over:
             return
         _wait_for_answers(history, NUM_CLIENTS)
-        fault = Fault(str(choice), time.monotonic())
+        fault = Fault(str(choice), time.monotonic(), cuts=choice.cuts)
         history.faults.append(fault)
         if not nemesis.strike(choice):
             history.faults.remove(fault)
