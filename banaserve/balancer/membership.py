@@ -80,9 +80,9 @@ class TargetRegistry:
                 self._add(one, settings.region)
         self._own = settings.replicas
         for name, ids in self.adopted.items():
-            for one in self._adoptable(self._peers[name])[0]:
-                if replica_id(one.replica) in ids:
-                    self._adjust(one.replica, one.takes_keys)
+            for told in self._adoptable(self._peers[name])[0]:
+                if replica_id(told.replica) in ids:
+                    self._adjust(told.replica, told.takes_keys)
         for peer in settings.peers:
             if peer.region not in self._peers:
                 self._add_peer(peer)

@@ -127,7 +127,7 @@ def _azure(path: Path, limit: int | None) -> list[Arrival]:
 
 
 def _azure_rows(path: Path, table: Any, limit: int | None) -> list[Arrival]:
-    heading = next(table, [])
+    heading: list[str] = next(table, [])
     for column in AZURE_COLUMNS:
         if column not in heading:
             raise UserError(f"{path}, line 1: there is no column {column}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import httpx
@@ -15,6 +16,7 @@ pytest.importorskip("vllm")
 from fastapi import Body, FastAPI
 from prometheus_client.registry import REGISTRY
 
+from banaserve.api.app import vllm_app
 from banaserve.api.bodies.bounds import BodyRefusedError, RequestBounds, read_outline
 from banaserve.api.bodies.grammars import GrammarSpec, grammars_of
 from banaserve.api.bodies.guard import LONG_BYTES, BodyGuard
@@ -22,6 +24,7 @@ from banaserve.api.bodies.parsed_route import take_parsed_bodies
 from banaserve.api.bodies.shape import JsonShape, measure, upper_bound
 from banaserve.api.limits import BodyLimit
 from banaserve.api.refusals import RefusalCount
+from banaserve.engine.vllm.engine_args import parse_vllm_argv
 from banaserve.errors import UserError
 
 BOUNDS = RequestBounds()
@@ -304,3 +307,25 @@ def test_refusals_are_logged_once_a_second(caplog: pytest.LogCaptureFixture) -> 
     assert 1 <= len(caplog.records) < 500  # a second is long, however busy the machine is
     count.add("another", "why")
     assert "why" in caplog.records[-1].message
+
+
+async def test_the_endpoints_of_vllm_take_what_was_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = vllm_app(parse_vllm_argv([]), ("generate",), None)
+    app.state.args = SimpleNamespace(log_error_stack=False)
+    lengths: list[int] = []
+
+    def loads(text: Any, **options: Any) -> Any:
+        lengths.append(len(text))
+        return real(text, **options)
+
+    real = json.loads
+    body = text({"messages": [{"role": "user", "content": 3}], "pad": "x" * LONG_BYTES})
+    guard = BodyGuard(app, BOUNDS, None, RefusalCount())
+    async with door(guard) as client:
+        monkeypatch.setattr(json, "loads", loads)
+        headers = {"content-type": "application/json"}
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+            answer = await client.post(path, content=body, headers=headers)
+            assert answer.status_code == 400, path  # by the endpoint, of a wrong type
+    monkeypatch.undo()
+    assert max(lengths, default=0) < LONG_BYTES

@@ -20,7 +20,12 @@ FOLDERS = ("banaserve", "benchmarks", "csrc", "docs", "tests")
 OTHERS = {
     *("--extra-index-url", "--no-deps", "--no-build-isolation", "--require-hashes", "--dtype"),
     *("--kv-transfer-config", "--scheduler-cls", "--ssl-certfile", "--quantization"),
-    *("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--max-num-seqs"),
+    *(
+        "--gpu-memory-utilization",
+        "--kv-cache-memory-bytes",
+        "--max-num-seqs",
+        "--scheduling-policy",
+    ),
     *("--enable-prompt-tokens-details", "--enforce-eager", "--no-enforce-eager"),
     # Of the checker of another vLLM, which is no command.
     *("--only-breaks", "--cache"),
