@@ -89,8 +89,7 @@ class Uv:
 
     def _command(self, index: str) -> list[str | Path]:
         command: list[str | Path] = [self._program, "pip", "install", "--python", places.PYTHON]
-        command.append("--no-deps")
-        return [*command, *(["--index", index] if index else [])]
+        return [*command, "--no-deps", *(["--index", index] if index else [])]
 
 
 class Pip:

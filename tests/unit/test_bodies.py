@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import httpx
@@ -15,12 +16,14 @@ pytest.importorskip("vllm")
 from fastapi import Body, FastAPI
 from prometheus_client.registry import REGISTRY
 
+from banaserve.api.app import vllm_app
 from banaserve.api.bodies.bounds import BodyRefusedError, RequestBounds, read_outline
 from banaserve.api.bodies.grammars import GrammarSpec, grammars_of
 from banaserve.api.bodies.guard import LONG_BYTES, BodyGuard
 from banaserve.api.bodies.parsed_route import take_parsed_bodies
 from banaserve.api.bodies.shape import JsonShape, measure, upper_bound
 from banaserve.api.limits import BodyLimit
+from banaserve.engine.vllm.engine_args import parse_vllm_argv
 from banaserve.errors import UserError
 
 BOUNDS = RequestBounds()
@@ -296,3 +299,25 @@ async def test_a_body_that_is_too_long_is_still_cut_off() -> None:
                 yield b"x"
 
         assert (await client.post("/v1/x", content=chunks())).status_code == 413
+
+
+async def test_the_endpoints_of_vllm_take_what_was_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = vllm_app(parse_vllm_argv([]), ("generate",), None)
+    app.state.args = SimpleNamespace(log_error_stack=False)
+    lengths: list[int] = []
+
+    def loads(text: Any, **options: Any) -> Any:
+        lengths.append(len(text))
+        return real(text, **options)
+
+    real = json.loads
+    body = text({"messages": [{"role": "user", "content": 3}], "pad": "x" * LONG_BYTES})
+    guard = BodyGuard(app, BOUNDS, None)
+    async with door(guard) as client:
+        monkeypatch.setattr(json, "loads", loads)
+        headers = {"content-type": "application/json"}
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+            answer = await client.post(path, content=body, headers=headers)
+            assert answer.status_code == 400, path  # by the endpoint, of a wrong type
+    monkeypatch.undo()
+    assert max(lengths, default=0) < LONG_BYTES
