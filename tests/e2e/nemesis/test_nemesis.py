@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from depth import IS_LONG
 from faults import Disk, Nemesis, plan
 from history import Asked, Fault, History, violations
 from load import Load, ask
@@ -30,7 +31,7 @@ OPTIONS = ("--pd", "1:1", "--dtype", "float32", "--engine-stall-timeout", "5")
 NUM_CLIENTS = 4
 LONGEST_S = float(os.environ.get("BANASERVE_NEMESIS_S", "0"))
 """0: the first faults of the plan alone, each once."""
-NUM_SHORT = 4
+NUM_SHORT = 8 if IS_LONG else 3
 READY_S = 120.0
 _SLOW_MACHINE = 1.0 if LONGEST_S else 3.0
 

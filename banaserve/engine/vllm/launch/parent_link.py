@@ -15,7 +15,7 @@ from banaserve.engine.vllm.launch.spawned import LaunchKind, spawn
 from banaserve.errors import BanaServeError, ProtocolError
 from banaserve.processes import end_child, in_daemon_thread, is_running
 
-ORDER_S = 20.0
+ORDER_S = 10.0
 """For the answer to an order: a fork takes some ten milliseconds."""
 START_S = 90.0
 """For a parent that imports all that engines need: ten seconds, more on a busy machine."""
