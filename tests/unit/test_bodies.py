@@ -65,8 +65,8 @@ def test_no_shape_exceeds_its_upper_bound() -> None:
 
 REFUSED = {
     "a million tiny messages": ({"messages": [HELLO] * 20_000}, 413, "containers"),
-    "messages": ({"messages": [HELLO] * 2_049}, 400, "messages"),
-    "messages of a batch": ({"messages": [[HELLO] * 1_500] * 2}, 400, "messages"),
+    "messages": ({"messages": [HELLO] * 1_025}, 400, "messages"),
+    "messages of a batch": ({"messages": [[HELLO] * 600] * 2}, 400, "messages"),
     "no objects": ({"messages": [1, "a"]}, 400, "messages"),
     "fields of a message": (
         {"messages": [{**HELLO, **{str(i): 1 for i in range(200)}}]},
@@ -75,7 +75,16 @@ REFUSED = {
     ),
     "fields": ({str(i): 1 for i in range(200)}, 400, "fields"),
     "parts": ({"messages": [{"role": "user", "content": [{"a": 1}] * 5_000}]}, 400, "parts"),
-    "items of input": ({"input": [HELLO] * 2_049}, 400, "messages"),
+    "items of input": ({"input": [HELLO] * 257}, 400, "items"),
+    "arrays in items": ({"input": [{"role": "user", "summary": [1] * 3_000}]}, 400, "parts"),
+    "arrays in tools": ({"tools": [{"type": "x", "any": [1.5] * 3_000}]}, 400, "parts"),
+    "prompts that are numbers": ({"prompt": [1.5] * 5_000}, 400, "elements"),
+    "negative token ids": ({"prompt": [-1] * 5_000}, 400, "elements"),
+    "a text among token ids": ({"prompt": [1] * 5_000 + ["a"]}, 400, "elements"),
+    "numbers in a batch": ({"prompt": [[1.5] * 5_000]}, 400, "elements"),
+    "numbers in an input": ({"input": [[1.5] * 5_000]}, 400, "elements"),
+    "tokens": ({"tokens": [1.5] * 5_000}, 400, "elements"),
+    "null": ({"allowed_token_ids": [None] * 5_000}, 400, "elements"),
     "tools": ({"tools": [{}] * 513}, 400, "tools"),
     "prompts": ({"prompt": ["a"] * 2_049}, 400, "prompts"),
     "prompts of ids": ({"prompt": [[1]] * 2_049}, 400, "prompts"),
@@ -131,7 +140,7 @@ def test_what_is_no_json_is_refused(body: bytes) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        {"messages": [HELLO] * 2_000, "n": 4, "stop": ["a"], "logprobs": True, "top_logprobs": 20},
+        {"messages": [HELLO] * 1_000, "n": 4, "stop": ["a"], "logprobs": True, "top_logprobs": 20},
         {"messages": [[HELLO], [HELLO]]},
         {"messages": None, "n": None, "stop": None, "tools": None},
         {"prompt": [1] * 1_000_000},

@@ -38,8 +38,10 @@ class RequestBounds:
         depth: Containers within each other.
         object_bytes: Memory of the parsed objects, estimated; strings' texts not counted.
         fields: Of the body, and of one message.
-        messages: Messages, and objects in ``input``.
-        parts: Content parts of all messages together.
+        messages: Of a chat, or of a batch of chats together.
+        items: Objects in ``input``: each that is wrong costs the endpoint hundreds of errors.
+        parts: Elements of all arrays in messages, items or tools, such as content parts.
+        elements: Of any other array that is not of whole numbers alone.
         prompts: Prompts or inputs of one request.
         sequences: Prompts times ``n`` (or ``best_of``).
         stops: Stop strings; also stop token ids and bad words.
@@ -55,8 +57,10 @@ class RequestBounds:
     depth: int = 64
     object_bytes: int = 128 * 2**20
     fields: int = 128
-    messages: int = 2_048
-    parts: int = 4_096
+    messages: int = 1_024
+    items: int = 256
+    parts: int = 2_048
+    elements: int = 4_096
     tools: int = 512
     prompts: int = 2_048
     n: int = 128
@@ -113,6 +117,8 @@ class Outline(msgspec.Struct, frozen=True):
 _list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _dict = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _outline = msgspec.json.Decoder(Outline).decode
+_COUNTED = ("messages", "input", "tools", "stop", "stop_sequences", "stop_token_ids", "bad_words")
+"""Arrays with bounds of their own."""
 _GRAMMARS = ("structured_outputs", "response_format", "text")
 
 
@@ -129,11 +135,13 @@ def read_outline(body: bytes, bounds: RequestBounds) -> Outline | None:
         if not body.lstrip(b" \t\r\n").startswith(b"{"):
             msgspec.json.decode(body, type=msgspec.Raw)
             return None
-        _limit("fields", len(_dict(body)), bounds.fields)
         outline = _outline(body)
+        _check_arrays(_dict(body), bounds)
         _check_outline(outline, bounds)
         if _kind(outline.sampling_params) == "{":
-            _check_outline(_outline(outline.sampling_params), bounds)
+            nested = bytes(outline.sampling_params)
+            _check_arrays(_dict(nested), bounds)
+            _check_outline(_outline(nested), bounds)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise no_json(error) from None
     return outline
@@ -156,12 +164,24 @@ def _check_shape(body: bytes, bounds: RequestBounds) -> None:
         _limit(name, getattr(shape, name), getattr(bounds, name))
 
 
+def _check_arrays(members: dict[str, msgspec.Raw], bounds: RequestBounds) -> None:
+    """An endpoint lists an error for each element that is no whole number where it wants one."""
+    _limit("fields", len(members), bounds.fields)
+    for name, raw in members.items():
+        if _kind(raw) == "[" and name not in _COUNTED:
+            rows = _elements(raw)
+            _limit("elements", len(rows), bounds.elements, name[:32])
+            for row in rows:
+                _limit("elements", len(_elements(row)), bounds.elements, name[:32])
+
+
 def _check_outline(outline: Outline, bounds: RequestBounds) -> None:
     _check_messages(outline.messages, bounds)
     inputs = _check_inputs(outline.input, bounds)
     prompts = len(_elements(outline.prompt))
     _limit("prompts", max(prompts, inputs), bounds.prompts)
     _limit("tools", _count(outline.tools), bounds.tools)
+    _check_objects("tools", _elements(outline.tools), bounds)
     for name in ("stop", "stop_sequences", "stop_token_ids", "bad_words"):
         _limit("stops", _count(getattr(outline, name)), bounds.stops, name)
     _limit("logit_bias", _count(outline.logit_bias), bounds.logit_bias)
@@ -189,8 +209,10 @@ def _check_inputs(raw: msgspec.Raw, bounds: RequestBounds) -> int:
     """Returns how many inputs there are; items of a conversation count as messages."""
     items = _elements(raw)
     objects = [one for one in items if _kind(one) == "{"]
-    _limit("messages", len(objects), bounds.messages, "objects in input")
+    _limit("items", len(objects), bounds.items)
     _check_objects("input", objects, bounds)
+    for row in items:
+        _limit("elements", len(_elements(row)), bounds.elements, "input")
     return len(items) - len(objects)
 
 
@@ -203,7 +225,7 @@ def _check_objects(name: str, items: Sequence[msgspec.Raw], bounds: RequestBound
             )
         members = _dict(item)
         _limit("fields", len(members), bounds.fields, f"fields of one of {name}")
-        parts += _count(members.get("content", _NOTHING))
+        parts += sum(_count(one) for one in members.values() if _kind(one) == "[")
     _limit("parts", parts, bounds.parts)
 
 
@@ -229,14 +251,13 @@ def _kind(raw: msgspec.Raw) -> str:
 
 
 def _elements(raw: msgspec.Raw) -> list[msgspec.Raw]:
-    """Elements of an array that holds more than numbers; none of anything else."""
+    """Elements of an array that holds more than whole numbers; none of anything else."""
     return _list(raw) if _kind(raw) == "[" and not _is_numbers(raw) else []
 
 
 def _is_numbers(raw: msgspec.Raw) -> bool:
-    """Whether an array holds numbers alone: a prompt's token ids may be a million."""
-    text = bytes(raw)
-    return not (b'"' in text or text.count(b"[") > 1 or b"{" in text)
+    """Whether an array holds whole numbers alone: a prompt's token ids may be a million."""
+    return not bytes(raw)[1:-1].translate(None, b"0123456789, \t\r\n")
 
 
 def _count(raw: msgspec.Raw) -> int:
