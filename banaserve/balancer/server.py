@@ -16,7 +16,7 @@ from banaserve.balancer.config_file import follow
 from banaserve.balancer.http.client_connection import ClientConnection
 from banaserve.net.keep_alive import keep_alive
 from banaserve.net.tls import Certificates
-from banaserve.net.tls_listener import Listener, TlsListener
+from banaserve.net.tls_listener import ClosableListener, TlsListener
 
 _TICK_S = 0.1
 _TICKS_A_SLOW_ONE = 5
@@ -73,7 +73,7 @@ async def serve(
     return 128 + number
 
 
-async def listen(balancer: Balancer, sock: socket.socket) -> Listener:
+async def listen(balancer: Balancer, sock: socket.socket) -> ClosableListener:
     """Accept clients on ``sock``, with TLS where the settings name a certificate.
 
     Raises:

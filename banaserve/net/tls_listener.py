@@ -20,7 +20,7 @@ _ACCEPTS_AT_ONCE = 64
 _PAUSE_S = 0.1
 
 
-class Listener(Protocol):
+class ClosableListener(Protocol):
     """What accepts connections until it is closed."""
 
     def close(self) -> None: ...
