@@ -6,6 +6,9 @@ import hashlib
 import hmac
 import re
 import tomllib
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -35,6 +38,23 @@ class TenantKey(KeyLimits, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     tenants: tuple[TenantKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TenantTerms:
+    """Terms of the API key that a request has come with.
+
+    Attributes:
+        use_tokens: Told how many tokens its prompt has, then its answer.
+        priority: In vLLM's scheduler, lower first; None: what the request says.
+    """
+
+    use_tokens: Callable[[int], None]
+    priority: int | None = None
+
+
+tenant_terms: ContextVar[TenantTerms | None] = ContextVar("tenant_terms", default=None)
+"""Terms of the key that the current task serves; None where there is no key."""
 
 
 def read_tenants(path: Path) -> tuple[TenantKey, ...]:

@@ -14,9 +14,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from banaserve.api.edge.authenticated import mark_authenticated
 from banaserve.api.edge.refusals import refuse
-from banaserve.engine.vllm.client import TenantTerms, tenant, tenant_terms
+from banaserve.engine.vllm.client import tenant
 from banaserve.quotas import OverLimit, Quota
-from banaserve.tenants import TENANT_FIELD, TenantKey, is_tenant_name
+from banaserve.tenants import (
+    TENANT_FIELD,
+    TenantKey,
+    TenantTerms,
+    is_tenant_name,
+    tenant_terms,
+)
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})
 _TENANT_FIELD = TENANT_FIELD.lower().encode()

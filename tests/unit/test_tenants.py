@@ -21,10 +21,18 @@ from banaserve.api.auth import KeyMiddleware
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.clock import WallClock
 from banaserve.engine.vllm import client as clients
-from banaserve.engine.vllm.client import TenantTerms, tenant, tenant_terms
+from banaserve.engine.vllm.client import tenant
 from banaserve.engine.vllm.tracing.request_log import RequestLog
 from banaserve.errors import UserError
-from banaserve.tenants import TENANT_FIELD, TenantKey, is_tenant_name, read_tenants, tenant_name
+from banaserve.tenants import (
+    TENANT_FIELD,
+    TenantKey,
+    TenantTerms,
+    is_tenant_name,
+    read_tenants,
+    tenant_name,
+    tenant_terms,
+)
 from test_engine_client import client as engine_client
 from test_engine_client import prompt
 from waiting import until

@@ -18,7 +18,6 @@ from collections.abc import (
     Sequence,
 )
 from contextvars import ContextVar
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, NoReturn
 
@@ -56,27 +55,12 @@ from banaserve.engine.vllm.lora import Adapters
 from banaserve.engine.vllm.sequences import run_sequences, sequences_of
 from banaserve.engine.vllm.tracing.events import LookedUp
 from banaserve.engine.vllm.tracing.request_log import RequestLog, RequestNotes
+from banaserve.tenants import tenant_terms
 from banaserve.types import NO_LIMITS, RequestLimits
 
 tenant: ContextVar[str | None] = ContextVar("tenant", default=None)
 """Name of the API key that the current task serves; set where there are several keys."""
 
-
-@dataclass(frozen=True, slots=True)
-class TenantTerms:
-    """Terms of the API key that a request has come with.
-
-    Attributes:
-        use_tokens: Told how many tokens its prompt has, then its answer.
-        priority: In vLLM's scheduler, lower first; None: what the request says.
-    """
-
-    use_tokens: Callable[[int], None]
-    priority: int | None = None
-
-
-tenant_terms: ContextVar[TenantTerms | None] = ContextVar("tenant_terms", default=None)
-"""Terms of the key that the current task serves; None where there is no key."""
 
 request_limits: ContextVar[RequestLimits] = ContextVar("request_limits", default=NO_LIMITS)
 """Limits that the request of the current task names for itself."""
