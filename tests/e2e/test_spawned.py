@@ -6,9 +6,9 @@ import os
 import signal
 from collections.abc import Callable
 
-import psutil
 import pytest
 
+from banaserve.processes import is_running
 from observing import until, writer
 from server_run import Run
 
@@ -28,4 +28,4 @@ def test_a_spawned_engine_shows_no_secret_and_ends_with_its_server(
     assert not any(SALT in word for one in children for word in one.cmdline())
     os.kill(run.process.pid, signal.SIGKILL)
     until(run.is_gone, "every process of the server has ended")
-    assert not any(psutil.pid_exists(one.pid) and one.is_running() for one in children)
+    until(lambda: not any(is_running(one.pid) for one in children), "they too")

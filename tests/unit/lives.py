@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
+from pathlib import Path
 
 from banaserve import processes
 
@@ -22,6 +24,9 @@ def loses_a_thread() -> int:
     until = threading.Event()
     thread = threading.Thread(target=processes._live, args=(until,))
     thread.start()
+    threads = Path("/proc/self/task")
+    while not any(processes._LIFE in name.read_text() for name in threads.glob("*/comm")):
+        time.sleep(0.001)  # it names itself
     obeys()
     until.set()
     thread.join()

@@ -57,7 +57,7 @@ def test_longbench_template_is_found_by_the_name_of_the_file(tmp_path: Path) -> 
         ('{"output": 1}', "line 2: none of the fields"),
         ("[1]", "line 2: not a JSON object"),
         ('{"prompt"', "line 2: not a JSON object"),
-        ('{"context": "c", "input": "i"}', "line 2: no template for bad"),
+        ('{"context": "c", "input": "i"}', "line 2: no template for 'bad'"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:

@@ -213,9 +213,9 @@ async def test_a_guest_sees_the_devices_of_the_instance_that_it_runs_beside(
     launcher = SpawnLauncher(["--model", "m"], Devices({"d0": "0,1", "p0": "2"}))
     seen: list[str | None] = []
 
-    def spawn(command: list[str], environment: dict[str, str]) -> Any:
+    def spawn(kind: object, launch: object, environment: dict[str, str]) -> int:
         seen.append(environment.get("CUDA_VISIBLE_DEVICES"))
-        return SimpleNamespace(pid=os.getpid(), poll=lambda: None)
+        return os.getpid()
 
     monkeypatch.setattr(launcher, "_spawn", spawn)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
