@@ -291,7 +291,8 @@ class StallWatch:
         if pid != self._pid:
             self._pid, self._seen_s = pid, now_s
             self._pulse = Pulse(pid if self._counts_work else None)
-            self._below, self._below_s = 0, 0.0
+            self._below = _ticks_below(pid) if self._counts_work else 0
+            self._below_s = 0.0
         if not self._counts_work:
             return 0.0
         idle_s = now_s - max(heard_s, self._pulse.last_worked_s(now_s))

@@ -60,7 +60,9 @@ class _Session:
         except TimeoutError:
             if not self._timeout or not self._timeout.expired():
                 raise
-            if self._loop.time() < self._ends_s and self._why[0] == "session_time":
+            # By what the timer was set to: a loop's clock may be behind its timers.
+            was_silent = (self._timeout.when() or 0.0) < self._ends_s
+            if was_silent and self._why[0] == "session_time":
                 self._why = ("session_silent", _POLICY_VIOLATION, "the session was silent")
             await self._close()
 
