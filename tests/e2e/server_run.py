@@ -24,8 +24,7 @@ from fork_server import MARK, ForkServer
 from observing import until
 
 START_DEADLINE_S = 240.0
-END_DEADLINE_S = 60.0
-"""A busy machine takes that long to give gigabytes back."""
+END_DEADLINE_S = 10.0
 DEADLINE_S = 60.0
 _IN_SHM = re.compile(r"/dev/shm/\S+$", re.MULTILINE)
 
@@ -109,11 +108,14 @@ class Run(servers.Server):
         """Send a signal as a terminal does, to the process group; returns the exit code.
 
         Raises:
-            AssertionError: Something is left in the end.
+            AssertionError: Something is left after ten seconds.
         """
         self._note_shared_memory()
         os.killpg(self.process.pid, number)
-        until(self.is_gone, "every process of the server has ended", END_DEADLINE_S)
+        try:
+            until(self.is_gone, "every process of the server has ended", END_DEADLINE_S)
+        except AssertionError as failure:
+            raise AssertionError(f"{failure}\n{self._living()}\n{self.tails()}") from None
         self.check_nothing_left()
         return self.process.returncode
 
@@ -126,6 +128,10 @@ class Run(servers.Server):
             self._seen.update(psutil.Process(self.process.pid).children(recursive=True))
         self._seen.update(process for process in psutil.process_iter() if self._owns(process))
         return [process for process in self._seen if _lives(process)]
+
+    def _living(self) -> str:
+        """Who has not ended, and what each of its threads waits for."""
+        return "\n".join(_described(process) for process in self.processes())
 
     def _owns(self, process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error, OSError):
@@ -190,3 +196,20 @@ def _lives(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def _described(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error, OSError):
+        command = " ".join(process.cmdline())[:200]
+        tasks = sorted(Path(f"/proc/{process.pid}/task").iterdir())
+        waits = [f"{(task / 'comm').read_text().strip()} in {_wchan(task)}" for task in tasks]
+        parent, cpu = process.ppid(), process.cpu_times()
+        return (
+            f"{process.pid} of {parent}, {process.status()}, {cpu.user:.1f} s + {cpu.system:.1f} s,"
+            f" {command}: {'; '.join(waits)}"
+        )
+    return f"{process.pid} has ended meanwhile"
+
+
+def _wchan(task: Path) -> str:
+    return (task / "wchan").read_text() or "no call"

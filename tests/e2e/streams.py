@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+import statistics
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +86,24 @@ async def asked(
                 answer.add(choice)
             seen(answer)
     return answer
+
+
+class Gaps:
+    """Times between the chunks of streams, in seconds."""
+
+    def __init__(self) -> None:
+        self._found: list[float] = []
+
+    async def asked(self, client: httpx.AsyncClient, kind: Kind) -> Answer:
+        """Stream one answer and note its gaps."""
+        at: list[float] = []
+        answer = await asked(client, kind, lambda _: at.append(time.monotonic()))
+        self._found += [late - early for early, late in itertools.pairwise(at)]
+        return answer
+
+    def __str__(self) -> str:
+        longest, median = max(self._found), statistics.median(self._found)
+        return f"longest gap {longest:.3f} s, median {median:.4f} s: {longest / median:.0f} times"
 
 
 @contextlib.asynccontextmanager

@@ -7,14 +7,11 @@ what is compared of them are those of ``test_survival.py``.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import re
 import shutil
 import signal
-import statistics
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
@@ -37,7 +34,7 @@ from fork_server import ForkServer
 from observing import writer, writers
 from reference import reference_tokens, tokenizer
 from server_run import Run
-from streams import Answer, Kind, asked, asked_all, connected, differences
+from streams import Answer, Gaps, Kind, asked, asked_all, connected, differences
 from test_survival import BY_ONE_ENGINE, made_kinds
 
 pytestmark = pytest.mark.e2e
@@ -93,7 +90,7 @@ class Load:
         self.answers: list[tuple[str, Answer]] = []
         self._kinds = kinds
         self.changed = asyncio.Condition()
-        self._gaps: list[float] = []
+        self._gaps = Gaps()
         self._stop = asyncio.Event()
         self._tasks = [
             asyncio.create_task(self._stream(client, number)) for number in range(NUM_STREAMS)
@@ -104,18 +101,10 @@ class Load:
         while not self._stop.is_set():
             name = names[number % len(names)]
             number += NUM_STREAMS + 1
-            answer, gaps = await self._timed(client, self._kinds[name])
-            self._gaps += gaps
+            answer = await self._gaps.asked(client, self._kinds[name])
             async with self.changed:
                 self.answers.append((name, answer))
                 self.changed.notify_all()
-
-    @staticmethod
-    async def _timed(client: httpx.AsyncClient, kind: Kind) -> tuple[Answer, list[float]]:
-        """An answer and the times between its chunks."""
-        at: list[float] = []
-        answer = await asked(client, kind, lambda _: at.append(time.monotonic()))
-        return answer, [late - early for early, late in itertools.pairwise(at)]
 
     async def reaches(self, num_more: int) -> None:
         """Return when so many more have been answered."""
@@ -133,11 +122,7 @@ class Load:
     async def end(self) -> None:
         self._stop.set()
         await asyncio.gather(*self._tasks)
-        longest, median = max(self._gaps), statistics.median(self._gaps)
-        print(
-            f"\n{len(self.answers)} answers, longest gap {longest:.3f} s, median {median:.4f} s: "
-            f"{longest / median:.0f} times"
-        )
+        print(f"\n{len(self.answers)} answers, {self._gaps}")
 
 
 @asynccontextmanager

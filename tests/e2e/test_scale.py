@@ -24,7 +24,7 @@ from banaserve.run_dir import find_admin
 from observing import until, writers
 from reference import tokenizer
 from server_run import Run
-from streams import Answer, Kind, asked, asked_all, connected, differences
+from streams import Answer, Gaps, Kind, asked_all, connected, differences
 from test_survival import made_kinds
 
 pytestmark = pytest.mark.e2e
@@ -127,6 +127,7 @@ class Streams:
         self._server, self._kinds, self._expected = server, kinds, expected
         self.wrong: list[Any] = []
         self.num_answers = Counter[str]()
+        self._gaps = Gaps()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -139,13 +140,14 @@ class Streams:
             yield
             stop.set()
             await asyncio.gather(*streams)
+        print(f"\n{self.num_answers.total()} answers, {self._gaps}")
 
     async def _stream(self, client: httpx.AsyncClient, number: int, stop: asyncio.Event) -> None:
         names = list(self._kinds)
         while not stop.is_set():
             name = names[number % len(names)]
             number += 1
-            found = {name: await asked(client, self._kinds[name])}
+            found = {name: await self._gaps.asked(client, self._kinds[name])}
             self.num_answers[name] += 1
             kind = {name: self._kinds[name]}
             self.wrong.extend(differences(kind, self._expected, found).items())

@@ -1,4 +1,4 @@
-"""A signal ends a server, whatever it is doing, and nothing is left behind.
+"""A signal ends a server within ten seconds, whatever it is doing, and nothing is left behind.
 
 ``Run.end`` checks that: processes, sockets, other temporary files, /dev/shm. That an idle server
 ends well on SIGTERM and on SIGINT is checked wherever the fixture ``server`` is used.
