@@ -5,17 +5,19 @@
     python -m benchmarks elastic --constant [--minutes 30]   # does it come to rest?
 
 Simulated: step times come from a cost model, nothing is run. All systems of a cell meet the same
-requests; time and throughput count from the first arrival to the last token. Azure's and Mooncake's
-traces take part where --data, or BANASERVE_DATA, names their folder.
+requests; time and throughput count from the first arrival to the last token. Traces of Azure,
+Mooncake and ServeGen take part where --data, or BANASERVE_DATA, names their folder. A run that was
+broken off goes on from its --json, if the code is still the same.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,13 +32,14 @@ from banaserve.bench.results import result
 from banaserve.bench.results.result import Figure
 from benchmarks.elastic.cells import cells
 from benchmarks.elastic.constant import (
+    ConstantOutcome,
     constant_cells,
     constant_figures,
     constant_table,
     run_constant,
 )
 from benchmarks.elastic.figures import ablation_table, figures, table
-from benchmarks.elastic.runs import WHOLE, Variant, run_cell
+from benchmarks.elastic.runs import WHOLE, CellOutcome, Variant, run_cell
 from benchmarks.script import run_script
 
 Outcome = TypeVar("Outcome")
@@ -74,69 +77,85 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(list(argv))
     started_at, console = datetime.now(UTC), Console(width=230)
-    if given.constant:
-        options, found_figures, shown, raw = _constant(given, console)
-    else:
-        options, found_figures, shown, raw = _compared(given, console)
+    run = _constant if given.constant else _compared
+    shown, record = None, None
+    for told in run(given, console):
+        shown, found, raw, options = told
+        record = result.result(
+            "elastic",
+            seed=0,
+            options=options,
+            started_at=started_at,
+            figures=found,
+            notes=[str(__doc__)],
+            raw=raw,
+        )
+        if given.json is not None:
+            result.write(record, given.json)
+    assert shown is not None
+    assert record is not None
     console.print(shown)
-    record = result.result(
-        "elastic",
-        seed=0,
-        options=options,
-        started_at=started_at,
-        figures=found_figures,
-        notes=[str(__doc__)],
-        raw=raw,
-    )
     console.print(result.table(record))
-    if given.json is not None:
-        result.write(record, given.json)
     return 0
 
 
-_Told = tuple[dict[str, Any], dict[str, Figure], Table, dict[str, Any]]
-"""Options, figures, a table and raw outcomes."""
+_Told = tuple[Table, dict[str, Figure], dict[str, Any], dict[str, Any]]
+"""A table, figures, raw outcomes and options."""
 
 
-def _compared(given: Namespace, console: Console) -> _Told:
+def _compared(given: Namespace, console: Console) -> Iterator[_Told]:
+    """What has been found so far, after each cell."""
     data = data_folder(given.data)
     how_many = 0 if given.full else _QUICK if given.quick else given.cells
     chosen = cells(how_many, data is not None)
     without = () if given.ablation is None else given.ablation or tuple(PARTS)
     variants = {"elastic": WHOLE} | {name: PARTS[name] for name in without}
-    run = partial(run_cell, size=given.instances, data=data, variants=variants)
-    found = []
-    for number, one in enumerate(_mapped(run, chosen, given.jobs), start=1):
-        found.append(one)
-        own, best = one.elastic["elastic"], one.fixed[one.best]
-        console.print(
-            f"{number}/{len(chosen)} {one.cell.name}: elastic {own.goodput:.3f}, "
-            f"{one.best} {best.goodput:.3f}"
-        )
     options = {
         "cells": len(chosen),
         "instances": given.instances,
         "traces": data is not None,
         "ablation": list(without),
     }
-    raw = {one.cell.name: msgspec.to_builtins((one.fixed, one.elastic)) for one in found}
+    kept = _kept(given.json, options)
+    run = partial(run_cell, size=given.instances, data=data, variants=variants)
+    found: list[CellOutcome] = []
+    for one in chain(kept, _mapped(run, chosen[len(kept) :], given.jobs)):
+        found.append(one)
+        own, best = one.elastic["elastic"], one.fixed[one.best]
+        console.print(
+            f"{len(found)}/{len(chosen)} {one.cell.name}: elastic {own.goodput:.3f}, "
+            f"{one.best} {best.goodput:.3f}"
+        )
+        raw = {"cells": [msgspec.to_builtins(each) for each in found]}
+        yield table(found), figures(found), raw, options
     if without:
         console.print(ablation_table(found))
-    return options, figures(found), table(found), raw
 
 
-def _constant(given: Namespace, console: Console) -> _Told:
+def _kept(path: Path | None, options: Mapping[str, Any]) -> list[CellOutcome]:
+    """Cells that a run of the same code and options has left when it was broken off."""
+    if path is None or not path.exists():
+        return []
+    left = result.read(path)
+    is_same = (left.name, left.options) == ("elastic", dict(options))
+    if not is_same or left.dirty or (left.commit, left.dirty) != result.commit():
+        return []
+    return [msgspec.convert(one, CellOutcome) for one in left.raw["cells"]]
+
+
+def _constant(given: Namespace, console: Console) -> Iterator[_Told]:
     chosen = constant_cells()
     run = partial(run_constant, size=given.instances, minutes=given.minutes)
-    found = []
-    for number, one in enumerate(_mapped(run, chosen, given.jobs), start=1):
+    options = {"constant": True, "instances": given.instances, "minutes": given.minutes}
+    found: list[ConstantOutcome] = []
+    for one in _mapped(run, chosen, given.jobs):
         found.append(one)
         console.print(
-            f"{number}/{len(chosen)} {one.cell.name}: {one.changes_a_minute:.2f} changes a minute"
+            f"{len(found)}/{len(chosen)} {one.cell.name}: "
+            f"{one.changes_a_minute:.2f} changes a minute"
         )
-    options = {"constant": True, "instances": given.instances, "minutes": given.minutes}
-    raw = {one.cell.name: msgspec.to_builtins(one) for one in found}
-    return options, constant_figures(found), constant_table(found), raw
+        raw = {"cells": [msgspec.to_builtins(each) for each in found]}
+        yield constant_table(found), constant_figures(found), raw, options
 
 
 def _mapped(run: Callable[[Any], Outcome], cells: Sequence[Any], jobs: int) -> Iterator[Outcome]:

@@ -27,7 +27,7 @@ DURATION_S = 120.0
 
 _MAX_OUTPUT_TOKENS = 512
 _PHASE_S = 30.0
-_TRACED = ("azure", "mooncake")
+_TRACED = ("azure", "mooncake", "servegen")
 
 LIMITS = {
     "opt-13b-a100": ((2.0, 0.1), (1.0, 0.06), (0.5, 0.05)),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
 import pytest
 
+from banaserve.bench.results import result
+from benchmarks.elastic import __main__ as script
 from benchmarks.elastic.__main__ import PARTS
 from benchmarks.elastic.cells import LoadCell
 from benchmarks.elastic.constant import (
@@ -58,6 +63,37 @@ def test_what_is_left_without_a_part() -> None:
     table = ablation_table(cells)
     assert [*table.columns[0].cells] == ["nothing", "roles"]
     assert [*table.columns[1].cells] == ["1.000", f"{0.5**0.5:.3f}"]
+
+
+def test_a_run_that_was_broken_off_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With code that is the same, and with no other."""
+    ran, file = [], tmp_path / "elastic.json"
+    fixed = {f"0 prefill, 0 decode, 4 both, steps of {n}": outcome(0.5) for n in (512, 2048)}
+
+    def mapped(_run: object, chosen: Sequence[LoadCell], _jobs: int) -> Iterator[CellOutcome]:
+        for number, cell in enumerate(chosen):
+            if len(ran) == 3:
+                raise KeyboardInterrupt
+            ran.append(number)
+            yield CellOutcome(cell, 10, fixed, {"elastic": outcome(0.8)})
+
+    argv = ["--cells", "5", "--json", str(file)]
+    monkeypatch.setattr(script, "_mapped", mapped)
+    monkeypatch.setattr(result, "commit", lambda: ("c0ffee", False))
+    with pytest.raises(KeyboardInterrupt):
+        script.main(argv)
+    ran.clear()
+    capsys.readouterr()
+    assert script.main(argv) == 0
+    assert ran == [0, 1]
+    said = [line.split(" ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert [word for word in said if word.endswith("/5")] == [f"{n}/5" for n in range(1, 6)]
+    ran.clear()
+    monkeypatch.setattr(result, "commit", lambda: ("decaf", False))
+    with pytest.raises(KeyboardInterrupt):
+        script.main(argv)
 
 
 def test_saturation_grows_with_the_instances() -> None:

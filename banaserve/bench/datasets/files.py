@@ -61,6 +61,7 @@ _PATTERNS = {
     "azure": ("traces/azure*.jsonl*", "azure*.jsonl*", "AzureLLMInferenceTrace_*.csv*"),
     "longbench": ("longbench/*.jsonl*",),
     "mooncake": ("traces/mooncake*.jsonl*", "mooncake*.jsonl*", "*conversation_trace.jsonl*"),
+    "servegen": ("traces/servegen*.jsonl*", "servegen*.jsonl*"),
     "sharegpt": ("ShareGPT*.json*", "sharegpt*.json*", "traces/sharegpt*.jsonl*"),
 }
 
