@@ -37,7 +37,7 @@ pytestmark = pytest.mark.e2e
 
 MODEL = "smollm2-135m"
 OUTPUT_TOKENS = 40
-NUM_KILLS = 200 if IS_LONG else 8
+NUM_KILLS = 200 if IS_LONG else 20
 NUM_STREAMS = 16
 NAMES = ("p0", "p1", "d0", "d1")
 
