@@ -7,8 +7,9 @@ PD ?= 1:1
 PORT ?= 8000
 ARGS ?=
 NAME ?= handover
-# Of the nemesis: for how long, and which order; an empty SEED draws one and prints it.
+# Of the nemesis and the soak: for how long; an empty SEED draws the nemesis' order and prints it.
 NEMESIS_S ?= 1200
+SOAK_S ?= 7200
 SEED ?=
 DEVICE ?= cpu
 # `full` also installs what tests of optional parts need.
@@ -35,8 +36,8 @@ endif
 # The kernels need torch and Triton, not vLLM: a GPU machine's own Python will do.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
-.PHONY: help serve install test test-long test-nemesis test-fast test-gpu lint lint-style lint-types \
-    lint-imports lint-docs format bench bench-gpu wheel \
+.PHONY: help serve install test test-long test-nemesis test-soak test-fast test-gpu lint lint-style \
+    lint-types lint-imports lint-docs format bench bench-gpu wheel \
     wheel-check sanitize lint-docker docs lock sbom audit clean distclean
 
 help:  ## List the targets.
@@ -77,7 +78,10 @@ test-long: lint  ## The same with what only repeats or deepens what a shorter ru
 
 test-nemesis: install  ## Kill and stop processes of a server under streams for NEMESIS_S seconds; ARGS as pytest's.
 	@BANASERVE_NEMESIS_S=$(NEMESIS_S) BANASERVE_NEMESIS_SEED=$(SEED) \
-	    $(BIN)/pytest -n0 -s tests/e2e/nemesis $(ARGS)
+	    $(BIN)/pytest -n0 -s tests/e2e/nemesis/test_nemesis.py $(ARGS)
+
+test-soak: install  ## Load a server for SOAK_S seconds, with deaths and moves: nothing that it holds may grow.
+	@BANASERVE_SOAK_S=$(SOAK_S) $(BIN)/pytest -n0 -s tests/e2e/nemesis/test_soak.py $(ARGS)
 
 test-fast: install  ## Run the tests that start no engine.
 	@$(PYTEST) --dist worksteal -m 'not e2e and not long' $(ARGS)
