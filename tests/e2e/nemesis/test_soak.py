@@ -29,7 +29,10 @@ pytestmark = [
 ]
 
 NAMES = ("p0", "d0")
-OPTIONS = ("--pd", "1:1", "--dtype", "float32", "--kv-store-size", "256MiB")
+OPTIONS = (
+    *("--pd", "1:1", "--dtype", "float32", "--kv-store-size", "256MiB"),
+    *("--kv-cache-memory-bytes", str(128 << 20)),
+)
 NUM_CLIENTS = 4
 SEED = 11
 SAMPLE_S = 5.0
