@@ -31,7 +31,7 @@ pytestmark = [
 NAMES = ("p0", "d0")
 OPTIONS = (
     *("--pd", "1:1", "--dtype", "float32", "--kv-store-size", "256MiB"),
-    *("--kv-cache-memory-bytes", str(128 << 20)),
+    *("--kv-cache-memory-bytes", str(128 << 20), "--max-model-len", "2048"),
 )
 NUM_CLIENTS = 4
 SEED = 11
