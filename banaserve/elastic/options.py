@@ -29,8 +29,7 @@ class ElasticOptions:
             ``none`` is nothing: beside routing by predicted times it rarely pays, and where a
             forecast errs it costs.
         routing: Policy that routes in the forecast: the one that serves.
-        first_plan_s: A load's first plan comes when it has lasted this long,
-        first_ended: or when so many of its requests have ended, so that their lengths are known.
+        first_plan_s: A load's first plan comes when it has lasted this long.
         settled_s: After this a load is known; it is planned for again when it changes.
         recheck_s: After this it is looked again whether modules that are away still bring anything
             under a known load; and, after longer and longer, whether a plan has come about.
@@ -60,7 +59,6 @@ class ElasticOptions:
     modules: str = "none"
     routing: str = "load_aware"
     first_plan_s: float = 4.0
-    first_ended: int = 20
     settled_s: float = 110.0
     recheck_s: float = 15.0
     window_s: float = 60.0

@@ -100,11 +100,7 @@ def decide(situation: Situation, options: ElasticOptions) -> Decision:
         memory = LoadMemory(since_s, min(now_s, since_s + options.first_plan_s))
     elif memory.num_instances not in (0, situation.num_instances):
         memory = memory._replace(next_s=now_s, is_settled=False)  # another best arrangement
-    is_enough = memory.next_s <= memory.since_s + options.first_plan_s and (
-        sum(one.end_s is not None and one.arrival_s >= memory.since_s for one in requests)
-        >= options.first_ended
-    )
-    if now_s < memory.next_s and not is_enough:
+    if now_s < memory.next_s:
         return Decision((), (), 0.0, memory, "the load is what it was")
     is_known = memory.is_settled and not _is_missing(memory.wanted, situation.instances)
     search = Search(situation, memory.since_s, options)
