@@ -38,26 +38,26 @@ from banaserve.controller.loop import Controller, ControllerOptions
 from banaserve.controller.schemas import ControllerState
 from banaserve.controller.time_scaling import dilated
 from banaserve.elastic.forecast_profile import forecast_profile
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster, ClusterTimeouts, PrefixLookup
 from banaserve.engine.vllm.compat.config import VllmConfig, is_on_cpu, own_budget
 from banaserve.engine.vllm.compat.engine import EngineDeadError
-from banaserve.engine.vllm.drain import Drains
-from banaserve.engine.vllm.engine_api import WorkerApi
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.launch.launcher import Launcher
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration.controller.guest_monitor import live_migration
-from banaserve.engine.vllm.migration_executor import MoveExecutor
+from banaserve.engine.vllm.migration.controller.move_executor import MoveExecutor
+from banaserve.engine.vllm.monitoring import metrics
 from banaserve.engine.vllm.residency import Residency
 from banaserve.engine.vllm.restart.admission import Admission
 from banaserve.engine.vllm.restart.rolling import Make, RollingRestarts
-from banaserve.engine.vllm.role_switch import Budgets, Roles
+from banaserve.engine.vllm.roles.drain import Drains
+from banaserve.engine.vllm.roles.role_switch import Budgets, Roles
+from banaserve.engine.vllm.rpc.engine_api import WorkerApi
+from banaserve.engine.vllm.rpc.typed_rpc import call
 from banaserve.engine.vllm.scaling.autoscaler import Autoscaler
 from banaserve.engine.vllm.scaling.factory import InstanceFactory
 from banaserve.engine.vllm.scaling.scaler import Scaler
-from banaserve.engine.vllm.typed_rpc import call
 from banaserve.errors import BanaServeError, InstanceDeadError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.daemon.options import StoreOptions

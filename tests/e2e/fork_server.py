@@ -167,8 +167,8 @@ def _import() -> None:
         "uvloop",
     ):
         importlib.import_module(name)
-    from banaserve.engine.vllm.environment import set_environment
     from banaserve.engine.vllm.launch.forkserver import pre_import
+    from banaserve.engine.vllm.settings.environment import set_environment
 
     set_environment()
     pre_import()

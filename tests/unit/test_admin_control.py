@@ -32,8 +32,8 @@ from banaserve.controller.schemas import (
     StepRecord,
     WantedStep,
 )
-from banaserve.engine.vllm.drain import Drains
 from banaserve.engine.vllm.restart.api import EngineRestart, RestartRequest, RollingRestart
+from banaserve.engine.vllm.roles.drain import Drains
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size
 from banaserve.orchestrator.control import Mode

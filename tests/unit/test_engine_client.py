@@ -25,13 +25,13 @@ from vllm.sampling_params import SamplingParams
 
 from banaserve.api.app import vllm_app
 from banaserve.clock import WallClock
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.client import DisaggregatedClient, tenant
 from banaserve.engine.vllm.cluster import Cluster, ClusterTimeouts
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.server import StaysUp
-from banaserve.engine.vllm.engine_args import parse_vllm_argv
-from banaserve.engine.vllm.lora import Adapters
+from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.requests.lora import Adapters
+from banaserve.engine.vllm.settings.engine_args import parse_vllm_argv
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
 from banaserve.orchestrator.routing.named import NamedPolicy
 from banaserve.types import (

@@ -28,7 +28,7 @@ from banaserve.engine.vllm.continuation import (
     with_output,
 )
 from banaserve.engine.vllm.kv_connector.handover import Handover
-from banaserve.engine.vllm.legs import (
+from banaserve.engine.vllm.requests.legs import (
     decode_leg,
     end_with_context,
     first_token_blocker,

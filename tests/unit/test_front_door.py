@@ -31,10 +31,10 @@ from banaserve.cli import launch
 from banaserve.cli.serve_options import parse_serve_argv
 from banaserve.cli.sockets import check_tls
 from banaserve.config import ServeConfig
-from banaserve.engine.vllm import engine_args
 from banaserve.engine.vllm.client import request_limits, tenant
-from banaserve.engine.vllm.engine_args import refuse_taken
 from banaserve.engine.vllm.instance import last_error_in
+from banaserve.engine.vllm.settings import engine_args
+from banaserve.engine.vllm.settings.engine_args import refuse_taken
 from banaserve.errors import UserError
 from banaserve.models import ResolvedModel
 from banaserve.run_dir import open_run_dir

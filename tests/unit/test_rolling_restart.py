@@ -20,9 +20,9 @@ from vllm.outputs import CompletionOutput
 from banaserve.clock import WallClock
 from banaserve.engine.vllm import cluster as clusters
 from banaserve.engine.vllm.compat.requests import RequestOutput, RequestOutputKind
-from banaserve.engine.vllm.disagg_request import LegMovedError, LegOutputCollector
-from banaserve.engine.vllm.engine_settings import EngineSettings
 from banaserve.engine.vllm.instance import State
+from banaserve.engine.vllm.launch.engine_settings import EngineSettings
+from banaserve.engine.vllm.requests.disagg_request import LegMovedError, LegOutputCollector
 from banaserve.engine.vllm.restart.api import RestartRequest, RollingRestart
 from banaserve.engine.vllm.restart.options import check_fits, check_options
 from banaserve.engine.vllm.restart.rolling import RollingRestarts

@@ -18,7 +18,7 @@ from banaserve.engine.vllm import cluster as clusters
 from banaserve.engine.vllm.cluster import Cluster, ClusterTimeouts
 from banaserve.engine.vllm.compat.engine import EngineDeadError
 from banaserve.engine.vllm.instance import State
-from banaserve.engine.vllm.role_switch import Budgets
+from banaserve.engine.vllm.roles.role_switch import Budgets
 from banaserve.errors import UserError
 from banaserve.orchestrator.routing import registry
 from banaserve.types import InstanceId, InstanceView, Role

@@ -22,7 +22,6 @@ from http import HTTPStatus
 from typing import Any, NoReturn
 
 from banaserve.clock import WallClock
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.config import VllmConfig
@@ -42,7 +41,8 @@ from banaserve.engine.vllm.compat.server import (
     xgrammar_vocabulary,
 )
 from banaserve.engine.vllm.continuation import take_client_args
-from banaserve.engine.vllm.disagg_request import (
+from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.requests.disagg_request import (
     DEAD,
     MAX_DEATHS,
     RequestContext,
@@ -50,9 +50,9 @@ from banaserve.engine.vllm.disagg_request import (
     next_output,
     out_of_time,
 )
-from banaserve.engine.vllm.legs import end_with_context, first_token_blocker, give_seed
-from banaserve.engine.vllm.lora import Adapters
-from banaserve.engine.vllm.sequences import run_sequences, sequences_of
+from banaserve.engine.vllm.requests.legs import end_with_context, first_token_blocker, give_seed
+from banaserve.engine.vllm.requests.lora import Adapters
+from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
 from banaserve.engine.vllm.tracing.events import LookedUp
 from banaserve.engine.vllm.tracing.request_log import RequestLog, RequestNotes
 from banaserve.tenants import tenant_terms

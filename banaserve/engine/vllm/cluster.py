@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 from banaserve.clock import Clock
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat import kv_cache
 from banaserve.engine.vllm.compat.config import VllmConfig, is_on_cpu
 from banaserve.engine.vllm.compat.requests import GracefulHTTPError
-from banaserve.engine.vllm.engine_settings import EngineSettings
 from banaserve.engine.vllm.generations import Member, candidates, is_lost
 from banaserve.engine.vllm.instance import Instance, State
+from banaserve.engine.vllm.launch.engine_settings import EngineSettings
 from banaserve.engine.vllm.liveness.restart_policy import RestartPolicy
+from banaserve.engine.vllm.monitoring import metrics
 from banaserve.engine.vllm.residency import Residency
 from banaserve.engine.vllm.tracing.events import NoInstance
 from banaserve.engine.vllm.tracing.request_log import RequestNotes

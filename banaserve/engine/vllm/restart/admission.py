@@ -10,9 +10,9 @@ from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster, PrefixLookup
 from banaserve.engine.vllm.compat.engine import EngineDeadError
 from banaserve.engine.vllm.compat.requests import SamplingParams
-from banaserve.engine.vllm.engine_api import WorkerApi
 from banaserve.engine.vllm.instance import Instance
-from banaserve.engine.vllm.typed_rpc import call
+from banaserve.engine.vllm.rpc.engine_api import WorkerApi
+from banaserve.engine.vllm.rpc.typed_rpc import call
 from banaserve.errors import BanaServeError, InstanceDeadError
 
 _ANSWER_S = 120.0

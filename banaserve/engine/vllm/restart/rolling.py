@@ -14,13 +14,13 @@ import math
 from collections.abc import Callable, Sequence
 
 from banaserve.clock import Clock
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.cluster import Check, Cluster
 from banaserve.engine.vllm.compat.engine import EngineDeadError
-from banaserve.engine.vllm.engine_settings import EngineSettings
 from banaserve.engine.vllm.generations import can_leave, restart_order
 from banaserve.engine.vllm.instance import Instance, State
+from banaserve.engine.vllm.launch.engine_settings import EngineSettings
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
+from banaserve.engine.vllm.monitoring import metrics
 from banaserve.engine.vllm.restart.api import EngineRestart, RestartRequest, RollingRestart
 from banaserve.errors import InstanceDeadError, MigrationError, UserError
 from banaserve.types import InstanceId

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.cluster import Cluster, WeightsReplacedError
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.requests import (
@@ -27,7 +26,8 @@ from banaserve.engine.vllm.compat.requests import (
 )
 from banaserve.engine.vllm.continuation import logprob_rows
 from banaserve.engine.vllm.instance import Instance
-from banaserve.engine.vllm.legs import decode_leg, prefill_leg
+from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.requests.legs import decode_leg, prefill_leg
 from banaserve.engine.vllm.tracing.events import LegEnded, LegFailed, LegOutput
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
 from banaserve.engine.vllm.trials import Trial

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat.requests import RequestOutput, RequestOutputKind
-from banaserve.engine.vllm.disagg_request import RequestContext, run_request
+from banaserve.engine.vllm.requests.disagg_request import RequestContext, run_request
 
 
 def sequences_of(context: RequestContext) -> Sequence[RequestContext]:
