@@ -20,12 +20,12 @@ from banaserve.cli import emulation
 from banaserve.cli.compiling import CompileChoice, choose_compiling, find_compiler
 from banaserve.cli.sockets import check_tls
 from banaserve.config import MINIATURE, ServeConfig
-from banaserve.cpu_features import DtypeChoice, choose_dtype, read_cpu_flags
 from banaserve.elastic.forecast_profile import forecast_profile
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size, parse_size
-from banaserve.linux import available_memory_bytes
 from banaserve.models import ResolvedModel, cache
+from banaserve.platform.cpu_features import DtypeChoice, choose_dtype, read_cpu_flags
+from banaserve.platform.linux import available_memory_bytes
 from banaserve.run_dir import RunDir
 
 if TYPE_CHECKING:

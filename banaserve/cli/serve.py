@@ -27,10 +27,10 @@ from banaserve.elastic.forecast_profile import forecast_profile
 from banaserve.errors import UserError
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import format_size, parse_size
-from banaserve.linux import available_memory_bytes
 from banaserve.net.descriptors import raise_descriptor_limit
 from banaserve.orchestrator.control import Mode
 from banaserve.orchestrator.routing import registry
+from banaserve.platform.linux import available_memory_bytes
 from banaserve.plugins import PluginGroup
 from banaserve.run_dir import RunDir, open_run_dir
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from banaserve.access.key_files import key_of, keys_of
+from banaserve.access.tenants import read_tenants
 from banaserve.arguments import Parser, read_pair
 from banaserve.config import (
     MIGRATION_ATTENTION,
@@ -25,11 +27,9 @@ from banaserve.config import (
 )
 from banaserve.controller.decisions import DecisionLog
 from banaserve.errors import UserError
-from banaserve.key_files import key_of, keys_of
 from banaserve.orchestrator.control import ControlLimits
 from banaserve.orchestrator.migration import registry as migration_policies
 from banaserve.orchestrator.routing import registry as routing_policies
-from banaserve.tenants import read_tenants
 from banaserve.types import Role
 
 _DEFAULTS = ServeConfig()

@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 
 import migration_doubles as doubles
 from admin_server import AdminServer
+from banaserve.access.tenants import TenantKey
 from banaserve.api import admin_client
 from banaserve.api.admin import AdminDoor
 from banaserve.api.admin_client import AdminClient
@@ -26,7 +27,6 @@ from banaserve.cli.main import main
 from banaserve.engine.vllm.migration.api import MoveLayers
 from banaserve.errors import UserError
 from banaserve.run_dir import AdminAccess, find_admin, open_run_dir, write_admin
-from banaserve.tenants import TenantKey
 
 KEY = "the-admin-key"
 AUTH = {"Authorization": f"Bearer {KEY}"}

@@ -22,7 +22,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve import processes
 from banaserve.clock import WallClock
 from banaserve.engine.vllm import cluster as clusters
 from banaserve.engine.vllm.instance import Instance, State
@@ -33,7 +32,8 @@ from banaserve.engine.vllm.launch.launcher import ForkLauncher, SpawnLauncher
 from banaserve.engine.vllm.launch.parent_link import ParentLink, ParentLostError
 from banaserve.engine.vllm.launch.spawned import LaunchKind
 from banaserve.errors import InstanceDeadError
-from banaserve.processes import StallWatch, is_running
+from banaserve.platform import processes
+from banaserve.platform.processes import StallWatch, is_running
 from banaserve.types import InstanceId, Role
 from waiting import eventually, until
 

@@ -23,6 +23,7 @@ pytest.importorskip("vllm")
 from starlette.types import Receive, Scope, Send
 
 from banaserve import run_dir
+from banaserve.access.tenants import TenantKey
 from banaserve.api.app import Door
 from banaserve.api.auth import KeyMiddleware
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
@@ -38,7 +39,6 @@ from banaserve.engine.vllm.settings.engine_args import refuse_taken
 from banaserve.errors import UserError
 from banaserve.models import ResolvedModel
 from banaserve.run_dir import open_run_dir
-from banaserve.tenants import TenantKey
 from banaserve.types import RequestLimits, Role
 
 

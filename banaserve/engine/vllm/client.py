@@ -21,6 +21,7 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any, NoReturn
 
+from banaserve.access.tenants import tenant_terms
 from banaserve.clock import WallClock
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import engine as compat
@@ -55,7 +56,6 @@ from banaserve.engine.vllm.requests.lora import Adapters
 from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
 from banaserve.engine.vllm.tracing.events import LookedUp
 from banaserve.engine.vllm.tracing.request_log import RequestLog, RequestNotes
-from banaserve.tenants import tenant_terms
 from banaserve.types import NO_LIMITS, RequestLimits
 
 tenant: ContextVar[str | None] = ContextVar("tenant", default=None)

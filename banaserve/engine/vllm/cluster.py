@@ -32,7 +32,7 @@ from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.wire import MAX_KEYS
 from banaserve.orchestrator.model.output_length import OutputLengthWindow
 from banaserve.orchestrator.routing.named import NamedPolicy
-from banaserve.processes import StallWatch
+from banaserve.platform.processes import StallWatch
 from banaserve.types import (
     NO_LIMITS,
     NOWHERE,

@@ -23,7 +23,6 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from banaserve import processes
 from banaserve.clock import Clock
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.config import UsageContext, VllmConfig
@@ -35,6 +34,7 @@ from banaserve.engine.vllm.monitoring.reports import EngineSeries, ReportBoard
 from banaserve.engine.vllm.roles.role_switch import Budgets
 from banaserve.errors import InstanceDeadError
 from banaserve.orchestrator.cluster_view import with_guests
+from banaserve.platform import processes
 from banaserve.run_dir import tail_of
 from banaserve.types import InstanceId, InstanceView, ModulePlacement, Role
 

@@ -29,7 +29,7 @@ from banaserve.engine.vllm.launch.engine_main import (
 )
 from banaserve.engine.vllm.settings.engine_args import engine_config, load_parsers, parse_vllm_argv
 from banaserve.fail_points import FailPoint, reach
-from banaserve.processes import die_with_parent
+from banaserve.platform.processes import die_with_parent
 
 _PRE_IMPORTED = (
     *PRE_IMPORTED,

@@ -24,7 +24,7 @@ from banaserve.engine.vllm.launch.spawned import LaunchKind, spawn
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.engine.vllm.monitoring import metrics
 from banaserve.errors import InstanceDeadError
-from banaserve.processes import in_daemon_thread
+from banaserve.platform.processes import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 
