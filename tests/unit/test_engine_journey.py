@@ -29,8 +29,8 @@ from banaserve.engine.vllm.requests.disagg_request import (
     run_request,
 )
 from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
+from banaserve.engine.vllm.requests.trials import Trials
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
-from banaserve.engine.vllm.trials import Trials
 from banaserve.types import NOWHERE, InstanceId, Route
 from waiting import until
 
@@ -121,6 +121,7 @@ class Engines:
 
     def __init__(self, *engines: Engine, prefill: Engine | None = None) -> None:
         self.trials = Trials()
+        self.cluster = self
         self._left = list(engines)
         self._prefill = prefill.id if prefill else None
         known = [*engines, prefill] if prefill else engines

@@ -23,7 +23,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.clock import WallClock
-from banaserve.engine.vllm import cluster as clusters
+from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.instance import Instance, State
 from banaserve.engine.vllm.launch import forkserver, messages, spawned
 from banaserve.engine.vllm.launch.devices import Devices
@@ -31,6 +31,8 @@ from banaserve.engine.vllm.launch.engine_main import Launch
 from banaserve.engine.vllm.launch.launcher import ForkLauncher, SpawnLauncher
 from banaserve.engine.vllm.launch.parent_link import ParentLink, ParentLostError
 from banaserve.engine.vllm.launch.spawned import LaunchKind
+from banaserve.engine.vllm.liveness import probe, supervisor
+from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
 from banaserve.errors import InstanceDeadError
 from banaserve.platform import processes
 from banaserve.platform.processes import StallWatch, is_running
@@ -302,18 +304,15 @@ class Mortal:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = functools.partial(clusters.RestartPolicy, first_s=0.001)
-    monkeypatch.setattr(clusters, "RestartPolicy", policy)
-    monkeypatch.setattr(clusters, "_PROBE_INTERVAL_S", 0.001)
+    policy = functools.partial(supervisor.RestartPolicy, first_s=0.001)
+    monkeypatch.setattr(supervisor, "RestartPolicy", policy)
+    monkeypatch.setattr(supervisor, "_AGAIN_S", 0.001)
+    monkeypatch.setattr(probe, "_PROBE_INTERVAL_S", 0.001)
 
 
-def cluster_of(
-    *mortals: Mortal, stall_s: float = 600.0, retry_s: float = 600.0
-) -> clusters.Cluster:
-    nothing: Any = None
+def cluster_of(*mortals: Mortal, stall_s: float = 600.0, retry_s: float = 600.0) -> Cluster:
     instances: Any = mortals
-    patience = clusters.ClusterTimeouts(1.0, 1.0, stall_s, retry_s=retry_s)
-    return clusters.Cluster(instances, nothing, WallClock(), patience)
+    return Cluster(instances, WallClock(), ClusterTimeouts(1.0, stall_s, retry_s=retry_s))
 
 
 @pytest.mark.usefixtures("quick")
@@ -325,7 +324,7 @@ async def test_nothing_ends_the_watch_over_an_instance() -> None:
     def fail(_: InstanceId) -> None:
         raise ValueError("what follows fails")
 
-    cluster.on_ended += [fail, told.append]
+    cluster.supervisor.on_ended += [fail, told.append]
     await cluster.start(lambda _: None)
     await until(lambda: mortal.num_probes > 1)
     mortal.end()
@@ -338,7 +337,7 @@ async def test_nothing_ends_the_watch_over_an_instance() -> None:
 async def test_an_instance_that_is_removed_is_not_started_again() -> None:
     mortal, told = Mortal(None, None), []
     cluster = cluster_of(mortal)
-    cluster.on_ended.append(told.append)
+    cluster.supervisor.on_ended.append(told.append)
     await cluster.start(lambda _: None)
     await cluster.remove(mortal.id)
     assert (mortal.state, told, mortal._starts) == (State.DEAD, ["x1"], [None])
@@ -392,7 +391,7 @@ async def test_an_instance_that_is_added_is_kept_alive() -> None:
 async def test_streams_go_on_before_the_memory_of_a_dead_instance_is_free() -> None:
     mortal = Mortal(None, None)
     cluster, told = cluster_of(mortal), []
-    cluster.on_ended.append(told.append)
+    cluster.supervisor.on_ended.append(told.append)
     await cluster.start(lambda _: None)
     mortal.dying.set()
     await until(lambda: mortal.state is State.DEAD)
@@ -465,7 +464,7 @@ async def test_an_instance_that_was_given_up_is_tried_again() -> None:
     mortal.end()
     await until(lambda: not mortal._starts)
     assert mortal.state is State.READY
-    assert not cluster.failed.is_set(), "the other one has served all the time"
+    assert not cluster.supervisor.failed.is_set(), "the other one has served all the time"
     await cluster.stop()
 
 
@@ -474,11 +473,11 @@ async def test_a_cluster_whose_instances_are_all_given_up_has_failed() -> None:
     mortal = Mortal(None, *map(never_again, range(5)))
     cluster = cluster_of(mortal, retry_s=1e6)
     await cluster.start(lambda _: None)
-    assert (cluster.is_healthy, cluster.failed.is_set()) == (True, False)
+    assert (cluster.is_healthy, cluster.supervisor.failed.is_set()) == (True, False)
     mortal.end()
     async with asyncio.timeout(30.0):
-        await cluster.failed.wait()
-    assert (cluster.is_healthy, cluster.last_failure) == (False, "no memory")
+        await cluster.supervisor.failed.wait()
+    assert (cluster.is_healthy, cluster.supervisor.last_failure) == (False, "no memory")
     removing = asyncio.create_task(cluster.remove(mortal.id))
     await asyncio.wait_for(removing, 30.0)
     await cluster.stop()
@@ -493,9 +492,9 @@ async def test_a_server_is_healthy_until_nothing_has_served_for_a_while() -> Non
 
     mortals = [Mortal(), Mortal()]
     mortals[0].role, mortals[1].id = Role.PREFILL, InstanceId("x2")
-    clock, nothing = Clock(), SimpleNamespace()
+    clock = Clock()
     instances: Any = mortals
-    cluster = clusters.Cluster(instances, nothing, clock, clusters.ClusterTimeouts(unserved_s=10.0))
+    cluster = Cluster(instances, clock, ClusterTimeouts(unserved_s=10.0))
     for mortal in mortals:
         mortal.state = State.READY
     clock.at_s = 100.0

@@ -240,7 +240,7 @@ async def live_migration(
     facts = model_facts(config)
     coordinator = Coordinator(cluster.instances, guests, facts, machine_available_bytes)
     overseer = GuestMonitor(coordinator)
-    cluster.on_ended.append(coordinator.instance_ended)
+    cluster.supervisor.on_ended.append(coordinator.instance_ended)
     overseer.start()
     try:
         yield coordinator
