@@ -161,8 +161,8 @@ def _import() -> None:
     """What a server has imported when it forks the parent of its engines."""
     for name in (
         "banaserve.cli.main",
-        "banaserve.cli.serve",
-        "banaserve.cli.launch",
+        "banaserve.cli.serve.command",
+        "banaserve.cli.serve.launch",
         "banaserve.api.serving",
         "uvloop",
     ):

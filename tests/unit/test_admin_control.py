@@ -19,7 +19,7 @@ from banaserve.api.admin import AdminDoor
 from banaserve.api.admin_control import Control
 from banaserve.cli.admin.decisions import lines_of
 from banaserve.cli.main import main
-from banaserve.cli.serve_options import parse_serve_argv
+from banaserve.cli.serve.options.command_line import parse_serve_argv
 from banaserve.clock import WallClock
 from banaserve.controller.decisions import DecisionLog
 from banaserve.controller.loop import Controller, ControllerOptions

@@ -24,7 +24,7 @@ from banaserve.bench.loadgen.servers import free_port
 from banaserve.cli import main as cli
 from banaserve.cli.doctor.command import app as doctor
 from banaserve.cli.plugins import REGISTRIES, rivalries, use_plugins
-from banaserve.cli.serve import serve_command
+from banaserve.cli.serve.command import serve_command
 from banaserve.controller.loop import ControllerOptions
 from banaserve.controller.time_scaling import dilated
 from banaserve.errors import NoInstanceError, PolicyError, UserError

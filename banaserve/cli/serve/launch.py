@@ -16,8 +16,8 @@ import psutil
 
 from banaserve import models
 from banaserve.api.front_socket import FrontSocket
-from banaserve.cli import emulation
-from banaserve.cli.compiling import CompileChoice, choose_compiling, find_compiler
+from banaserve.cli.serve import emulation
+from banaserve.cli.serve.compiling import CompileChoice, choose_compiling, find_compiler
 from banaserve.cli.sockets import check_tls
 from banaserve.config import MINIATURE, ServeConfig
 from banaserve.elastic.forecast_profile import forecast_profile

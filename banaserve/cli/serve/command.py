@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 from banaserve import models
 from banaserve.api.bodies.bounds import RequestBounds
 from banaserve.api.front_socket import FrontSocket
-from banaserve.cli import emulation
 from banaserve.cli.console import Say, print_error, timed
 from banaserve.cli.plugins import rivalries, use_plugins
-from banaserve.cli.serve_options import check_orchestrator, parse_serve_argv
+from banaserve.cli.serve import emulation
+from banaserve.cli.serve.options.command_line import check_orchestrator, parse_serve_argv
 from banaserve.cli.sockets import front_socket
 from banaserve.config import ServeConfig
 from banaserve.elastic.forecast_profile import forecast_profile
@@ -111,7 +111,7 @@ def _serve(
     terminal: TextIO,
 ) -> None:
     say("loading vLLM")
-    from banaserve.cli import launch
+    from banaserve.cli.serve import launch
 
     with launch.prepared(config, model, front, run) as parts:
         scheme = "https" if parts.args.ssl_certfile else "http"
