@@ -20,7 +20,8 @@ from banaserve.api.front_socket import FrontSocket
 from banaserve.cli.console import Say, print_error, timed
 from banaserve.cli.plugins import rivalries, use_plugins
 from banaserve.cli.serve import emulation
-from banaserve.cli.serve.options.command_line import check_orchestrator, parse_serve_argv
+from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.cli.serve.options.orchestrator import check_orchestrator
 from banaserve.cli.sockets import front_socket
 from banaserve.config import ServeConfig
 from banaserve.elastic.forecast_profile import forecast_profile
