@@ -1,23 +1,16 @@
-"""Instances that die, cannot be reached or are started by a parent that is gone."""
+"""Instances that die, stall or are removed: what ends, and what is started again."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import os
-import signal
-import socket
-import struct
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 pytest.importorskip("vllm")
@@ -25,81 +18,13 @@ pytest.importorskip("vllm")
 from banaserve.clock import WallClock
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.instance import Instance, State
-from banaserve.engine.vllm.launch import forkserver, messages, spawned
 from banaserve.engine.vllm.launch.devices import Devices
-from banaserve.engine.vllm.launch.engine_main import Launch
-from banaserve.engine.vllm.launch.launcher import ForkLauncher, SpawnLauncher
-from banaserve.engine.vllm.launch.parent_link import ParentLink, ParentLostError
-from banaserve.engine.vllm.launch.spawned import LaunchKind
+from banaserve.engine.vllm.launch.launcher import SpawnLauncher
 from banaserve.engine.vllm.liveness import probe, supervisor
 from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
 from banaserve.errors import InstanceDeadError
-from banaserve.platform import processes
-from banaserve.platform.processes import StallWatch, is_running
 from banaserve.types import InstanceId, Role
-from waiting import eventually, until
-
-# ---- the launcher
-
-
-class Parent:
-    """Answers orders, each when it is told to, with the number of the order as process id."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.orders = 0
-        self.may_answer = threading.Semaphore(0)
-        self._sock = sock
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while isinstance(order := messages.receive(self._sock), messages.StartEngine):
-            self.orders += 1
-            self.may_answer.acquire()
-            messages.send(self._sock, messages.EngineStarted(order.instance_id, self.orders))
-        self._sock.close()
-
-
-async def none_other() -> ParentLink:
-    raise ParentLostError("no engine parent can be started: no memory")
-
-
-async def test_an_order_that_was_cancelled_takes_nobodys_answer(tmp_path: Path) -> None:
-    ours, theirs = socket.socketpair()
-    parent, launcher = Parent(theirs), ForkLauncher(ParentLink(ours, 0), none_other)
-    first = asyncio.create_task(launcher.start("d0", "", tmp_path))
-    await until(lambda: parent.orders == 1)
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
-    second = asyncio.create_task(launcher.start("d1", "", tmp_path))
-    await asyncio.sleep(0)
-    parent.may_answer.release(2)
-    assert await asyncio.wait_for(second, 30.0) == 2
-    launcher.close()
-
-
-async def test_a_parent_that_cannot_be_replaced_is_told_in_one_line(tmp_path: Path) -> None:
-    ours, theirs = socket.socketpair()
-    theirs.close()
-    launcher = ForkLauncher(ParentLink(ours, 0), none_other)
-    with pytest.raises(InstanceDeadError, match=r"no memory, and no other one .*: see front.log"):
-        await launcher.start("d0", "", tmp_path)
-    launcher.close()
-
-
-async def test_a_parent_that_talks_nonsense_is_replaced(tmp_path: Path) -> None:
-    ours, theirs = socket.socketpair()
-    body = msgspec.msgpack.encode(messages.EngineStarted("d0", 1)).replace(b"d0", b"\xff0")
-    theirs.sendall(struct.pack("!I", len(body)) + body)
-    _, second = answering()
-
-    async def start_parent() -> ParentLink:
-        return second
-
-    launcher = ForkLauncher(ParentLink(ours, 0), start_parent)
-    assert await launcher.start("d0", "", tmp_path) == 1
-    launcher.close()
-    theirs.close()
+from waiting import until
 
 
 @pytest.fixture
@@ -107,108 +32,6 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(["sleep", "600"]) as started:
         yield started
         started.kill()
-
-
-def answering(pid: int = 0) -> tuple[Parent, ParentLink]:
-    """A parent that answers two orders at once."""
-    ours, theirs = socket.socketpair()
-    parent = Parent(theirs)
-    parent.may_answer.release(2)
-    return parent, ParentLink(ours, pid)
-
-
-@pytest.mark.parametrize("is_hung", [False, True], ids=["ended", "hung"])
-async def test_a_lost_parent_is_replaced_once(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    process: subprocess.Popen[bytes],
-    is_hung: bool,
-) -> None:
-    ours, theirs = socket.socketpair()
-    if is_hung:
-        monkeypatch.setattr(ParentLink.order, "__defaults__", (0.05,))
-    else:
-        theirs.close()
-    first, (parent, second) = ParentLink(ours, process.pid), answering()
-    num_started = 0
-
-    async def start_parent() -> ParentLink:
-        nonlocal num_started
-        num_started += 1
-        monkeypatch.setattr(ParentLink.order, "__defaults__", (30.0,))
-        return second
-
-    launcher = ForkLauncher(first, start_parent)
-    orders = (launcher.start(name, "", tmp_path) for name in ("d0", "d1"))
-    assert sorted(await asyncio.gather(*orders)) == [1, 2]
-    assert (num_started, parent.orders) == (1, 2)
-    assert process.poll() is None, "it may have engines that are well"
-    parent.may_answer.release()
-    await launcher.start("d0", "", tmp_path)
-    assert not is_running(process.pid), "it has none"
-    launcher.close()
-    theirs.close()
-
-
-async def test_a_hung_parent_stays_while_it_has_engines(
-    tmp_path: Path, process: subprocess.Popen[bytes]
-) -> None:
-    with subprocess.Popen(["sleep", "600"]) as engine:  # noqa: ASYNC220
-        ours, theirs = socket.socketpair()
-        first, (_, second) = ParentLink(ours, process.pid), answering()
-        messages.send(theirs, messages.EngineStarted("d0", engine.pid))
-
-        async def start_parent() -> ParentLink:
-            return second
-
-        launcher = ForkLauncher(first, start_parent)
-        assert await launcher.start("d0", "", tmp_path) == engine.pid
-        first.is_lost = True
-        await launcher.start("d1", "", tmp_path)
-        await launcher.start("d1", "", tmp_path)
-        assert process.poll() is None
-        engine.kill()
-        engine.wait()
-        await launcher._sweep()
-        assert not is_running(process.pid)
-        launcher.close()
-        theirs.close()
-
-
-def test_an_order_that_another_parent_has_got_since_is_not_obeyed() -> None:
-    late = messages.StartEngine("d0", "", "", until_s=time.monotonic() - 1.0)
-    assert forkserver._is_late(late)
-    assert not forkserver._is_late(msgspec.structs.replace(late, until_s=time.monotonic() + 1e3))
-    assert not forkserver._is_late(messages.StartEngine("d0", "", ""))
-
-
-def test_a_stopped_child_is_ended_and_reaped(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGSTOP)
-    ours, theirs = socket.socketpair()
-    ParentLink(ours, process.pid, process).close(patience_s=0.01)
-    theirs.close()
-    assert process.returncode is not None
-
-
-def test_what_is_spawned_says_nothing_on_its_command_line_and_ends_with_its_starter(
-    tmp_path: Path,
-) -> None:
-    """Its starter is not this process: it must not come so far as to import an engine."""
-    said = Launch("d0", ["--hf-token", "a-secret"], "ipc://nowhere", str(tmp_path / "log"))
-    process = spawned.spawn(LaunchKind.ENGINE, said, os.environ)
-    try:
-        line = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-        assert b"a-secret" not in line
-        assert str(os.getpid()).encode() in line.split(b"\0")
-    finally:
-        process.kill()
-        process.wait()
-    command = [sys.executable, "-m", spawned.__name__, "engine", "1"]
-    done = subprocess.run(command, input=b"nonsense", timeout=60.0)
-    assert (done.returncode, (tmp_path / "log").exists()) == (1, False)
-
-
-# ---- an instance
 
 
 def instance(folder: Path, connect: Callable[[object], object]) -> Any:
@@ -238,9 +61,6 @@ async def test_an_engine_that_ends_before_it_is_connected_is_not_waited_for(
         await asyncio.wait_for(connecting, 30.0)
     never.set()
     made.kill()  # its process id is no longer its own
-
-
-# ---- the cluster
 
 
 class Mortal:
@@ -528,82 +348,3 @@ async def test_an_engine_is_well_after_this_process_has_stood_still(
         await asyncio.sleep(0.001)
     assert (mortal.num_kills, mortal.state) == (0, State.READY)
     await cluster.stop()
-
-
-def test_only_silence_without_work_is_a_stall(process: subprocess.Popen[bytes]) -> None:
-    working = os.getpid()
-    watch = StallWatch(10.0, 1e9, counts_work=True)
-    assert not watch.has_stalled(process.pid, 0.0, 10.0)
-    assert watch.has_stalled(process.pid, 0.0, 10.1)
-    assert not watch.has_stalled(process.pid, 5.0, 15.0)
-    assert watch.has_stalled(working, 0.0, 20.0)  # seen for the first time
-    use_a_tick()
-    assert not watch.has_stalled(working, 0.0, 25.0)
-    assert watch.has_stalled(process.pid, 0.0, 26.0)
-    use_a_tick()
-    assert not watch.has_stalled(0, 0.0, 1e6)
-
-
-def test_work_without_a_word_is_a_stall_in_the_end(process: subprocess.Popen[bytes]) -> None:
-    watch = StallWatch(10.0, 100.0, counts_work=True)
-    working = os.getpid()
-    assert not watch.has_stalled(working, 90.0, 94.0)
-    for now_s in (95.0, 99.0, 101.0):
-        use_a_tick()
-        assert watch.has_stalled(working, 0.0, now_s) is (now_s > 100.0)
-    assert not watch.has_stalled(working, 95.0, 101.0)
-    on_gpu = StallWatch(10.0, 100.0, counts_work=False)
-    assert not on_gpu.has_stalled(process.pid, 0.0, 99.0), "it may wait for its device"
-    assert on_gpu.has_stalled(process.pid, 0.0, 101.0)
-
-
-def test_one_that_waits_for_a_compiler_does_not_stand_still() -> None:
-    spins = "import os; os.read(0, 1)\nwhile True: pass"
-    waits = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spins!r}])"
-    with subprocess.Popen([sys.executable, "-c", waits], stdin=subprocess.PIPE) as engine:
-        assert engine.stdin is not None
-        eventually(lambda: len(children_of(engine.pid)) == 1)
-        (compiler,) = children_of(engine.pid)
-        quick, slow = (StallWatch(10.0, 1e9, counts_work=True) for _ in range(2))
-        engine.send_signal(signal.SIGSTOP)
-        quick.has_stalled(engine.pid, 0.0, 6.0)
-        engine.stdin.write(b"x")
-        engine.stdin.flush()
-        began = ticks_of(compiler)
-        eventually(lambda: ticks_of(compiler) > began + 2)
-        assert not quick.has_stalled(engine.pid, 0.0, 12.0), "its compiler works"
-        os.kill(compiler, signal.SIGKILL)
-        eventually(lambda: not is_running(compiler))
-        slow.has_stalled(engine.pid, 0.0, 6.0)
-        assert slow.has_stalled(engine.pid, 0.0, 17.0)
-        engine.kill()
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def ticks_of(pid: int) -> int:
-    return processes._ticks(Path(f"/proc/{pid}/stat"))
-
-
-def test_one_that_starts_is_watched_from_when_it_is_first_seen(
-    process: subprocess.Popen[bytes],
-) -> None:
-    watch = StallWatch(10.0, 20.0, counts_work=True)
-    assert not watch.has_stalled_starting(process.pid, 1000.0)
-    assert not watch.has_stalled_starting(process.pid, 1010.0)
-    assert watch.has_stalled_starting(process.pid, 1010.1)
-    assert not watch.has_stalled_starting(0, 1e6)
-    working = os.getpid()
-    assert not watch.has_stalled_starting(working, 2000.0)
-    for now_s in (2009.0, 2018.0, 2027.0):
-        use_a_tick()
-        assert not watch.has_stalled_starting(working, now_s)
-    assert not StallWatch(1.0, 2.0, counts_work=False).has_stalled_starting(process.pid, 9e9)
-
-
-def use_a_tick() -> None:
-    began_s = time.process_time()
-    while time.process_time() - began_s < 3 / os.sysconf("SC_CLK_TCK"):
-        pass
