@@ -19,7 +19,7 @@ from banaserve.api.shared_calls import SharedCalls, TooManyCallsError
 from banaserve.errors import StoreUnavailableError
 from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats
-from banaserve.processes import in_daemon_thread
+from banaserve.platform.processes import in_daemon_thread
 from banaserve.types import InstanceId
 
 _STORE = "banaserve_kvstore_"

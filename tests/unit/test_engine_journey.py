@@ -22,15 +22,15 @@ from vllm.v1.metrics.stats import IterationStats
 from banaserve.clock import WallClock
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.continuation import output_of, with_output
-from banaserve.engine.vllm.disagg_request import (
+from banaserve.engine.vllm.requests.disagg_request import (
     EnginesDiedError,
     Prediction,
     RequestContext,
     run_request,
 )
-from banaserve.engine.vllm.sequences import run_sequences, sequences_of
+from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
+from banaserve.engine.vllm.requests.trials import Trials
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
-from banaserve.engine.vllm.trials import Trials
 from banaserve.types import NOWHERE, InstanceId, Route
 from waiting import until
 
@@ -121,6 +121,7 @@ class Engines:
 
     def __init__(self, *engines: Engine, prefill: Engine | None = None) -> None:
         self.trials = Trials()
+        self.cluster = self
         self._left = list(engines)
         self._prefill = prefill.id if prefill else None
         known = [*engines, prefill] if prefill else engines
@@ -499,10 +500,10 @@ async def test_predictions_are_held_against_what_a_stream_shows(
     now_s, seen = [100.0], {}
     loop = SimpleNamespace(time=lambda: now_s[0])
     monkeypatch.setattr(
-        "banaserve.engine.vllm.disagg_request.asyncio.get_running_loop", lambda: loop
+        "banaserve.engine.vllm.requests.disagg_request.asyncio.get_running_loop", lambda: loop
     )
     monkeypatch.setattr(
-        "banaserve.engine.vllm.disagg_request.metrics.PREDICTED",
+        "banaserve.engine.vllm.requests.disagg_request.metrics.PREDICTED",
         SimpleNamespace(
             labels=lambda *names: SimpleNamespace(
                 observe=lambda ratio: seen.update({names: pytest.approx(ratio)})

@@ -17,14 +17,7 @@ from prometheus_client.registry import REGISTRY
 from starlette.types import Receive, Scope, Send
 from vllm.sampling_params import SamplingParams
 
-from banaserve.api.auth import KeyMiddleware
-from banaserve.cli.serve_options import parse_serve_argv
-from banaserve.clock import WallClock
-from banaserve.engine.vllm import client as clients
-from banaserve.engine.vllm.client import tenant
-from banaserve.engine.vllm.tracing.request_log import RequestLog
-from banaserve.errors import UserError
-from banaserve.tenants import (
+from banaserve.access.tenants import (
     TENANT_FIELD,
     TenantKey,
     TenantTerms,
@@ -33,6 +26,13 @@ from banaserve.tenants import (
     tenant_name,
     tenant_terms,
 )
+from banaserve.api.auth import KeyMiddleware
+from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.clock import WallClock
+from banaserve.engine.vllm import client as clients
+from banaserve.engine.vllm.client import tenant
+from banaserve.engine.vllm.tracing.request_log import RequestLog
+from banaserve.errors import UserError
 from test_engine_client import client as engine_client
 from test_engine_client import prompt
 from waiting import until

@@ -23,18 +23,18 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from banaserve import processes
 from banaserve.clock import Clock
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.config import UsageContext, VllmConfig
-from banaserve.engine.vllm.engine_settings import EngineSettings, weights_of
-from banaserve.engine.vllm.gpu_monitor import GpuMeter
+from banaserve.engine.vllm.launch.engine_settings import EngineSettings, weights_of
 from banaserve.engine.vllm.launch.launcher import Launcher
-from banaserve.engine.vllm.reports import EngineSeries, ReportBoard
-from banaserve.engine.vllm.role_switch import Budgets
+from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.monitoring.gpu_monitor import GpuMeter
+from banaserve.engine.vllm.monitoring.reports import EngineSeries, ReportBoard
+from banaserve.engine.vllm.roles.role_switch import Budgets
 from banaserve.errors import InstanceDeadError
 from banaserve.orchestrator.cluster_view import with_guests
+from banaserve.platform import processes
 from banaserve.run_dir import tail_of
 from banaserve.types import InstanceId, InstanceView, ModulePlacement, Role
 

@@ -33,9 +33,9 @@ from vllm.v1.outputs import LogprobsLists
 from banaserve.config import Budget
 from banaserve.engine.vllm.compat.config import VllmConfig, own_budget
 from banaserve.engine.vllm.continuation import output_of
-from banaserve.engine.vllm.engine_api import CoreApi
+from banaserve.engine.vllm.rpc.engine_api import CoreApi
+from banaserve.engine.vllm.rpc.typed_rpc import implements
 from banaserve.engine.vllm.tracing.events import EngineNotes
-from banaserve.engine.vllm.typed_rpc import implements
 
 __all__ = [
     "PRE_IMPORTED",

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
-from banaserve.engine.vllm import metrics
-from banaserve.engine.vllm.cluster import Cluster, WeightsReplacedError
+from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.requests import (
     GracefulHTTPError,
@@ -27,10 +26,12 @@ from banaserve.engine.vllm.compat.requests import (
 )
 from banaserve.engine.vllm.continuation import logprob_rows
 from banaserve.engine.vllm.instance import Instance
-from banaserve.engine.vllm.legs import decode_leg, prefill_leg
+from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.requests.legs import decode_leg, prefill_leg
+from banaserve.engine.vllm.requests.router import Router, WeightsReplacedError
+from banaserve.engine.vllm.requests.trials import Trial
 from banaserve.engine.vllm.tracing.events import LegEnded, LegFailed, LegOutput
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
-from banaserve.engine.vllm.trials import Trial
 from banaserve.errors import DeadlineExceededError, InstanceDeadError
 from banaserve.orchestrator.routing.legs import LegReason
 from banaserve.types import NO_LIMITS, NOWHERE, InstanceId, RequestLimits, Route
@@ -474,24 +475,23 @@ async def _abort(llm: compat.AsyncLLM, request_id: str) -> None:
 
 
 async def run_request(
-    context: RequestContext, cluster: Cluster
+    context: RequestContext, router: Router
 ) -> AsyncGenerator[RequestOutput, None]:
     """Run all legs, again elsewhere after a death; one clear error where that is impossible."""
+    cluster = router.cluster
     dead: Instance | None = None
     for attempt in itertools.count(1):
         leg = "route"
         turn = contextlib.AsyncExitStack()
         try:
-            context.resident_tokens = cluster.resident_tokens(context.request)
+            context.resident_tokens = router.resident_tokens(context.request)
             if context.is_suspect:
-                context.trial = await turn.enter_async_context(
-                    cluster.trials.turn(context.deadline)
-                )
+                context.trial = await turn.enter_async_context(router.trials.turn(context.deadline))
             async with asyncio.timeout_at(context.deadline):
                 if dead is not None and not context.tokens_so_far:
                     # Until then the store keeps the prompt's blocks for it to write.
                     await dead.wait_given_back()
-                route = await cluster.route(
+                route = await router.route(
                     context.request,
                     context.uncached_tokens,
                     context.split_blocker,
@@ -508,7 +508,7 @@ async def run_request(
             if route.prefill is not None and not context.prefilled and not context.aborted:
                 await prefill(context, cluster.instance(route.prefill))
                 if context.prefilled:
-                    cluster.has_computed(route.prefill, context.request)
+                    router.has_computed(route.prefill, context.request)
                 context.comes()
             leg = "decode"
             if context.aborted:
@@ -516,7 +516,7 @@ async def run_request(
                 return
             if route.prefill is not None and _has_left(context, cluster, route.decode):
                 async with asyncio.timeout_at(context.deadline):
-                    route = await cluster.route(
+                    route = await router.route(
                         context.request,
                         context.uncached_tokens,
                         None,
@@ -536,7 +536,7 @@ async def run_request(
                 async for output in outputs:
                     context.comes()
                     yield context.send(output, source)
-            cluster.has_computed(route.decode, context.request, context.tokens_so_far)
+            router.has_computed(route.decode, context.request, context.tokens_so_far)
             return
         except DEAD as death:
             context.died()
