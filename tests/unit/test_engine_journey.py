@@ -367,13 +367,39 @@ async def test_a_stream_leaves_an_instance_that_is_drained_with_all_that_it_has(
         assert engine.move is not None
         engine.move()
         await reader.reaches(engines[engines.index(engine) + 1])
-        assert engine.aborted == ["r-1"]
+        assert engine.aborted == [engine.legs[0].request_id]
         assert not engine.output_processor.request_states
         engine.compute(1)  # what comes late is nobody's
     engines[8].compute(7)
     while not reader.finished:
         await reader.read()
     assert reader.text == "".join(WORDS[1:11])
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+async def test_a_stream_that_comes_back_takes_nothing_of_the_leg_that_it_has_left(
+    num_before: int,
+) -> None:
+    """The engine is in the middle of a step when it hears that the stream has left."""
+    engine = Engine("d0")
+    reader = Reader(job(streamed()), Engines(engine, engine, engine))
+    await reader.reaches(engine)
+    engine.compute(num_before)
+    for _ in range(2):
+        assert engine.move is not None
+        engine.move()
+        left = len(engine.legs)
+        while len(engine.legs) == left:
+            if reader._next.done():
+                await reader.read()
+            await asyncio.sleep(0)
+        late = compat.EngineCoreOutput(engine.legs[left - 1].request_id, [19])
+        engine.output_processor.process_outputs([late], 0.0, IterationStats())
+    engine.compute(10 - num_before)
+    while not reader.finished:
+        await reader.read()
+    assert reader.text == "".join(WORDS[1:11])
+    assert not engine.output_processor.request_states
 
 
 async def test_an_instance_that_is_not_there_is_passed_by() -> None:

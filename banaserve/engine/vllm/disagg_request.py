@@ -212,6 +212,7 @@ class RequestContext:
     _first_s: float = 0.0
     _furthest: int = 0
     _blame: float = 0.0
+    _num_ids: int = 0
 
     def died(self) -> None:
         """An instance has died under it: it may be the cause, less so where it had come further.
@@ -224,6 +225,15 @@ class RequestContext:
         self.num_deaths += 1
         is_tried = self.trial is not None and self.trial.is_on
         self._blame += 1.0 / min(self.num_beside, 2 if is_tried else self.num_beside)
+
+    def take_other_id(self) -> None:
+        """Go on under an id of its own: the last one's engine may be in the middle of a step.
+
+        What that puts out is nobody's then, also where the request comes back to that engine.
+        """
+        stem = self.request.request_id.removesuffix(f"-m{self._num_ids}")
+        self._num_ids += 1
+        self.request.request_id = f"{stem}-m{self._num_ids}"
 
     def comes(self) -> None:
         """End its trial where it has come further than it was when an instance died under it."""
@@ -391,6 +401,7 @@ async def decode(
             compat.forget(llm, context.request.request_id)
             with contextlib.suppress(compat.EngineDeadError):
                 await compat.drop(llm, context.request.request_id)
+            context.take_other_id()
             raise
         except BaseException:
             await _abort(llm, context.request.request_id)
@@ -400,7 +411,7 @@ async def decode(
 def _begin(context: RequestContext, llm: compat.AsyncLLM, queue: LegOutputCollector) -> bool:
     """Set up the front-end state on this engine's client; False if the request is over."""
     if context.tokens_so_far:
-        compat.adopt(llm, context.state, queue)
+        compat.adopt(llm, context.state, context.request.request_id, queue)
         metrics.RESUMED.inc()
         return True
     context.state = compat.register(llm, context.request, context.prompt_text, queue)
@@ -443,7 +454,7 @@ async def _ended(context: RequestContext, instance: Instance) -> RequestOutput:
         context.request.sampling_params.output_kind, context.request.request_id
     )
     if context.tokens_so_far:
-        compat.adopt(llm, context.state, queue)
+        compat.adopt(llm, context.state, context.request.request_id, queue)
     else:
         compat.register(llm, context.request, context.prompt_text, queue)
     await _abort(llm, context.request.request_id)
