@@ -20,6 +20,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats
 
 from banaserve.clock import WallClock
+from banaserve.engine.vllm.cluster import WeightsReplacedError
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.continuation import output_of, with_output
 from banaserve.engine.vllm.disagg_request import (
@@ -452,6 +453,45 @@ async def test_an_abort_by_id_ends_a_request_on_its_prefill_leg() -> None:
 def several(kind: RequestOutputKind, num: int = 3) -> list[RequestContext]:
     params = SamplingParams(n=num, temperature=1.0, seed=5, max_tokens=4, output_kind=kind)
     return list(sequences_of(job(params)))
+
+
+class Replaced(Engines):
+    """Engines with other weights than a request has begun with, from a moment on."""
+
+    is_replaced = False
+
+    async def route(self, *said: object, **options: object) -> Route:
+        if self.is_replaced and said[-1]:
+            raise WeightsReplacedError
+        return await super().route()
+
+
+@pytest.mark.parametrize("num", [1, 2])
+async def test_a_request_starts_over_with_other_weights_where_it_is_one_sequence(num: int) -> None:
+    """Another sequence of the same answer may have ended with the weights that are gone."""
+    prefill, *decode = (Engine(f"e{i}") for i in range(4))
+    engines = Replaced(*decode[:num], decode[2], prefill=prefill)
+    stream = run_sequences(several(RequestOutputKind.FINAL_ONLY, num), engines)  # type: ignore[arg-type]
+
+    async def read() -> list[RequestOutput]:
+        return [output async for output in stream]
+
+    reading = asyncio.create_task(read())
+    await until(lambda: len(prefill.legs) == 1)
+    prefill.compute(1)
+    await until(lambda: all(one.legs for one in decode[:num]))
+    engines.is_replaced = True
+    decode[num - 1].move()
+    if num > 1:
+        with pytest.raises(WeightsReplacedError):
+            await asyncio.wait_for(reading, 30.0)
+        return
+    await until(lambda: len(prefill.legs) == 2)
+    prefill.compute(1)
+    await until(lambda: bool(decode[2].legs))
+    decode[2].compute(3)
+    (output,) = await asyncio.wait_for(reading, 30.0)
+    assert output.outputs[0].text == "".join(WORDS[1:5])
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])

@@ -182,6 +182,7 @@ class RequestContext:
         prompt_leg_ended: Set once the prompt is in the store, or the whole request on its way to
             one instance: other sequences of the same prompt may begin.
         is_sibling: Another sequence of the same request counts as the request.
+        has_siblings: It is the one that counts.
         trial: Its turn to be tried again, where instances have died under it; None for none.
         weights: Of the engines that compute it; empty until the first has.
     """
@@ -207,6 +208,7 @@ class RequestContext:
     prediction: Prediction | None = None
     prompt_leg_ended: asyncio.Event = field(default_factory=asyncio.Event)
     is_sibling: bool = False
+    has_siblings: bool = False
     trial: Trial | None = None
     weights: str = ""
     _first_s: float = 0.0
@@ -250,11 +252,12 @@ class RequestContext:
         return self.num_deaths >= _SUSPECT_DEATHS and self._come <= self._furthest
 
     def start_over(self) -> bool:
-        """Forget what has been computed where the client has seen none of it; False where it has.
+        """Forget what has been computed where nothing of the answer is of that; False where it is.
 
         For weights that are gone: other ones would not give the same.
         """
-        if self.num_sent:
+        others_have_begun = self.has_siblings and self.prompt_leg_ended.is_set()
+        if self.num_sent or self.is_sibling or others_have_begun:
             return False
         self.prefilled, self.first, self.state, self.weights = False, None, None, ""
         self.uncached_tokens = len(self.request.prompt_token_ids or ())
