@@ -249,9 +249,7 @@ async def test_one_that_is_given_up_while_it_connects_does_not_serve(
             resources=SimpleNamespace(engine_dead=False), _ensure_output_queue_task=int
         ),
         output_processor=SimpleNamespace(propagate_error=str, request_states={}),
-        vllm_config=SimpleNamespace(
-            cache_config=SimpleNamespace(num_gpu_blocks=1, block_size=16)
-        ),
+        vllm_config=SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=1, block_size=16)),
         _run_output_handler=int,
         shutdown=lambda timeout: None,
     )
