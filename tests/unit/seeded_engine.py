@@ -98,6 +98,11 @@ class SharedStore:
         assert isinstance(self.service.greet(session, hello), wire.Welcome)
         return StoreLink(self, session)
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether copies of the tier are under way."""
+        return self._timer is not None
+
     def turn(self) -> None:
         loop = asyncio.get_running_loop()
         self.store.now_s = 100.0 + loop.time()

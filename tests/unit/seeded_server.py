@@ -234,6 +234,7 @@ class Server:
         await self.restarts.stop()
         await self.cluster.stop()
         await asyncio.sleep(3.0)  # processes end
+        await until(lambda: not self.store.is_copying)
         for process in self.machine.processes.values():
             if not process.dying.is_set():
                 raise AssertionError(f"process {process.pid} of {process.engine.name} is left")
@@ -490,7 +491,8 @@ async def run_seed(seed: int) -> Server:
     complaints, log = Complaints(), logging.getLogger("banaserve")
     log.addHandler(complaints)
     lost: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
+    loop: Any = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: lost.append(context))
     try:
         with ExitStack() as stack:
             server = Server(stack, seed)
@@ -498,6 +500,8 @@ async def run_seed(seed: int) -> Server:
                 await server.go()
     finally:
         log.removeHandler(complaints)
+    timers = [one for one in loop._scheduled if not one.cancelled()]
+    assert not timers, f"timers are left: {timers}"
     assert not complaints.found, complaints.found
     assert not lost, lost
     return server
