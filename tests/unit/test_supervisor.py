@@ -16,9 +16,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.clock import WallClock
+from banaserve.engine.vllm import instance as instances
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.instance import Instance, State
 from banaserve.engine.vllm.launch.devices import Devices
+from banaserve.engine.vllm.launch.engine_settings import EngineSettings
 from banaserve.engine.vllm.launch.launcher import SpawnLauncher
 from banaserve.engine.vllm.liveness import probe, supervisor
 from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
@@ -61,6 +63,54 @@ async def test_an_engine_that_ends_before_it_is_connected_is_not_waited_for(
         await asyncio.wait_for(connecting, 30.0)
     never.set()
     made.kill()  # its process id is no longer its own
+
+
+@pytest.mark.parametrize("awaited", ["weights", "budget"])
+async def test_one_that_is_given_up_while_it_connects_does_not_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, awaited: str
+) -> None:
+    llm: Any = SimpleNamespace(
+        engine_core=SimpleNamespace(
+            resources=SimpleNamespace(engine_dead=False), _ensure_output_queue_task=int
+        ),
+        output_processor=SimpleNamespace(propagate_error=str, request_states={}),
+        vllm_config=SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=1, block_size=16)),
+        _run_output_handler=int,
+        shutdown=lambda timeout: None,
+    )
+    made = instance(tmp_path, lambda _: llm)
+    reached, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def wait(*_: object) -> None:
+        reached.set()
+        await may_go_on.wait()
+
+    async def at_once(*_: object) -> None: ...
+
+    async def thread(work: Callable[[], object]) -> object:
+        if awaited == "weights":
+            await wait()
+        return work()
+
+    async def launched(*_: object) -> int:
+        return 0
+
+    async def connected(_: object) -> object:
+        return llm
+
+    monkeypatch.setattr(instances.processes, "in_daemon_thread", thread)
+    monkeypatch.setattr(instances, "weights_of", lambda _: "w")
+    made._launcher = SimpleNamespace(start=launched)
+    made._until_ready, made._connected = at_once, connected
+    made.settings = EngineSettings(made.settings.config, made.settings.budgets)
+    made.take_budget = wait if awaited == "budget" else at_once
+    starting = asyncio.create_task(made.start(1.0))
+    await asyncio.wait_for(reached.wait(), 30.0)
+    made.mark_dead()
+    may_go_on.set()
+    with pytest.raises(InstanceDeadError, match="x0 was ended while starting"):
+        await starting
+    assert (made.state, made.llm) == (State.DEAD, None)
 
 
 class Mortal:

@@ -192,7 +192,8 @@ class Instance:
         """Start the engine core and connect to it.
 
         Raises:
-            InstanceDeadError: It ended, or was not ready within ``timeout_s``.
+            InstanceDeadError: It ended, was given up meanwhile, or was not ready within
+                ``timeout_s``.
         """
         self.state = State.STARTING
         self.incarnation += 1
@@ -213,15 +214,22 @@ class Instance:
         # Files may have been replaced since an engine of the same settings was started.
         config = self.settings.config
         weights = await processes.in_daemon_thread(lambda: weights_of(config))
+        self._check_is_wanted()
         self.settings = dataclasses.replace(self.settings, weights=weights)
         compat.start_output_handler(self.llm)
         cache = self.llm.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self._board.block_tokens = cache.block_size
         await self.take_budget(self.role, self.step_tokens)
+        self._check_is_wanted()
         self._board.answered(idle=True)
         self.state = State.READY
         metrics.UP.labels(self.id, self.role.value).set(1)
+
+    def _check_is_wanted(self) -> None:
+        """Raises InstanceDeadError where it has been removed or given up while it started."""
+        if self.llm is None:
+            raise InstanceDeadError(f"instance {self.id} was ended while starting")
 
     def _addresses(self) -> dict[str, str]:
         stem = f"ipc://{self._socket_dir}/{self.id}.{self.incarnation}"

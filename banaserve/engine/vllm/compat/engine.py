@@ -124,14 +124,15 @@ def register(
     return llm.output_processor.request_states[request.request_id]
 
 
-def adopt(llm: AsyncLLM, state: Any, queue: RequestOutputCollector) -> None:
+def adopt(llm: AsyncLLM, state: Any, request_id: str, queue: RequestOutputCollector) -> None:
     """Let an engine's outputs flow into the state of a request that began elsewhere.
 
     Args:
         state: As ``register`` returned it.
+        request_id: The engine's outputs bear it.
         queue: Takes the place of the one that it has.
     """
-    state.queue = queue
+    state.request_id, state.queue = request_id, queue
     processor = llm.output_processor
     processor.request_states[state.request_id] = state
     processor.external_req_ids[state.external_req_id].append(state.request_id)

@@ -183,6 +183,7 @@ class RequestContext:
         prompt_leg_ended: Set once the prompt is in the store, or the whole request on its way to
             one instance: other sequences of the same prompt may begin.
         is_sibling: Another sequence of the same request counts as the request.
+        has_siblings: It is the one that counts.
         trial: Its turn to be tried again, where instances have died under it; None for none.
         weights: Of the engines that compute it; empty until the first has.
     """
@@ -208,11 +209,13 @@ class RequestContext:
     prediction: Prediction | None = None
     prompt_leg_ended: asyncio.Event = field(default_factory=asyncio.Event)
     is_sibling: bool = False
+    has_siblings: bool = False
     trial: Trial | None = None
     weights: str = ""
     _first_s: float = 0.0
     _furthest: int = 0
     _blame: float = 0.0
+    _num_ids: int = 0
 
     def died(self) -> None:
         """An instance has died under it: it may be the cause, less so where it had come further.
@@ -225,6 +228,15 @@ class RequestContext:
         self.num_deaths += 1
         is_tried = self.trial is not None and self.trial.is_on
         self._blame += 1.0 / min(self.num_beside, 2 if is_tried else self.num_beside)
+
+    def take_other_id(self) -> None:
+        """Go on under an id of its own: the last one's engine may be in the middle of a step.
+
+        What that puts out is nobody's then, also where the request comes back to that engine.
+        """
+        stem = self.request.request_id.removesuffix(f"-m{self._num_ids}")
+        self._num_ids += 1
+        self.request.request_id = f"{stem}-m{self._num_ids}"
 
     def comes(self) -> None:
         """End its trial where it has come further than it was when an instance died under it."""
@@ -241,11 +253,12 @@ class RequestContext:
         return self.num_deaths >= _SUSPECT_DEATHS and self._come <= self._furthest
 
     def start_over(self) -> bool:
-        """Forget what has been computed where the client has seen none of it; False where it has.
+        """Forget what has been computed where nothing of the answer is of that; False where it is.
 
         For weights that are gone: other ones would not give the same.
         """
-        if self.num_sent:
+        others_have_begun = self.has_siblings and self.prompt_leg_ended.is_set()
+        if self.num_sent or self.is_sibling or others_have_begun:
             return False
         self.prefilled, self.first, self.state, self.weights = False, None, None, ""
         self.uncached_tokens = len(self.request.prompt_token_ids or ())
@@ -392,6 +405,7 @@ async def decode(
             compat.forget(llm, context.request.request_id)
             with contextlib.suppress(compat.EngineDeadError):
                 await compat.drop(llm, context.request.request_id)
+            context.take_other_id()
             raise
         except BaseException:
             await _abort(llm, context.request.request_id)
@@ -401,7 +415,7 @@ async def decode(
 def _begin(context: RequestContext, llm: compat.AsyncLLM, queue: LegOutputCollector) -> bool:
     """Set up the front-end state on this engine's client; False if the request is over."""
     if context.tokens_so_far:
-        compat.adopt(llm, context.state, queue)
+        compat.adopt(llm, context.state, context.request.request_id, queue)
         metrics.RESUMED.inc()
         return True
     context.state = compat.register(llm, context.request, context.prompt_text, queue)
@@ -444,7 +458,7 @@ async def _ended(context: RequestContext, instance: Instance) -> RequestOutput:
         context.request.sampling_params.output_kind, context.request.request_id
     )
     if context.tokens_so_far:
-        compat.adopt(llm, context.state, queue)
+        compat.adopt(llm, context.state, context.request.request_id, queue)
     else:
         compat.register(llm, context.request, context.prompt_text, queue)
     await _abort(llm, context.request.request_id)

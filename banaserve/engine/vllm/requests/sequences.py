@@ -36,7 +36,7 @@ def _sequence(context: RequestContext, index: int) -> RequestContext:
     if params.seed is not None:
         params.seed += index
     made.request.sampling_params = params
-    made.is_sibling = index > 0
+    made.is_sibling, made.has_siblings = index > 0, index == 0
     made.prompt_leg_ended = asyncio.Event()
     return made
 
