@@ -53,6 +53,7 @@ from banaserve.engine.vllm.disagg_request import (
 from banaserve.engine.vllm.legs import end_with_context, first_token_blocker, give_seed
 from banaserve.engine.vllm.lora import Adapters
 from banaserve.engine.vllm.sequences import run_sequences, sequences_of
+from banaserve.engine.vllm.session_tokens import SessionTokens
 from banaserve.engine.vllm.tracing.events import LookedUp
 from banaserve.engine.vllm.tracing.request_log import RequestLog, RequestNotes
 from banaserve.tenants import tenant_terms
@@ -252,10 +253,14 @@ class DisaggregatedClient(EngineClient):
         instance = serving[-1]
         assert instance.llm is not None
         stream = instance.llm.generate(prompt, params, request_id, **options)
+        terms = tenant_terms.get()
+        tokens = SessionTokens(terms.use_tokens, params) if terms else None
         try:
             with instance.holding(0):
                 async with contextlib.aclosing(stream) as outputs:
                     async for output in outputs:
+                        if tokens is not None:
+                            tokens.add(output)
                         yield output
         except DEAD as death:
             metrics.BROKEN.inc()
