@@ -10,6 +10,8 @@ NAME ?= handover
 # Of the nemesis: for how long, and which order; an empty SEED draws one and prints it.
 NEMESIS_S ?= 1200
 SEED ?=
+# Of the comparison with other proxies: how many changed requests.
+CASES ?= 2000
 DEVICE ?= cpu
 # `full` also installs what tests of optional parts need.
 DEV ?=
@@ -35,7 +37,7 @@ endif
 # The kernels need torch and Triton, not vLLM: a GPU machine's own Python will do.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
-.PHONY: help serve install test test-long test-nemesis test-fast test-gpu lint lint-style lint-types \
+.PHONY: help serve install test test-long test-nemesis test-differential test-fast test-gpu lint lint-style lint-types \
     lint-imports lint-docs format bench bench-gpu wheel \
     wheel-check sanitize lint-docker docs lock sbom audit clean distclean
 
@@ -78,6 +80,12 @@ test-long: lint  ## The same with what only repeats or deepens what a shorter ru
 test-nemesis: install  ## Kill and stop processes of a server under streams for NEMESIS_S seconds; ARGS as pytest's.
 	@BANASERVE_NEMESIS_S=$(NEMESIS_S) BANASERVE_NEMESIS_SEED=$(SEED) \
 	    $(BIN)/pytest -n0 -s tests/e2e/nemesis $(ARGS)
+
+test-differential: install  ## Compare the balancer with nginx and HAProxy on CASES changed requests of SEED.
+	@PATH="$$PATH:/usr/sbin"; command -v nginx >/dev/null && command -v haproxy >/dev/null || \
+	    { echo 'it needs both: apt-get install nginx-light haproxy' >&2; exit 1; }
+	@BANASERVE_DIFFERENTIAL_CASES=$(CASES) BANASERVE_DIFFERENTIAL_SEED=$(SEED) \
+	    $(BIN)/pytest -n0 tests/balancer/differential $(ARGS)
 
 test-fast: install  ## Run the tests that start no engine.
 	@$(PYTEST) --dist worksteal -m 'not e2e and not long' $(ARGS)
