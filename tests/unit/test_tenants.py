@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 
 from prometheus_client.registry import REGISTRY
 from starlette.types import Receive, Scope, Send
+from vllm.engine.protocol import StreamingInput
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -212,6 +213,32 @@ async def test_tokens_of_a_session_are_counted_while_it_goes_on(kind: RequestOut
     finally:
         tenant_terms.reset(before)
     assert seen == [[4], [4, 2], [4, 2], [4, 2, 3]]
+
+
+async def test_sessions_of_two_keys_share_no_block() -> None:
+    salts: list[str | None] = []
+
+    async def generate(pieces: Any, *_: Any, **__: Any) -> AsyncIterator[RequestOutput]:
+        async for piece in pieces:
+            salts.append(piece.prompt.get("cache_salt"))
+        for output in ():
+            yield output
+
+    async def pieces() -> AsyncIterator[Any]:
+        yield StreamingInput(prompt(3))  # type: ignore[arg-type]
+        yield StreamingInput(prompt(3, cache_salt="own"))  # type: ignore[arg-type]
+
+    instance = SimpleNamespace(
+        id="p0", llm=SimpleNamespace(generate=generate), holding=lambda _: nullcontext()
+    )
+    for name in ("a", "b", None):
+        before = tenant.set(name)
+        try:
+            stream = engine_client([instance]).generate(pieces(), SamplingParams(), "r")
+            assert [output async for output in stream] == []
+        finally:
+            tenant.reset(before)
+    assert salts == ["a:", "a:own", "b:", "b:own", None, "own"]
 
 
 FILE = """

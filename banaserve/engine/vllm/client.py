@@ -252,7 +252,7 @@ class DisaggregatedClient(EngineClient):
             raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
         instance = serving[-1]
         assert instance.llm is not None
-        stream = instance.llm.generate(prompt, params, request_id, **options)
+        stream = instance.llm.generate(_salted(prompt), params, request_id, **options)
         terms = tenant_terms.get()
         tokens = SessionTokens(terms.use_tokens, params) if terms else None
         try:
@@ -507,6 +507,16 @@ def _own(cache_salt: str | None) -> str | None:
     if name is None:
         return cache_salt
     return given if given.startswith(f"{name}:") else f"{name}:{given}"
+
+
+async def _salted(pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Pieces of a session's prompt, apart from those of other API keys."""
+    async with contextlib.aclosing(pieces):
+        async for piece in pieces:
+            given = piece.prompt
+            if isinstance(given, dict) and (salt := _own(given.get("cache_salt"))) is not None:
+                given["cache_salt"] = salt
+            yield piece
 
 
 def _split_blocker(request: compat.EngineCoreRequest) -> str | None:
