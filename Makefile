@@ -37,7 +37,7 @@ endif
 # The kernels need torch and Triton, not vLLM: a GPU machine's own Python will do.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
-.PHONY: help serve install test test-long test-nemesis test-differential test-fast test-gpu lint lint-style lint-types \
+.PHONY: help serve install test test-long test-nemesis test-differential fuzz test-fast test-gpu lint lint-style lint-types \
     lint-imports lint-docs format bench bench-gpu wheel \
     wheel-check sanitize lint-docker docs lock sbom audit clean distclean
 
@@ -144,6 +144,18 @@ docs: install $(VENV)/docs/.installed  ## Build the site of the documents into b
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.generate
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --quiet --strict
 	@echo build/site/index.html
+
+fuzz: install $(VENV)/fuzz/.installed  ## Fuzz parsers by coverage; ARGS='--seconds 600 TARGET', findings go to the corpus.
+	@PYTHONPATH='$(CURDIR)/$(VENV)/fuzz' exec $(BIN)/python tests/fuzz/guided.py $(ARGS)
+
+# Beside the environment, whose packages it needs: nothing that serves or is tested needs it.
+$(VENV)/fuzz/.installed: pyproject.toml $(VENV_STAMP)
+	@rm -rf $(VENV)/fuzz
+	@$(BIN)/python -c 'import tomllib; \
+	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["fuzz"], sep="\n")' \
+	    > $(VENV)/fuzz-requirements.txt
+	@$(BIN)/pip install -q --target $(VENV)/fuzz -r $(VENV)/fuzz-requirements.txt
+	@touch $@
 
 # In an environment of its own: nothing that serves or is tested needs these packages.
 $(VENV)/docs/.installed: pyproject.toml $(VENV_STAMP)
