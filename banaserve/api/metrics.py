@@ -14,7 +14,7 @@ from prometheus_client.registry import REGISTRY, Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from banaserve.api.errors import error_response
+from banaserve.api.edge.refusals import refuse
 from banaserve.api.shared_calls import SharedCalls, TooManyCallsError
 from banaserve.errors import StoreUnavailableError
 from banaserve.kvstore.daemon.metrics import prometheus_text
@@ -134,7 +134,8 @@ class MetricsPage:
         try:
             page = await self._pages.get(names)
         except TooManyCallsError:
-            return error_response(
+            return refuse(
+                "metrics",
                 HTTPStatus.TOO_MANY_REQUESTS,
                 "too many different pages of metrics are asked for at once: try again shortly",
                 {"Retry-After": "1"},

@@ -55,6 +55,7 @@ from banaserve.engine.vllm.requests.legs import end_with_context, first_token_bl
 from banaserve.engine.vllm.requests.lora import Adapters
 from banaserve.engine.vllm.requests.router import Router
 from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
+from banaserve.engine.vllm.requests.session_tokens import SessionTokens
 from banaserve.engine.vllm.tracing.events import LookedUp
 from banaserve.engine.vllm.tracing.request_log import RequestLog, RequestNotes
 from banaserve.types import NO_LIMITS, RequestLimits
@@ -253,11 +254,15 @@ class DisaggregatedClient(EngineClient):
             raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
         instance = serving[-1]
         assert instance.llm is not None
-        stream = instance.llm.generate(prompt, params, request_id, **options)
+        stream = instance.llm.generate(_salted(prompt), params, request_id, **options)
+        terms = tenant_terms.get()
+        tokens = SessionTokens(terms.use_tokens, params) if terms else None
         try:
             with instance.holding(0):
                 async with contextlib.aclosing(stream) as outputs:
                     async for output in outputs:
+                        if tokens is not None:
+                            tokens.add(output)
                         yield output
         except DEAD as death:
             metrics.BROKEN.inc()
@@ -504,6 +509,16 @@ def _own(cache_salt: str | None) -> str | None:
     if name is None:
         return cache_salt
     return given if given.startswith(f"{name}:") else f"{name}:{given}"
+
+
+async def _salted(pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Pieces of a session's prompt, apart from those of other API keys."""
+    async with contextlib.aclosing(pieces):
+        async for piece in pieces:
+            given = piece.prompt
+            if isinstance(given, dict) and (salt := _own(given.get("cache_salt"))) is not None:
+                given["cache_salt"] = salt
+            yield piece
 
 
 def _split_blocker(request: compat.EngineCoreRequest) -> str | None:
