@@ -11,6 +11,8 @@ NAME ?= handover
 NEMESIS_S ?= 1200
 SOAK_S ?= 7200
 SEED ?=
+# Of the comparison with other proxies: how many changed requests.
+CASES ?= 2000
 DEVICE ?= cpu
 # `full` also installs what tests of optional parts need.
 DEV ?=
@@ -36,8 +38,8 @@ endif
 # The kernels need torch and Triton, not vLLM: a GPU machine's own Python will do.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
-.PHONY: help serve install test test-long test-nemesis test-soak test-fast test-gpu lint lint-style \
-    lint-types lint-imports lint-docs format bench bench-gpu wheel \
+.PHONY: help serve install test test-long test-nemesis test-soak test-differential test-fast test-gpu \
+    fuzz lint lint-style lint-types lint-imports lint-docs format bench bench-gpu wheel \
     wheel-check sanitize lint-docker docs lock sbom audit clean distclean
 
 help:  ## List the targets.
@@ -82,6 +84,12 @@ test-nemesis: install  ## Kill and stop processes of a server under streams for 
 
 test-soak: install  ## Load a server for SOAK_S seconds, with deaths and moves: nothing that it holds may grow.
 	@BANASERVE_SOAK_S=$(SOAK_S) $(BIN)/pytest -n0 -s tests/e2e/nemesis/test_soak.py $(ARGS)
+
+test-differential: install  ## Compare the balancer with nginx and HAProxy on CASES changed requests of SEED.
+	@PATH="$$PATH:/usr/sbin"; command -v nginx >/dev/null && command -v haproxy >/dev/null || \
+	    { echo 'it needs both: apt-get install nginx-light haproxy' >&2; exit 1; }
+	@BANASERVE_DIFFERENTIAL_CASES=$(CASES) BANASERVE_DIFFERENTIAL_SEED=$(SEED) \
+	    $(BIN)/pytest -n0 tests/balancer/differential $(ARGS)
 
 test-fast: install  ## Run the tests that start no engine.
 	@$(PYTEST) --dist worksteal -m 'not e2e and not long' $(ARGS)
@@ -140,6 +148,18 @@ docs: install $(VENV)/docs/.installed  ## Build the site of the documents into b
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.generate
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --quiet --strict
 	@echo build/site/index.html
+
+fuzz: install $(VENV)/fuzz/.installed  ## Fuzz parsers by coverage; ARGS='--seconds 600 TARGET', findings go to the corpus.
+	@PYTHONPATH='$(CURDIR)/$(VENV)/fuzz' exec $(BIN)/python tests/fuzz/guided.py $(ARGS)
+
+# Beside the environment, whose packages it needs: nothing that serves or is tested needs it.
+$(VENV)/fuzz/.installed: pyproject.toml $(VENV_STAMP)
+	@rm -rf $(VENV)/fuzz
+	@$(BIN)/python -c 'import tomllib; \
+	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["fuzz"], sep="\n")' \
+	    > $(VENV)/fuzz-requirements.txt
+	@$(BIN)/pip install -q --target $(VENV)/fuzz -r $(VENV)/fuzz-requirements.txt
+	@touch $@
 
 # In an environment of its own: nothing that serves or is tested needs these packages.
 $(VENV)/docs/.installed: pyproject.toml $(VENV_STAMP)

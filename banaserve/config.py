@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from banaserve.access.tenants import TenantKey
 from banaserve.errors import UserError
-from banaserve.tenants import TenantKey
 from banaserve.types import InstanceId, Role
 
 DEFAULT_SKIP_PREFILL_BELOW_TOKENS = 16

@@ -26,7 +26,7 @@ from banaserve.bench.results import result
 from banaserve.bench.results.result import machine
 from banaserve.bench.results.statistics import median
 from banaserve.costs.profile import DecodeSection, PrefillSection
-from banaserve.engine.vllm.environment import set_environment
+from banaserve.engine.vllm.settings.environment import set_environment
 from benchmarks.script import run_script
 
 NAME = "smollm2-135m-cpu"

@@ -24,12 +24,12 @@ from banaserve.api.status import status_of
 from banaserve.controller.loop import Controller
 from banaserve.controller.schemas import PauseRequest, RoleRequest, ScaleRequest
 from banaserve.engine.interface import RoleChange, Scaling
-from banaserve.engine.vllm.drain import Drains
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
-from banaserve.engine.vllm.migration_executor import MoveExecutor
+from banaserve.engine.vllm.migration.controller.move_executor import MoveExecutor
 from banaserve.engine.vllm.restart.api import RestartRequest
 from banaserve.engine.vllm.restart.rolling import RollingRestarts
-from banaserve.engine.vllm.role_switch import Roles
+from banaserve.engine.vllm.roles.drain import Drains
+from banaserve.engine.vllm.roles.role_switch import Roles
 from banaserve.engine.vllm.scaling.plan import InstanceCounts
 from banaserve.engine.vllm.scaling.scaler import Scaler
 from banaserve.orchestrator.routing.named import NamedPolicy

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from banaserve.api.admin_answers import PREFIX, Endpoint, answer, last_of, not_found, refusing
-from banaserve.engine.vllm.trace_collection import TracedInstance, trace_of
+from banaserve.engine.vllm.requests.trace_collection import TracedInstance, trace_of
 from banaserve.engine.vllm.tracing.request_log import RequestLog
 from banaserve.types import InstanceId
 

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from banaserve import __version__
+from banaserve.access.tenants import TenantKey
 from banaserve.api.auth import KeyMiddleware
 from banaserve.api.bodies.bounds import RequestBounds
 from banaserve.api.bodies.guard import BodyGuard, ChecksGrammars
@@ -41,12 +42,11 @@ from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import server
 from banaserve.engine.vllm.compat.config import ModelConfig
-from banaserve.engine.vllm.disagg_request import EnginesDiedError
+from banaserve.engine.vllm.requests.disagg_request import EnginesDiedError
 from banaserve.errors import UserError
 from banaserve.net.keep_alive import keep_alive
 from banaserve.net.tls import Certificates, ServerTls
 from banaserve.net.tls_listener import TlsListener
-from banaserve.tenants import TenantKey
 
 _MAX_HELD_BYTES = 2**30
 """Of all bodies together: what 512 of the longest would take is more than many machines have."""

@@ -12,17 +12,17 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from banaserve.api.edge.authenticated import mark_authenticated
-from banaserve.api.edge.refusals import refuse
-from banaserve.engine.vllm.client import tenant
-from banaserve.quotas import OverLimit, Quota
-from banaserve.tenants import (
+from banaserve.access.quotas import OverLimit, Quota
+from banaserve.access.tenants import (
     TENANT_FIELD,
     TenantKey,
     TenantTerms,
     is_tenant_name,
     tenant_terms,
 )
+from banaserve.api.edge.authenticated import mark_authenticated
+from banaserve.api.edge.refusals import refuse
+from banaserve.engine.vllm.client import tenant
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})
 _TENANT_FIELD = TENANT_FIELD.lower().encode()

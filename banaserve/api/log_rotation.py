@@ -14,7 +14,7 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from banaserve.processes import in_daemon_thread
+from banaserve.platform.processes import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 _INTERVAL_S = 5.0

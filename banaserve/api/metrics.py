@@ -14,12 +14,12 @@ from prometheus_client.registry import REGISTRY, Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from banaserve.api.errors import error_response
+from banaserve.api.edge.refusals import refuse
 from banaserve.api.shared_calls import SharedCalls, TooManyCallsError
 from banaserve.errors import StoreUnavailableError
 from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats
-from banaserve.processes import in_daemon_thread
+from banaserve.platform.processes import in_daemon_thread
 from banaserve.types import InstanceId
 
 _STORE = "banaserve_kvstore_"
@@ -134,7 +134,8 @@ class MetricsPage:
         try:
             page = await self._pages.get(names)
         except TooManyCallsError:
-            return error_response(
+            return refuse(
+                "metrics",
                 HTTPStatus.TOO_MANY_REQUESTS,
                 "too many different pages of metrics are asked for at once: try again shortly",
                 {"Retry-After": "1"},

@@ -38,26 +38,29 @@ from banaserve.controller.loop import Controller, ControllerOptions
 from banaserve.controller.schemas import ControllerState
 from banaserve.controller.time_scaling import dilated
 from banaserve.elastic.forecast_profile import forecast_profile
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.client import DisaggregatedClient
-from banaserve.engine.vllm.cluster import Cluster, ClusterTimeouts, PrefixLookup
+from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat.config import VllmConfig, is_on_cpu, own_budget
 from banaserve.engine.vllm.compat.engine import EngineDeadError
-from banaserve.engine.vllm.drain import Drains
-from banaserve.engine.vllm.engine_api import WorkerApi
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.launch.launcher import Launcher
+from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration.controller.guest_monitor import live_migration
-from banaserve.engine.vllm.migration_executor import MoveExecutor
-from banaserve.engine.vllm.residency import Residency
+from banaserve.engine.vllm.migration.controller.move_executor import MoveExecutor
+from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.requests.prefix_lookup import PrefixLookup
+from banaserve.engine.vllm.requests.residency import Residency
+from banaserve.engine.vllm.requests.router import Router
 from banaserve.engine.vllm.restart.admission import Admission
 from banaserve.engine.vllm.restart.rolling import Make, RollingRestarts
-from banaserve.engine.vllm.role_switch import Budgets, Roles
+from banaserve.engine.vllm.roles.drain import Drains
+from banaserve.engine.vllm.roles.role_switch import Budgets, Roles
+from banaserve.engine.vllm.rpc.engine_api import WorkerApi
+from banaserve.engine.vllm.rpc.typed_rpc import call
 from banaserve.engine.vllm.scaling.autoscaler import Autoscaler
 from banaserve.engine.vllm.scaling.factory import InstanceFactory
 from banaserve.engine.vllm.scaling.scaler import Scaler
-from banaserve.engine.vllm.typed_rpc import call
 from banaserve.errors import BanaServeError, InstanceDeadError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.daemon.options import StoreOptions
@@ -123,11 +126,13 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
             await stack.enter_async_context(_store(parts, say))
         factory = _factory(parts)
         cluster = _cluster(parts, factory)
+        router = _router(parts.config, cluster)
+        stack.callback(router.lookups.close)
         stack.push_async_callback(cluster.stop)
         starting = asyncio.create_task(_start(cluster, say))
         if not await _unless(stop, starting):
             return
-        client = await _connect(parts, cluster)
+        client = await _connect(parts, router)
         stack.callback(client.shutdown)
         coordinator = await stack.enter_async_context(
             live_migration(
@@ -140,7 +145,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
             )
         )
         control = await stack.enter_async_context(
-            _controlling(parts, cluster, factory, coordinator, client)
+            _controlling(parts, router, factory, coordinator, client)
         )
         traces = Traces(client.requests, cluster.instances)
         grammars = GrammarChecker(client.grammar_vocabulary)
@@ -155,7 +160,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
         offer = await stack.enter_async_context(_offering(parts, sock, door))
         _write_admin(parts, sock, key)
         on_open()
-        over = (stop, offer.retired, cluster.failed)
+        over = (stop, offer.retired, cluster.supervisor.failed)
         await asyncio.wait(
             {closed, *(asyncio.create_task(event.wait()) for event in over)},
             return_when=asyncio.FIRST_COMPLETED,
@@ -180,13 +185,13 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
         cluster.refuse()
         with contextlib.suppress(asyncio.CancelledError):
             await closed
-        if cluster.failed.is_set() and not stop.is_set():
+        if cluster.supervisor.failed.is_set() and not stop.is_set():
             raise InstanceDeadError(_given_up(cluster))
 
 
 def _given_up(cluster: Cluster) -> str:
     """One line for the user."""
-    words = cluster.last_failure or next(iter(cluster.instances.values())).last_words()
+    words = cluster.supervisor.last_failure or next(iter(cluster.instances.values())).last_words()
     return f"no instance can be started again, and all have been given up: {words}"
 
 
@@ -238,16 +243,19 @@ def _factory(parts: Parts) -> InstanceFactory:
 def _cluster(parts: Parts, factory: InstanceFactory) -> Cluster:
     config = parts.config
     instances = [factory.make(instance_id, role) for instance_id, role in config.instances()]
-    legs = LegOptions(skip_prefill_below_tokens=config.skip_prefill_below_tokens)
-    policy = registry.make_named(config.routing_policy, legs=legs, **config.routing_section)
-    patience = ClusterTimeouts(
+    timeouts = ClusterTimeouts(
         config.start_timeout_s,
-        config.restart_grace_s,
         # With --pace an engine is idle while modelled time goes by.
         max(1.0, config.dilate) * config.engine_stall_s,
         max(1.0, config.dilate) * config.engine_spin_s,
     )
-    return Cluster(instances, policy, WallClock(), patience)
+    return Cluster(instances, WallClock(), timeouts)
+
+
+def _router(config: ServeConfig, cluster: Cluster) -> Router:
+    legs = LegOptions(skip_prefill_below_tokens=config.skip_prefill_below_tokens)
+    policy = registry.make_named(config.routing_policy, legs=legs, **config.routing_section)
+    return Router(cluster, policy, WallClock(), config.restart_grace_s)
 
 
 async def _start(cluster: Cluster, say: Say) -> None:
@@ -263,17 +271,17 @@ async def _start(cluster: Cluster, say: Say) -> None:
         raise UserError(str(failures.exceptions[0])) from None
 
 
-async def _connect(parts: Parts, cluster: Cluster) -> DisaggregatedClient:
+async def _connect(parts: Parts, router: Router) -> DisaggregatedClient:
     client = DisaggregatedClient(
         parts.engine_config,
-        cluster,
+        router,
         parts.config.request_timeout_s,
         lookup_above_tokens=parts.config.skip_prefill_below_tokens,
     )
     await _answered(client.adopt_engine_facts)
     cache = client.vllm_config.cache_config
-    if cluster.policy.reads_resident_tokens and cache.enable_prefix_caching:
-        cluster.follow_residency(Residency(cache.block_size))
+    if router.policy.reads_resident_tokens and cache.enable_prefix_caching:
+        router.follow_residency(Residency(cache.block_size))
     if parts.config.kv_store:  # colocated instances may once hand over: roles change
         asked = call(WorkerApi.banaserve_fingerprint)
         answers = await _answered(lambda: client.collective_rpc(asked.name))
@@ -281,7 +289,8 @@ async def _connect(parts: Parts, cluster: Cluster) -> DisaggregatedClient:
         assert len(found) == len(answers), "with a store every worker has a connector"
         check_alike(found)
         lookup = PrefixLookup(parts.engine_config, found[0], parts.store_socket)
-        cluster.lookups[next(iter(cluster.instances.values())).weights] = lookup
+        weights = next(iter(router.cluster.instances.values())).weights
+        router.lookups.by_weights[weights] = lookup
     return client
 
 
@@ -347,14 +356,14 @@ def _edge_limits(config: ServeConfig, say: Say) -> EdgeLimits:
 @contextlib.asynccontextmanager
 async def _controlling(
     parts: Parts,
-    cluster: Cluster,
+    router: Router,
     factory: InstanceFactory,
     coordinator: Coordinator,
     client: DisaggregatedClient,
 ) -> AsyncIterator[Control]:
     """Who decides what moves; ends what it has under way when the block ends."""
     clock, config, chosen = WallClock(), parts.config, parts.config.orchestrator
-    requests = client.requests
+    requests, cluster = client.requests, router.cluster
     roles = Roles(cluster.instances, clock)
     if chosen.is_elastic:
         requests.observe()
@@ -393,9 +402,9 @@ async def _controlling(
     autoscaler = _autoscaler(config, scaler, executor, controller, clock)
     if autoscaler is not None:
         autoscaler.start()
-    restarts = _restarts(parts, cluster, coordinator, client, lambda: scaler.is_under_way)
+    restarts = _restarts(parts, router, coordinator, client, lambda: scaler.is_under_way)
     try:
-        yield Control(controller, executor, roles, drains, scaler, cluster.policy, restarts)
+        yield Control(controller, executor, roles, drains, scaler, router.policy, restarts)
     finally:
         await restarts.stop()
         if autoscaler is not None:
@@ -433,16 +442,16 @@ def _autoscaler(
 
 def _restarts(
     parts: Parts,
-    cluster: Cluster,
+    router: Router,
     coordinator: Coordinator,
     client: DisaggregatedClient,
     is_scaling: Callable[[], bool],
 ) -> RollingRestarts:
     store_socket = parts.store_socket if parts.config.kv_store else ""
-    admission = Admission(cluster, client, store_socket)
-    settings = next(iter(cluster.instances.values())).settings
+    admission = Admission(router.lookups, client, store_socket)
+    settings = next(iter(router.cluster.instances.values())).settings
     return RollingRestarts(
-        cluster,
+        router.cluster,
         coordinator,
         settings,
         parts.make_settings,

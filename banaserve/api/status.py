@@ -8,9 +8,9 @@ from banaserve.controller.schemas import ControllerStatus, InstanceStatus, MoveL
 from banaserve.engine.interface import Scaling
 from banaserve.engine.vllm.migration.api import Migration
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
-from banaserve.engine.vllm.migration_executor import seconds_of
+from banaserve.engine.vllm.migration.controller.move_executor import seconds_of
 from banaserve.engine.vllm.restart.api import RollingRestart
-from banaserve.engine.vllm.role_switch import Roles
+from banaserve.engine.vllm.roles.role_switch import Roles
 from banaserve.orchestrator.measure import judge, load_of
 from banaserve.orchestrator.migration.scoring import module_words
 from banaserve.orchestrator.routing.named import NamedPolicy

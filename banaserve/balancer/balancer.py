@@ -11,6 +11,7 @@ from time import monotonic
 
 from msgspec import structs
 
+from banaserve.access.quotas import OverLimit
 from banaserve.balancer.auth import (
     OPEN_PATHS,
     PEER_FIELD,
@@ -44,7 +45,6 @@ from banaserve.net.tls import Certificates
 from banaserve.orchestrator.replicas.fleet import Fleet
 from banaserve.orchestrator.replicas.interface import Need
 from banaserve.orchestrator.replicas.registry import make
-from banaserve.quotas import OverLimit
 from banaserve.types import RequestId
 
 FIXED = (

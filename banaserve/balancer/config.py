@@ -9,12 +9,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from banaserve.access.quotas import KeyLimits
 from banaserve.config import is_loopback
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
 from banaserve.names import check_known
 from banaserve.net.tls import ClientTls, ServerTls
-from banaserve.quotas import KeyLimits
 
 MAX_TOLD_REPLICAS = 256
 """That one balancer tells another of."""

@@ -198,6 +198,7 @@ class PeerProber:
                 complaint = f"answers {status}" + (": is peer_key the same?" * (status == 401))
             else:
                 state = _decode(body)
+                check_name("its region", state.region)
                 for one in state.replicas:
                     one.check()
                 if state.protocol != PROTOCOL:

@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Callable
 from time import monotonic
 
+from banaserve.access.quotas import KeyLimits, OverLimit, Quota
+from banaserve.access.tenants import TENANT_FIELD, is_tenant_name, tenant_name
 from banaserve.balancer.config import BalancerSettings
 from banaserve.balancer.http.request import ClientRequest
-from banaserve.quotas import KeyLimits, OverLimit, Quota
-from banaserve.tenants import TENANT_FIELD, is_tenant_name, tenant_name
 
 _FIELD = TENANT_FIELD.lower().encode()
 

@@ -34,7 +34,9 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "serve": Command("banaserve.cli.serve", "serve_command", "Serve a model over the OpenAI API."),
+    "serve": Command(
+        "banaserve.cli.serve.command", "serve_command", "Serve a model over the OpenAI API."
+    ),
     "doctor": Command("banaserve.cli.doctor.command", "app", "Say what this machine can run."),
     "kvstore": Command("banaserve.cli.kvstore", "app", "Run the KV cache store, or look at one."),
     "migrate": Command(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from banaserve.access.key_files import key_of, keys_of
 from banaserve.arguments import Parser, read_pair
 from banaserve.balancer.balancer import Balancer, max_connections
 from banaserve.balancer.config import (
@@ -22,7 +23,6 @@ from banaserve.cli.console import print_error, timed
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
 from banaserve.cli.sockets import listening
 from banaserve.errors import UserError
-from banaserve.key_files import key_of, keys_of
 from banaserve.net.descriptors import raise_descriptor_limit
 from banaserve.orchestrator.replicas import registry
 from banaserve.plugins import PluginGroup

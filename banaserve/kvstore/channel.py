@@ -19,7 +19,7 @@ from typing import TypeVar
 from banaserve.errors import FingerprintError, ProtocolError, StoreUnavailableError
 from banaserve.kvstore import wire
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.linux import is_own, peer_of
+from banaserve.platform.linux import is_own, peer_of
 
 log = logging.getLogger(__name__)
 

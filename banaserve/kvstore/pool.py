@@ -15,12 +15,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from banaserve import linux
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.fingerprint import PAGE_BYTES, Fingerprint
 from banaserve.kvstore.interface import Lookup, Slot
 from banaserve.kvstore.records import MAX_SERIAL
 from banaserve.kvstore.sizes import format_size
+from banaserve.platform import linux
 
 POISON = 0xFF
 _WORD_BYTES = 8

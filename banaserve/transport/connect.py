@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from banaserve.linux import is_own, peer_of
+from banaserve.platform.linux import is_own, peer_of
 from banaserve.transport import seal
 from banaserve.transport.channel import StreamChannel
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError

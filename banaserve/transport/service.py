@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from banaserve.linux import MAX_SOCKET_PATH_BYTES
+from banaserve.platform.linux import MAX_SOCKET_PATH_BYTES
 from banaserve.transport.errors import RefusedError
 
 MAX_PEERS = 64

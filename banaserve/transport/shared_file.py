@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from banaserve.linux import MADV_REMOVE, SEALS, madvise, populate
+from banaserve.platform.linux import MADV_REMOVE, SEALS, madvise, populate
 from banaserve.transport.errors import RefusedError, StaleEpochError, TransferTimeoutError
 from banaserve.transport.memory import PAGE_BYTES, Memory, whole_pages
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from banaserve.linux import open_peer_pidfd
+from banaserve.platform.linux import open_peer_pidfd
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
 
 # Of a peer that has begun a message and sends nothing more, while no caller waits that long.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from banaserve.bench.loadgen.servers import end_with_parent
-from banaserve.engine.vllm.environment import ENVIRONMENT
+from banaserve.engine.vllm.settings.environment import ENVIRONMENT
 from banaserve.errors import UserError
 from benchmarks.location import environment
 

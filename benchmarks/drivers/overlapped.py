@@ -28,11 +28,11 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from banaserve.engine.vllm.environment import set_environment
 from banaserve.engine.vllm.migration.types import MovePhase
 from banaserve.engine.vllm.migration.units.layers import LayerRange
 from banaserve.engine.vllm.migration.worker_api import HostStatus, LinkState, MigrationApi
-from banaserve.engine.vllm.typed_rpc import RemoteCall, call
+from banaserve.engine.vllm.rpc.typed_rpc import RemoteCall, call
+from banaserve.engine.vllm.settings.environment import set_environment
 from banaserve.engine.vllm.worker import WorkerExtension
 from benchmarks.drivers.answers import say, take_stdout
 

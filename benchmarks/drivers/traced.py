@@ -12,7 +12,7 @@ import json
 import sys
 from typing import Any
 
-from banaserve.engine.vllm.environment import set_environment
+from banaserve.engine.vllm.settings.environment import set_environment
 from benchmarks.drivers.answers import say, take_stdout
 
 _MAX_TOKENS = 4096

@@ -1,4 +1,4 @@
-"""What tests of optional parts need: NIXL from PyPI; Debian's libibverbs (Mooncake) and Redis.
+"""What tests of optional parts need: NIXL from PyPI; Debian's libibverbs, Redis and two proxies.
 
 Where the system's packages cannot be installed they are named, and their tests skip.
 """
@@ -13,6 +13,10 @@ from pathlib import Path
 from installer import places, tools
 from installer.commands import run
 from installer.console import say
+
+_PROGRAMS = {"redis-server": "redis-server", "nginx": "nginx-light", "haproxy": "haproxy"}
+_SBIN = "/usr/local/sbin:/usr/sbin"
+"""Not on every user's path, and Debian puts proxies there."""
 
 
 def install(tool: tools.Tool) -> None:
@@ -42,9 +46,11 @@ def _missing() -> list[str]:
         ctypes.CDLL("libibverbs.so.1")
     except OSError:
         missing.append("libibverbs1")
-    if not shutil.which("redis-server"):
-        missing.append("redis-server")
-    return missing
+    return missing + [package for program, package in _PROGRAMS.items() if not _is_there(program)]
+
+
+def _is_there(program: str) -> bool:
+    return bool(shutil.which(program) or shutil.which(program, path=_SBIN))
 
 
 def _apt_get(*words: str) -> None:

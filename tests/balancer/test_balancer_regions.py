@@ -200,6 +200,7 @@ async def test_nobody_passes_for_a_peer(house):
         ((200, b'{"region": "us", "queue_length": 1e400}'), "makes no sense"),
         ((200, b'{"region": "us", "protocol": 2}'), "speaks protocol 2, not 1"),
         ((200, b'{"region": "mars"}'), "says it is mars"),
+        ((200, b'{"region": "us\\nall is well"}'), r"its region is 'us\nall is well'"),
         ((200, b'{"region": "us", "replicas": [{"url": "file:///", "id": ""}]}'), "no address"),
     ],
 )

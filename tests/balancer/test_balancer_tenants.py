@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 from msgspec import structs
 
+from banaserve.access.tenants import TENANT_FIELD, is_tenant_name, tenant_name
 from banaserve.balancer.config import (
     BalancerSettings,
     PeerSettings,
@@ -14,7 +15,6 @@ from banaserve.balancer.config import (
     ReplicaSettings,
     TenantSettings,
 )
-from banaserve.tenants import TENANT_FIELD, is_tenant_name, tenant_name
 
 KEYS = ("first", "second")
 

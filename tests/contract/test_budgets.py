@@ -11,9 +11,9 @@ pytest.importorskip("vllm")
 
 from banaserve.config import Budget, ServeConfig
 from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.engine_api import CoreApi
-from banaserve.engine.vllm.role_switch import Budgets
-from banaserve.engine.vllm.typed_rpc import call
+from banaserve.engine.vllm.roles.role_switch import Budgets
+from banaserve.engine.vllm.rpc.engine_api import CoreApi
+from banaserve.engine.vllm.rpc.typed_rpc import call
 from banaserve.errors import UserError
 from banaserve.types import Role
 from engine_steps import Load, _scheduler

@@ -161,14 +161,14 @@ def _import() -> None:
     """What a server has imported when it forks the parent of its engines."""
     for name in (
         "banaserve.cli.main",
-        "banaserve.cli.serve",
-        "banaserve.cli.launch",
+        "banaserve.cli.serve.command",
+        "banaserve.cli.serve.launch",
         "banaserve.api.serving",
         "uvloop",
     ):
         importlib.import_module(name)
-    from banaserve.engine.vllm.environment import set_environment
     from banaserve.engine.vllm.launch.forkserver import pre_import
+    from banaserve.engine.vllm.settings.environment import set_environment
 
     set_environment()
     pre_import()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from banaserve.processes import is_running
+from banaserve.platform.processes import is_running
 from observing import until, writer
 from server_run import Run
 

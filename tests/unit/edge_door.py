@@ -18,6 +18,7 @@ from unittest import mock
 import uvloop
 from starlette.types import Receive, Scope, Send
 
+from banaserve.access.tenants import TenantKey
 from banaserve.api.app import Door
 from banaserve.api.auth import KeyMiddleware
 from banaserve.api.edge import refusals
@@ -25,7 +26,6 @@ from banaserve.api.edge.edge import Edge
 from banaserve.api.edge.limits import EdgeLimits
 from banaserve.api.edge.websocket_limit import SessionLimits, WebSocketLimit
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
-from banaserve.tenants import TenantKey
 from waiting import DEADLINE_S
 
 KEY = "Authorization: Bearer good\r\n"

@@ -10,8 +10,8 @@ import torch
 import migration_doubles as doubles
 from banaserve.clock import WallClock
 from banaserve.engine.vllm.migration.controller.guest_monitor import GuestMonitor
-from banaserve.engine.vllm.migration_executor import MoveExecutor
-from banaserve.engine.vllm.role_switch import Roles
+from banaserve.engine.vllm.migration.controller.move_executor import MoveExecutor
+from banaserve.engine.vllm.roles.role_switch import Roles
 from banaserve.types import InstanceId, InstanceReport, InstanceView, Role
 
 FACTS = doubles.FACTS

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from banaserve.plugins import PluginGroup
+from banaserve.registry import Registry
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 ROUTING = """
 from dataclasses import dataclass
@@ -108,6 +118,35 @@ class HeapTier(DictionaryTier):
             raise UserError(f"{url}: write heap://here?size=64MiB")
         return query["size"][0]
 """
+
+
+@contextlib.contextmanager
+def plugin_site(
+    folder: Path, registries: Iterable[Registry[Any]], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Make ``folder``, to which packages can be installed, with the example's tier in it.
+
+    What is registered within the block is forgotten behind it, and modules of ``folder`` too.
+    """
+    for registry in registries:
+        registry.names()
+        for kept in ("_found", "_offers", "_rivals", "refused"):
+            monkeypatch.setattr(registry, kept, dict(getattr(registry, kept)))
+    folder.mkdir()
+    shutil.copy(EXAMPLES / "store_tier" / "dictionary_tier.py", folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if (folder / f"{name}.py").exists():
+            del sys.modules[name]
+
+
+def routing_plugin(site: Path, name: str = "by_id", package: str = "acme-routing") -> None:
+    """Install a package with one routing policy."""
+    entry = f"{PluginGroup.ROUTING_POLICIES}:{name}"
+    install(site, package, ROUTING, {entry: f"{package.replace('-', '_')}:ById"})
 
 
 def install(

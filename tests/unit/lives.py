@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from banaserve import processes
+from banaserve.platform import processes
 
 
 def shows_life() -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import executor_doubles as doubles
 from banaserve.clock import WallClock
-from banaserve.engine.vllm.drain import Drains
+from banaserve.engine.vllm.roles.drain import Drains
 from banaserve.engine.vllm.scaling.scaler import Scaler
 from banaserve.errors import InstanceDeadError, MigrationError
 from banaserve.types import InstanceId, Role

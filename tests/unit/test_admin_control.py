@@ -19,7 +19,7 @@ from banaserve.api.admin import AdminDoor
 from banaserve.api.admin_control import Control
 from banaserve.cli.admin.decisions import lines_of
 from banaserve.cli.main import main
-from banaserve.cli.serve_options import parse_serve_argv
+from banaserve.cli.serve.options.command_line import parse_serve_argv
 from banaserve.clock import WallClock
 from banaserve.controller.decisions import DecisionLog
 from banaserve.controller.loop import Controller, ControllerOptions
@@ -32,8 +32,8 @@ from banaserve.controller.schemas import (
     StepRecord,
     WantedStep,
 )
-from banaserve.engine.vllm.drain import Drains
 from banaserve.engine.vllm.restart.api import EngineRestart, RestartRequest, RollingRestart
+from banaserve.engine.vllm.roles.drain import Drains
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size
 from banaserve.orchestrator.control import Mode

@@ -23,7 +23,7 @@ from banaserve.api.bodies.guard import LONG_BYTES, BodyGuard
 from banaserve.api.bodies.parsed_route import take_parsed_bodies
 from banaserve.api.bodies.shape import JsonShape, measure, upper_bound
 from banaserve.api.limits import BodyLimit
-from banaserve.engine.vllm.engine_args import parse_vllm_argv
+from banaserve.engine.vllm.settings.engine_args import parse_vllm_argv
 from banaserve.errors import UserError
 
 BOUNDS = RequestBounds()

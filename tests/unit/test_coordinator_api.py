@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 
 import migration_doubles as doubles
 from admin_server import AdminServer
+from banaserve.access.tenants import TenantKey
 from banaserve.api import admin_client
 from banaserve.api.admin import AdminDoor
 from banaserve.api.admin_client import AdminClient
@@ -26,7 +27,6 @@ from banaserve.cli.main import main
 from banaserve.engine.vllm.migration.api import MoveLayers
 from banaserve.errors import UserError
 from banaserve.run_dir import AdminAccess, find_admin, open_run_dir, write_admin
-from banaserve.tenants import TenantKey
 
 KEY = "the-admin-key"
 AUTH = {"Authorization": f"Bearer {KEY}"}
@@ -384,7 +384,7 @@ def test_the_client_waits_for_the_end(server):
 
 
 def test_serve_options(monkeypatch):
-    from banaserve.cli.serve_options import parse_serve_argv
+    from banaserve.cli.serve.options.command_line import parse_serve_argv
 
     monkeypatch.delenv("BANASERVE_ADMIN_KEY", raising=False)
     config = parse_serve_argv(["--migration", "off", "--admin-key", "a", "--api-key", "b"])

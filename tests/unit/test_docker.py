@@ -11,9 +11,9 @@ import pytest
 import yaml
 from prometheus_client.registry import REGISTRY
 
-from banaserve.cli.serve_options import parse_serve_argv
-from banaserve.engine.vllm import metrics  # noqa: F401  (registers its families)
-from banaserve.engine.vllm import metrics as moves_metrics  # noqa: F401
+from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.engine.vllm.monitoring import metrics  # noqa: F401  (registers its families)
+from banaserve.engine.vllm.monitoring import metrics as moves_metrics  # noqa: F401
 from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.interface import TierStats

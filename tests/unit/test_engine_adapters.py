@@ -19,7 +19,7 @@ from vllm.sampling_params import SamplingParams
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat import kv_cache
-from banaserve.engine.vllm.lora import Adapters
+from banaserve.engine.vllm.requests.lora import Adapters
 
 BLOCK_SIZE = 4
 

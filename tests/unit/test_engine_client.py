@@ -25,13 +25,15 @@ from vllm.sampling_params import SamplingParams
 
 from banaserve.api.app import vllm_app
 from banaserve.clock import WallClock
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.client import DisaggregatedClient, tenant
-from banaserve.engine.vllm.cluster import Cluster, ClusterTimeouts
+from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.server import StaysUp
-from banaserve.engine.vllm.engine_args import parse_vllm_argv
-from banaserve.engine.vllm.lora import Adapters
+from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
+from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.requests.lora import Adapters
+from banaserve.engine.vllm.requests.router import Router
+from banaserve.engine.vllm.settings.engine_args import parse_vllm_argv
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
 from banaserve.orchestrator.routing.named import NamedPolicy
 from banaserve.types import (
@@ -81,9 +83,8 @@ def client(serving: list[Any] | None = None, **model: Any) -> Any:
     async def taking() -> list[Any]:
         return list(made._cluster.serving())
 
-    made._cluster = SimpleNamespace(
-        serving=lambda: serving or [], taking=taking, forget_residency=lambda: None
-    )
+    made._cluster = SimpleNamespace(serving=lambda: serving or [], taking=taking)
+    made._router = SimpleNamespace(forget_residency=lambda: None)
     made._supported_tasks = ("generate",)
     made._request_timeout_s, made._lookup_above_tokens = 60.0, MAX_MODEL_LEN
     return made
@@ -134,7 +135,7 @@ async def test_the_router_forgets_what_the_engines_forget(
     method: str, arguments: dict[str, Any], is_lost: bool
 ) -> None:
     made, lost = client(), []
-    made._cluster.forget_residency = lambda: lost.append(method)
+    made._router.forget_residency = lambda: lost.append(method)
     await getattr(made, method)(**arguments)
     assert bool(lost) == is_lost
 
@@ -333,14 +334,19 @@ async def test_a_request_that_cannot_be_split_is_not_whatever_the_policy_says(
 ) -> None:
     policy = _Splitting()
     instances: Any = [_viewed("p0"), _viewed("d0")]
-    cluster = Cluster(instances, NamedPolicy(policy, "splitting"), WallClock(), ClusterTimeouts())
+    router = router_of(instances, NamedPolicy(policy, "splitting"))
     params = SamplingParams(max_tokens=7)
     asked: Any = SimpleNamespace(request_id="r", prompt_token_ids=[1, 2, 3], sampling_params=params)
     notes = RequestNotes(WallClock(), "r", 3, 0.0, 0.0)
     limits = RequestLimits(ttft_s=0.5)
-    route = await cluster.route(asked, 1, blocker, notes, limits)
+    route = await router.route(asked, 1, blocker, notes, limits)
     assert route.prefill == (None if blocker else "p0")
     assert policy.shown == [RequestView(RequestId("r"), 3, 2, 7, limits, blocker is None)]
+
+
+def router_of(instances: list[Any], policy: NamedPolicy) -> Router:
+    cluster = Cluster(instances, WallClock(), ClusterTimeouts())
+    return Router(cluster, policy, WallClock())
 
 
 def _viewed(name: str) -> SimpleNamespace:
@@ -357,7 +363,7 @@ async def test_a_routing_policy_that_fails_is_answered_500_under_its_name(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     policy = NamedPolicy(_Broken(), "broken", "acme-routing 1.0")
-    cluster = Cluster([], policy, WallClock(), ClusterTimeouts())
+    router = router_of([], policy)
     app = vllm_app(parse_vllm_argv([]), ("generate",), None)
     app.state.args = SimpleNamespace(log_error_stack=False)
 
@@ -367,7 +373,7 @@ async def test_a_routing_policy_that_fails_is_answered_500_under_its_name(
         asked: Any = SimpleNamespace(
             request_id="r", prompt_token_ids=[1, 2], sampling_params=params
         )
-        await cluster.route(asked, 2, None, RequestNotes(WallClock(), "r", 2, 0.0, 0.0))
+        await router.route(asked, 2, None, RequestNotes(WallClock(), "r", 2, 0.0, 0.0))
 
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://door") as door:
@@ -377,7 +383,7 @@ async def test_a_routing_policy_that_fails_is_answered_500_under_its_name(
         (500, line),
         (500, line),
     ]
-    told = [one for one in caplog.records if one.name == "banaserve.engine.vllm.cluster"]
+    told = [one for one in caplog.records if one.name == "banaserve.engine.vllm.requests.router"]
     assert [(one.getMessage(), bool(one.exc_info)) for one in told] == [(line, True), (line, False)]
 
 

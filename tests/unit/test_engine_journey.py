@@ -22,15 +22,16 @@ from vllm.v1.metrics.stats import IterationStats
 from banaserve.clock import WallClock
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.continuation import output_of, with_output
-from banaserve.engine.vllm.disagg_request import (
+from banaserve.engine.vllm.requests.disagg_request import (
     EnginesDiedError,
     Prediction,
     RequestContext,
     run_request,
 )
-from banaserve.engine.vllm.sequences import run_sequences, sequences_of
+from banaserve.engine.vllm.requests.router import WeightsReplacedError
+from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
+from banaserve.engine.vllm.requests.trials import Trials
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
-from banaserve.engine.vllm.trials import Trials
 from banaserve.types import NOWHERE, InstanceId, Route
 from waiting import until
 
@@ -121,6 +122,7 @@ class Engines:
 
     def __init__(self, *engines: Engine, prefill: Engine | None = None) -> None:
         self.trials = Trials()
+        self.cluster = self
         self._left = list(engines)
         self._prefill = prefill.id if prefill else None
         known = [*engines, prefill] if prefill else engines
@@ -367,13 +369,39 @@ async def test_a_stream_leaves_an_instance_that_is_drained_with_all_that_it_has(
         assert engine.move is not None
         engine.move()
         await reader.reaches(engines[engines.index(engine) + 1])
-        assert engine.aborted == ["r-1"]
+        assert engine.aborted == [engine.legs[0].request_id]
         assert not engine.output_processor.request_states
         engine.compute(1)  # what comes late is nobody's
     engines[8].compute(7)
     while not reader.finished:
         await reader.read()
     assert reader.text == "".join(WORDS[1:11])
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+async def test_a_stream_that_comes_back_takes_nothing_of_the_leg_that_it_has_left(
+    num_before: int,
+) -> None:
+    """The engine is in the middle of a step when it hears that the stream has left."""
+    engine = Engine("d0")
+    reader = Reader(job(streamed()), Engines(engine, engine, engine))
+    await reader.reaches(engine)
+    engine.compute(num_before)
+    for _ in range(2):
+        assert engine.move is not None
+        engine.move()
+        left = len(engine.legs)
+        while len(engine.legs) == left:
+            if reader._next.done():
+                await reader.read()
+            await asyncio.sleep(0)
+        late = compat.EngineCoreOutput(engine.legs[left - 1].request_id, [19])
+        engine.output_processor.process_outputs([late], 0.0, IterationStats())
+    engine.compute(10 - num_before)
+    while not reader.finished:
+        await reader.read()
+    assert reader.text == "".join(WORDS[1:11])
+    assert not engine.output_processor.request_states
 
 
 async def test_an_instance_that_is_not_there_is_passed_by() -> None:
@@ -426,6 +454,45 @@ async def test_an_abort_by_id_ends_a_request_on_its_prefill_leg() -> None:
 def several(kind: RequestOutputKind, num: int = 3) -> list[RequestContext]:
     params = SamplingParams(n=num, temperature=1.0, seed=5, max_tokens=4, output_kind=kind)
     return list(sequences_of(job(params)))
+
+
+class Replaced(Engines):
+    """Engines with other weights than a request has begun with, from a moment on."""
+
+    is_replaced = False
+
+    async def route(self, *said: object, **options: object) -> Route:
+        if self.is_replaced and said[-1]:
+            raise WeightsReplacedError
+        return await super().route()
+
+
+@pytest.mark.parametrize("num", [1, 2])
+async def test_a_request_starts_over_with_other_weights_where_it_is_one_sequence(num: int) -> None:
+    """Another sequence of the same answer may have ended with the weights that are gone."""
+    prefill, *decode = (Engine(f"e{i}") for i in range(4))
+    engines = Replaced(*decode[:num], decode[2], prefill=prefill)
+    stream = run_sequences(several(RequestOutputKind.FINAL_ONLY, num), engines)  # type: ignore[arg-type]
+
+    async def read() -> list[RequestOutput]:
+        return [output async for output in stream]
+
+    reading = asyncio.create_task(read())
+    await until(lambda: len(prefill.legs) == 1)
+    prefill.compute(1)
+    await until(lambda: all(one.legs for one in decode[:num]))
+    engines.is_replaced = True
+    decode[num - 1].move()
+    if num > 1:
+        with pytest.raises(WeightsReplacedError):
+            await asyncio.wait_for(reading, 30.0)
+        return
+    await until(lambda: len(prefill.legs) == 2)
+    prefill.compute(1)
+    await until(lambda: bool(decode[2].legs))
+    decode[2].compute(3)
+    (output,) = await asyncio.wait_for(reading, 30.0)
+    assert output.outputs[0].text == "".join(WORDS[1:5])
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
@@ -499,10 +566,10 @@ async def test_predictions_are_held_against_what_a_stream_shows(
     now_s, seen = [100.0], {}
     loop = SimpleNamespace(time=lambda: now_s[0])
     monkeypatch.setattr(
-        "banaserve.engine.vllm.disagg_request.asyncio.get_running_loop", lambda: loop
+        "banaserve.engine.vllm.requests.disagg_request.asyncio.get_running_loop", lambda: loop
     )
     monkeypatch.setattr(
-        "banaserve.engine.vllm.disagg_request.metrics.PREDICTED",
+        "banaserve.engine.vllm.requests.disagg_request.metrics.PREDICTED",
         SimpleNamespace(
             labels=lambda *names: SimpleNamespace(
                 observe=lambda ratio: seen.update({names: pytest.approx(ratio)})

@@ -14,7 +14,6 @@ pytest.importorskip("vllm")
 from vllm.logprobs import Logprob, append_logprobs_for_next_position
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-from banaserve.engine.vllm.cluster import RestartPolicy
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.runner_hooks import (
     RewindableGenerator,
@@ -28,7 +27,8 @@ from banaserve.engine.vllm.continuation import (
     with_output,
 )
 from banaserve.engine.vllm.kv_connector.handover import Handover
-from banaserve.engine.vllm.legs import (
+from banaserve.engine.vllm.liveness.restart_policy import RestartPolicy
+from banaserve.engine.vllm.requests.legs import (
     decode_leg,
     end_with_context,
     first_token_blocker,

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 import executor_doubles as doubles
 from banaserve.clock import WallClock
 from banaserve.engine.interface import Ending
-from banaserve.engine.vllm.migration_executor import MoveExecutor
+from banaserve.engine.vllm.migration.controller.move_executor import MoveExecutor
 from banaserve.types import InstanceId, Module, MoveModule, ReturnModule, Step
 from waiting import until
 

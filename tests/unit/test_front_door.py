@@ -23,22 +23,22 @@ pytest.importorskip("vllm")
 from starlette.types import Receive, Scope, Send
 
 from banaserve import run_dir
+from banaserve.access.tenants import TenantKey
 from banaserve.api.app import Door
 from banaserve.api.auth import KeyMiddleware
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
 from banaserve.api.request_limits import TPOT_HEADER, TTFT_HEADER, RequestLimitsReader
-from banaserve.cli import launch
-from banaserve.cli.serve_options import parse_serve_argv
+from banaserve.cli.serve import launch
+from banaserve.cli.serve.options.command_line import parse_serve_argv
 from banaserve.cli.sockets import check_tls
 from banaserve.config import ServeConfig
-from banaserve.engine.vllm import engine_args
 from banaserve.engine.vllm.client import request_limits, tenant
-from banaserve.engine.vllm.engine_args import refuse_taken
 from banaserve.engine.vllm.instance import last_error_in
+from banaserve.engine.vllm.settings import engine_args
+from banaserve.engine.vllm.settings.engine_args import refuse_taken
 from banaserve.errors import UserError
 from banaserve.models import ResolvedModel
 from banaserve.run_dir import open_run_dir
-from banaserve.tenants import TenantKey
 from banaserve.types import RequestLimits, Role
 
 

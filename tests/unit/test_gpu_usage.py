@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.engine.vllm.compat.nvml import NVML
-from banaserve.engine.vllm.gpu_monitor import GpuMeter
-from banaserve.engine.vllm.reports import ReportBoard
+from banaserve.engine.vllm.monitoring.gpu_monitor import GpuMeter
+from banaserve.engine.vllm.monitoring.reports import ReportBoard
 from banaserve.types import InstanceId
 
 

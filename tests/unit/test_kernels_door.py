@@ -25,7 +25,7 @@ from banaserve.engine.vllm.migration.modules.paged_attention import (
     write_tokens,
 )
 from banaserve.engine.vllm.migration.rpc.messages import AttentionSlice
-from banaserve.engine.vllm.migration_settings import KEY, settings_of
+from banaserve.engine.vllm.settings.migration_settings import KEY, settings_of
 from banaserve.errors import GuestLostError, MigrationError, UserError
 from banaserve.kernels.layouts import KvLayout, key_value_views
 from banaserve.kernels.reference import ReferenceKernels

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from banaserve.access.key_files import key_of, keys_of, read_keys
 from banaserve.balancer.config import BalancerSettings
 from banaserve.cli import route
-from banaserve.cli.serve_options import parse_serve_argv
+from banaserve.cli.serve.options.command_line import parse_serve_argv
 from banaserve.errors import UserError
-from banaserve.key_files import key_of, keys_of, read_keys
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.daemon.supervised import StorePatience, SupervisedStore
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.tiers.ssd.check import check_folder
-from banaserve.processes import is_running
+from banaserve.platform.processes import is_running
 from fingerprints import FINGERPRINT
 from waiting import eventually, until
 

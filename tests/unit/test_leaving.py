@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from banaserve.cli.serve import Leaving
+from banaserve.cli.serve.command import Leaving
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from banaserve.api import metrics
+from banaserve.api.edge.refusals import REFUSED
 from banaserve.api.metrics import MetricsPage, StoreAsker
 from banaserve.api.shared_calls import SharedCalls, TooManyCallsError
 from banaserve.errors import StoreUnavailableError
@@ -171,9 +172,12 @@ async def test_too_many_different_calls_are_refused() -> None:
     assert await asyncio.gather(*tasks) == [1, 2, 3]
 
 
-async def test_too_many_different_pages_are_429() -> None:
+async def test_too_many_different_pages_are_429_and_counted() -> None:
     page = MetricsPage(dict, None)
+    counted = REFUSED.labels("metrics", "429")._value
+    before = counted.get()
     answers = await asyncio.gather(*(answered(page, f"name[]=n{i}") for i in range(18)))
     assert {one.status_code for one in answers} == {200, 429}
-    refused = next(one for one in answers if one.status_code == 429)
-    assert refused.headers["Retry-After"] == "1"
+    refused = [one for one in answers if one.status_code == 429]
+    assert refused[0].headers["Retry-After"] == "1"
+    assert counted.get() == before + len(refused)

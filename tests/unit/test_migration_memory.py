@@ -27,7 +27,7 @@ from banaserve.engine.vllm.migration.kv.host_kv import HostKv, blocks_gained, ma
 from banaserve.engine.vllm.migration.kv.slabs import GpuSlab, Slab, merged
 from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, restore, to_wire
 from banaserve.errors import ProtocolError, UserError
-from banaserve.processes import Pulse
+from banaserve.platform.processes import Pulse
 from banaserve.transport.interface import TransportOptions
 from banaserve.transport.registry import create
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from banaserve.engine.vllm import engine_args
-from banaserve.engine.vllm.migration_settings import (
+from banaserve.engine.vllm.settings import engine_args
+from banaserve.engine.vllm.settings.migration_settings import (
     KEY,
     MigrationSettings,
     migration_options,

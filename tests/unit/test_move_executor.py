@@ -18,11 +18,11 @@ pytest.importorskip("vllm")
 
 import executor_doubles as doubles
 from banaserve.engine.interface import Ending
-from banaserve.engine.vllm import migration_executor as executors
 from banaserve.engine.vllm.migration.api import MoveHeads, MoveLayers, Return
+from banaserve.engine.vllm.migration.controller import move_executor as executors
+from banaserve.engine.vllm.migration.controller.move_executor import ask_of, instance_facts
 from banaserve.engine.vllm.migration.units.heads import HeadSet
 from banaserve.engine.vllm.migration.units.layers import LayerRange
-from banaserve.engine.vllm.migration_executor import ask_of, instance_facts
 from banaserve.errors import MigrationError, NoAnswerError, UserError
 from banaserve.orchestrator.migration.options import RepairedOptions
 from banaserve.orchestrator.model.calibration import EASED_AFTER_S

@@ -1,143 +1,30 @@
-"""Policies and tiers of other packages, found by the metadata of an installed package."""
+"""Policies and tiers of other packages that are refused, and what is said of them."""
 
 from __future__ import annotations
 
-import http.server
-import json
-import logging
-import os
-import re
-import shutil
-import subprocess
-import sys
-import threading
-import tomllib
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 
 import pytest
-from typer.testing import CliRunner
 
-from banaserve.bench.loadgen.servers import free_port
-from banaserve.cli import main as cli
-from banaserve.cli.doctor.command import app as doctor
 from banaserve.cli.plugins import REGISTRIES, rivalries, use_plugins
-from banaserve.cli.serve import serve_command
-from banaserve.controller.loop import ControllerOptions
-from banaserve.controller.time_scaling import dilated
-from banaserve.errors import NoInstanceError, PolicyError, UserError
-from banaserve.kvstore.admin import fetch_stats
-from banaserve.kvstore.daemon import process as daemon
-from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec, open_tier
-from banaserve.orchestrator.migration import registry as migration
-from banaserve.orchestrator.replicas import registry as replicas
-from banaserve.orchestrator.replicas.fleet import Fleet
-from banaserve.orchestrator.replicas.interface import ReplicaId, ReplicaView, Request
 from banaserve.orchestrator.routing import registry as routing
-from banaserve.plugins import Plugin, PluginGroup, load_plugins
-from banaserve.sim.system import preset
-from banaserve.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
-from installed_packages import MIGRATION, REPLICAS, ROUTING, TIER, install
-from store_process import fork_store
+from banaserve.plugins import PluginGroup, load_plugins
+from installed_packages import (
+    ROUTING,
+    install,
+    plugin_site,
+    routing_plugin,
+)
 
 ROUTING_GROUP, REPLICA_GROUP, MIGRATION_GROUP, TIER_GROUP = PluginGroup
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(autouse=True)
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder that packages can be installed to; what they register is forgotten afterwards."""
-    for registry in REGISTRIES.values():
-        registry.names()
-        for kept in ("_found", "_offers", "_rivals", "refused"):
-            monkeypatch.setattr(registry, kept, dict(getattr(registry, kept)))
-    folder = tmp_path / "site"
-    folder.mkdir()
-    shutil.copy(EXAMPLES / "store_tier" / "dictionary_tier.py", folder)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    before = set(sys.modules)
-    yield folder
-    for name in set(sys.modules) - before:
-        if (folder / f"{name}.py").exists():
-            del sys.modules[name]
-
-
-def routing_plugin(site: Path, name: str = "by_id", package: str = "acme-routing") -> None:
-    install(
-        site, package, ROUTING, {f"{ROUTING_GROUP}:{name}": f"{package.replace('-', '_')}:ById"}
-    )
-
-
-def test_a_routing_policy_decides_with_its_own_options(site: Path) -> None:
-    routing_plugin(site)
-    assert use_plugins(ROUTING_GROUP) == [Plugin(ROUTING_GROUP, "by_id", "acme-routing 1.0")]
-    views = [
-        InstanceView(InstanceId(name), Role.COLOCATED, True, None, 0, 0, 1000.0)
-        for name in ("c0", "c1", "c2")
-    ]
-    cluster = ClusterView(0.0, {view.id: view for view in views})
-    policy = routing.make("by_id", place=1)
-    request = RequestView(RequestId("1"), 100)
-    assert [policy.route(request, cluster).decode for _ in range(3)] == ["c1", "c1", "c1"]
-    with pytest.raises(UserError, match=r"unknown option of routing policy by_id: delta_l.*place"):
-        routing.make("by_id", delta_l=1)
-    with pytest.raises(UserError, match="place is -1: give 0 or more"):
-        routing.make("by_id", place=-1)
-    with pytest.raises(
-        UserError, match="routing policy by_id: place takes a whole number: got 'far'"
-    ):
-        routing.make("by_id", place="far")
-    assert preset("static", prefill=1, decode=1, routing="by_id", routing_options={"place": 2})
-
-
-def test_a_replica_policy_decides_with_its_presets(site: Path) -> None:
-    install(site, "acme-replicas", REPLICAS, {f"{REPLICA_GROUP}:by_id": "acme_replicas:ById"})
-    assert [plugin.problem for plugin in use_plugins(REPLICA_GROUP)] == [""]
-    assert replicas.presets("by_id") == ["first", "last"]
-    chosen = []
-    for options in ({}, {"preset": "last"}, {"from_end": 1}):
-        fleet = Fleet(replicas.make("by_id", Random(0), **options))
-        for name in ("a", "b"):
-            fleet.add(ReplicaView(ReplicaId(name)))
-        chosen.append(fleet.choose(Request(RequestId("1"), 1), 0.0).target)
-    assert chosen == ["a", "b", "b"]
-    with pytest.raises(UserError, match="unknown option of policy by_id: from_start"):
-        replicas.make("by_id", Random(0), from_start=1)
-
-
-def test_a_migration_policy_plans_and_its_seconds_are_stretched(site: Path) -> None:
-    install(site, "acme-moves", MIGRATION, {f"{MIGRATION_GROUP}:lazy": "acme_moves:Lazy"})
-    assert [plugin.problem for plugin in use_plugins(MIGRATION_GROUP)] == [""]
-    options = dilated(ControllerOptions(policy="lazy", section={}), 3.0)
-    assert options.section == {"patience_s": 30.0}
-    plan = migration.make("lazy", **options.section).plan(ClusterView(0.0, {}))
-    assert plan.reason == "waits 30 s"
-
-
-def test_a_tier_is_opened_by_its_url(site: Path) -> None:
-    install(site, "acme-tier", TIER, {f"{TIER_GROUP}:heap": "acme_tier:HeapTier"})
-    assert [plugin.problem for plugin in use_plugins(TIER_GROUP)] == [""]
-    url = "heap://here?size=64MiB"
-    assert distributed_spec(url) == TierSpec("heap", url)
-    with pytest.raises(UserError, match="write heap://here"):
-        distributed_spec("heap://here")
-    with pytest.raises(UserError, match=r"known: heap, mooncake"):
-        distributed_spec("heaps://here")
-
-
-def test_the_store_serves_with_the_tier_of_another_package(site: Path, tmp_path: Path) -> None:
-    install(site, "acme-tier", TIER, {f"{TIER_GROUP}:heap": "acme_tier:HeapTier"})
-    path = tmp_path / "store.sock"
-    process = fork_store(path, "1MiB", "--distributed", "heap://here?size=64MiB")
-    try:
-        (tier,) = fetch_stats(path).tiers
-        assert (tier.stats.available, tier.stats.capacity_bytes) == (True, 64 * 2**20)
-    finally:
-        process.terminate()
-        assert process.wait(20) == 0
+    with plugin_site(tmp_path / "site", REGISTRIES.values(), monkeypatch):
+        yield tmp_path / "site"
 
 
 WRONG = """
@@ -332,150 +219,6 @@ def test_a_module_that_ends_the_process_is_refused_and_the_rest_goes_on(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-TYPED = """
-from dataclasses import dataclass
-from banaserve.orchestrator.routing.leg_by_leg import LegByLeg
-
-@dataclass(frozen=True)
-class Options:
-    rest: int = 0
-    share: float = 0.5
-    strict: bool = False
-    tag: str = ""
-    limit: float | None = None
-    other: tuple = ()
-
-    def __post_init__(self):
-        if self.rest == 13:
-            raise LookupError("thirteen")
-
-class Typed(LegByLeg):
-    Options = Options
-
-    def __init__(self, options, legs, start=0):
-        super().__init__(legs, start)
-        self.options = options
-        if options.rest == 14:
-            raise LookupError("fourteen")
-
-    def choose_prefill(self, request, views, now_s):
-        return self.choose_decode(views, now_s)
-
-    def choose_decode(self, views, now_s):
-        return views[0]
-"""
-
-
-@pytest.mark.parametrize(
-    ("section", "problem"),
-    [
-        ({"rest": "x"}, "routing policy typed: rest takes a whole number: got 'x'"),
-        ({"rest": 1.5}, "routing policy typed: rest takes a whole number: got 1.5"),
-        ({"rest": True}, "routing policy typed: rest takes a whole number: got True"),
-        ({"share": "abc"}, "routing policy typed: share takes a number: got 'abc'"),
-        ({"limit": "abc"}, "routing policy typed: limit takes a number: got 'abc'"),
-        ({"strict": 1}, "routing policy typed: strict takes true or false: got 1"),
-        ({"tag": True}, "routing policy typed: tag takes text: got True"),
-        ({"rest": 13}, "options of routing policy typed of acme 1.0: LookupError: thirteen"),
-        ({"rest": 14}, "routing policy typed of acme 1.0: LookupError: fourteen"),
-    ],
-)
-def test_a_value_of_another_type_is_refused(
-    site: Path, section: dict[str, object], problem: str
-) -> None:
-    install(site, "acme", TYPED, {f"{ROUTING_GROUP}:typed": "acme:Typed"})
-    assert [plugin.problem for plugin in use_plugins(ROUTING_GROUP)] == [""]
-    with pytest.raises(UserError) as refused:
-        routing.make("typed", **section)
-    assert str(refused.value) == problem
-
-
-def test_values_are_of_their_fields_types(site: Path) -> None:
-    install(site, "acme", TYPED, {f"{ROUTING_GROUP}:typed": "acme:Typed"})
-    use_plugins(ROUTING_GROUP)
-    section: dict[str, object] = {"share": 1, "strict": "true", "tag": 5, "limit": None}
-    options = routing.make("typed", **section, other=(1,)).options  # type: ignore[attr-defined]
-    assert (options.share, options.strict, options.tag, options.limit) == (1, True, "5", None)
-
-
-FAILING = """
-import sys
-from dataclasses import dataclass
-from banaserve.errors import NoInstanceError
-from banaserve.types import Route
-
-@dataclass(frozen=True)
-class Options:
-    how: str = "boom"
-
-class Failing:
-    Options = Options
-
-    def __init__(self, options, legs, start=0):
-        self.how = options.how
-
-    def route(self, request, cluster):
-        if self.how == "boom":
-            raise ValueError("boom")
-        if self.how == "exit":
-            sys.exit(3)
-        if self.how == "nobody":
-            raise NoInstanceError("nobody is ready")
-        view = cluster.instances["c0"]
-        return {
-            "id": "c0",
-            "unknown": Route(None, "c9", "r"),
-            "view": Route(None, view, "r"),
-        }[self.how]
-"""
-
-
-@pytest.mark.parametrize(
-    ("how", "problem"),
-    [
-        ("boom", "ValueError: boom"),
-        ("exit", "SystemExit: 3"),
-        ("id", "route returned a str, which is no Route"),
-        ("unknown", "there is no instance 'c9'"),
-        ("view", "its Route has a InstanceView where an instance's id belongs"),
-    ],
-)
-def test_a_policy_that_fails_is_named(site: Path, how: str, problem: str) -> None:
-    install(site, "acme", FAILING, {f"{ROUTING_GROUP}:failing": "acme:Failing"})
-    use_plugins(ROUTING_GROUP)
-    view = InstanceView(InstanceId("c0"), Role.COLOCATED, True, None, 0, 0, 1000.0)
-    cluster = ClusterView(0.0, {view.id: view})
-    request = RequestView(RequestId("1"), 100)
-    with pytest.raises(PolicyError) as failed:
-        routing.make_named("failing", how=how).route(request, cluster)
-    assert str(failed.value) == f"routing policy failing of acme 1.0: {problem}"
-    with pytest.raises(NoInstanceError, match=r"^nobody is ready$"):
-        routing.make_named("failing", how="nobody").route(request, cluster)
-    assert routing.make_named("failing").label == "failing (acme 1.0)"
-
-
-def test_a_choice_that_is_no_view_is_named(site: Path) -> None:
-    source = ROUTING.replace("return by_id[", "return by_id[0].id or by_id[")
-    install(site, "acme", source, {f"{ROUTING_GROUP}:by_id": "acme:ById"})
-    use_plugins(ROUTING_GROUP)
-    view = InstanceView(InstanceId("c0"), Role.COLOCATED, True, None, 0, 0, 1000.0)
-    with pytest.raises(PolicyError, match="TypeError: choose_both returned a value of type str"):
-        routing.make_named("by_id").route(
-            RequestView(RequestId("1"), 100), ClusterView(0.0, {view.id: view})
-        )
-
-
-def test_a_migration_policy_that_fails_is_named(site: Path) -> None:
-    source = MIGRATION.replace("return MigrationPlan(", "raise ValueError(")
-    source = source.replace("reason=", "")
-    install(site, "acme", source, {f"{MIGRATION_GROUP}:lazy": "acme:Lazy"})
-    use_plugins(MIGRATION_GROUP)
-    with pytest.raises(
-        PolicyError, match=r"^migration policy lazy of acme 1\.0: ValueError: waits"
-    ):
-        migration.make_named("lazy").plan(ClusterView(0.0, {}))
-
-
 def test_metadata_that_cannot_be_read_is_named(site: Path) -> None:
     info = install(site, "acme", ROUTING, {})
     (info / "entry_points.txt").write_text("[banaserve.routing_policies]\nby_id\n")
@@ -498,96 +241,10 @@ def test_the_second_package_of_a_name_is_refused(site: Path) -> None:
     ]
 
 
-def test_what_is_refused_is_in_the_server_s_log(
-    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    routing_plugin(site, package="zeal-routing")
-    routing_plugin(site, package="acme-routing")
-    argv = ["--model", str(tmp_path / "nowhere"), "--run-dir", str(tmp_path / "run")]
-    argv += ["--routing-policy", "by_id", "--kv-store-size", "1MiB", "--port", str(free_port())]
-    done = asked("serve", *argv)
-    assert done.returncode == cli.EXIT_USER_ERROR
-    (log,) = (tmp_path / "run").rglob("front.log")
-    for line in (
-        "plugin by_id of zeal-routing 1.0 (banaserve.routing_policies) is refused: ",
-        "routing policy by_id: that of acme-routing 1.0 is used, that of zeal-routing 1.0 refused",
-    ):
-        assert line in log.read_text()
-        assert line in done.stderr
-
-
 def test_loading_again_changes_nothing(site: Path) -> None:
     routing_plugin(site)
     assert use_plugins(ROUTING_GROUP) == use_plugins(ROUTING_GROUP)
     assert routing.names().count("by_id") == 1
-
-
-def asked(*argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "banaserve", *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-@pytest.mark.parametrize(
-    ("group", "argv", "known"),
-    [
-        (ROUTING_GROUP, ["serve", "--routing-policy", "x"], "unknown routing policy: x (known: "),
-        (REPLICA_GROUP, ["route", "--replica", "http://h:1", "--policy", "x"], "unknown policy: x"),
-        (MIGRATION_GROUP, ["serve", "--orchestrator-policy", "x"], "unknown migration policy: x"),
-        (TIER_GROUP, ["serve", "--kv-store-distributed", "x://h"], "unknown scheme of a distri"),
-    ],
-)
-def test_asking_for_a_refused_one_says_why(
-    site: Path,
-    group: PluginGroup,
-    argv: list[str],
-    known: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    install(site, "acme", WRONG, {f"{group}:x": "acme:Needy"})
-    assert cli.main(argv) == cli.EXIT_USER_ERROR
-    warning, error = capsys.readouterr().err.splitlines()
-    assert warning.startswith(f"banaserve: plugin x of acme 1.0 ({group}) is refused: Needy lacks")
-    assert known in error
-    assert "; acme 1.0 offers it and was refused: Needy lacks" in error
-
-
-def test_a_plugin_is_among_the_known_ones(site: Path) -> None:
-    routing_plugin(site)
-    with pytest.raises(UserError, match=r"known: by_id, least_requests, .*did you mean by_id\?"):
-        serve_command(["--routing-policy", "by_ids"])
-    done = asked("serve", "--help")
-    assert "one of by_id, least_requests, load_aware, round_robin" in done.stdout
-
-
-def test_simulate_runs_with_a_plugin(site: Path) -> None:
-    install(site, "acme-moves", MIGRATION, {f"{MIGRATION_GROUP}:lazy": "acme_moves:Lazy"})
-    argv = ["alpaca", "--rps", "5", "--duration", "5", "--system", "banaserve", "--json"]
-    done = asked("simulate", *argv, "--policy", "lazy")
-    assert done.returncode == 0, done.stderr
-    outcome = json.loads(done.stdout)["runs"][0]["systems"]["banaserve"]
-    assert (outcome["finished_fraction"], outcome["num_moves"]) == (1.0, 0)
-
-
-def test_the_doctor_lists_plugins(site: Path) -> None:
-    routing_plugin(site)
-    install(site, "acme", WRONG, {f"{TIER_GROUP}:x": "acme:Needy"})
-    lines = CliRunner().invoke(doctor, []).stdout.splitlines()
-    found = [line for line in lines if line.startswith("plugin")]
-    assert len(found) == 2
-    assert "by_id of acme-routing 1.0 (banaserve.routing_policies)" in found[0]
-    assert "warning" in found[1]
-    assert "x of acme 1.0 (banaserve.store_tiers): Needy lacks check" in found[1]
-
-
-def test_the_daemon_logs_a_refused_tier(
-    site: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    install(site, "acme", WRONG, {f"{TIER_GROUP}:x": "acme:Needy"})
-    argv = ["--socket", str(tmp_path / "s"), "--size", "1MiB", "--distributed", "x://h"]
-    with caplog.at_level(logging.WARNING):
-        assert daemon.main(argv) == daemon.USER_ERROR_EXIT_CODE
-    assert ["is refused: Needy lacks" in record.message for record in caplog.records] == [True]
-    assert "acme 1.0 offers it and was refused" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("group", [ROUTING_GROUP, REPLICA_GROUP, MIGRATION_GROUP])
@@ -596,85 +253,3 @@ def test_our_own_policies_would_pass_as_plugins(group: PluginGroup) -> None:
     for name in registry.names():
         registry.add_plugin(f"{name}_again", registry.get(name), "acme 1.0")
     assert len(registry.names()) >= 6
-
-
-def guide(name: str, site: Path) -> list[str]:
-    """Install the package of a guide; returns its further blocks of Python."""
-    text = (Path(__file__).parents[2] / "docs" / "guides" / name).read_text()
-    (toml,) = re.findall(r"```toml\n(.*?)```", text, re.S)
-    module, *rest = re.findall(r"```python\n(.*?)```", text, re.S)
-    project = tomllib.loads(toml)["project"]
-    entry_points = {
-        f"{group}:{entry}": value
-        for group, entries in project["entry-points"].items()
-        for entry, value in entries.items()
-    }
-    install(site, project["name"], module, entry_points)
-    return rest
-
-
-def test_the_guide_s_routing_policy_works(site: Path) -> None:
-    (example,) = guide("add-a-routing-policy.md", site)
-    assert [plugin.problem for plugin in use_plugins(ROUTING_GROUP)] == [""]
-    exec(example, {})
-    assert routing.make("spare_memory", stale_after_s=5.0)
-
-
-def test_the_guide_s_tier_works(site: Path) -> None:
-    guide("add-a-store-tier.md", site)
-    assert [plugin.problem for plugin in use_plugins(TIER_GROUP)] == [""]
-    tier = open_tier(distributed_spec("heap://here?size=64MiB"))
-    assert (tier.name, tier.stats().capacity_bytes) == ("heap", 64 * 2**20)
-    tier.close()
-
-
-class _Named(http.server.BaseHTTPRequestHandler):
-    """A replica that answers every request with its own port."""
-
-    def do_GET(self) -> None:
-        body = str(self.server.server_address[1]).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.mark.parametrize("url", ["dictionary://", "dictionary://?size=none", "dictionary://?x=1"])
-def test_a_url_of_the_example_s_tier_that_makes_no_sense_is_one_line(
-    url: str, site: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    source = (EXAMPLES / "store_tier" / "dictionary_tier.py").read_text()
-    scheme = {f"{TIER_GROUP}:dictionary": "dictionary_tier:DictionaryTier"}
-    install(site, "dictionary-tier", source, scheme)
-    assert cli.main(["kvstore", "--distributed", url]) == cli.EXIT_USER_ERROR
-    out, error = capfd.readouterr()
-    assert (out, error.count("\n")) == ("", 1)
-    assert "size" in error
-
-
-def test_a_request_goes_where_a_plugin_decides(site: Path) -> None:
-    install(site, "acme-replicas", REPLICAS, {f"{REPLICA_GROUP}:by_id": "acme_replicas:ById"})
-    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Named) for _ in range(2)]
-    for server in servers:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-    ports = sorted((server.server_port for server in servers), key=str)
-    command = [sys.executable, "-m", "banaserve", "route", "--policy", "by_id", "--preset", "last"]
-    command += ["--port", str(port := free_port())]
-    command += [word for one in ports for word in ("--replica", f"http://127.0.0.1:{one}")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        shown = list(iter(lambda: process.stdout.readline(), "  Ctrl-C ends it.\n"))
-        assert "  banaserve routes by by_id of acme-replicas 1.0\n" in shown
-        for _ in range(3):
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=20) as reply:
-                assert reply.read() == str(ports[-1]).encode()
-    finally:
-        process.kill()
-        process.wait()
-        for server in servers:
-            server.shutdown()
-            server.server_close()

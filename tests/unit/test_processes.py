@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from banaserve import processes
-from banaserve.processes import in_daemon_thread
+from banaserve.platform import processes
+from banaserve.platform.processes import in_daemon_thread
 from forked import Forked
 from lives import loses_a_thread, obeys, shows_life
 

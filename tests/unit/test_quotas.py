@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from banaserve.access.quotas import KeyLimits, Quota
 from banaserve.errors import UserError
-from banaserve.quotas import KeyLimits, Quota
 
 
 def test_without_limits_everything_may_begin() -> None:

@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.metrics.stats import SchedulerStats
 
-from banaserve.engine.vllm.reports import ReportBoard
+from banaserve.engine.vllm.monitoring.reports import ReportBoard
 from banaserve.types import InstanceId
 
 STEP_S = 0.005

@@ -15,7 +15,7 @@ from banaserve.cli.admin.trace import heading, list_rows, parts_of, trace_rows
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.kv_connector.metadata import StepResult
 from banaserve.engine.vllm.kv_connector.request_notes import ConnectorNotes
-from banaserve.engine.vllm.trace_collection import trace_of
+from banaserve.engine.vllm.requests.trace_collection import trace_of
 from banaserve.engine.vllm.tracing.events import (
     MAX_EVENTS,
     CopiesEnded,

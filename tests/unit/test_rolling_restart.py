@@ -18,11 +18,13 @@ pytest.importorskip("vllm")
 from vllm.outputs import CompletionOutput
 
 from banaserve.clock import WallClock
-from banaserve.engine.vllm import cluster as clusters
+from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat.requests import RequestOutput, RequestOutputKind
-from banaserve.engine.vllm.disagg_request import LegMovedError, LegOutputCollector
-from banaserve.engine.vllm.engine_settings import EngineSettings
 from banaserve.engine.vllm.instance import State
+from banaserve.engine.vllm.launch.engine_settings import EngineSettings
+from banaserve.engine.vllm.liveness import supervisor
+from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
+from banaserve.engine.vllm.requests.disagg_request import LegMovedError, LegOutputCollector
 from banaserve.engine.vllm.restart.api import RestartRequest, RollingRestart
 from banaserve.engine.vllm.restart.options import check_fits, check_options
 from banaserve.engine.vllm.restart.rolling import RollingRestarts
@@ -110,9 +112,7 @@ class World:
     def __init__(self, *broken: str) -> None:
         roles = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
         self.engines: Any = {n: Engine(n, role, set(broken)) for n, role in roles.items()}
-        self.cluster = clusters.Cluster(
-            list(self.engines.values()), NOTHING, WallClock(), clusters.ClusterTimeouts()
-        )
+        self.cluster = Cluster(list(self.engines.values()), WallClock(), ClusterTimeouts())
         self.checked: list[tuple[str, str]] = []
         self.forgotten: list[str] = []
         coordinator: Any = SimpleNamespace(recent=list)
@@ -153,8 +153,8 @@ Made = Callable[..., Awaitable[World]]
 
 @pytest.fixture
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Made]:
-    policy = functools.partial(clusters.RestartPolicy, first_s=0.001)
-    monkeypatch.setattr(clusters, "RestartPolicy", policy)
+    policy = functools.partial(supervisor.RestartPolicy, first_s=0.001)
+    monkeypatch.setattr(supervisor, "RestartPolicy", policy)
     made: list[World] = []
 
     async def make(*broken: str) -> World:

@@ -15,10 +15,10 @@ from prometheus_client import REGISTRY
 
 import executor_doubles as doubles
 from banaserve.clock import WallClock
-from banaserve.engine.vllm import metrics
-from banaserve.engine.vllm.drain import Drains
 from banaserve.engine.vllm.launch.devices import Devices
 from banaserve.engine.vllm.migration.api import MoveLayers
+from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.roles.drain import Drains
 from banaserve.engine.vllm.scaling import factory as factories
 from banaserve.engine.vllm.scaling.autoscaler import Autoscaler
 from banaserve.engine.vllm.scaling.plan import InstanceCounts, InstanceLoad, plan_scaling

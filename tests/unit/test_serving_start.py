@@ -10,15 +10,18 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.api import serving
-from banaserve.cli.serve_options import parse_serve_argv
+from banaserve.cli.serve.options.command_line import parse_serve_argv
 from banaserve.elastic.arrangement import arrangements
 from banaserve.elastic.options import ElasticOptions
 from banaserve.elastic.planning import changes_of
-from banaserve.engine.vllm import cluster as clusters
-from banaserve.engine.vllm.cluster import Cluster, ClusterTimeouts
+from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat.engine import EngineDeadError
 from banaserve.engine.vllm.instance import State
-from banaserve.engine.vllm.role_switch import Budgets
+from banaserve.engine.vllm.liveness import probe as probes
+from banaserve.engine.vllm.liveness.probe import LivenessProbe
+from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
+from banaserve.engine.vllm.requests.prefix_lookup import PrefixLookups
+from banaserve.engine.vllm.roles.role_switch import Budgets
 from banaserve.errors import UserError
 from banaserve.orchestrator.routing import registry
 from banaserve.types import InstanceId, InstanceView, Role
@@ -54,8 +57,12 @@ class SlowClock:
         return 10.0
 
 
+def probing(instance, clock, stall_s):
+    return LivenessProbe(instance, clock, ClusterTimeouts(stall_s=stall_s), lambda: None).run()
+
+
 async def test_an_engine_that_waited_for_the_others_to_start_has_not_stalled(monkeypatch):
-    monkeypatch.setattr(clusters, "is_on_cpu", lambda: False)
+    monkeypatch.setattr(probes, "is_on_cpu", lambda: False)
     looked, killed = [], []
 
     def view() -> SimpleNamespace:
@@ -74,8 +81,7 @@ async def test_an_engine_that_waited_for_the_others_to_start_has_not_stalled(mon
         probe=probe,
         kill=lambda: killed.append(1),
     )
-    cluster = Cluster([instance], None, SlowClock(), ClusterTimeouts(stall_s=1.0))
-    watching = asyncio.create_task(cluster._keep_fresh(instance))
+    watching = asyncio.create_task(probing(instance, SlowClock(), stall_s=1.0))
     await until(lambda: len(looked) >= 2)
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
@@ -86,8 +92,8 @@ async def test_an_engine_that_waited_for_the_others_to_start_has_not_stalled(mon
 async def test_an_engine_is_asked_when_it_has_said_nothing_for_a_second(
     monkeypatch, quiet_s, is_asked
 ):
-    monkeypatch.setattr(clusters, "is_on_cpu", lambda: False)
-    monkeypatch.setattr(clusters, "_PROBE_INTERVAL_S", 0.001)
+    monkeypatch.setattr(probes, "is_on_cpu", lambda: False)
+    monkeypatch.setattr(probes, "_PROBE_INTERVAL_S", 0.001)
     clock, looked, asked = SlowClock(), [], []
 
     def view() -> SimpleNamespace:
@@ -100,8 +106,7 @@ async def test_an_engine_is_asked_when_it_has_said_nothing_for_a_second(
     instance = SimpleNamespace(
         id=InstanceId("p0"), state=State.READY, pid=1, has_lost_client=False, view=view, probe=probe
     )
-    cluster = Cluster([instance], None, clock, ClusterTimeouts(stall_s=1000.0))
-    watching = asyncio.create_task(cluster._keep_fresh(instance))
+    watching = asyncio.create_task(probing(instance, clock, stall_s=1000.0))
     await until(lambda: len(looked) >= 3)
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
@@ -124,11 +129,11 @@ async def test_the_store_is_asked_only_where_a_request_may_have_two_legs(roles, 
         return 32
 
     instances = [SimpleNamespace(id=InstanceId(f"i{n}"), role=role) for n, role in enumerate(roles)]
-    cluster = Cluster(instances, None, SlowClock(), ClusterTimeouts())
+    lookups = PrefixLookups(Cluster(instances, SlowClock(), ClusterTimeouts()))
     request = SimpleNamespace(prompt_token_ids=[1] * 40)
-    assert await cluster.cached_tokens(request) == 0  # there is no store
-    cluster.lookups["w"] = SimpleNamespace(cached_tokens=cached_tokens)
-    assert await cluster.cached_tokens(request) == cached
+    assert await lookups.cached_tokens(request) == 0  # there is no store
+    lookups.by_weights["w"] = SimpleNamespace(cached_tokens=cached_tokens)
+    assert await lookups.cached_tokens(request) == cached
     assert len(asked) == bool(cached)
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from banaserve.engine.vllm.migration.kv.slot_writer import SlotWriter
 from banaserve.engine.vllm.migration.rpc.messages import SlotCopies, StorePlace
 from banaserve.kvstore.interface import Slot
-from banaserve.processes import Leash
+from banaserve.platform.processes import Leash
 from banaserve.transport.memory import Memory
 from store_rig import FINGERPRINT, KEYS, Store, opened
 from waiting import eventually

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.engine.vllm.kv_connector.scheduler import work_of
-from banaserve.engine.vllm.reports import StepMeter
+from banaserve.engine.vllm.monitoring.reports import StepMeter
 from banaserve.orchestrator.model.calibration import StepTime, StepWork
 
 TRUTH = StepTime.of(0.02, 1e-3, 1e-7, 1e-6, 2e-3)

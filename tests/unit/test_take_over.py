@@ -34,7 +34,7 @@ from banaserve.api.take_over import (
     SocketOffer,
     Take,
 )
-from banaserve.cli.serve_options import parse_serve_argv
+from banaserve.cli.serve.options.command_line import parse_serve_argv
 from banaserve.config import TakeOver
 from banaserve.errors import UserError
 from banaserve.run_dir import AdminAccess, find_offer, open_run_dir, write_admin

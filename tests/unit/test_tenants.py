@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +16,11 @@ pytest.importorskip("vllm")
 
 from prometheus_client.registry import REGISTRY
 from starlette.types import Receive, Scope, Send
-from vllm.sampling_params import SamplingParams
+from vllm.engine.protocol import StreamingInput
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from banaserve.api.auth import KeyMiddleware
-from banaserve.cli.serve_options import parse_serve_argv
-from banaserve.clock import WallClock
-from banaserve.engine.vllm import client as clients
-from banaserve.engine.vllm.client import tenant
-from banaserve.engine.vllm.tracing.request_log import RequestLog
-from banaserve.errors import UserError
-from banaserve.tenants import (
+from banaserve.access.tenants import (
     TENANT_FIELD,
     TenantKey,
     TenantTerms,
@@ -33,6 +29,13 @@ from banaserve.tenants import (
     tenant_name,
     tenant_terms,
 )
+from banaserve.api.auth import KeyMiddleware
+from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.clock import WallClock
+from banaserve.engine.vllm import client as clients
+from banaserve.engine.vllm.client import tenant
+from banaserve.engine.vllm.tracing.request_log import RequestLog
+from banaserve.errors import UserError
 from test_engine_client import client as engine_client
 from test_engine_client import prompt
 from waiting import until
@@ -174,6 +177,68 @@ async def test_tokens_are_counted_and_the_keys_priority_wins(
     finally:
         tenant_terms.reset(before)
     assert (used, options["priority"]) == ([3, 11], 7)
+
+
+class Outputs(list[RequestOutput]):
+    """What an instance answers to a session; the kind of ``params`` says how."""
+
+    def put(self, prompt_token_ids: list[int], token_ids: list[int]) -> None:
+        answer = CompletionOutput(0, "", token_ids, None, None)
+        self.append(RequestOutput("r", None, prompt_token_ids, None, [answer], False))
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+async def test_tokens_of_a_session_are_counted_while_it_goes_on(kind: RequestOutputKind) -> None:
+    is_delta, outputs = kind is RequestOutputKind.DELTA, Outputs()
+    outputs.put([1, 2, 3], [7])
+    outputs.put([1, 2, 3], [8, 9] if is_delta else [7, 8, 9])
+    outputs.put([1, 2, 3], [] if is_delta else [7, 8, 9])
+    outputs.put([1, 2, 3, 4, 5], [6] if is_delta else [7, 8, 9, 6])
+
+    async def generate(*_: Any, **__: Any) -> AsyncIterator[RequestOutput]:
+        for output in outputs:
+            yield output
+
+    async def pieces() -> AsyncIterator[Any]:
+        yield prompt(3)
+
+    instance = SimpleNamespace(
+        id="p0", llm=SimpleNamespace(generate=generate), holding=lambda _: nullcontext()
+    )
+    used: list[int] = []
+    before = tenant_terms.set(TenantTerms(used.append))
+    try:
+        stream = engine_client([instance]).generate(pieces(), SamplingParams(output_kind=kind), "r")
+        seen = [list(used) async for _ in stream]
+    finally:
+        tenant_terms.reset(before)
+    assert seen == [[4], [4, 2], [4, 2], [4, 2, 3]]
+
+
+async def test_sessions_of_two_keys_share_no_block() -> None:
+    salts: list[str | None] = []
+
+    async def generate(pieces: Any, *_: Any, **__: Any) -> AsyncIterator[RequestOutput]:
+        async for piece in pieces:
+            salts.append(piece.prompt.get("cache_salt"))
+        for output in ():
+            yield output
+
+    async def pieces() -> AsyncIterator[Any]:
+        yield StreamingInput(prompt(3))  # type: ignore[arg-type]
+        yield StreamingInput(prompt(3, cache_salt="own"))  # type: ignore[arg-type]
+
+    instance = SimpleNamespace(
+        id="p0", llm=SimpleNamespace(generate=generate), holding=lambda _: nullcontext()
+    )
+    for name in ("a", "b", None):
+        before = tenant.set(name)
+        try:
+            stream = engine_client([instance]).generate(pieces(), SamplingParams(), "r")
+            assert [output async for output in stream] == []
+        finally:
+            tenant.reset(before)
+    assert salts == ["a:", "a:own", "b:", "b:own", None, "own"]
 
 
 FILE = """

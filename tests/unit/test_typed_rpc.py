@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from banaserve.config import Budget
-from banaserve.engine.vllm.engine_api import CoreApi, PoolResize, PoolStatus, WorkerApi
 from banaserve.engine.vllm.migration.microbatch.status import OverlapStatus, OverlapTimes
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress, GuestUsage
 from banaserve.engine.vllm.migration.types import MovePhase
@@ -30,8 +29,9 @@ from banaserve.engine.vllm.migration.worker_api import (
     MoveReport,
     UnitStatus,
 )
+from banaserve.engine.vllm.rpc.engine_api import CoreApi, PoolResize, PoolStatus, WorkerApi
+from banaserve.engine.vllm.rpc.typed_rpc import RemoteCall, call, implements
 from banaserve.engine.vllm.tracing.events import EngineNotes
-from banaserve.engine.vllm.typed_rpc import RemoteCall, call, implements
 from banaserve.errors import MigrationError, ProtocolError
 from banaserve.kvstore.fingerprint import Fingerprint
 

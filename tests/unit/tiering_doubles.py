@@ -141,10 +141,15 @@ class Store:
     """A service over scripted tiers, in virtual time."""
 
     def __init__(
-        self, stack: ExitStack, *tiers: ScriptedTier, quota: float = 1.0, verifies: bool = False
+        self,
+        stack: ExitStack,
+        *tiers: ScriptedTier,
+        quota: float = 1.0,
+        verifies: bool = False,
+        num_slots: int = NUM_SLOTS,
     ) -> None:
         self.now_s = 100.0
-        self.pool = SlotPool(NUM_SLOTS * PAGE_BYTES)
+        self.pool = SlotPool(num_slots * PAGE_BYTES)
         self.board = Board(self.pool.num_bytes)
         self.selector = selectors.DefaultSelector()
         attached = [AttachedTier(tier.name, tier) for tier in tiers]

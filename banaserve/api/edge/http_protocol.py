@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from asyncio import AbstractEventLoop, Transport
-from collections.abc import Hashable
+from asyncio import Transport
 from http import HTTPStatus
 from time import monotonic
 from typing import Any
 
 import httptools
-from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
 
 from banaserve.api.edge.authenticated import offer_mark
 from banaserve.api.edge.edge import TOO_MANY_ANSWER, Edge
+from banaserve.api.edge.place import EdgePlace
 from banaserve.api.edge.refusals import closing_answer, note
-from banaserve.net.stalled_writes import StalledWrites
 
 _CHUNK_LINES_BYTES = 64
 _LINGER_S = 2.0
@@ -29,20 +26,12 @@ class HttpProtocol(HttpToolsProtocol):
     clients with and without a key alike (``limit_concurrency``).
     """
 
-    def __init__(
-        self,
-        edge: Edge,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
-        self._edge = edge
+    def __init__(self, edge: Edge, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        self._place = EdgePlace(edge, self)
+        self._limits = edge.limits
         self._max_head_bytes = edge.limits.max_head_bytes
         self._max_fields = edge.limits.max_fields
-        self._peer: Hashable = None
-        self._stalled = StalledWrites()
         self._in_head = True
         self._is_refused = self._is_authenticated = False
         # Of the head under way, or of what surrounds a body.
@@ -53,15 +42,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Transport) -> None:
         super().connection_made(transport)
-        self._peer = transport.get_extra_info("peername") or id(self)
-        self._due_s = monotonic() + self._edge.limits.head_s
-        if not self._edge.opened(self, self._peer):
+        self._due_s = monotonic() + self._limits.head_s
+        if not self._place.take(transport):
             self._is_refused = True
             transport.write(TOO_MANY_ANSWER)
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._edge.table.remove(self, self._peer)
+        self._place.leave()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -82,7 +70,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._framing_bytes > (limit if self._in_head else 2 * limit):
             self._refuse(*self._too_long())
         elif not self._due_s and self._framing_bytes and self._is_quiet:
-            self._due_s = monotonic() + self._edge.limits.head_s
+            self._due_s = monotonic() + self._limits.head_s
 
     def _upgrade(self) -> None:
         """Become a WebSocket; what asks for anything else is answered once (RFC 9110, 7.8)."""
@@ -124,7 +112,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._in_head = False
         self._body_bytes = 0
-        self._due_s = monotonic() + self._edge.limits.body_s
+        self._due_s = monotonic() + self._limits.body_s
 
     def on_body(self, body: bytes) -> None:
         num_bytes = len(body)
@@ -141,25 +129,20 @@ class HttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._in_head and self._framing_bytes and not self._due_s:
-            self._due_s = monotonic() + self._edge.limits.head_s
+            self._due_s = monotonic() + self._limits.head_s
 
     def _mark_authenticated(self) -> None:
         self._is_authenticated = True
-        self._edge.table.authenticated(self, self._peer)
+        self._place.mark_authenticated()
 
     # Time and ends.
 
     def sweep(self, now_s: float) -> None:
         """Close the connection where its client has taken too long, to send or to read."""
         since_s, self._swept_s = max(0.0, now_s - (self._swept_s or now_s)), now_s
-        limits = self._edge.limits
-        unread = self.transport.get_write_buffer_size()
-        if self._stalled.stalled_s(unread, now_s) > limits.unread_s:
-            note("unread", 0, f"a client has read nothing for {limits.unread_s:g} s")
-            self.transport.abort()
-        elif not self._due_s:
+        if self._place.drop_if_unread(self.transport, now_s) or not self._due_s:
             return
-        elif self.flow.read_paused and not self._is_refused:
+        if self.flow.read_paused and not self._is_refused:
             # It is we who do not read.
             self._due_s += since_s
         elif now_s >= self._due_s + (0 if self._in_head else self._grace_s):
@@ -167,7 +150,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def _grace_s(self) -> float:
-        return self._body_bytes / self._edge.limits.body_bytes_per_s
+        return self._body_bytes / self._limits.body_bytes_per_s
 
     def _expire(self) -> None:
         if self._is_refused:
@@ -187,7 +170,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _too_long(self) -> tuple[str, HTTPStatus, str]:
-        limits = self._edge.limits
+        limits = self._limits
         return (
             "head_size",
             HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,

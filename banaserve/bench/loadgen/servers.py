@@ -22,7 +22,7 @@ from typing import Protocol
 
 import psutil
 
-from banaserve.engine.vllm.environment import ENVIRONMENT
+from banaserve.engine.vllm.settings.environment import ENVIRONMENT
 from banaserve.errors import UserError
 
 _METRIC = re.compile(r"^([^\s{#]+)(?:\{(.*)\})?\s+(\S+)$")

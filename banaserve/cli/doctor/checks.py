@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from banaserve.cpu_features import choose_dtype
 from banaserve.kvstore.sizes import format_size
+from banaserve.platform.cpu_features import choose_dtype
 from banaserve.plugins import Plugin
 
 GIB = 2**30

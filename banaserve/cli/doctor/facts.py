@@ -19,10 +19,10 @@ from banaserve.cli.doctor import checks as checks
 from banaserve.cli.doctor.checks import CheckStatus, Finding
 from banaserve.cli.plugins import REGISTRIES
 from banaserve.cli.version import installed_version
-from banaserve.cpu_features import read_cpu_flags
 from banaserve.errors import UserError
-from banaserve.linux import MADV_POPULATE_WRITE, available_memory_bytes, madvise
 from banaserve.models import cache, hub
+from banaserve.platform.cpu_features import read_cpu_flags
+from banaserve.platform.linux import MADV_POPULATE_WRITE, available_memory_bytes, madvise
 from banaserve.plugins import load_plugins
 
 

@@ -21,8 +21,8 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any, NoReturn
 
+from banaserve.access.tenants import tenant_terms
 from banaserve.clock import WallClock
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.config import VllmConfig
@@ -42,7 +42,8 @@ from banaserve.engine.vllm.compat.server import (
     xgrammar_vocabulary,
 )
 from banaserve.engine.vllm.continuation import take_client_args
-from banaserve.engine.vllm.disagg_request import (
+from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.requests.disagg_request import (
     DEAD,
     MAX_DEATHS,
     RequestContext,
@@ -50,12 +51,13 @@ from banaserve.engine.vllm.disagg_request import (
     next_output,
     out_of_time,
 )
-from banaserve.engine.vllm.legs import end_with_context, first_token_blocker, give_seed
-from banaserve.engine.vllm.lora import Adapters
-from banaserve.engine.vllm.sequences import run_sequences, sequences_of
+from banaserve.engine.vllm.requests.legs import end_with_context, first_token_blocker, give_seed
+from banaserve.engine.vllm.requests.lora import Adapters
+from banaserve.engine.vllm.requests.router import Router
+from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
+from banaserve.engine.vllm.requests.session_tokens import SessionTokens
 from banaserve.engine.vllm.tracing.events import LookedUp
 from banaserve.engine.vllm.tracing.request_log import RequestLog, RequestNotes
-from banaserve.tenants import tenant_terms
 from banaserve.types import NO_LIMITS, RequestLimits
 
 tenant: ContextVar[str | None] = ContextVar("tenant", default=None)
@@ -100,7 +102,7 @@ class DisaggregatedClient(EngineClient):
     def __init__(
         self,
         config: VllmConfig,
-        cluster: Cluster,
+        router: Router,
         request_timeout_s: float,
         lookup_above_tokens: int,
     ) -> None:
@@ -108,7 +110,8 @@ class DisaggregatedClient(EngineClient):
         self.model_config = self.vllm_config.model_config
         self.renderer = renderer_from_config(self.vllm_config)
         self.input_processor = InputProcessor(self.vllm_config, self.renderer)
-        self._cluster = cluster
+        self._router = router
+        self._cluster = router.cluster
         self._adapters = Adapters()
         self._request_timeout_s = request_timeout_s
         self._lookup_above_tokens = lookup_above_tokens
@@ -162,7 +165,7 @@ class DisaggregatedClient(EngineClient):
             context = await self._prepare(request, prompt_text, notes)
             sequences = sequences_of(context)
             notes.tokens_so_far = lambda: sum(one.num_output_tokens for one in sequences)
-            stream = run_sequences(sequences, self._cluster)
+            stream = run_sequences(sequences, self._router)
             self._sequences[id(stream)] = sequences
             try:
                 async with contextlib.aclosing(stream) as outputs:
@@ -175,7 +178,7 @@ class DisaggregatedClient(EngineClient):
                     terms.use_tokens(notes.output_tokens)
                 if notes.finish_reason in ("stop", "length"):
                     for one in sequences:
-                        self._cluster.output_lengths.ended(one.num_output_tokens)
+                        self._router.output_lengths.ended(one.num_output_tokens)
 
     async def _processed(
         self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
@@ -237,7 +240,7 @@ class DisaggregatedClient(EngineClient):
         if num_tokens <= self._lookup_above_tokens:
             return num_tokens
         began_s = self._clock.now()
-        cached_tokens = await self._cluster.cached_tokens(request)
+        cached_tokens = await self._router.lookups.cached_tokens(request)
         notes.cached_tokens = cached_tokens
         notes.note(LookedUp(cached_tokens, self._clock.now() - began_s))
         return max(0, num_tokens - cached_tokens)
@@ -251,11 +254,15 @@ class DisaggregatedClient(EngineClient):
             raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
         instance = serving[-1]
         assert instance.llm is not None
-        stream = instance.llm.generate(prompt, params, request_id, **options)
+        stream = instance.llm.generate(_salted(prompt), params, request_id, **options)
+        terms = tenant_terms.get()
+        tokens = SessionTokens(terms.use_tokens, params) if terms else None
         try:
             with instance.holding(0):
                 async with contextlib.aclosing(stream) as outputs:
                     async for output in outputs:
+                        if tokens is not None:
+                            tokens.add(output)
                         yield output
         except DEAD as death:
             metrics.BROKEN.inc()
@@ -311,19 +318,19 @@ class DisaggregatedClient(EngineClient):
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        self._cluster.forget_residency()
+        self._router.forget_residency()
         return all(
             await self._broadcast("reset_prefix_cache", reset_running_requests, reset_connector)
         )
 
     async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
         check_sleep(level)
-        self._cluster.forget_residency()
+        self._router.forget_residency()
         self._mark_all_aborted(mode)
         await self._broadcast("sleep", level, mode)
 
     async def release_kv_cache_memory(self) -> None:
-        self._cluster.forget_residency()
+        self._router.forget_residency()
         await self._broadcast("release_kv_cache_memory")
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
@@ -341,7 +348,7 @@ class DisaggregatedClient(EngineClient):
     async def pause_generation(self, *, mode: Any = "abort", clear_cache: bool = True) -> None:
         self._mark_all_aborted(mode)
         if clear_cache:
-            self._cluster.forget_residency()
+            self._router.forget_residency()
         await self._broadcast("pause_generation", mode=mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
@@ -502,6 +509,16 @@ def _own(cache_salt: str | None) -> str | None:
     if name is None:
         return cache_salt
     return given if given.startswith(f"{name}:") else f"{name}:{given}"
+
+
+async def _salted(pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Pieces of a session's prompt, apart from those of other API keys."""
+    async with contextlib.aclosing(pieces):
+        async for piece in pieces:
+            given = piece.prompt
+            if isinstance(given, dict) and (salt := _own(given.get("cache_salt"))) is not None:
+                given["cache_salt"] = salt
+            yield piece
 
 
 def _split_blocker(request: compat.EngineCoreRequest) -> str | None:

@@ -23,18 +23,18 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from banaserve import processes
 from banaserve.clock import Clock
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.config import UsageContext, VllmConfig
-from banaserve.engine.vllm.engine_settings import EngineSettings, weights_of
-from banaserve.engine.vllm.gpu_monitor import GpuMeter
+from banaserve.engine.vllm.launch.engine_settings import EngineSettings, weights_of
 from banaserve.engine.vllm.launch.launcher import Launcher
-from banaserve.engine.vllm.reports import EngineSeries, ReportBoard
-from banaserve.engine.vllm.role_switch import Budgets
+from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.monitoring.gpu_monitor import GpuMeter
+from banaserve.engine.vllm.monitoring.reports import EngineSeries, ReportBoard
+from banaserve.engine.vllm.roles.role_switch import Budgets
 from banaserve.errors import InstanceDeadError
 from banaserve.orchestrator.cluster_view import with_guests
+from banaserve.platform import processes
 from banaserve.run_dir import tail_of
 from banaserve.types import InstanceId, InstanceView, ModulePlacement, Role
 
@@ -192,7 +192,8 @@ class Instance:
         """Start the engine core and connect to it.
 
         Raises:
-            InstanceDeadError: It ended, or was not ready within ``timeout_s``.
+            InstanceDeadError: It ended, was given up meanwhile, or was not ready within
+                ``timeout_s``.
         """
         self.state = State.STARTING
         self.incarnation += 1
@@ -213,15 +214,22 @@ class Instance:
         # Files may have been replaced since an engine of the same settings was started.
         config = self.settings.config
         weights = await processes.in_daemon_thread(lambda: weights_of(config))
+        self._check_is_wanted()
         self.settings = dataclasses.replace(self.settings, weights=weights)
         compat.start_output_handler(self.llm)
         cache = self.llm.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self._board.block_tokens = cache.block_size
         await self.take_budget(self.role, self.step_tokens)
+        self._check_is_wanted()
         self._board.answered(idle=True)
         self.state = State.READY
         metrics.UP.labels(self.id, self.role.value).set(1)
+
+    def _check_is_wanted(self) -> None:
+        """Raises InstanceDeadError where it has been removed or given up while it started."""
+        if self.llm is None:
+            raise InstanceDeadError(f"instance {self.id} was ended while starting")
 
     def _addresses(self) -> dict[str, str]:
         stem = f"ipc://{self._socket_dir}/{self.id}.{self.incarnation}"

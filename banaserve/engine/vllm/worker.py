@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from banaserve.engine.vllm.compat.kv_connector import get_kv_transfer_group, has_kv_transfer_group
-from banaserve.engine.vllm.engine_api import WorkerApi
 from banaserve.engine.vllm.migration.host.worker_rpc import MigrationMethods
-from banaserve.engine.vllm.typed_rpc import implements
+from banaserve.engine.vllm.rpc.engine_api import WorkerApi
+from banaserve.engine.vllm.rpc.typed_rpc import implements
 from banaserve.kvstore.fingerprint import Fingerprint
 
 

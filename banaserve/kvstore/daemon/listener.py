@@ -17,7 +17,7 @@ from pathlib import Path
 
 from banaserve.errors import ProtocolError, UserError
 from banaserve.kvstore import wire
-from banaserve.linux import MAX_SOCKET_PATH_BYTES
+from banaserve.platform.linux import MAX_SOCKET_PATH_BYTES
 
 LOCK_WAIT_S = 5.0
 """A store that starts holds the lock for a second at most."""

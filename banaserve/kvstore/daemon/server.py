@@ -22,7 +22,7 @@ from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.pool import Board, SlotPool
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.tiers.registry import TierSpec
-from banaserve.linux import is_own, open_peer_pidfd, peer_of
+from banaserve.platform.linux import is_own, open_peer_pidfd, peer_of
 
 log = logging.getLogger(__name__)
 

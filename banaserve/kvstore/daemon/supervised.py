@@ -16,7 +16,7 @@ from pathlib import Path
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.processes import StallWatch, in_daemon_thread, wait_ended, wait_readable
+from banaserve.platform.processes import StallWatch, in_daemon_thread, wait_ended, wait_readable
 from banaserve.run_dir import tail_of
 
 log = logging.getLogger(__name__)

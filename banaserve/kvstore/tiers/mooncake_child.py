@@ -21,7 +21,7 @@ from banaserve.kvstore.pool import map_memory
 from banaserve.kvstore.tiers.interface import BlockBytes
 from banaserve.kvstore.tiers.mooncake_config import MooncakeConfig
 from banaserve.kvstore.tiers.mooncake_process import Frames, Order, Report, frame
-from banaserve.linux import SEALS
+from banaserve.platform.linux import SEALS
 
 _MODULE = "banaserve.kvstore.tiers.mooncake_process"
 _SEND_BUFFER_BYTES = 2**20

@@ -21,12 +21,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from banaserve.engine.vllm.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.engine.vllm.migration.time_hook import TimeHook
 from banaserve.engine.vllm.migration.units.base import MigrationUnit
 from banaserve.engine.vllm.migration.units.registry import read_modules
 from banaserve.engine.vllm.migration.worker_api import MigrationApi
-from banaserve.engine.vllm.typed_rpc import call
+from banaserve.engine.vllm.rpc.engine_api import CoreApi, PoolResize, PoolStatus
+from banaserve.engine.vllm.rpc.typed_rpc import call
 from banaserve.errors import MigrationError
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

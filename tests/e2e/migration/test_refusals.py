@@ -145,7 +145,7 @@ def test_layers_that_do_not_lie_in_one_list_are_refused() -> None:
     "given", [{"kv_grow": 2}, {"kv_growth": 0.5}, {"stall_s": 0}, {"poison": "yes"}]
 )
 def test_settings_are_checked(config: Any, given: dict[str, Any]) -> None:
-    from banaserve.engine.vllm.migration_settings import KEY, settings_of
+    from banaserve.engine.vllm.settings.migration_settings import KEY, settings_of
 
     changed = copy.deepcopy(config)
     assert settings_of(changed) is None

@@ -18,7 +18,7 @@ import psutil
 from banaserve.api.admin_client import AdminClient
 from banaserve.engine.vllm.migration.api import MoveLayers
 from banaserve.errors import UserError
-from banaserve.processes import is_running
+from banaserve.platform.processes import is_running
 from banaserve.run_dir import find_admin
 from observing import until, writers
 from router import Router

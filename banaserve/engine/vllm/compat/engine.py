@@ -33,9 +33,9 @@ from vllm.v1.outputs import LogprobsLists
 from banaserve.config import Budget
 from banaserve.engine.vllm.compat.config import VllmConfig, own_budget
 from banaserve.engine.vllm.continuation import output_of
-from banaserve.engine.vllm.engine_api import CoreApi
+from banaserve.engine.vllm.rpc.engine_api import CoreApi
+from banaserve.engine.vllm.rpc.typed_rpc import implements
 from banaserve.engine.vllm.tracing.events import EngineNotes
-from banaserve.engine.vllm.typed_rpc import implements
 
 __all__ = [
     "PRE_IMPORTED",
@@ -124,14 +124,15 @@ def register(
     return llm.output_processor.request_states[request.request_id]
 
 
-def adopt(llm: AsyncLLM, state: Any, queue: RequestOutputCollector) -> None:
+def adopt(llm: AsyncLLM, state: Any, request_id: str, queue: RequestOutputCollector) -> None:
     """Let an engine's outputs flow into the state of a request that began elsewhere.
 
     Args:
         state: As ``register`` returned it.
+        request_id: The engine's outputs bear it.
         queue: Takes the place of the one that it has.
     """
-    state.queue = queue
+    state.request_id, state.queue = request_id, queue
     processor = llm.output_processor
     processor.request_states[state.request_id] = state
     processor.external_req_ids[state.external_req_id].append(state.request_id)

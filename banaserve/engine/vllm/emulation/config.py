@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from banaserve.engine.vllm.engine_args import section
+from banaserve.engine.vllm.settings.engine_args import section
 from banaserve.errors import UserError
 
 if TYPE_CHECKING:

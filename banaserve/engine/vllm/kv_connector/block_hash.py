@@ -21,7 +21,7 @@ from huggingface_hub.errors import HFValidationError
 from banaserve.engine.vllm.compat import kv_cache as compat
 from banaserve.engine.vllm.compat.config import ParallelConfig, VllmConfig
 from banaserve.engine.vllm.compat.kv_cache import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
-from banaserve.engine.vllm.migration_settings import packs_nothing, settings_of
+from banaserve.engine.vllm.settings.migration_settings import packs_nothing, settings_of
 from banaserve.errors import UserError
 from banaserve.kvstore.fingerprint import Fingerprint
 

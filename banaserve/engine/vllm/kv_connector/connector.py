@@ -18,7 +18,6 @@ from banaserve.engine.vllm.compat.kv_connector import (
     KVConnectorWorkerMetadata,
     get_tensor_model_parallel_rank,
 )
-from banaserve.engine.vllm.environment import INSTANCE_VARIABLE
 from banaserve.engine.vllm.kv_connector.block_hash import TailHasher, describe_blocks
 from banaserve.engine.vllm.kv_connector.metadata import (
     ConnectorOptions,
@@ -30,6 +29,7 @@ from banaserve.engine.vllm.kv_connector.metadata import (
 )
 from banaserve.engine.vllm.kv_connector.scheduler import StoreConnectorScheduler
 from banaserve.engine.vllm.kv_connector.worker import StoreConnectorWorker
+from banaserve.engine.vllm.settings.environment import INSTANCE_VARIABLE
 from banaserve.engine.vllm.tracing.events import EngineNotes
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.cost_gate import CostGate

@@ -12,17 +12,17 @@ from typing import Any
 import msgspec
 import torch
 
-from banaserve import processes
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat import runner_hooks
 from banaserve.engine.vllm.compat.config import VllmConfig, is_on_cpu
 from banaserve.engine.vllm.continuation import output_of
 from banaserve.engine.vllm.emulation import install as pacing
-from banaserve.engine.vllm.engine_args import engine_config, parse_vllm_argv
-from banaserve.engine.vllm.environment import INSTANCE_VARIABLE
 from banaserve.engine.vllm.launch import guest_main
 from banaserve.engine.vllm.migration.host import install as migration
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+from banaserve.engine.vllm.settings.engine_args import engine_config, parse_vllm_argv
+from banaserve.engine.vllm.settings.environment import INSTANCE_VARIABLE
+from banaserve.platform import processes
 
 
 def redirect_output(log_path: str) -> None:

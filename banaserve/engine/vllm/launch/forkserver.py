@@ -21,15 +21,15 @@ import msgspec
 
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.compat.engine import PRE_IMPORTED
-from banaserve.engine.vllm.engine_args import engine_config, load_parsers, parse_vllm_argv
 from banaserve.engine.vllm.launch import messages
 from banaserve.engine.vllm.launch.engine_main import (
     redirect_output,
     run_engine_core,
     run_guest,
 )
+from banaserve.engine.vllm.settings.engine_args import engine_config, load_parsers, parse_vllm_argv
 from banaserve.fail_points import FailPoint, reach
-from banaserve.processes import die_with_parent
+from banaserve.platform.processes import die_with_parent
 
 _PRE_IMPORTED = (
     *PRE_IMPORTED,

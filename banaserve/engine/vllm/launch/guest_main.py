@@ -48,8 +48,8 @@ class GuestLaunch(msgspec.Struct, frozen=True):
 def run_launched(said: bytes) -> None:
     """Serve as the guest that ``said``, the JSON of a ``GuestLaunch``, describes."""
     launch = msgspec.json.decode(said, type=GuestLaunch)
-    from banaserve.engine.vllm.engine_args import engine_config, parse_vllm_argv
     from banaserve.engine.vllm.launch.engine_main import redirect_output, run_guest
+    from banaserve.engine.vllm.settings.engine_args import engine_config, parse_vllm_argv
 
     redirect_output(launch.log_path)
     run_guest(engine_config(parse_vllm_argv(launch.vllm_argv)), launch.address)

@@ -15,7 +15,6 @@ from typing import Protocol
 
 import msgspec
 
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.launch import messages
 from banaserve.engine.vllm.launch.devices import Devices
 from banaserve.engine.vllm.launch.engine_main import Launch
@@ -23,8 +22,9 @@ from banaserve.engine.vllm.launch.guest_main import GuestLaunch
 from banaserve.engine.vllm.launch.parent_link import ORDER_S, ParentLink, ParentLostError
 from banaserve.engine.vllm.launch.spawned import LaunchKind, spawn
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+from banaserve.engine.vllm.monitoring import metrics
 from banaserve.errors import InstanceDeadError
-from banaserve.processes import in_daemon_thread
+from banaserve.platform.processes import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from banaserve.engine.vllm.launch import messages
 from banaserve.engine.vllm.launch.forkserver import ParentLaunch
 from banaserve.engine.vllm.launch.spawned import LaunchKind, spawn
 from banaserve.errors import BanaServeError, ProtocolError
-from banaserve.processes import end_child, in_daemon_thread, is_running
+from banaserve.platform.processes import end_child, in_daemon_thread, is_running
 
 ORDER_S = 10.0
 """For the answer to an order: a fork takes some ten milliseconds."""

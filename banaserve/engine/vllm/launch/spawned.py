@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from banaserve.processes import die_with_parent
+from banaserve.platform.processes import die_with_parent
 
 
 class LaunchKind(enum.Enum):

@@ -7,12 +7,12 @@ import contextlib
 import math
 
 from banaserve.engine.vllm.client import DisaggregatedClient
-from banaserve.engine.vllm.cluster import Cluster, PrefixLookup
 from banaserve.engine.vllm.compat.engine import EngineDeadError
 from banaserve.engine.vllm.compat.requests import SamplingParams
-from banaserve.engine.vllm.engine_api import WorkerApi
 from banaserve.engine.vllm.instance import Instance
-from banaserve.engine.vllm.typed_rpc import call
+from banaserve.engine.vllm.requests.prefix_lookup import PrefixLookup, PrefixLookups
+from banaserve.engine.vllm.rpc.engine_api import WorkerApi
+from banaserve.engine.vllm.rpc.typed_rpc import call
 from banaserve.errors import BanaServeError, InstanceDeadError
 
 _ANSWER_S = 120.0
@@ -26,8 +26,10 @@ class Admission:
         store_socket: Empty without a store.
     """
 
-    def __init__(self, cluster: Cluster, client: DisaggregatedClient, store_socket: str) -> None:
-        self._cluster = cluster
+    def __init__(
+        self, lookups: PrefixLookups, client: DisaggregatedClient, store_socket: str
+    ) -> None:
+        self._lookups = lookups
         self._client = client
         self._store_socket = store_socket
 
@@ -56,8 +58,7 @@ class Admission:
 
     def forget(self, weights: str) -> None:
         """Look up no blocks of other weights any more."""
-        for other in set(self._cluster.lookups) - {weights}:
-            self._cluster.lookups.pop(other).close()
+        self._lookups.keep_only(weights)
 
     def _check_length(self, instance: Instance) -> None:
         assert instance.llm is not None
@@ -87,7 +88,7 @@ class Admission:
             )
 
     async def _add_lookup(self, instance: Instance) -> None:
-        if not self._store_socket or instance.weights in self._cluster.lookups:
+        if not self._store_socket or instance.weights in self._lookups.by_weights:
             return
         assert instance.llm is not None
         asked = call(WorkerApi.banaserve_fingerprint)
@@ -97,4 +98,4 @@ class Admission:
         lookup = await asyncio.to_thread(
             PrefixLookup, instance.settings.config, fingerprint, self._store_socket
         )
-        self._cluster.lookups[instance.weights] = lookup
+        self._lookups.by_weights[instance.weights] = lookup

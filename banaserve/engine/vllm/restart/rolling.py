@@ -14,13 +14,14 @@ import math
 from collections.abc import Callable, Sequence
 
 from banaserve.clock import Clock
-from banaserve.engine.vllm import metrics
-from banaserve.engine.vllm.cluster import Check, Cluster
+from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat.engine import EngineDeadError
-from banaserve.engine.vllm.engine_settings import EngineSettings
 from banaserve.engine.vllm.generations import can_leave, restart_order
 from banaserve.engine.vllm.instance import Instance, State
+from banaserve.engine.vllm.launch.engine_settings import EngineSettings
+from banaserve.engine.vllm.liveness.supervisor import Check
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
+from banaserve.engine.vllm.monitoring import metrics
 from banaserve.engine.vllm.restart.api import EngineRestart, RestartRequest, RollingRestart
 from banaserve.errors import InstanceDeadError, MigrationError, UserError
 from banaserve.types import InstanceId
@@ -248,9 +249,9 @@ class RollingRestarts:
     async def _replace(self, instance: Instance, settings: EngineSettings) -> None:
         is_same = settings.weights == instance.weights and settings.argv == instance.vllm_argv
         try:
-            await self._cluster.replace(instance, settings, self._check)
+            await self._cluster.supervisor.replace(instance, settings, self._check)
         except InstanceDeadError:
-            await self._cluster.settled(instance)
+            await self._cluster.supervisor.settled(instance)
             if not is_same or instance.state is State.FAILED:
                 raise
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import psutil
 
 from banaserve.clock import Clock
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.compat.config import VllmConfig
-from banaserve.engine.vllm.engine_settings import EngineSettings
 from banaserve.engine.vllm.instance import Instance
+from banaserve.engine.vllm.launch.engine_settings import EngineSettings
 from banaserve.engine.vllm.launch.launcher import Launcher
-from banaserve.engine.vllm.reports import EngineSeries
-from banaserve.engine.vllm.role_switch import Budgets
+from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.monitoring.reports import EngineSeries
+from banaserve.engine.vllm.roles.role_switch import Budgets
 from banaserve.errors import MigrationError
 from banaserve.kvstore.sizes import format_size
 from banaserve.types import InstanceId, Role

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from banaserve.clock import Clock
 from banaserve.engine.interface import Scaling
 from banaserve.engine.vllm.cluster import Cluster
-from banaserve.engine.vllm.drain import Drains
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
-from banaserve.engine.vllm.role_switch import Roles
+from banaserve.engine.vllm.roles.drain import Drains
+from banaserve.engine.vllm.roles.role_switch import Roles
 from banaserve.engine.vllm.scaling.factory import InstanceFactory
 from banaserve.engine.vllm.scaling.plan import InstanceCounts, InstanceLoad, ScalePlan, plan_scaling
 from banaserve.errors import BanaServeError, MigrationError, UserError

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.migration.api import (
     Migration,
     MigrationRequest,
@@ -35,6 +34,7 @@ from banaserve.engine.vllm.migration.controller.planner import (
 )
 from banaserve.engine.vllm.migration.controller.task import AbortedError, MigrationTask
 from banaserve.engine.vllm.migration.units.registry import unit_asked
+from banaserve.engine.vllm.monitoring import metrics
 from banaserve.errors import BanaServeError, MigrationError
 from banaserve.names import check_known
 from banaserve.types import InstanceId

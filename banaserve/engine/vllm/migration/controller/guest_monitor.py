@@ -11,7 +11,6 @@ import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.launch.launcher import Launcher
@@ -25,6 +24,7 @@ from banaserve.engine.vllm.migration.controller.planner import (
     num_bytes,
 )
 from banaserve.engine.vllm.migration.worker_api import HostStatus, LinkState
+from banaserve.engine.vllm.monitoring import metrics
 from banaserve.errors import BanaServeError, MigrationError
 from banaserve.types import InstanceId, ModulePlacement
 
@@ -240,7 +240,7 @@ async def live_migration(
     facts = model_facts(config)
     coordinator = Coordinator(cluster.instances, guests, facts, machine_available_bytes)
     overseer = GuestMonitor(coordinator)
-    cluster.on_ended.append(coordinator.instance_ended)
+    cluster.supervisor.on_ended.append(coordinator.instance_ended)
     overseer.start()
     try:
         yield coordinator

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from banaserve import processes
 from banaserve.engine.vllm.launch.launcher import Launcher
 from banaserve.engine.vllm.migration.controller.host_client import HostClient
 from banaserve.engine.vllm.migration.controller.process_stats import ProcessUsage
@@ -22,6 +21,7 @@ from banaserve.engine.vllm.migration.controller.timeouts import MoveStage, timeo
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.engine.vllm.migration.worker_api import LinkState
 from banaserve.errors import MigrationError
+from banaserve.platform import processes
 from banaserve.types import InstanceId
 
 logger = logging.getLogger(__name__)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.migration.api import GuestSharing, ShareRequest
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration.controller.guest_pool import GuestHandle, GuestPool
 from banaserve.engine.vllm.migration.controller.host_state import HostState
+from banaserve.engine.vllm.monitoring import metrics
 from banaserve.errors import BanaServeError
 from banaserve.names import check_known
 from banaserve.types import InstanceId

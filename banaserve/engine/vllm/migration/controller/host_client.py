@@ -7,7 +7,6 @@ from collections.abc import Awaitable
 from typing import Any, Protocol, TypeVar
 
 from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.engine.vllm.migration.units.base import MigrationUnit
 from banaserve.engine.vllm.migration.worker_api import (
@@ -17,7 +16,8 @@ from banaserve.engine.vllm.migration.worker_api import (
     MoveReport,
     OverlapStatus,
 )
-from banaserve.engine.vllm.typed_rpc import RemoteCall, call
+from banaserve.engine.vllm.rpc.engine_api import CoreApi, PoolResize, PoolStatus
+from banaserve.engine.vllm.rpc.typed_rpc import RemoteCall, call
 from banaserve.errors import InstanceDeadError, MigrationError, NoAnswerError, ProtocolError
 from banaserve.types import InstanceId, ModulePlacement, Role
 

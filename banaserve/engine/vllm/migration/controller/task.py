@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.migration.api import MoveStatus
 from banaserve.engine.vllm.migration.controller.guest_pool import GuestHandle, GuestPool
 from banaserve.engine.vllm.migration.controller.host_state import HostState
@@ -14,6 +13,7 @@ from banaserve.engine.vllm.migration.controller.planner import BringBack, MoveOu
 from banaserve.engine.vllm.migration.controller.timeouts import MoveStage, copies_again, timeout_s
 from banaserve.engine.vllm.migration.types import MovePhase
 from banaserve.engine.vllm.migration.worker_api import MoveReport
+from banaserve.engine.vllm.monitoring import metrics
 from banaserve.errors import BanaServeError, MigrationError
 from banaserve.types import InstanceId
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
-from banaserve.cpu_features import ask_for_amx
 from banaserve.engine.vllm.compat import model as compat
 from banaserve.engine.vllm.compat.config import VllmConfig, set_current_vllm_config
 from banaserve.engine.vllm.migration.guest.throttle import run_low_priority
 from banaserve.engine.vllm.migration.modules.partial_model import device_of
+from banaserve.platform.cpu_features import ask_for_amx
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from banaserve.engine.vllm.migration.units.base import MigrationUnit, check_free
 from banaserve.engine.vllm.migration.units.host_unit import HostEngine, HostUnit
 from banaserve.engine.vllm.migration.units.registry import HostUnits
 from banaserve.engine.vllm.migration.worker_api import GuestLinkStatus, LinkState
-from banaserve.engine.vllm.migration_settings import MigrationSettings
+from banaserve.engine.vllm.settings.migration_settings import MigrationSettings
 from banaserve.errors import BanaServeError, GuestLostError, MigrationError
 from banaserve.fail_points import FailPoint, reach
 from banaserve.transport.errors import PeerGoneError

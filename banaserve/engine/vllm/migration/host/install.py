@@ -9,7 +9,6 @@ from banaserve.engine.vllm.compat import runner_hooks
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.compat.engine import add_utility
 from banaserve.engine.vllm.compat.kv_connector import get_kv_transfer_group, has_kv_transfer_group
-from banaserve.engine.vllm.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.engine.vllm.kv_connector.block_copy import BlockCopier
 from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.host.host import MigrationHost
@@ -20,8 +19,9 @@ from banaserve.engine.vllm.migration.modules.attention_backend import kernels_fo
 from banaserve.engine.vllm.migration.modules.paged_attention import take_kernels
 from banaserve.engine.vllm.migration.rpc.messages import StorePlace
 from banaserve.engine.vllm.migration.time_hook import REAL_TIME, TimeHook
-from banaserve.engine.vllm.migration_settings import MigrationSettings, settings_of
-from banaserve.engine.vllm.typed_rpc import implements
+from banaserve.engine.vllm.rpc.engine_api import CoreApi, PoolResize, PoolStatus
+from banaserve.engine.vllm.rpc.typed_rpc import implements
+from banaserve.engine.vllm.settings.migration_settings import MigrationSettings, settings_of
 from banaserve.errors import MigrationError
 
 logger = logging.getLogger(__name__)

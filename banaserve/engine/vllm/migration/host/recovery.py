@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from banaserve.engine.vllm.compat import runner_hooks
 from banaserve.engine.vllm.compat import scheduler as compat
 from banaserve.engine.vllm.compat.scheduler import AsyncScheduler, Scheduler
-from banaserve.engine.vllm.engine_api import PoolResize, PoolStatus
 from banaserve.engine.vllm.migration.kv import store_copier
+from banaserve.engine.vllm.rpc.engine_api import PoolResize, PoolStatus
 from banaserve.errors import MigrationError
 
 if TYPE_CHECKING:

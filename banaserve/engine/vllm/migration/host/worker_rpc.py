@@ -20,7 +20,7 @@ from banaserve.engine.vllm.migration.worker_api import (
     OverlapStatus,
     UnitStatus,
 )
-from banaserve.engine.vllm.typed_rpc import implements
+from banaserve.engine.vllm.rpc.typed_rpc import implements
 from banaserve.errors import MigrationError
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from banaserve import linux
 from banaserve.errors import UserError
+from banaserve.platform import linux
 
 _MAP_NORESERVE = 0x4000
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from banaserve.engine.vllm.migration_settings import ATTENTION_KERNELS
+from banaserve.engine.vllm.settings.migration_settings import ATTENTION_KERNELS
 from banaserve.errors import MigrationError, UserError
 from banaserve.kernels import registry
 from banaserve.kernels.interface import Kernels

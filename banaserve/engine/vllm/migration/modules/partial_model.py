@@ -23,7 +23,7 @@ from banaserve.engine.vllm.compat.model import PPMissingLayer, get_model_loader
 from banaserve.engine.vllm.migration.modules.attention_backend import kernels_for
 from banaserve.engine.vllm.migration.modules.layer_proxy import Around, LayerChain
 from banaserve.engine.vllm.migration.modules.paged_attention import KernelsAttention, StepBatches
-from banaserve.engine.vllm.migration_settings import MigrationSettings, settings_of
+from banaserve.engine.vllm.settings.migration_settings import MigrationSettings, settings_of
 from banaserve.errors import MigrationError
 from banaserve.kernels.interface import Kernels
 

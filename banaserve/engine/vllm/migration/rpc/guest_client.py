@@ -16,7 +16,7 @@ import torch
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire
 from banaserve.errors import GuestLostError, MigrationError, ProtocolError
-from banaserve.processes import Leash, Pulse
+from banaserve.platform.processes import Leash, Pulse
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
 from banaserve.transport.interface import Channel, Message, Transport
 

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from banaserve import linux
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.migration.kv.kv_staging import StagingBuffer, make_kv
 from banaserve.engine.vllm.migration.kv.slot_writer import SlotWriter
@@ -19,6 +18,7 @@ from banaserve.engine.vllm.migration.modules.partial_model import attends_with, 
 from banaserve.engine.vllm.migration.rpc.messages import Build, CopyPages, Run, StepOutputs
 from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, dtype_named
 from banaserve.errors import MigrationError, ProtocolError
+from banaserve.platform import linux
 from banaserve.transport.interface import OfferedRegion, RegionDescriptor, Tensor, Transport
 from banaserve.transport.memory import PAGE_BYTES
 

@@ -14,7 +14,6 @@ from statistics import median
 
 from banaserve.clock import Clock
 from banaserve.engine.interface import Ending, StepOutcome
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.instance import Instance
@@ -23,7 +22,8 @@ from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration.controller.planner import ModelFacts
 from banaserve.engine.vllm.migration.units.base import overlap
 from banaserve.engine.vllm.migration.units.registry import unit_of
-from banaserve.engine.vllm.role_switch import Roles
+from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.roles.role_switch import Roles
 from banaserve.errors import BanaServeError, InstanceDeadError, MigrationError, NoAnswerError
 from banaserve.orchestrator.cluster_view import Known, cluster_view
 from banaserve.orchestrator.model.calibration import TransferTime, eased

@@ -17,20 +17,21 @@ from urllib.parse import urlsplit
 from banaserve import models
 from banaserve.api.bodies.bounds import RequestBounds
 from banaserve.api.front_socket import FrontSocket
-from banaserve.cli import emulation
 from banaserve.cli.console import Say, print_error, timed
 from banaserve.cli.plugins import rivalries, use_plugins
-from banaserve.cli.serve_options import check_orchestrator, parse_serve_argv
+from banaserve.cli.serve import emulation
+from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.cli.serve.options.orchestrator import check_orchestrator
 from banaserve.cli.sockets import front_socket
 from banaserve.config import ServeConfig
 from banaserve.elastic.forecast_profile import forecast_profile
 from banaserve.errors import UserError
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import format_size, parse_size
-from banaserve.linux import available_memory_bytes
 from banaserve.net.descriptors import raise_descriptor_limit
 from banaserve.orchestrator.control import Mode
 from banaserve.orchestrator.routing import registry
+from banaserve.platform.linux import available_memory_bytes
 from banaserve.plugins import PluginGroup
 from banaserve.run_dir import RunDir, open_run_dir
 
@@ -111,7 +112,7 @@ def _serve(
     terminal: TextIO,
 ) -> None:
     say("loading vLLM")
-    from banaserve.cli import launch
+    from banaserve.cli.serve import launch
 
     with launch.prepared(config, model, front, run) as parts:
         scheme = "https" if parts.args.ssl_certfile else "http"

@@ -10,7 +10,7 @@ import msgspec
 
 from banaserve.config import DEFAULT_MICROBATCHES, MAX_MICROBATCHES, MIGRATION_ATTENTION
 from banaserve.engine.vllm.compat.config import VllmConfig
-from banaserve.engine.vllm.engine_args import section
+from banaserve.engine.vllm.settings.engine_args import section
 from banaserve.errors import UserError
 from banaserve.names import check_known
 

@@ -16,23 +16,23 @@ import psutil
 
 from banaserve import models
 from banaserve.api.front_socket import FrontSocket
-from banaserve.cli import emulation
-from banaserve.cli.compiling import CompileChoice, choose_compiling, find_compiler
+from banaserve.cli.serve import emulation
+from banaserve.cli.serve.compiling import CompileChoice, choose_compiling, find_compiler
 from banaserve.cli.sockets import check_tls
 from banaserve.config import MINIATURE, ServeConfig
-from banaserve.cpu_features import DtypeChoice, choose_dtype, read_cpu_flags
 from banaserve.elastic.forecast_profile import forecast_profile
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size, parse_size
-from banaserve.linux import available_memory_bytes
 from banaserve.models import ResolvedModel, cache
+from banaserve.platform.cpu_features import DtypeChoice, choose_dtype, read_cpu_flags
+from banaserve.platform.linux import available_memory_bytes
 from banaserve.run_dir import RunDir
 
 if TYPE_CHECKING:
     from banaserve.api.serving import Parts
     from banaserve.engine.vllm.compat.config import VllmConfig
-    from banaserve.engine.vllm.engine_settings import EngineSettings
     from banaserve.engine.vllm.launch.devices import Devices
+    from banaserve.engine.vllm.launch.engine_settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 _ENGINE_BYTES = 700 * 2**20
@@ -57,13 +57,13 @@ def prepared(
     # torch's own choice is a folder of a known name in the temporary folder, which all may write.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.cache_root() / "torchinductor"))
     from banaserve.api.serving import Parts, scheme_of
-    from banaserve.engine.vllm import engine_args
     from banaserve.engine.vllm.compat.config import is_on_cpu
-    from banaserve.engine.vllm.environment import set_environment
     from banaserve.engine.vllm.launch.forkserver import fork_engine_parent, pre_import
     from banaserve.engine.vllm.launch.launcher import ForkLauncher, Launcher, SpawnLauncher
     from banaserve.engine.vllm.launch.parent_link import ParentLink, start_parent
-    from banaserve.engine.vllm.role_switch import Budgets
+    from banaserve.engine.vllm.roles.role_switch import Budgets
+    from banaserve.engine.vllm.settings import engine_args
+    from banaserve.engine.vllm.settings.environment import set_environment
 
     set_environment()
     store_socket = str(run.sockets / "kv")
@@ -140,10 +140,10 @@ class SettingsMaker:
         Raises:
             UserError: No engine could serve with them.
         """
-        from banaserve.engine.vllm import engine_args
-        from banaserve.engine.vllm.engine_settings import EngineSettings, weights_of
+        from banaserve.engine.vllm.launch.engine_settings import EngineSettings, weights_of
         from banaserve.engine.vllm.restart.options import check_fits, check_options
-        from banaserve.engine.vllm.role_switch import Budgets
+        from banaserve.engine.vllm.roles.role_switch import Budgets
+        from banaserve.engine.vllm.settings import engine_args
 
         check_options(options)
         if not (model_name or options) and weights_of(current.config) == current.weights:
@@ -225,8 +225,8 @@ def _vllm_argv(
     config: ServeConfig, model: ResolvedModel, store_socket: str, logs: Path
 ) -> list[str]:
     """vLLM's options: ours first, so that what the user gave wins."""
-    from banaserve.engine.vllm import engine_args
     from banaserve.engine.vllm.compat.config import is_on_cpu
+    from banaserve.engine.vllm.settings import engine_args
 
     argv = ["--model", model.path_or_id, "--host", config.host, "--port", str(config.port)]
     if not _gives(config.vllm_argv, "--served-model-name"):
@@ -250,7 +250,7 @@ def _vllm_argv(
         argv += engine_args.store_options(store_socket, config.kv_store_salt)
     argv += config.vllm_argv
     if config.migration:
-        from banaserve.engine.vllm import migration_settings as migration_config
+        from banaserve.engine.vllm.settings import migration_settings as migration_config
 
         argv += migration_config.migration_options(
             migration_config.MigrationSettings(

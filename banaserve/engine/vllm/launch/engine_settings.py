@@ -9,7 +9,7 @@ import xxhash
 
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.kv_connector.block_hash import describe_weights
-from banaserve.engine.vllm.role_switch import Budgets
+from banaserve.engine.vllm.roles.role_switch import Budgets
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.registry import Collector
 
 from banaserve.clock import Clock
-from banaserve.engine.vllm import metrics
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.compat.engine import IterationStats, MultiModalCacheStats, SchedulerStats
-from banaserve.engine.vllm.gpu_monitor import GpuMeter
+from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.monitoring.gpu_monitor import GpuMeter
 from banaserve.orchestrator.model.calibration import StepTime, StepWork
 from banaserve.orchestrator.model.overlapping import overlap_fraction
 from banaserve.types import InstanceId, InstanceReport

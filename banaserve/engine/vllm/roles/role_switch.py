@@ -17,8 +17,8 @@ from banaserve.config import Budget, ServeConfig
 from banaserve.engine.interface import RoleChange
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.config import VllmConfig, own_budget
-from banaserve.engine.vllm.engine_api import CoreApi
-from banaserve.engine.vllm.typed_rpc import call
+from banaserve.engine.vllm.rpc.engine_api import CoreApi
+from banaserve.engine.vllm.rpc.typed_rpc import call
 from banaserve.errors import MigrationError, NoAnswerError, UserError
 from banaserve.names import check_known
 from banaserve.types import InstanceId, Role

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.engine_api import CoreApi
+from banaserve.engine.vllm.rpc.engine_api import CoreApi
+from banaserve.engine.vllm.rpc.typed_rpc import call
 from banaserve.engine.vllm.tracing.events import (
     KEPT_REQUESTS,
     EngineNotes,
@@ -16,7 +17,6 @@ from banaserve.engine.vllm.tracing.events import (
     TraceLine,
 )
 from banaserve.engine.vllm.tracing.request_log import RequestNotes, TracedLeg
-from banaserve.engine.vllm.typed_rpc import call
 from banaserve.errors import ProtocolError
 from banaserve.types import InstanceId
 

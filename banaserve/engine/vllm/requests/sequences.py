@@ -12,9 +12,9 @@ import contextlib
 import copy
 from collections.abc import AsyncGenerator, Sequence
 
-from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat.requests import RequestOutput, RequestOutputKind
-from banaserve.engine.vllm.disagg_request import RequestContext, run_request
+from banaserve.engine.vllm.requests.disagg_request import RequestContext, run_request
+from banaserve.engine.vllm.requests.router import Router
 
 
 def sequences_of(context: RequestContext) -> Sequence[RequestContext]:
@@ -36,13 +36,13 @@ def _sequence(context: RequestContext, index: int) -> RequestContext:
     if params.seed is not None:
         params.seed += index
     made.request.sampling_params = params
-    made.is_sibling = index > 0
+    made.is_sibling, made.has_siblings = index > 0, index == 0
     made.prompt_leg_ended = asyncio.Event()
     return made
 
 
 async def run_sequences(
-    sequences: Sequence[RequestContext], cluster: Cluster
+    sequences: Sequence[RequestContext], router: Router
 ) -> AsyncGenerator[RequestOutput, None]:
     """Run them; outputs come as vLLM's do: each sequence's as it comes, or all in one at the end.
 
@@ -50,7 +50,7 @@ async def run_sequences(
         Exception: Of the first sequence that cannot go on; the others are given up.
     """
     if len(sequences) == 1:
-        async with contextlib.aclosing(run_request(sequences[0], cluster)) as outputs:
+        async with contextlib.aclosing(run_request(sequences[0], router)) as outputs:
             async for output in outputs:
                 yield output
         return
@@ -58,7 +58,7 @@ async def run_sequences(
     assert params is not None
     merged = _Merged(len(sequences), params.output_kind is RequestOutputKind.FINAL_ONLY)
     tasks = [
-        asyncio.create_task(_run(sequences, index, cluster, merged))
+        asyncio.create_task(_run(sequences, index, router, merged))
         for index in range(len(sequences))
     ]
     try:
@@ -71,7 +71,7 @@ async def run_sequences(
 
 
 async def _run(
-    sequences: Sequence[RequestContext], index: int, cluster: Cluster, merged: _Merged
+    sequences: Sequence[RequestContext], index: int, router: Router, merged: _Merged
 ) -> None:
     first, own = sequences[0], sequences[index]
     try:
@@ -79,7 +79,7 @@ async def _run(
             await first.prompt_leg_ended.wait()
             own.prefilled, own.num_cached_tokens = first.prefilled, first.num_cached_tokens
             own.weights = first.weights
-        async with contextlib.aclosing(run_request(own, cluster)) as outputs:
+        async with contextlib.aclosing(run_request(own, router)) as outputs:
             async for output in outputs:
                 merged.put(index, output)
     except Exception as failure:

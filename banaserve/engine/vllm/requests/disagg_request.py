@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
-from banaserve.engine.vllm import metrics
-from banaserve.engine.vllm.cluster import Cluster, WeightsReplacedError
+from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.requests import (
     GracefulHTTPError,
@@ -27,10 +26,12 @@ from banaserve.engine.vllm.compat.requests import (
 )
 from banaserve.engine.vllm.continuation import logprob_rows
 from banaserve.engine.vllm.instance import Instance
-from banaserve.engine.vllm.legs import decode_leg, prefill_leg
+from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.requests.legs import decode_leg, prefill_leg
+from banaserve.engine.vllm.requests.router import Router, WeightsReplacedError
+from banaserve.engine.vllm.requests.trials import Trial
 from banaserve.engine.vllm.tracing.events import LegEnded, LegFailed, LegOutput
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
-from banaserve.engine.vllm.trials import Trial
 from banaserve.errors import DeadlineExceededError, InstanceDeadError
 from banaserve.orchestrator.routing.legs import LegReason
 from banaserve.types import NO_LIMITS, NOWHERE, InstanceId, RequestLimits, Route
@@ -182,6 +183,7 @@ class RequestContext:
         prompt_leg_ended: Set once the prompt is in the store, or the whole request on its way to
             one instance: other sequences of the same prompt may begin.
         is_sibling: Another sequence of the same request counts as the request.
+        has_siblings: It is the one that counts.
         trial: Its turn to be tried again, where instances have died under it; None for none.
         weights: Of the engines that compute it; empty until the first has.
     """
@@ -207,11 +209,13 @@ class RequestContext:
     prediction: Prediction | None = None
     prompt_leg_ended: asyncio.Event = field(default_factory=asyncio.Event)
     is_sibling: bool = False
+    has_siblings: bool = False
     trial: Trial | None = None
     weights: str = ""
     _first_s: float = 0.0
     _furthest: int = 0
     _blame: float = 0.0
+    _num_ids: int = 0
 
     def died(self) -> None:
         """An instance has died under it: it may be the cause, less so where it had come further.
@@ -224,6 +228,15 @@ class RequestContext:
         self.num_deaths += 1
         is_tried = self.trial is not None and self.trial.is_on
         self._blame += 1.0 / min(self.num_beside, 2 if is_tried else self.num_beside)
+
+    def take_other_id(self) -> None:
+        """Go on under an id of its own: the last one's engine may be in the middle of a step.
+
+        What that puts out is nobody's then, also where the request comes back to that engine.
+        """
+        stem = self.request.request_id.removesuffix(f"-m{self._num_ids}")
+        self._num_ids += 1
+        self.request.request_id = f"{stem}-m{self._num_ids}"
 
     def comes(self) -> None:
         """End its trial where it has come further than it was when an instance died under it."""
@@ -240,11 +253,12 @@ class RequestContext:
         return self.num_deaths >= _SUSPECT_DEATHS and self._come <= self._furthest
 
     def start_over(self) -> bool:
-        """Forget what has been computed where the client has seen none of it; False where it has.
+        """Forget what has been computed where nothing of the answer is of that; False where it is.
 
         For weights that are gone: other ones would not give the same.
         """
-        if self.num_sent:
+        others_have_begun = self.has_siblings and self.prompt_leg_ended.is_set()
+        if self.num_sent or self.is_sibling or others_have_begun:
             return False
         self.prefilled, self.first, self.state, self.weights = False, None, None, ""
         self.uncached_tokens = len(self.request.prompt_token_ids or ())
@@ -391,6 +405,7 @@ async def decode(
             compat.forget(llm, context.request.request_id)
             with contextlib.suppress(compat.EngineDeadError):
                 await compat.drop(llm, context.request.request_id)
+            context.take_other_id()
             raise
         except BaseException:
             await _abort(llm, context.request.request_id)
@@ -400,7 +415,7 @@ async def decode(
 def _begin(context: RequestContext, llm: compat.AsyncLLM, queue: LegOutputCollector) -> bool:
     """Set up the front-end state on this engine's client; False if the request is over."""
     if context.tokens_so_far:
-        compat.adopt(llm, context.state, queue)
+        compat.adopt(llm, context.state, context.request.request_id, queue)
         metrics.RESUMED.inc()
         return True
     context.state = compat.register(llm, context.request, context.prompt_text, queue)
@@ -443,7 +458,7 @@ async def _ended(context: RequestContext, instance: Instance) -> RequestOutput:
         context.request.sampling_params.output_kind, context.request.request_id
     )
     if context.tokens_so_far:
-        compat.adopt(llm, context.state, queue)
+        compat.adopt(llm, context.state, context.request.request_id, queue)
     else:
         compat.register(llm, context.request, context.prompt_text, queue)
     await _abort(llm, context.request.request_id)
@@ -474,24 +489,23 @@ async def _abort(llm: compat.AsyncLLM, request_id: str) -> None:
 
 
 async def run_request(
-    context: RequestContext, cluster: Cluster
+    context: RequestContext, router: Router
 ) -> AsyncGenerator[RequestOutput, None]:
     """Run all legs, again elsewhere after a death; one clear error where that is impossible."""
+    cluster = router.cluster
     dead: Instance | None = None
     for attempt in itertools.count(1):
         leg = "route"
         turn = contextlib.AsyncExitStack()
         try:
-            context.resident_tokens = cluster.resident_tokens(context.request)
+            context.resident_tokens = router.resident_tokens(context.request)
             if context.is_suspect:
-                context.trial = await turn.enter_async_context(
-                    cluster.trials.turn(context.deadline)
-                )
+                context.trial = await turn.enter_async_context(router.trials.turn(context.deadline))
             async with asyncio.timeout_at(context.deadline):
                 if dead is not None and not context.tokens_so_far:
                     # Until then the store keeps the prompt's blocks for it to write.
                     await dead.wait_given_back()
-                route = await cluster.route(
+                route = await router.route(
                     context.request,
                     context.uncached_tokens,
                     context.split_blocker,
@@ -508,7 +522,7 @@ async def run_request(
             if route.prefill is not None and not context.prefilled and not context.aborted:
                 await prefill(context, cluster.instance(route.prefill))
                 if context.prefilled:
-                    cluster.has_computed(route.prefill, context.request)
+                    router.has_computed(route.prefill, context.request)
                 context.comes()
             leg = "decode"
             if context.aborted:
@@ -516,7 +530,7 @@ async def run_request(
                 return
             if route.prefill is not None and _has_left(context, cluster, route.decode):
                 async with asyncio.timeout_at(context.deadline):
-                    route = await cluster.route(
+                    route = await router.route(
                         context.request,
                         context.uncached_tokens,
                         None,
@@ -536,7 +550,7 @@ async def run_request(
                 async for output in outputs:
                     context.comes()
                     yield context.send(output, source)
-            cluster.has_computed(route.decode, context.request, context.tokens_so_far)
+            router.has_computed(route.decode, context.request, context.tokens_so_far)
             return
         except DEAD as death:
             context.died()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from banaserve.engine.interface import DrainState
-from banaserve.engine.vllm.role_switch import RoleInstance, Roles
+from banaserve.engine.vllm.roles.role_switch import RoleInstance, Roles
 from banaserve.errors import MigrationError
 from banaserve.names import check_known
 from banaserve.types import InstanceId

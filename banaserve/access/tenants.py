@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from banaserve.access.quotas import KeyLimits
 from banaserve.errors import UserError
-from banaserve.quotas import KeyLimits
 
 TENANT_FIELD = "X-Banaserve-Tenant"
 """Header in which a balancer names the tenant that it asks for."""

@@ -1,0 +1,29 @@
+"""Options on budgets: bounds of an engine's steps by its role."""
+
+from __future__ import annotations
+
+import argparse
+
+from banaserve.config import Budget
+from banaserve.types import Role
+
+_ROLES = (Role.PREFILL, Role.DECODE)
+
+
+def add_budgets(parser: argparse.ArgumentParser) -> None:
+    """Add them to ``parser``."""
+    group = parser.add_argument_group(
+        "budgets", "as vLLM's options of the same names, which they may not exceed; by role"
+    )
+    for role in _ROLES:
+        for name in ("max-num-batched-tokens", "max-num-seqs"):
+            option = f"--{role.value}-{name}"
+            group.add_argument(option, type=int, default=0, metavar="N", help=f"{role.value} only")
+
+
+def budget_of(known: argparse.Namespace, role: Role) -> Budget:
+    """What the options say of ``role``."""
+    return Budget(
+        getattr(known, f"{role.value}_max_num_batched_tokens"),
+        getattr(known, f"{role.value}_max_num_seqs"),
+    )

@@ -1,0 +1,88 @@
+"""Options on instances: how many, of what kind, and how long each is waited for."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from banaserve.config import SCHEDULERS, ServeConfig
+
+_DEFAULTS = ServeConfig()
+
+
+def add_instances(parser: argparse.ArgumentParser) -> None:
+    """Add them to ``parser``."""
+    add = parser.add_argument
+    add("--model", help="smollm2-135m, llama-13b, opt-13b, a Hugging Face id or a folder")
+    add("--pd", metavar="P:D", help="prefill and decode instances (1:1)")
+    add("--colocated", type=int, default=0, metavar="N", help="N instances that do both")
+    add(
+        "--instances",
+        type=int,
+        default=0,
+        metavar="N",
+        help="N instances that begin as both; what each does is left to the elastic policy",
+    )
+    add(
+        "--elastic",
+        action="store_true",
+        help="let roles and step sizes follow the load: --orchestrator on with the policy elastic",
+    )
+    add(
+        "--scale-max",
+        type=int,
+        default=_DEFAULTS.scale_max,
+        metavar="N",
+        help="let the orchestrator add instances under load, to N in all (0: it adds none)",
+    )
+    add(
+        "--scale-min",
+        type=int,
+        default=_DEFAULTS.scale_min,
+        metavar="N",
+        help="with --scale-max: remove idle ones, down to N in all (1)",
+    )
+    add("--devices", default="", help="CUDA devices of each instance, such as '0;1;2,3;4,5'")
+    add("--engine-start", default=_DEFAULTS.engine_start, help="auto, fork (CPU) or spawn (GPU)")
+    add(
+        "--threads-per-instance",
+        type=int,
+        default=_DEFAULTS.threads_per_instance,
+        help="CPU threads of each engine (0: share the cores)",
+    )
+    add(
+        "--scheduler",
+        choices=SCHEDULERS,
+        default=_DEFAULTS.scheduler,
+        help="order of waiting requests in an engine: vLLM's, or Preble's by the cached fraction",
+    )
+    add("--start-timeout", type=float, default=_DEFAULTS.start_timeout_s, metavar="S")
+    add(
+        "--restart-grace",
+        type=float,
+        default=_DEFAULTS.restart_grace_s,
+        metavar="S",
+        help="how long a request waits for a restart where nobody serves",
+    )
+    add(
+        "--engine-stall-timeout",
+        type=float,
+        default=_DEFAULTS.engine_stall_s,
+        metavar="S",
+        help="an engine on a CPU that is silent and idle for so long is started again",
+    )
+    add(
+        "--engine-spin-timeout",
+        type=float,
+        default=_DEFAULTS.engine_spin_s,
+        metavar="S",
+        help="any engine that is silent for so long is started again: more than its longest step",
+    )
+    add("--run-dir", type=Path, help="where logs go (a fresh folder under the state directory)")
+    add(
+        "--log-max-size",
+        default=_DEFAULTS.log_max_size,
+        metavar="SIZE",
+        help="of each log, which is then begun anew, and of its last one; '' sets no limit",
+    )
+    add("--config", type=Path, help="TOML file with these options; the command line wins")

@@ -1,0 +1,113 @@
+"""Options on the orchestrator: what it may move, and by which policy."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from banaserve.arguments import read_pair
+from banaserve.config import OrchestratorConfig
+from banaserve.controller.decisions import DecisionLog
+from banaserve.orchestrator.control import ControlLimits
+from banaserve.orchestrator.migration import registry as migration_policies
+
+_ORCHESTRATOR = OrchestratorConfig()
+_ANY = 10_000
+
+
+def add_orchestrator(parser: argparse.ArgumentParser) -> None:
+    """Add them to ``parser``."""
+    add = parser.add_argument
+    add(
+        "--orchestrator",
+        choices=("off", "dry-run", "on"),
+        help="who moves layers, heads and roles: off, on, or dry-run, which decides and moves "
+        "nothing (dry-run; off without a store)",
+    )
+    add(
+        "--orchestrator-policy",
+        metavar="NAME",
+        help=f"one of {', '.join(migration_policies.names())} ({_ORCHESTRATOR.policy})",
+    )
+    add(
+        "--slo-ttft",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="time to first token of a request that is served well (0: no limit); one may name "
+        "its own in a header",
+    )
+    add(
+        "--slo-tpot",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="mean time of an output token after the first (0: no limit)",
+    )
+    add(
+        "--orchestrator-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the policy, such as delta_up=0.3",
+    )
+    add(
+        "--orchestrator-interval",
+        type=float,
+        default=_ORCHESTRATOR.interval_s,
+        metavar="S",
+    )
+    add(
+        "--orchestrator-concurrent",
+        type=int,
+        metavar="N",
+        help=f"steps that may be under way at once ({_ORCHESTRATOR.concurrent}; elastic: any)",
+    )
+    add(
+        "--orchestrator-per-minute",
+        type=int,
+        metavar="N",
+        help=f"steps that may begin within a minute ({_ORCHESTRATOR.per_minute}; elastic: any)",
+    )
+    add("--decision-log", type=Path, metavar="FILE", help="append every decision, as JSON lines")
+
+
+def orchestrator_of(known: argparse.Namespace) -> OrchestratorConfig:
+    """Returns what the options say; without a store nothing is measured, so the default is off."""
+    is_elastic = known.elastic or (known.instances and known.orchestrator is None)
+    usual = "off" if known.no_kv_store else "on" if is_elastic else _ORCHESTRATOR.mode
+    policy = known.orchestrator_policy or ("elastic" if is_elastic else _ORCHESTRATOR.policy)
+    # A role that changes by that policy drains nothing: a plan is carried out as a whole.
+    concurrent, per_minute = (
+        (_ANY, _ANY)
+        if policy == "elastic"
+        else (_ORCHESTRATOR.concurrent, _ORCHESTRATOR.per_minute)
+    )
+    return OrchestratorConfig(
+        mode=known.orchestrator or usual,
+        slo_ttft_s=known.slo_ttft,
+        slo_tpot_s=known.slo_tpot,
+        policy=policy,
+        options=tuple(read_pair("--orchestrator-option", o) for o in known.orchestrator_option),
+        interval_s=known.orchestrator_interval,
+        concurrent=_given(known.orchestrator_concurrent, concurrent),
+        per_minute=_given(known.orchestrator_per_minute, per_minute),
+        decision_log=known.decision_log,
+    )
+
+
+def _given(value: int | None, usual: int) -> int:
+    return usual if value is None else value
+
+
+def check_orchestrator(config: OrchestratorConfig) -> None:
+    """Return if policy and limits make sense and the log can be written.
+
+    Raises:
+        UserError: One does not or cannot; names it.
+    """
+    section: dict[str, Any] = dict(config.options)
+    migration_policies.make(config.policy, **section)
+    ControlLimits(concurrent=config.concurrent, per_minute=config.per_minute)
+    DecisionLog(config.decision_log)

@@ -1,0 +1,40 @@
+"""Options on routing."""
+
+from __future__ import annotations
+
+import argparse
+
+from banaserve.cli.serve.options.orchestrator import orchestrator_of
+from banaserve.config import SLO_AWARE, ServeConfig
+from banaserve.orchestrator.routing import registry as routing_policies
+
+_DEFAULTS = ServeConfig()
+
+
+def add_routing(parser: argparse.ArgumentParser) -> None:
+    """Add them to ``parser``."""
+    add = parser.add_argument
+    add(
+        "--routing-policy",
+        metavar="NAME",
+        help=f"one of {', '.join(routing_policies.names())} ({_DEFAULTS.routing_policy}; with the "
+        f"policy elastic: {SLO_AWARE})",
+    )
+    add(
+        "--routing-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the routing policy, such as preset=published",
+    )
+    add(
+        "--skip-prefill-below-tokens",
+        type=int,
+        default=_DEFAULTS.skip_prefill_below_tokens,
+        help="prompts with at most so many uncached tokens have no prefill leg",
+    )
+
+
+def usual_routing(known: argparse.Namespace) -> str:
+    """Roles that follow the load are preferences: requests may be served against them."""
+    return SLO_AWARE if orchestrator_of(known).is_elastic else _DEFAULTS.routing_policy

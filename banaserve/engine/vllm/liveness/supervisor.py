@@ -1,0 +1,244 @@
+"""Supervisor of the instances: starts one that has ended again, or another engine in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from banaserve.clock import Clock
+from banaserve.engine.vllm.instance import Instance, State
+from banaserve.engine.vllm.launch.engine_settings import EngineSettings
+from banaserve.engine.vllm.liveness.probe import LivenessProbe
+from banaserve.engine.vllm.liveness.restart_policy import RestartPolicy
+from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
+from banaserve.engine.vllm.monitoring import metrics
+from banaserve.errors import InstanceDeadError
+from banaserve.types import InstanceId
+
+logger = logging.getLogger(__name__)
+_AGAIN_S = 0.5
+_POLL_S = 0.02
+_PAUSE_POLL_S = 0.1
+_LEAVE_S = 2.0
+"""Clients read slowly: streams that have been told to go on elsewhere do so with their next token,
+and need not have done so when their engine ends."""
+
+Check = Callable[[Instance], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """An engine that is to be started in place of another one.
+
+    Attributes:
+        before: What the other one was started with.
+        check: Raises where the new one is not to serve.
+        done: Set when it serves, or cannot.
+    """
+
+    settings: EngineSettings
+    before: EngineSettings
+    check: Check
+    done: asyncio.Future[None]
+
+
+class Supervisor:
+    """Keeps the instances alive that it watches, and replaces their engines on purpose.
+
+    Args:
+        instances: Of the cluster; one that is no longer among them has been removed.
+        before_each_probe: Called before each look at an instance.
+
+    Attributes:
+        on_ended: Called with the id of each instance whose engine has ended.
+        failed: Every instance has been given up, and nothing serves.
+        last_failure: Of a restart, in one line; empty where none has failed.
+    """
+
+    def __init__(
+        self,
+        instances: Mapping[InstanceId, Instance],
+        clock: Clock,
+        timeouts: ClusterTimeouts,
+        before_each_probe: Callable[[], None],
+    ) -> None:
+        self.on_ended: list[Callable[[InstanceId], None]] = []
+        self.failed = asyncio.Event()
+        self.last_failure = ""
+        self._instances = instances
+        self._clock = clock
+        self._timeouts = timeouts
+        self._before_each_probe = before_each_probe
+        self._watches: dict[InstanceId, list[asyncio.Task[None]]] = {}
+        self._replacements: dict[InstanceId, Replacement] = {}
+
+    @property
+    def has_failed(self) -> bool:
+        """Every instance has been given up."""
+        return all(i.state is State.FAILED for i in self._instances.values())
+
+    def watch(self, instance: Instance) -> None:
+        """Keep an instance alive that has started."""
+        probe = LivenessProbe(instance, self._clock, self._timeouts, self._before_each_probe)
+        kept = (self._keep_alive(instance), probe.run())
+        self._watches[instance.id] = [asyncio.create_task(one) for one in kept]
+
+    async def end_removed(self, instance: Instance) -> None:
+        """End an instance that has been removed; return when it has ended."""
+        keep_alive, probing = self._watches.pop(instance.id)
+        probing.cancel()
+        instance.mark_dead()
+        instance.kill()
+        await asyncio.gather(keep_alive, probing, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Watch no instance any more."""
+        tasks = [task for watch in self._watches.values() for task in watch]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _is_removed(self, instance: Instance) -> bool:
+        return instance.id not in self._instances
+
+    async def _keep_alive(self, instance: Instance) -> None:
+        restarts = RestartPolicy()
+        while True:
+            began_s = self._clock.now()
+            try:
+                await instance.wait_dying()
+                with instance.giving_back():
+                    instance.mark_dead()  # its streams go on elsewhere meanwhile
+                    await instance.wait_ended()
+            except OSError:  # no descriptor left: an instance without a watch would stay dead
+                logger.exception("waiting for the end of instance %s", instance.id)
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            if self._is_removed(instance):
+                self._tell_of_end(instance)
+                return
+            replacement = self._replacements.pop(instance.id, None)
+            if replacement is None:
+                logger.warning("instance %s ended: %s", instance.id, instance.last_words())
+            restarts.has_served(self._clock.now() - began_s)
+            self._tell_of_end(instance)
+            if replacement is not None:
+                restarts = RestartPolicy()
+                if await self._start_other(instance, replacement):
+                    continue
+            if not await self._until_restarted(instance, restarts):
+                return
+
+    def _tell_of_end(self, instance: Instance) -> None:
+        for told in self.on_ended:
+            try:
+                told(instance.id)
+            except Exception:
+                logger.exception("what follows the end of instance %s", instance.id)
+
+    # ---- starting again
+
+    async def _until_restarted(self, instance: Instance, restarts: RestartPolicy) -> bool:
+        """Start an instance again, and one that has been given up every few minutes.
+
+        Returns:
+            False where it has been removed.
+        """
+        while not await self._restart(instance, restarts):
+            if self._is_removed(instance):
+                return False
+            instance.mark_dead(State.FAILED)
+            if self.has_failed:
+                self.failed.set()
+            await self._pause(instance)
+            replacement = self._replacements.pop(instance.id, None)
+            if replacement is not None and await self._start_other(instance, replacement):
+                return True
+            restarts = RestartPolicy(limit=1)
+        return True
+
+    async def _pause(self, instance: Instance) -> None:
+        """Wait until an instance that was given up is to be tried again, or another takes it."""
+        until_s = self._clock.now() + self._timeouts.retry_s
+        while self._clock.now() < until_s and instance.id not in self._replacements:
+            if self._is_removed(instance):
+                return
+            await self._clock.sleep(_PAUSE_POLL_S)
+
+    async def _restart(self, instance: Instance, restarts: RestartPolicy) -> bool:
+        while (delay_s := restarts.next_delay_s(self._clock.now())) is not None:
+            await asyncio.sleep(delay_s)
+            if self._is_removed(instance):
+                return False
+            metrics.RESTARTS.labels(instance.id).inc()
+            try:
+                await instance.start(self._timeouts.start_s)
+            except InstanceDeadError as failure:
+                self.last_failure = str(failure)
+                logger.warning("%s", failure)
+            except Exception as failure:
+                self.last_failure = f"{type(failure).__name__}: {failure}"
+                logger.exception("starting instance %s again", instance.id)
+            else:
+                if not self._is_removed(instance):
+                    logger.info("instance %s serves again", instance.id)
+                    return True
+            instance.mark_dead()
+            instance.kill()
+            if self._is_removed(instance):
+                return False
+        logger.error("instance %s ends too often: given up", instance.id)
+        return False
+
+    # ---- replacing engines
+
+    async def replace(self, instance: Instance, settings: EngineSettings, check: Check) -> None:
+        """End an instance's engine on purpose and start one with ``settings`` in its place.
+
+        No request is blamed for it, and it does not count as one of the restarts that a dead
+        instance may have.
+
+        Args:
+            check: Raises ``InstanceDeadError`` where the new one, which serves, is not to.
+
+        Raises:
+            InstanceDeadError: It does not start or is not to serve: one with the settings before is
+                being started.
+        """
+        await self.settled(instance)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        replacement = Replacement(settings, instance.settings, check, done)
+        self._replacements[instance.id] = replacement
+        instance.retire(settings)
+        until_s = self._clock.now() + _LEAVE_S
+        while instance.inflight_requests and self._clock.now() < until_s:
+            await self._clock.sleep(_POLL_S)
+        if self._replacements.get(instance.id) is replacement:
+            instance.kill()
+        await done
+
+    async def settled(self, instance: Instance) -> None:
+        """Return when an instance serves, or is given up."""
+        while instance.state not in (State.READY, State.FAILED):
+            await self._clock.sleep(_POLL_S)
+
+    async def _start_other(self, instance: Instance, replacement: Replacement) -> bool:
+        try:
+            await instance.start(self._timeouts.start_s)
+            await replacement.check(instance)
+        except Exception as failure:
+            if not isinstance(failure, InstanceDeadError):
+                logger.exception("starting instance %s with other settings", instance.id)
+            instance.kill()
+            await instance.wait_ended()
+            instance.mark_dead()
+            instance.settings = replacement.before
+            if not replacement.done.done():
+                replacement.done.set_exception(InstanceDeadError(str(failure)))
+            return False
+        logger.info("instance %s has been replaced", instance.id)
+        if not replacement.done.done():
+            replacement.done.set_result(None)
+        return True

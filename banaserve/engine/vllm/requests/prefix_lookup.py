@@ -1,0 +1,84 @@
+"""Lookups of prompts in the store before routing: how many of their tokens need no computing."""
+
+from __future__ import annotations
+
+import asyncio
+
+from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat import kv_cache
+from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.generations import candidates
+from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.fingerprint import Fingerprint
+from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.wire import MAX_KEYS
+from banaserve.types import Role
+
+
+class PrefixLookup:
+    """Hashes prompts as the engines do and asks the store; off the event loop."""
+
+    def __init__(self, config: VllmConfig, fingerprint: Fingerprint, socket_path: str) -> None:
+        self._block_size = fingerprint.block_size_tokens
+        self._hasher = kv_cache.block_hasher(config, self._block_size)
+        self._client = StoreClient(
+            socket_path, fingerprint, client_name="front-door", maps_pool=False
+        )
+
+    async def cached_tokens(self, request: compat.EngineCoreRequest) -> int:
+        """Tokens of the longest prefix in whole blocks that is stored or being stored."""
+        return await asyncio.to_thread(self._cached_tokens, request)
+
+    def _cached_tokens(self, request: compat.EngineCoreRequest) -> int:
+        keys = kv_cache.Request.from_engine_core_request(request, self._hasher).block_hashes
+        if not keys:
+            return 0
+        states = self._client.lookup(keys[:MAX_KEYS])
+        num_known = next((i for i, state in enumerate(states) if state is Lookup.MISS), len(states))
+        return num_known * self._block_size
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class PrefixLookups:
+    """The lookup of each generation of weights that instances compute with.
+
+    Attributes:
+        by_weights: Empty without a store.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.by_weights: dict[str, PrefixLookup] = {}
+        self._cluster = cluster
+
+    async def cached_tokens(self, request: compat.EngineCoreRequest) -> int:
+        """What the store holds of the prompt; 0 without a store.
+
+        Also 0 while all instances do both: a request has one leg then, whatever the store holds,
+        and need not wait for its answer.
+        """
+        if not self.by_weights or request.prompt_token_ids is None:
+            return 0
+        if all(one.role is Role.COLOCATED for one in self._cluster.instances.values()):
+            return 0
+        lookup = self._of_new_requests()
+        return await lookup.cached_tokens(request) if lookup is not None else 0
+
+    def _of_new_requests(self) -> PrefixLookup | None:
+        """Of the weights that a new request goes to."""
+        if len(self.by_weights) == 1:
+            return next(iter(self.by_weights.values()))
+        instances = self._cluster.instances
+        chosen = candidates(self._cluster.members())
+        return next((self.by_weights.get(instances[name].weights) for name in chosen), None)
+
+    def keep_only(self, weights: str) -> None:
+        """Close the lookups of other weights."""
+        for other in set(self.by_weights) - {weights}:
+            self.by_weights.pop(other).close()
+
+    def close(self) -> None:
+        for lookup in self.by_weights.values():
+            lookup.close()

@@ -1,0 +1,182 @@
+"""Router: the routing policy chooses the instances of a request, of one generation of weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from http import HTTPStatus
+
+from banaserve.clock import Clock
+from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat.requests import GracefulHTTPError
+from banaserve.engine.vllm.generations import candidates, is_lost
+from banaserve.engine.vllm.requests.prefix_lookup import PrefixLookups
+from banaserve.engine.vllm.requests.residency import Residency
+from banaserve.engine.vllm.requests.trials import Trials
+from banaserve.engine.vllm.tracing.events import NoInstance
+from banaserve.engine.vllm.tracing.request_log import RequestNotes
+from banaserve.errors import NoInstanceError, PolicyError
+from banaserve.orchestrator.model.output_length import OutputLengthWindow
+from banaserve.orchestrator.routing.named import NamedPolicy
+from banaserve.types import (
+    NO_LIMITS,
+    NOWHERE,
+    ClusterView,
+    InstanceId,
+    RequestId,
+    RequestLimits,
+    RequestView,
+    Route,
+)
+
+logger = logging.getLogger(__name__)
+_POLL_S = 0.1
+
+
+class WeightsReplacedError(GracefulHTTPError):
+    """The weights that an answer has begun with are gone."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a rolling restart has replaced the weights that this answer had begun with: ask again",
+            HTTPStatus.SERVICE_UNAVAILABLE,
+        )
+
+
+class Router:
+    """Routes requests over the instances of a cluster, and knows where the KV of prompts lies.
+
+    Args:
+        no_instance_s: So long a request waits for a restart where no instance serves its role.
+
+    Attributes:
+        lookups: Of prompts in the store.
+        residency: KV in the engines' own caches; None where the policy reads none of it.
+        output_lengths: Of the last answers, for the policy.
+        trials: Turns of requests under which instances die.
+    """
+
+    def __init__(
+        self, cluster: Cluster, policy: NamedPolicy, clock: Clock, no_instance_s: float = 60.0
+    ) -> None:
+        self.cluster = cluster
+        self.policy = policy
+        self.lookups = PrefixLookups(cluster)
+        self.residency: Residency | None = None
+        self.output_lengths = OutputLengthWindow()
+        self.trials = Trials()
+        self._clock = clock
+        self._no_instance_s = no_instance_s
+        self._has_shown_failure = False
+
+    # ---- the engines' own caches
+
+    def follow_residency(self, residency: Residency) -> None:
+        """Let routing know from here on what lies in the engines' own caches."""
+        self.residency = residency
+        self.cluster.supervisor.on_ended.append(residency.forget)
+
+    def resident_tokens(self, request: compat.EngineCoreRequest) -> Mapping[InstanceId, int]:
+        """How many tokens of the prompt lie in which engine's cache; empty if routing asks not."""
+        return self.residency.found(request) if self.residency is not None else NOWHERE
+
+    def forget_residency(self) -> None:
+        """The engines' own caches are emptied."""
+        if self.residency is not None:
+            self.residency.forget()
+
+    def has_computed(
+        self, instance_id: InstanceId, request: compat.EngineCoreRequest, output: Sequence[int] = ()
+    ) -> None:
+        """``instance_id`` has computed the prompt of ``request``, and so much ``output`` of it."""
+        instance = self.cluster.instances.get(instance_id)  # None: it has been removed since
+        if self.residency is not None and instance is not None:
+            self.residency.computed(instance, request, output)
+
+    # ---- routing
+
+    async def route(
+        self,
+        request: compat.EngineCoreRequest,
+        uncached_tokens: int,
+        split_blocker: str | None,
+        notes: RequestNotes,
+        limits: RequestLimits = NO_LIMITS,
+        first_token_waits: bool = False,
+        resident_tokens: Mapping[InstanceId, int] = NOWHERE,
+        weights: str = "",
+    ) -> Route:
+        """The policy's choice; waits a while for a restart where no instance serves.
+
+        A request that cannot be split has one leg, whatever the policy says.
+
+        Args:
+            weights: That it has begun with; empty where it has not.
+
+        Raises:
+            GracefulHTTPError: 503 when still no instance serves; 500 where the policy fails.
+            WeightsReplacedError: No instance has those weights any more.
+        """
+        num_tokens = len(request.prompt_token_ids or ())
+        params = request.sampling_params
+        view = RequestView(
+            RequestId(request.request_id),
+            num_tokens,
+            num_tokens - uncached_tokens,
+            (params.max_tokens if params is not None else 1) or 0,
+            limits,
+            split_blocker is None,
+            first_token_waits,
+            resident_tokens,
+        )
+        until_s = self._clock.now() + self._no_instance_s
+        waits = False
+        while True:
+            seen = self._view_of(weights)
+            try:
+                route = self.policy.route(view, seen)
+                if split_blocker is not None and route.prefill is not None:
+                    route = Route(None, route.decode, route.reason)
+                notes.routed(self.policy.label, route, split_blocker, seen)
+                return route
+            except PolicyError as failure:
+                self._log(failure)
+                error = GracefulHTTPError(str(failure), HTTPStatus.INTERNAL_SERVER_ERROR)
+                raise error from None
+            except NoInstanceError as nobody:
+                if not waits:
+                    notes.note(NoInstance(str(nobody)))
+                waits = True
+                is_late = self._clock.now() >= until_s and not self.cluster.is_replacing
+                if self.cluster.has_failed or is_late:
+                    raise GracefulHTTPError(str(nobody), HTTPStatus.SERVICE_UNAVAILABLE) from None
+                await asyncio.sleep(_POLL_S)
+
+    def _view(self) -> ClusterView:
+        return ClusterView(
+            now_s=self._clock.now(),
+            instances={i.id: i.view() for i in self.cluster.instances.values()},
+            output_lengths=self.output_lengths.lengths,
+        )
+
+    def _view_of(self, weights: str) -> ClusterView:
+        """What a request sees that has begun with ``weights``: one generation."""
+        view, found = self._view(), {one.weights for one in self.cluster.instances.values()}
+        is_replacing = self.cluster.is_replacing
+        if not is_replacing and (len(found) < 2 if not weights else found == {weights}):
+            return view
+        members = self.cluster.members()
+        if weights and is_lost(members, weights):
+            raise WeightsReplacedError
+        chosen = candidates(members, weights)
+        seen = {name: replace(view.instances[name], ready=True) for name in sorted(chosen)}
+        return replace(view, instances=seen)
+
+    def _log(self, failure: PolicyError) -> None:
+        """A line for each request that the policy fails; the first says where in its code."""
+        cause = None if self._has_shown_failure else failure.__cause__
+        self._has_shown_failure = True
+        logger.error("%s", failure, exc_info=cause)

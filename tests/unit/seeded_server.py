@@ -1,0 +1,506 @@
+"""A server without processes in virtual time: real cluster and client, all from one seed.
+
+Clients ask, read slowly, hang up or abort; engines die, stall or do not start; an operator drains,
+scales, switches roles and restarts. Then it is quiet, and everything has to be in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from banaserve.config import Budget
+from banaserve.engine.vllm import instance as instances
+from banaserve.engine.vllm.client import DisaggregatedClient
+from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.compat.requests import GracefulHTTPError
+from banaserve.engine.vllm.instance import Inflight, Instance, State
+from banaserve.engine.vllm.launch.engine_settings import EngineSettings
+from banaserve.engine.vllm.liveness import probe
+from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
+from banaserve.engine.vllm.requests.disagg_request import MAX_DEATHS, EnginesDiedError
+from banaserve.engine.vllm.requests.lora import Adapters
+from banaserve.engine.vllm.requests.prefix_lookup import PrefixLookup
+from banaserve.engine.vllm.requests.router import Router, WeightsReplacedError
+from banaserve.engine.vllm.restart.api import RestartRequest
+from banaserve.engine.vllm.restart.rolling import RollingRestarts
+from banaserve.engine.vllm.roles.drain import Drains
+from banaserve.engine.vllm.roles.role_switch import Budgets, Roles
+from banaserve.engine.vllm.scaling.plan import InstanceCounts
+from banaserve.engine.vllm.scaling.scaler import Scaler
+from banaserve.engine.vllm.tracing.request_log import RequestLog
+from banaserve.errors import InstanceDeadError, UserError
+from banaserve.orchestrator.routing import registry
+from banaserve.orchestrator.routing.legs import LegOptions
+from banaserve.orchestrator.routing.named import NamedPolicy
+from banaserve.types import InstanceId, Role
+from seeded_answers import MAX_MODEL_LEN, Answer, ClientRequest, fits
+from seeded_engine import BLOCK, WORDS, Core, SharedStore, hash_blocks
+from seeded_machine import LoopClock, Machine, Process, Troubles
+from seeded_parts import Coordinator, Factory, InputProcessor
+from tiering_doubles import ScriptedTier, Store
+
+TROUBLE_S = 8.0
+"""How long requests come and things go wrong."""
+QUIET_S = 300.0
+"""More than any pause before a restart: by then all that can come back has."""
+AMPLE_S = 200.0
+"""More than a request needs that loses as many instances as it may."""
+WEIGHTS = ("w0", "w1", "w2")
+TIMEOUTS = ClusterTimeouts(start_s=30.0, stall_s=4.0, spin_s=12.0, retry_s=15.0, unserved_s=30.0)
+NO_INSTANCE_S = 20.0
+_FLEETS = [
+    (Role.PREFILL, Role.DECODE),
+    (Role.PREFILL, Role.DECODE, Role.DECODE),
+    (Role.PREFILL, Role.DECODE, Role.DECODE, Role.DECODE),
+    (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE),
+    (Role.COLOCATED, Role.COLOCATED),
+    (Role.COLOCATED, Role.PREFILL, Role.DECODE),
+]
+_KINDS = [
+    *([RequestOutputKind.DELTA] * 3),
+    RequestOutputKind.CUMULATIVE,
+    RequestOutputKind.FINAL_ONLY,
+]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Return once ``holds``."""
+    while not holds():  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+
+
+class Server:
+    """One seed's server and all that happens to it."""
+
+    def __init__(self, stack: ExitStack, seed: int) -> None:
+        self.draws = random.Random(seed)
+        self.troubles = Troubles(self.draws)
+        self.clock = LoopClock()
+        self.tier = ScriptedTier("disk", depth=4)
+        store = Store(stack, self.tier, num_slots=self.draws.choice([6, 12, 24]))
+        self.store = SharedStore(store, self.tier, self.troubles)
+        self.machine = Machine(self.troubles, self._core, self.draws.choice([0.01, 0.5, 2.0]))
+        self.timeout_s = self.draws.choice([8.0, AMPLE_S, AMPLE_S, AMPLE_S])
+        self.answers: list[Answer] = []
+        self.num_restarts_of_weights = self.num_failed_clients = 0
+        self._numbers = itertools.count(1)
+        self._documents = [[self.draws.randrange(20) for _ in range(16)] for _ in range(3)]
+        self._make_cluster()
+        self._make_client()
+
+    def _core(self, name: str, argv: tuple[str, ...]) -> Core:
+        return Core(name, argv[0] if argv else WEIGHTS[0], self.store, self.troubles)
+
+    def _make_cluster(self) -> None:
+        budgets = Budgets.__new__(Budgets)
+        budgets._own, budgets._given = Budget(64, 8), {}
+        config: Any = SimpleNamespace(weights=WEIGHTS[0])
+        settings = EngineSettings(config, budgets)
+        factory: Any = Factory(self.machine, self.clock)
+        coordinator: Any = Coordinator()
+        fleet = self.draws.choice(_FLEETS)
+        letters = {Role.PREFILL: "p", Role.DECODE: "d", Role.COLOCATED: "c"}
+        made = [
+            factory.make(InstanceId(f"{letters[role]}{fleet[:i].count(role)}"), role, settings)
+            for i, role in enumerate(fleet)
+        ]
+        name = self.draws.choice(registry.BUILT_IN)
+        legs = LegOptions(skip_prefill_below_tokens=self.draws.choice([0, 0, 4]))
+        policy = NamedPolicy(registry.make(name, legs=legs), name)
+        self.cluster = Cluster(made, self.clock, TIMEOUTS)
+        self.router = Router(self.cluster, policy, self.clock, NO_INSTANCE_S)
+        for weights in WEIGHTS:
+            self.router.lookups.by_weights[weights] = self._lookup(weights)
+        self.roles = Roles(self.cluster.instances, self.clock)
+        self.drains = Drains(self.cluster.instances, self.roles)
+        self.scaler = Scaler(
+            self.cluster,
+            coordinator,
+            self.roles,
+            self.drains,
+            factory,
+            self.clock,
+            TIMEOUTS.start_s,
+            is_restarting=lambda: self.restarts.is_under_way,
+        )
+        self.restarts = RollingRestarts(
+            self.cluster,
+            coordinator,
+            settings,
+            self._other_settings,
+            self._check_engine,
+            lambda _: None,
+            self.timeout_s,
+            self.clock,
+            is_scaling=lambda: self.scaler.is_under_way,
+        )
+
+    def _lookup(self, weights: str) -> PrefixLookup:
+        made: Any = PrefixLookup.__new__(PrefixLookup)
+        made._block_size, made._hasher = BLOCK, hash_blocks
+        made._client = self.store.link("front-door", weights)
+        return made
+
+    @staticmethod
+    def _other_settings(now: EngineSettings, model: str, _: Sequence[str]) -> EngineSettings:
+        if not model:
+            return now
+        config: Any = SimpleNamespace(weights=model)
+        return replace(now, config=config, weights=model, argv=(model,), number=now.number + 1)
+
+    async def _check_engine(self, _: Instance) -> None:
+        await asyncio.sleep(self.troubles.some_s(0.1))
+        if self.troubles.happen(0.05):
+            raise InstanceDeadError("it computes no numbers")
+
+    def _make_client(self) -> None:
+        made: Any = DisaggregatedClient.__new__(DisaggregatedClient)
+        made.input_processor = InputProcessor()
+        made.model_config = SimpleNamespace(max_model_len=MAX_MODEL_LEN, logits_processors=None)
+        made._router, made._cluster = self.router, self.cluster
+        made._adapters, made._clock = Adapters(), self.clock
+        made._supported_tasks, made._sequences = ("generate",), {}
+        made._request_timeout_s = self.timeout_s
+        made._lookup_above_tokens = self.draws.choice([0, 6])
+        made.requests = RequestLog(self.clock)
+        self.client = made
+
+    # ---- the run
+
+    async def go(self) -> None:
+        """Trouble, then quiet, then the end; what does not hold raises AssertionError."""
+        async with asyncio.timeout(TROUBLE_S + self.timeout_s + 3 * QUIET_S):
+            await self._start()
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self.draws.randrange(8, 20)):
+                    group.create_task(self._ask_later())
+                acts = [group.create_task(one) for one in (self._disturb(), self._operate())]
+                await asyncio.sleep(TROUBLE_S)
+                self.troubles.are_over = True
+                for act in acts:
+                    act.cancel()
+            await self._comes_back()
+            await self._answers_again()
+            await asyncio.sleep(1.0)  # the last step gives back what it read
+            self._check_nothing_is_left()
+            await self._stop()
+
+    async def _start(self) -> None:
+        self.troubles.are_over = True
+        await self.cluster.start(lambda _: None)
+        self.troubles.are_over = False
+
+    async def _comes_back(self) -> None:
+        """What is under way ends, and every instance serves."""
+        async with asyncio.timeout(QUIET_S):
+            await until(lambda: not self._is_changing)
+            await asyncio.sleep(2.0 * TIMEOUTS.spin_s)  # one that stands still is found
+            for name, one in self.cluster.instances.items():
+                if one.is_held:
+                    self.drains.release(name)
+            await until(lambda: all(one.takes_requests for one in self.cluster.instances.values()))
+        assert self.cluster.is_ready
+
+    @property
+    def _is_changing(self) -> bool:
+        controls = (self.scaler.is_under_way, self.restarts.is_under_way, self.roles.is_changing)
+        return any(controls)
+
+    async def _answers_again(self) -> None:
+        asked = [self._request() for _ in range(4)]
+        for one in asked:
+            one.leaves_after = one.aborts_after_s = None
+            one.pause_s, one.params.max_tokens = 0.0, 8
+        answers = await asyncio.gather(*(self._ask(one) for one in asked))
+        for answer in answers:
+            assert answer.is_whole, f"{answer.request.name}: {answer.error!r} while all is well"
+
+    async def _stop(self) -> None:
+        await self.roles.stop()
+        await self.scaler.stop()
+        await self.restarts.stop()
+        await self.cluster.stop()
+        await asyncio.sleep(3.0)  # processes end
+        await until(lambda: not self.store.is_copying)
+        for process in self.machine.processes.values():
+            if not process.dying.is_set():
+                raise AssertionError(f"process {process.pid} of {process.engine.name} is left")
+        assert self.machine.failures == []
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, f"tasks are left: {left}"
+
+    # ---- clients
+
+    def _request(self) -> ClientRequest:
+        draws = self.draws
+        length = draws.randrange(1, 16)
+        own = [draws.randrange(20) for _ in range(draws.randrange(3))]
+        prompt = draws.choice(self._documents)[:length] + own
+        n = draws.choice([1, 1, 1, 1, 2, 3])
+        is_drawn = n > 1 or draws.random() < 0.5
+        params = SamplingParams(
+            n=n,
+            temperature=1.0 if is_drawn else 0.0,
+            seed=draws.randrange(1000) if is_drawn else None,
+            max_tokens=draws.choice([1, 2, 8, 40]),
+            output_kind=draws.choice(_KINDS),
+            stop=draws.choice([None, None, WORDS[3].strip(), "a bb"]),
+            extra_args=draws.choice([None, None, None, {"a": 1}]),
+            stream_interval=draws.choice([None, None, 3]),
+        )
+        request = ClientRequest(f"r{next(self._numbers)}", prompt, params)
+        request.pause_s = draws.choice([0.0, 0.0, 0.05, 0.5])
+        behaviour = draws.random()
+        if behaviour < 0.1:
+            request.leaves_after = draws.randrange(4)
+        elif behaviour < 0.2:
+            request.aborts_after_s = draws.uniform(0.0, 2.0)
+        return request
+
+    async def _ask_later(self) -> None:
+        await asyncio.sleep(self.draws.uniform(0.0, TROUBLE_S))
+        await self._ask(self._request())
+
+    async def _ask(self, request: ClientRequest) -> Answer:
+        loop = asyncio.get_running_loop()
+        answer = Answer(request, loop.time(), self.num_losses)
+        self.answers.append(answer)
+        reading = asyncio.create_task(self._read(answer))
+        waits = [one for one in (request.aborts_after_s,) if one is not None]
+        if waits:
+            await asyncio.wait({reading}, timeout=waits[0])
+            if not reading.done():
+                answer.is_aborted = True
+                await self.client.abort(request.name)
+        await reading
+        answer.ended_s = loop.time()
+        self._check(answer)
+        return answer
+
+    async def _read(self, answer: Answer) -> None:
+        request = answer.request
+        prompt = {"type": "token", "prompt_token_ids": request.prompt}
+        stream = self.client.generate(prompt, request.params.clone(), request.name, prompt_text="")
+        loop, num_read = asyncio.get_running_loop(), 0
+        try:
+            async with contextlib.aclosing(stream) as outputs:
+                async for output in outputs:
+                    answer.take(output)
+                    num_read += 1
+                    if num_read == request.leaves_after:
+                        answer.has_left = True
+                        return
+                    began_s = loop.time()
+                    await asyncio.sleep(self.draws.uniform(0.0, request.pause_s))
+                    answer.paused_s += loop.time() - began_s
+        except GracefulHTTPError as error:
+            answer.error = error
+
+    # ---- what must hold for each answer
+
+    @property
+    def num_losses(self) -> int:
+        """Instances that a request has lost, or would have."""
+        return self.machine.num_deaths + self.num_failed_clients
+
+    def _check(self, answer: Answer) -> None:
+        took_s = answer.ended_s - answer.began_s
+        assert took_s <= self.timeout_s + answer.paused_s + 1.0, f"{answer} has waited too long"
+        ends = answer.num_ends + (answer.error is not None) + answer.has_left
+        assert ends == 1 or (answer.has_left and ends == 2), f"{answer} has ended {ends} times"
+        fitting = [one for one in WEIGHTS if fits(answer, one)]
+        assert fitting, f"{answer} has other tokens than one engine would have"
+        if answer.error is not None:
+            self._check_cause(answer, answer.error, took_s)
+
+    def _check_cause(self, answer: Answer, error: Exception, took_s: float) -> None:
+        """An error has a reason that its client can be told."""
+        if isinstance(error, EnginesDiedError):
+            num_losses = self.num_losses - answer.losses_before
+            assert num_losses >= MAX_DEATHS, f"{answer} is given up after {num_losses} deaths"
+        elif isinstance(error, WeightsReplacedError):
+            assert self.num_restarts_of_weights, f"{answer}: nothing was replaced"
+        elif "time budget" in str(error):
+            assert took_s >= self.timeout_s - 1e-6, f"{answer}: it has time left"
+            assert self.timeout_s < AMPLE_S, f"{answer}: it has waited for nothing"
+        else:
+            assert "instance" in str(error), f"{answer}: {error!r}"
+            serves = any(one.takes_requests for one in self.cluster.instances.values())
+            assert not serves or self.num_restarts_of_weights, f"{answer}: an instance serves"
+            assert took_s >= NO_INSTANCE_S or self.cluster.has_failed, f"{answer}"
+
+    # ---- what goes wrong
+
+    async def _disturb(self) -> None:
+        acts: dict[Callable[[Process], None], float] = {
+            self._kill: 0.3,
+            self._stall: 0.1,
+            self._stop_for_a_while: 0.1,
+            self._fail_client: 0.05,
+            self._break: 0.02,
+        }
+        while True:
+            await asyncio.sleep(0.5)
+            for act, probability in acts.items():
+                if self.machine.living and self.troubles.happen(probability):
+                    act(self.draws.choice(self.machine.living))
+
+    def _kill(self, process: Process) -> None:
+        self.machine.kill(process.pid)
+
+    def _stall(self, process: Process) -> None:
+        process.may_go_on.clear()
+
+    def _stop_for_a_while(self, process: Process) -> None:
+        process.may_go_on.clear()
+        asyncio.get_running_loop().call_later(self.draws.uniform(0.1, 3.0), process.may_go_on.set)
+
+    def _fail_client(self, process: Process) -> None:
+        if process.engine.front is not None:
+            process.engine.front.fail()
+            self.num_failed_clients += 1
+
+    def _break(self, process: Process) -> None:
+        """It cannot be started again for so long that it is given up."""
+        until_s = asyncio.get_running_loop().time() + 40.0
+        self.machine.broken_until_s[process.engine.name] = until_s
+        self.machine.kill(process.pid)
+
+    # ---- the operator
+
+    async def _operate(self) -> None:
+        acts: list[Callable[[], Awaitable[None] | None]] = [
+            self._drain,
+            self._drain,
+            self._release,
+            self._release,
+            self._switch,
+            self._scale,
+            self._restart,
+            self._give_up,
+        ]
+        rate = self.draws.choice([0.0, 0.5, 1.0])
+        while True:
+            await asyncio.sleep(self.draws.uniform(0.2, 1.0))
+            if self.draws.random() >= rate:
+                continue
+            with contextlib.suppress(UserError):
+                done = self.draws.choice(acts)()
+                if done is not None:
+                    await done
+
+    def _any(self) -> str:
+        return self.draws.choice(list(self.cluster.instances))
+
+    def _drain(self) -> None:
+        self.drains.begin(self._any())
+
+    def _release(self) -> None:
+        self.drains.release(self._any())
+
+    def _switch(self) -> None:
+        role = self.draws.choice(["prefill", "decode", "both"])
+        self.roles.begin(self._any(), role, 10.0, self.draws.choice([0.5, 10.0]))
+
+    def _scale(self) -> None:
+        self.scaler.begin(
+            InstanceCounts(
+                self.draws.choice([None, 1, 2]),
+                self.draws.choice([None, 1, 2]),
+                self.draws.choice([0, 1, 2]),
+            ),
+            self.draws.choice([0.5, 20.0]),
+        )
+
+    async def _restart(self) -> None:
+        model = self.draws.choice(["", *WEIGHTS])
+        await self.restarts.begin(RestartRequest(model, timeout_s=self.draws.choice([0.5, 5.0])))
+        self.num_restarts_of_weights += bool(model)
+
+    def _give_up(self) -> None:
+        for one in self.scaler.recent()[-1:]:
+            if one.is_open:
+                self.scaler.abort(one.id)
+        for restart in self.restarts.recent()[-1:]:
+            if restart.is_open:
+                self.restarts.abort(restart.id)
+
+    # ---- what must hold when all is quiet
+
+    def _check_nothing_is_left(self) -> None:
+        for one in self.cluster.instances.values():
+            assert one.state is State.READY
+            assert one.inflight == Inflight(), f"{one.id} counts {one.inflight}"
+            assert one.num_movable == len(one._movable_prompts) == 0
+            llm: Any = one.llm
+            assert not llm.output_processor.request_states, f"{one.id} has front-end states"
+            assert not llm.output_processor.external_req_ids
+            assert not llm.core.requests, f"{one.id} computes for nobody"
+        assert not self.router.trials._turns.locked()
+        assert not self.client._sequences
+        assert not self.client.requests._open
+        stats = self.store.service.stats()
+        held = (stats.num_leases, stats.leased_slots, stats.writing_slots, stats.promoting_slots)
+        assert held == (0, 0, 0, 0), f"the store has leases or slots that nobody uses: {held}"
+        assert stats.quarantined_slots == 0
+
+
+class Complaints(logging.Handler):
+    """Errors that were logged with a traceback: nobody expects them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.found.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
+
+
+@contextlib.contextmanager
+def _in_virtual_machine(server: Server) -> Iterator[None]:
+    """Let instances see the server's machine in place of this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(instances, "processes", server.machine)
+        patch.setattr(instances, "os", server.machine.os)
+        patch.setattr(instances, "zmq", server.machine.zmq)
+        patch.setattr(instances, "weights_of", lambda config: config.weights)
+        patch.setattr(probe, "is_on_cpu", lambda: server.draws.random() < 0.5)
+        yield
+
+
+async def run_seed(seed: int) -> Server:
+    """All that happens with this seed.
+
+    Raises:
+        AssertionError: Something does not hold.
+    """
+    complaints, log = Complaints(), logging.getLogger("banaserve")
+    log.addHandler(complaints)
+    lost: list[dict[str, Any]] = []
+    loop: Any = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: lost.append(context))
+    try:
+        with ExitStack() as stack:
+            server = Server(stack, seed)
+            with _in_virtual_machine(server):
+                await server.go()
+    finally:
+        log.removeHandler(complaints)
+    timers = [one for one in loop._scheduled if not one.cancelled()]
+    assert not timers, f"timers are left: {timers}"
+    assert not complaints.found, complaints.found
+    assert not lost, lost
+    return server

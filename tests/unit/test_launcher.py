@@ -1,0 +1,195 @@
+"""Parents that fork engines, and processes that are spawned: lost ones, hung ones, late answers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+
+from banaserve.engine.vllm.launch import forkserver, messages, spawned
+from banaserve.engine.vllm.launch.engine_main import Launch
+from banaserve.engine.vllm.launch.launcher import ForkLauncher
+from banaserve.engine.vllm.launch.parent_link import ParentLink, ParentLostError
+from banaserve.engine.vllm.launch.spawned import LaunchKind
+from banaserve.errors import InstanceDeadError
+from banaserve.platform.processes import is_running
+from waiting import until
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "600"]) as started:
+        yield started
+        started.kill()
+
+
+class Parent:
+    """Answers orders, each when it is told to, with the number of the order as process id."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.orders = 0
+        self.may_answer = threading.Semaphore(0)
+        self._sock = sock
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while isinstance(order := messages.receive(self._sock), messages.StartEngine):
+            self.orders += 1
+            self.may_answer.acquire()
+            messages.send(self._sock, messages.EngineStarted(order.instance_id, self.orders))
+        self._sock.close()
+
+
+async def none_other() -> ParentLink:
+    raise ParentLostError("no engine parent can be started: no memory")
+
+
+async def test_an_order_that_was_cancelled_takes_nobodys_answer(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    parent, launcher = Parent(theirs), ForkLauncher(ParentLink(ours, 0), none_other)
+    first = asyncio.create_task(launcher.start("d0", "", tmp_path))
+    await until(lambda: parent.orders == 1)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    second = asyncio.create_task(launcher.start("d1", "", tmp_path))
+    await asyncio.sleep(0)
+    parent.may_answer.release(2)
+    assert await asyncio.wait_for(second, 30.0) == 2
+    launcher.close()
+
+
+async def test_a_parent_that_cannot_be_replaced_is_told_in_one_line(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    launcher = ForkLauncher(ParentLink(ours, 0), none_other)
+    with pytest.raises(InstanceDeadError, match=r"no memory, and no other one .*: see front.log"):
+        await launcher.start("d0", "", tmp_path)
+    launcher.close()
+
+
+async def test_a_parent_that_talks_nonsense_is_replaced(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    body = msgspec.msgpack.encode(messages.EngineStarted("d0", 1)).replace(b"d0", b"\xff0")
+    theirs.sendall(struct.pack("!I", len(body)) + body)
+    _, second = answering()
+
+    async def start_parent() -> ParentLink:
+        return second
+
+    launcher = ForkLauncher(ParentLink(ours, 0), start_parent)
+    assert await launcher.start("d0", "", tmp_path) == 1
+    launcher.close()
+    theirs.close()
+
+
+def answering(pid: int = 0) -> tuple[Parent, ParentLink]:
+    """A parent that answers two orders at once."""
+    ours, theirs = socket.socketpair()
+    parent = Parent(theirs)
+    parent.may_answer.release(2)
+    return parent, ParentLink(ours, pid)
+
+
+@pytest.mark.parametrize("is_hung", [False, True], ids=["ended", "hung"])
+async def test_a_lost_parent_is_replaced_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    process: subprocess.Popen[bytes],
+    is_hung: bool,
+) -> None:
+    ours, theirs = socket.socketpair()
+    if is_hung:
+        monkeypatch.setattr(ParentLink.order, "__defaults__", (0.05,))
+    else:
+        theirs.close()
+    first, (parent, second) = ParentLink(ours, process.pid), answering()
+    num_started = 0
+
+    async def start_parent() -> ParentLink:
+        nonlocal num_started
+        num_started += 1
+        monkeypatch.setattr(ParentLink.order, "__defaults__", (30.0,))
+        return second
+
+    launcher = ForkLauncher(first, start_parent)
+    orders = (launcher.start(name, "", tmp_path) for name in ("d0", "d1"))
+    assert sorted(await asyncio.gather(*orders)) == [1, 2]
+    assert (num_started, parent.orders) == (1, 2)
+    assert process.poll() is None, "it may have engines that are well"
+    parent.may_answer.release()
+    await launcher.start("d0", "", tmp_path)
+    assert not is_running(process.pid), "it has none"
+    launcher.close()
+    theirs.close()
+
+
+async def test_a_hung_parent_stays_while_it_has_engines(
+    tmp_path: Path, process: subprocess.Popen[bytes]
+) -> None:
+    with subprocess.Popen(["sleep", "600"]) as engine:  # noqa: ASYNC220
+        ours, theirs = socket.socketpair()
+        first, (_, second) = ParentLink(ours, process.pid), answering()
+        messages.send(theirs, messages.EngineStarted("d0", engine.pid))
+
+        async def start_parent() -> ParentLink:
+            return second
+
+        launcher = ForkLauncher(first, start_parent)
+        assert await launcher.start("d0", "", tmp_path) == engine.pid
+        first.is_lost = True
+        await launcher.start("d1", "", tmp_path)
+        await launcher.start("d1", "", tmp_path)
+        assert process.poll() is None
+        engine.kill()
+        engine.wait()
+        await launcher._sweep()
+        assert not is_running(process.pid)
+        launcher.close()
+        theirs.close()
+
+
+def test_an_order_that_another_parent_has_got_since_is_not_obeyed() -> None:
+    late = messages.StartEngine("d0", "", "", until_s=time.monotonic() - 1.0)
+    assert forkserver._is_late(late)
+    assert not forkserver._is_late(msgspec.structs.replace(late, until_s=time.monotonic() + 1e3))
+    assert not forkserver._is_late(messages.StartEngine("d0", "", ""))
+
+
+def test_a_stopped_child_is_ended_and_reaped(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGSTOP)
+    ours, theirs = socket.socketpair()
+    ParentLink(ours, process.pid, process).close(patience_s=0.01)
+    theirs.close()
+    assert process.returncode is not None
+
+
+def test_what_is_spawned_says_nothing_on_its_command_line_and_ends_with_its_starter(
+    tmp_path: Path,
+) -> None:
+    """Its starter is not this process: it must not come so far as to import an engine."""
+    said = Launch("d0", ["--hf-token", "a-secret"], "ipc://nowhere", str(tmp_path / "log"))
+    process = spawned.spawn(LaunchKind.ENGINE, said, os.environ)
+    try:
+        line = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        assert b"a-secret" not in line
+        assert str(os.getpid()).encode() in line.split(b"\0")
+    finally:
+        process.kill()
+        process.wait()
+    command = [sys.executable, "-m", spawned.__name__, "engine", "1"]
+    done = subprocess.run(command, input=b"nonsense", timeout=60.0)
+    assert (done.returncode, (tmp_path / "log").exists()) == (1, False)

@@ -1,0 +1,103 @@
+"""Silence of a process: a stall where it does no work, and work without a word in the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from banaserve.platform import processes
+from banaserve.platform.processes import StallWatch, is_running
+from waiting import eventually
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "600"]) as started:
+        yield started
+        started.kill()
+
+
+def test_only_silence_without_work_is_a_stall(process: subprocess.Popen[bytes]) -> None:
+    working = os.getpid()
+    watch = StallWatch(10.0, 1e9, counts_work=True)
+    assert not watch.has_stalled(process.pid, 0.0, 10.0)
+    assert watch.has_stalled(process.pid, 0.0, 10.1)
+    assert not watch.has_stalled(process.pid, 5.0, 15.0)
+    assert watch.has_stalled(working, 0.0, 20.0)  # seen for the first time
+    use_a_tick()
+    assert not watch.has_stalled(working, 0.0, 25.0)
+    assert watch.has_stalled(process.pid, 0.0, 26.0)
+    use_a_tick()
+    assert not watch.has_stalled(0, 0.0, 1e6)
+
+
+def test_work_without_a_word_is_a_stall_in_the_end(process: subprocess.Popen[bytes]) -> None:
+    watch = StallWatch(10.0, 100.0, counts_work=True)
+    working = os.getpid()
+    assert not watch.has_stalled(working, 90.0, 94.0)
+    for now_s in (95.0, 99.0, 101.0):
+        use_a_tick()
+        assert watch.has_stalled(working, 0.0, now_s) is (now_s > 100.0)
+    assert not watch.has_stalled(working, 95.0, 101.0)
+    on_gpu = StallWatch(10.0, 100.0, counts_work=False)
+    assert not on_gpu.has_stalled(process.pid, 0.0, 99.0), "it may wait for its device"
+    assert on_gpu.has_stalled(process.pid, 0.0, 101.0)
+
+
+def test_one_that_waits_for_a_compiler_does_not_stand_still() -> None:
+    spins = "import os; os.read(0, 1)\nwhile True: pass"
+    waits = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spins!r}])"
+    with subprocess.Popen([sys.executable, "-c", waits], stdin=subprocess.PIPE) as engine:
+        assert engine.stdin is not None
+        eventually(lambda: len(children_of(engine.pid)) == 1)
+        (compiler,) = children_of(engine.pid)
+        quick, slow = (StallWatch(10.0, 1e9, counts_work=True) for _ in range(2))
+        engine.send_signal(signal.SIGSTOP)
+        quick.has_stalled(engine.pid, 0.0, 6.0)
+        engine.stdin.write(b"x")
+        engine.stdin.flush()
+        began = ticks_of(compiler)
+        eventually(lambda: ticks_of(compiler) > began + 2)
+        assert not quick.has_stalled(engine.pid, 0.0, 12.0), "its compiler works"
+        os.kill(compiler, signal.SIGKILL)
+        eventually(lambda: not is_running(compiler))
+        slow.has_stalled(engine.pid, 0.0, 6.0)
+        assert slow.has_stalled(engine.pid, 0.0, 17.0)
+        engine.kill()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def ticks_of(pid: int) -> int:
+    return processes._ticks(Path(f"/proc/{pid}/stat"))
+
+
+def test_one_that_starts_is_watched_from_when_it_is_first_seen(
+    process: subprocess.Popen[bytes],
+) -> None:
+    watch = StallWatch(10.0, 20.0, counts_work=True)
+    assert not watch.has_stalled_starting(process.pid, 1000.0)
+    assert not watch.has_stalled_starting(process.pid, 1010.0)
+    assert watch.has_stalled_starting(process.pid, 1010.1)
+    assert not watch.has_stalled_starting(0, 1e6)
+    working = os.getpid()
+    assert not watch.has_stalled_starting(working, 2000.0)
+    for now_s in (2009.0, 2018.0, 2027.0):
+        use_a_tick()
+        assert not watch.has_stalled_starting(working, now_s)
+    assert not StallWatch(1.0, 2.0, counts_work=False).has_stalled_starting(process.pid, 9e9)
+
+
+def use_a_tick() -> None:
+    began_s = time.process_time()
+    while time.process_time() - began_s < 3 / os.sysconf("SC_CLK_TCK"):
+        pass

@@ -1,0 +1,400 @@
+"""Instances that die, stall or are removed: what ends, and what is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from banaserve.clock import WallClock
+from banaserve.engine.vllm import instance as instances
+from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.instance import Instance, State
+from banaserve.engine.vllm.launch.devices import Devices
+from banaserve.engine.vllm.launch.engine_settings import EngineSettings
+from banaserve.engine.vllm.launch.launcher import SpawnLauncher
+from banaserve.engine.vllm.liveness import probe, supervisor
+from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
+from banaserve.errors import InstanceDeadError
+from banaserve.types import InstanceId, Role
+from waiting import until
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "600"]) as started:
+        yield started
+        started.kill()
+
+
+def instance(folder: Path, connect: Callable[[object], object]) -> Any:
+    full = SimpleNamespace(num_tokens=64)
+    parts: list[Any] = [
+        SimpleNamespace(),  # configuration and Prometheus: for the real client only
+        SpawnLauncher([], Devices({})),
+        SimpleNamespace(),
+        *(folder, folder, WallClock()),
+        SimpleNamespace(of_role=lambda _: full),
+    ]
+    made: Any = Instance(InstanceId("x0"), Role.DECODE, *parts)
+    made._connect = connect
+    return made
+
+
+async def test_an_engine_that_ends_before_it_is_connected_is_not_waited_for(
+    tmp_path: Path, process: subprocess.Popen[bytes]
+) -> None:
+    never = threading.Event()
+    made = instance(tmp_path, lambda _: never.wait())
+    made.pid = process.pid
+    connecting = asyncio.create_task(made._connected({}))
+    await asyncio.sleep(0)
+    process.kill()
+    with pytest.raises(InstanceDeadError, match="instance x0 has ended"):
+        await asyncio.wait_for(connecting, 30.0)
+    never.set()
+    made.kill()  # its process id is no longer its own
+
+
+@pytest.mark.parametrize("awaited", ["weights", "budget"])
+async def test_one_that_is_given_up_while_it_connects_does_not_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, awaited: str
+) -> None:
+    llm: Any = SimpleNamespace(
+        engine_core=SimpleNamespace(
+            resources=SimpleNamespace(engine_dead=False), _ensure_output_queue_task=int
+        ),
+        output_processor=SimpleNamespace(propagate_error=str, request_states={}),
+        vllm_config=SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=1, block_size=16)),
+        _run_output_handler=int,
+        shutdown=lambda timeout: None,
+    )
+    made = instance(tmp_path, lambda _: llm)
+    reached, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def wait(*_: object) -> None:
+        reached.set()
+        await may_go_on.wait()
+
+    async def at_once(*_: object) -> None: ...
+
+    async def thread(work: Callable[[], object]) -> object:
+        if awaited == "weights":
+            await wait()
+        return work()
+
+    async def launched(*_: object) -> int:
+        return 0
+
+    async def connected(_: object) -> object:
+        return llm
+
+    monkeypatch.setattr(instances.processes, "in_daemon_thread", thread)
+    monkeypatch.setattr(instances, "weights_of", lambda _: "w")
+    made._launcher = SimpleNamespace(start=launched)
+    made._until_ready, made._connected = at_once, connected
+    made.settings = EngineSettings(made.settings.config, made.settings.budgets)
+    made.take_budget = wait if awaited == "budget" else at_once
+    starting = asyncio.create_task(made.start(1.0))
+    await asyncio.wait_for(reached.wait(), 30.0)
+    made.mark_dead()
+    may_go_on.set()
+    with pytest.raises(InstanceDeadError, match="x0 was ended while starting"):
+        await starting
+    assert (made.state, made.llm) == (State.DEAD, None)
+
+
+class Mortal:
+    """An instance whose ``starts`` are errors or None."""
+
+    def __init__(self, *starts: Exception | None) -> None:
+        self.id, self.role, self.state = InstanceId("x1"), Role.DECODE, State.STARTING
+        self.has_lost_client = self.is_held = self.is_leaving = False
+        self.pid = self.num_kills = self.num_probes = 0
+        self.report: Any = None
+        self.llm = object()
+        self.dying, self.ended = asyncio.Event(), asyncio.Event()
+        self._given_back = asyncio.Event()
+        self._given_back.set()
+        self._starts = list(starts)
+
+    async def start(self, _: float) -> None:
+        error = self._starts.pop(0)
+        if error is not None:
+            raise error
+        self.dying.clear()
+        self.ended.clear()
+        self.has_lost_client = False
+        self.report = None
+        self.state = State.READY
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.state is State.READY
+
+    async def wait_dying(self) -> None:
+        await self.dying.wait()
+
+    async def wait_ended(self) -> None:
+        await self.ended.wait()
+
+    def giving_back(self) -> Any:
+        return Instance.giving_back(self)  # type: ignore[arg-type]
+
+    def last_words(self) -> str:
+        return "nothing"
+
+    def mark_dead(self, state: State = State.DEAD) -> None:
+        self.state = state
+
+    def kill(self) -> None:
+        self.num_kills += 1
+        self.end()
+
+    def end(self) -> None:
+        self.dying.set()
+        self.ended.set()
+
+    def view(self) -> Any:
+        return SimpleNamespace(report=self.report)
+
+    async def probe(self, _: float) -> None:
+        self.num_probes += 1
+        raise RuntimeError("an answer that makes no sense")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = functools.partial(supervisor.RestartPolicy, first_s=0.001)
+    monkeypatch.setattr(supervisor, "RestartPolicy", policy)
+    monkeypatch.setattr(supervisor, "_AGAIN_S", 0.001)
+    monkeypatch.setattr(probe, "_PROBE_INTERVAL_S", 0.001)
+
+
+def cluster_of(*mortals: Mortal, stall_s: float = 600.0, retry_s: float = 600.0) -> Cluster:
+    instances: Any = mortals
+    return Cluster(instances, WallClock(), ClusterTimeouts(1.0, stall_s, retry_s=retry_s))
+
+
+@pytest.mark.usefixtures("quick")
+async def test_nothing_ends_the_watch_over_an_instance() -> None:
+    mortal = Mortal(None, OSError(24, "too many open files"), InstanceDeadError("no"), None)
+    cluster = cluster_of(mortal)
+    told = []
+
+    def fail(_: InstanceId) -> None:
+        raise ValueError("what follows fails")
+
+    cluster.supervisor.on_ended += [fail, told.append]
+    await cluster.start(lambda _: None)
+    await until(lambda: mortal.num_probes > 1)
+    mortal.end()
+    await until(lambda: not mortal._starts)
+    assert (mortal.state, told, mortal.num_kills) == (State.READY, ["x1"], 2)
+    await cluster.stop()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_instance_that_is_removed_is_not_started_again() -> None:
+    mortal, told = Mortal(None, None), []
+    cluster = cluster_of(mortal)
+    cluster.supervisor.on_ended.append(told.append)
+    await cluster.start(lambda _: None)
+    await cluster.remove(mortal.id)
+    assert (mortal.state, told, mortal._starts) == (State.DEAD, ["x1"], [None])
+    assert (cluster.instances, cluster.has_left_decode(mortal.id)) == ({}, True)
+    with pytest.raises(InstanceDeadError, match="x1 has been removed"):
+        cluster.instance(mortal.id)
+    await cluster.stop()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_instance_that_is_removed_while_it_starts_again_ends() -> None:
+    starting, may_start = asyncio.Event(), asyncio.Event()
+
+    class Slow(Mortal):
+        async def start(self, _: float) -> None:
+            if len(self._starts) == 1:
+                starting.set()
+                await may_start.wait()
+            await super().start(_)
+
+    mortal = Slow(None, None)
+    cluster = cluster_of(mortal)
+    await cluster.start(lambda _: None)
+    mortal.kill()
+    await starting.wait()
+    removing = asyncio.create_task(cluster.remove(mortal.id))
+    await until(lambda: not cluster.instances)
+    may_start.set()
+    await asyncio.wait_for(removing, 30.0)
+    assert (mortal._starts, mortal.ended.is_set()) == ([], True)
+    assert mortal.state is not State.READY
+    await cluster.stop()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_instance_that_is_added_is_kept_alive() -> None:
+    mortal, other = Mortal(None), Mortal(None, None)
+    other.id = InstanceId("x2")
+    cluster = cluster_of(mortal)
+    await cluster.start(lambda _: None)
+    added: Any = other
+    await other.start(1.0)
+    cluster.adopt(added)
+    other.kill()
+    await until(lambda: other._starts == [] and other.state is State.READY)
+    assert sorted(one.id for one in await cluster.taking()) == ["x1", "x2"]
+    await cluster.stop()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_streams_go_on_before_the_memory_of_a_dead_instance_is_free() -> None:
+    mortal = Mortal(None, None)
+    cluster, told = cluster_of(mortal), []
+    cluster.supervisor.on_ended.append(told.append)
+    await cluster.start(lambda _: None)
+    mortal.dying.set()
+    await until(lambda: mortal.state is State.DEAD)
+    assert (told, len(mortal._starts), mortal._given_back.is_set()) == ([], 1, False)
+    mortal.ended.set()
+    await until(lambda: not mortal._starts)
+    assert mortal._given_back.is_set()
+    assert (mortal.state, told) == (State.READY, ["x1"])
+    await cluster.stop()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_instance_without_a_client_is_started_again() -> None:
+    mortal = Mortal(None, None)
+    cluster = cluster_of(mortal)
+    await cluster.start(lambda _: None)
+    mortal.has_lost_client = True
+    await until(lambda: not mortal._starts)
+    assert (mortal.state, mortal.num_kills > 0) == (State.READY, True)
+    await cluster.stop()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_instance_that_stands_still_is_started_again(
+    process: subprocess.Popen[bytes],
+) -> None:
+    mortal = Mortal(None, None)
+    cluster = cluster_of(mortal, stall_s=0.05)
+    await cluster.start(lambda _: None)
+    mortal.pid, mortal.report = process.pid, SimpleNamespace(at_s=WallClock().now() - 1e6)
+    await until(lambda: not mortal._starts)
+    assert (mortal.state, mortal.num_kills > 0) == (State.READY, True)
+    await cluster.stop()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_instance_that_stands_still_while_it_starts_is_ended(
+    process: subprocess.Popen[bytes],
+) -> None:
+    class Slow(Mortal):
+        """Its second start ends when it is killed."""
+
+        async def start(self, _: float) -> None:
+            if len(self._starts) == 2:
+                self.state, self.pid = State.STARTING, process.pid
+                self.ended.clear()
+                await self.ended.wait()
+            await super().start(_)
+
+    mortal = Slow(None, InstanceDeadError("killed"), None)
+    cluster = cluster_of(mortal, stall_s=0.05)
+    await cluster.start(lambda _: None)
+    mortal.end()
+    await until(lambda: not mortal._starts)
+    assert mortal.state is State.READY
+    await cluster.stop()
+
+
+def never_again(*_: object) -> InstanceDeadError:
+    return InstanceDeadError("no memory")
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_instance_that_was_given_up_is_tried_again() -> None:
+    mortal = Mortal(None, *map(never_again, range(8)), None)
+    other = Mortal(None)
+    other.id = InstanceId("x2")
+    cluster = cluster_of(mortal, other, retry_s=0.01)
+    await cluster.start(lambda _: None)
+    mortal.end()
+    await until(lambda: not mortal._starts)
+    assert mortal.state is State.READY
+    assert not cluster.supervisor.failed.is_set(), "the other one has served all the time"
+    await cluster.stop()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_cluster_whose_instances_are_all_given_up_has_failed() -> None:
+    mortal = Mortal(None, *map(never_again, range(5)))
+    cluster = cluster_of(mortal, retry_s=1e6)
+    await cluster.start(lambda _: None)
+    assert (cluster.is_healthy, cluster.supervisor.failed.is_set()) == (True, False)
+    mortal.end()
+    async with asyncio.timeout(30.0):
+        await cluster.supervisor.failed.wait()
+    assert (cluster.is_healthy, cluster.supervisor.last_failure) == (False, "no memory")
+    removing = asyncio.create_task(cluster.remove(mortal.id))
+    await asyncio.wait_for(removing, 30.0)
+    await cluster.stop()
+
+
+async def test_a_server_is_healthy_until_nothing_has_served_for_a_while() -> None:
+    class Clock(WallClock):
+        at_s = 0.0
+
+        def now(self) -> float:
+            return self.at_s
+
+    mortals = [Mortal(), Mortal()]
+    mortals[0].role, mortals[1].id = Role.PREFILL, InstanceId("x2")
+    clock = Clock()
+    instances: Any = mortals
+    cluster = Cluster(instances, clock, ClusterTimeouts(unserved_s=10.0))
+    for mortal in mortals:
+        mortal.state = State.READY
+    clock.at_s = 100.0
+    assert cluster.is_healthy
+    mortals[0].state = State.DEAD
+    clock.at_s = 109.0
+    assert cluster.is_healthy
+    clock.at_s = 110.5
+    assert not cluster.is_healthy
+    mortals[0].state = State.READY
+    assert cluster.is_healthy
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_engine_is_well_after_this_process_has_stood_still(
+    process: subprocess.Popen[bytes],
+) -> None:
+    """All that it said before is old then; asked once, it answers."""
+
+    class Answering(Mortal):
+        async def probe(self, _: float) -> None:
+            self.num_probes += 1
+            self.report = SimpleNamespace(at_s=WallClock().now() + 1e6)
+
+    mortal = Answering(None, None)
+    cluster = cluster_of(mortal, stall_s=0.05)
+    await cluster.start(lambda _: None)
+    mortal.pid, mortal.report = process.pid, SimpleNamespace(at_s=WallClock().now() - 1e6)
+    await until(lambda: mortal.num_probes > 0)
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert (mortal.num_kills, mortal.state) == (0, State.READY)
+    await cluster.stop()
