@@ -64,6 +64,7 @@ class DoorOptions:
     max_body_bytes: int
     bounds: RequestBounds
     vllm_version: str
+    dilation: float = 1.0
 
 
 async def make_app(
@@ -91,7 +92,9 @@ async def make_app(
     limited = BodyLimit(guarded, options.max_body_bytes, held_bytes)
     counted = ConcurrencyLimit(limited, options.max_concurrent_requests)
     timed = WebSocketLimit(counted)
-    return KeyMiddleware(RequestLimitsReader(timed), options.keys, options.metrics_key)
+    return KeyMiddleware(
+        RequestLimitsReader(timed, options.dilation), options.keys, options.metrics_key
+    )
 
 
 def vllm_app(args: Namespace, tasks: tuple[Any, ...], model_config: ModelConfig | None) -> FastAPI:

@@ -18,17 +18,22 @@ TPOT_HEADER = "X-Banaserve-SLO-TPOT"
 
 
 class RequestLimitsReader:
-    """Keeps the limits of a request for its routing; 400 to what is no number of seconds."""
+    """Keeps the limits of a request for its routing; 400 to what is no number of seconds.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Args:
+        dilation: Seconds of the server in one of the requests'.
+    """
+
+    def __init__(self, app: ASGIApp, dilation: float = 1.0) -> None:
         self._app = app
+        self._dilation = dilation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
-            limits = limits_of(Headers(scope=scope))
+            limits = limits_of(Headers(scope=scope), self._dilation)
         except UserError as wrong:
             await error_response(HTTPStatus.BAD_REQUEST, str(wrong))(scope, receive, send)
             return
@@ -39,13 +44,14 @@ class RequestLimitsReader:
             request_limits.reset(before)
 
 
-def limits_of(headers: Headers) -> RequestLimits:
-    """Returns the limits in ``headers``, in seconds; 0 says that the request has none.
+def limits_of(headers: Headers, dilation: float = 1.0) -> RequestLimits:
+    """Returns the limits in ``headers``, in the server's seconds; 0: the request has none.
 
     Raises:
         UserError: One is no number of seconds.
     """
-    return RequestLimits(_seconds(headers, TTFT_HEADER), _seconds(headers, TPOT_HEADER))
+    found = (_seconds(headers, name) for name in (TTFT_HEADER, TPOT_HEADER))
+    return RequestLimits(*(None if one is None else one * dilation for one in found))
 
 
 def _seconds(headers: Headers, name: str) -> float | None:

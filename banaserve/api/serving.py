@@ -36,7 +36,7 @@ from banaserve.config import SLO_AWARE, ServeConfig
 from banaserve.controller.decisions import DecisionLog
 from banaserve.controller.loop import Controller, ControllerOptions
 from banaserve.controller.schemas import ControllerState
-from banaserve.controller.time_scaling import dilated
+from banaserve.controller.time_scaling import dilated, stretched
 from banaserve.elastic.forecast_profile import forecast_profile
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster
@@ -254,7 +254,9 @@ def _cluster(parts: Parts, factory: InstanceFactory) -> Cluster:
 
 def _router(config: ServeConfig, cluster: Cluster) -> Router:
     legs = LegOptions(skip_prefill_below_tokens=config.skip_prefill_below_tokens)
-    policy = registry.make_named(config.routing_policy, legs=legs, **config.routing_section)
+    options = registry.POLICIES.get(config.routing_policy).Options
+    section = stretched(options, config.routing_section, config.dilate)
+    policy = registry.make_named(config.routing_policy, legs=legs, **section)
     return Router(cluster, policy, WallClock(), config.restart_grace_s)
 
 
@@ -332,6 +334,7 @@ async def _app(
             max_body_bytes=parse_size(parts.config.max_body_size),
             bounds=RequestBounds.of(parts.config.request_bounds),
             vllm_version=vllm_version(),
+            dilation=parts.config.dilate,
         ),
         grammars,
     )

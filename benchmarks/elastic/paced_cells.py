@@ -40,13 +40,13 @@ class PacedCell(NamedTuple):
 CELLS = tuple(
     PacedCell(name, LoadCell(*cell), rate_per_s, dilation)
     for name, cell, rate_per_s, dilation in (
-        ("longbench-8", (_OPT, "longbench reference", "steady", 0.0, 1, 1), 8.0, 4.0),
-        ("longbench-16", (_OPT, "longbench reference", "steady", 0.0, 0, 1), 16.0, 4.0),
-        ("alpaca-120", (_OPT, "alpaca reference", "steady", 0.0, 1, 1), 120.0, 4.0),
-        ("longbench-alpaca-swing", (_OPT, "longbench reference", "swing", 0.7, 0, 2), 0.0, 4.0),
-        ("chat-bursts", (_OPT, "chat 1500/400", "bursts", 0.7, 1, 3), 0.0, 4.0),
+        ("longbench-8", (_OPT, "longbench reference", "steady", 0.0, 1, 1), 8.0, 2.0),
+        ("longbench-16", (_OPT, "longbench reference", "steady", 0.0, 0, 1), 16.0, 2.0),
+        ("alpaca-120", (_OPT, "alpaca reference", "steady", 0.0, 1, 1), 120.0, 8.0),
+        ("longbench-alpaca-swing", (_OPT, "longbench reference", "swing", 0.7, 0, 2), 0.0, 2.0),
+        ("chat-bursts", (_OPT, "chat 1500/400", "bursts", 0.7, 1, 3), 0.0, 2.0),
         ("chat-llama", (_LLAMA, "chat 1500/400", "steady", 0.85, 1, 4), 0.0, 8.0),
-        ("longbench-512", (_OPT, "longbench capped", "diurnal", 0.85, 1, 5), 0.0, 4.0),
+        ("longbench-512", (_OPT, "longbench capped", "diurnal", 0.85, 1, 5), 0.0, 2.0),
         ("summaries-llama-swing", (_LLAMA, "summaries 6000/200", "swing", 0.7, 1, 2), 0.0, 8.0),
     )
 )

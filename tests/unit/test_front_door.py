@@ -136,6 +136,18 @@ async def test_a_request_names_limits_of_its_own(
     assert seen == [wanted, RequestLimits()]
 
 
+async def test_limits_of_its_own_are_stretched_as_the_engines_time_is() -> None:
+    seen = []
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(request_limits.get())
+        await echo(scope, receive, send)
+
+    async with client(RequestLimitsReader(application, dilation=4.0)) as door:
+        await door.post("/v1/x", headers={TTFT_HEADER: "0.5"})
+    assert seen == [RequestLimits(ttft_s=2.0)]
+
+
 async def test_no_key_set_lets_everybody_in() -> None:
     async with client(KeyMiddleware(echo, keys())) as door:
         assert (await door.post("/v1/x")).status_code == 200

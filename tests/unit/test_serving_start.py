@@ -224,3 +224,18 @@ def test_a_forecast_routes_as_the_server_does_where_that_shapes_it():
     for policy, forecast in (("load_aware", "load_aware"), ("least_requests", "load_aware")):
         config = parse_serve_argv(["--elastic", "--routing-policy", policy])
         assert serving._section(config, engines(2048, 128))["routing"] == forecast
+
+
+@pytest.mark.parametrize(
+    ("dilate", "ttft_s", "tpot_s", "window_s"), [(1, 2, 0.1, 10), (4, 8, 0.4, 40)]
+)
+def test_routing_counts_in_the_time_of_engines_whose_time_is_stretched(
+    dilate, ttft_s, tpot_s, window_s
+):
+    """They learn and report their times on the clock on the wall."""
+    argv = ["--model", "smollm2-135m", "--pace", "opt-13b-a100", "--dilate", str(dilate)]
+    argv += ["--instances", "2", "--slo-ttft", "2", "--slo-tpot", "0.1"]
+    router = serving._router(parse_serve_argv(argv), SimpleNamespace(instances={}))
+    options = router.policy.policy._options
+    assert (options.ttft_s, options.tpot_s) == (ttft_s, pytest.approx(tpot_s))
+    assert (options.rate_window_s, options.tolerance) == (window_s, 0.3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any, Protocol
 
 from banaserve.orchestrator.migration.interface import MigrationPolicy
@@ -16,7 +15,6 @@ from banaserve.registry import (
     build_policy,
     check_class,
     check_options,
-    option_types,
 )
 
 
@@ -42,26 +40,6 @@ POLICIES.add("repaired", Repaired)
 POLICIES.add("still", Still)
 
 names = POLICIES.names
-
-
-def defaults(name: str) -> dict[str, Any]:
-    """Returns the options of the policy ``name`` with their defaults.
-
-    Raises:
-        UserError: An unknown policy.
-    """
-    options = POLICIES.get(name).Options()
-    return {field.name: getattr(options, field.name) for field in fields(options)}
-
-
-def is_whole(name: str, option: str) -> bool:
-    """Whether an option of the policy ``name`` takes whole numbers alone.
-
-    Raises:
-        UserError: An unknown policy.
-    """
-    types = option_types(POLICIES.get(name).Options).get(option, ())
-    return int in types and float not in types
 
 
 def make(name: str, /, **section: Any) -> MigrationPolicy:
