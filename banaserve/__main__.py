@@ -3,6 +3,19 @@
 import sys
 
 from banaserve.cli.main import main
+from banaserve.platform.processes import end_now
+
+
+def run() -> None:
+    """Run one sub-command and end the process with its exit code."""
+    try:
+        code: object = main()
+    except SystemExit as leaving:
+        code = leaving.code
+    if sys.argv[1:2] == ["serve"] and isinstance(code, int):
+        end_now(code)  # everything that it had is closed
+    sys.exit(code)  # type: ignore[arg-type]
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

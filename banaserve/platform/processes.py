@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import ctypes
 import os
 import select
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 _PR_SET_NAME = 15
@@ -50,6 +52,19 @@ def end_child(pid: int, patience_s: float) -> None:
         leash.close()
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0)
+
+
+def end_now(code: int) -> NoReturn:
+    """End this process as the interpreter does, but without taking every object apart.
+
+    With vLLM imported that is a second of processor time, ten on a busy machine, in which a
+    supervisor waits. What is registered with ``atexit`` has its turn; threads do not.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 async def wait_ended(pid: int) -> None:

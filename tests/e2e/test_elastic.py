@@ -80,11 +80,13 @@ def test_tokens_stay_the_same_while_roles_and_step_sizes_change_at_random(server
     assert server.metric("banaserve_instance_restarts_total") == 0
 
 
-def test_the_next_turn_of_a_chat_goes_where_the_last_one_lies(server, fork_server):
-    """Of four idle instances that do both; the second turn has the first one's answer in it."""
-    admin = AdminClient(*find_admin(server.run_dir))
-    for instance in ("p0", "p1", "d0", "d1"):
-        changed(admin, RoleRequest(instance, "both", 100.0))
+def test_the_next_turn_of_a_chat_goes_where_the_last_one_lies(serve, fork_server):
+    """The second turn has the first one's answer in it; no store could bring it to another one."""
+    server = serve(
+        *("--colocated", "4", "--no-kv-store", "--dtype", "float32", "--max-model-len", "1024"),
+        *("--kv-cache-memory-bytes", str(96 << 20), "--migration", "off", "--orchestrator", "off"),
+        *("--routing-policy", "slo_aware", "--slo-ttft", "1", "--slo-tpot", "0.1"),
+    )
     reference = loads.Reference(fork_server, 8 * NUM_CHATS, longest=600, seed=5)
     chats = range(8 * NUM_CHATS - NUM_CHATS, 8 * NUM_CHATS)  # the long ones
     first = loads.answers(server, reference, chats, "chat")
@@ -101,3 +103,4 @@ def test_the_next_turn_of_a_chat_goes_where_the_last_one_lies(server, fork_serve
     hits = server.metric("vllm:prefix_cache_hits_total") - before
     assert lies_there > 2 * NUM_CHATS
     assert hits >= lies_there * BLOCK_TOKENS
+    assert server.end() == 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,3 +88,22 @@ async def test_it_hands_over_the_result_or_the_error() -> None:
 
     with pytest.raises(ValueError, match="no"):
         await in_daemon_thread(fails)
+
+
+def test_an_end_without_taking_apart_flushes_and_runs_what_is_registered() -> None:
+    program = """
+import atexit
+from banaserve.platform.processes import end_now
+
+class Heavy:
+    def __del__(self):
+        print("taken apart", flush=True)
+
+held = Heavy()
+atexit.register(print, "registered")
+print("buffered")
+end_now(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr) == ("buffered\nregistered\n", "")
+    assert ended.returncode == 3
