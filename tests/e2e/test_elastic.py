@@ -81,7 +81,10 @@ def test_tokens_stay_the_same_while_roles_and_step_sizes_change_at_random(server
 
 
 def test_the_next_turn_of_a_chat_goes_where_the_last_one_lies(serve, fork_server):
-    """The second turn has the first one's answer in it; no store could bring it to another one."""
+    """The second turn has the first one's answer in it; no store could bring it to another one.
+
+    Turning to one after the other would meet other instances: the second turns come backwards.
+    """
     server = serve(
         *("--colocated", "4", "--no-kv-store", "--dtype", "float32", "--max-model-len", "1024"),
         *("--kv-cache-memory-bytes", str(96 << 20), "--migration", "off", "--orchestrator", "off"),
@@ -98,8 +101,8 @@ def test_the_next_turn_of_a_chat_goes_where_the_last_one_lies(serve, fork_server
     wanted = reference_tokens(fork_server, model, reference.prompts, {"it": loads.SAMPLING})["it"]
     lies_there = sum((len(prompt) - 41) // BLOCK_TOKENS for prompt in reference.prompts)
     before = server.metric("vllm:prefix_cache_hits_total")
-    second = loads.answers(server, reference, range(NUM_CHATS), "chat")
-    assert [record.token_ids for record in second] == wanted
+    second = loads.answers(server, reference, range(NUM_CHATS)[::-1], "chat")
+    assert [record.token_ids for record in second] == wanted[::-1]
     hits = server.metric("vllm:prefix_cache_hits_total") - before
     assert lies_there > 2 * NUM_CHATS
     assert hits >= lies_there * BLOCK_TOKENS
