@@ -10,6 +10,7 @@ from banaserve.errors import UserError
 from banaserve.orchestrator.model.output_length import OutputLengthWindow
 from banaserve.orchestrator.model.serving_times import (
     LegLoad,
+    RecentPrompts,
     assumed_coefficients,
     times_of,
 )
@@ -296,6 +297,20 @@ def test_a_decoder_that_is_promised_requests_is_not_given_all_of_them() -> None:
     assert policy.route(request, later).decode == "d0"
 
 
+def test_what_prompts_cost_is_learnt_after_they_have_come() -> None:
+    """On engines that have just started: the first guess of their speed is a tenth of the truth."""
+
+    def predicted_s(at_first: InstanceView) -> float | None:
+        policy = make("slo_aware")
+        request = RequestView(RequestId("r"), 1000)
+        for now_s in (1.0, 2.0, 3.0):
+            policy.route(request, ClusterView(now_s, {"c0": at_first}))
+        return policy.route(request, ClusterView(4.0, {"c0": instance("c0")})).tpot_s
+
+    slow = instance("c0", report=None, prefill_tokens_per_s=1000.0)
+    assert predicted_s(slow) == predicted_s(instance("c0"))
+
+
 # ---- predictions
 
 
@@ -316,15 +331,16 @@ def test_times_of_one_instance() -> None:
 
 def test_prompts_that_keep_coming_take_their_share_of_the_time() -> None:
     alone, shared = (
-        times_of(instance("c0", decoding=10), 100.0, (), share) for share in (0.0, 0.5)
+        times_of(instance("c0", decoding=10), 100.0, (), RecentPrompts(share / TOKEN_S))
+        for share in (0.0, 0.5)
     )
     assert shared.token_s_with() == pytest.approx(2 * alone.token_s_with())
-    always = times_of(instance("c0", decoding=10), 100.0, (), 7.0)
+    always = times_of(instance("c0", decoding=10), 100.0, (), RecentPrompts(7.0 / TOKEN_S))
     assert always.token_s_with() == pytest.approx(10 * alone.token_s_with())
 
 
 def test_a_short_output_meets_no_prompt_or_waits_for_it_long() -> None:
-    times = times_of(instance("c0", decoding=10), 100.0, (), 0.5, 2.0)
+    times = times_of(instance("c0", decoding=10), 100.0, (), RecentPrompts(0.5 / TOKEN_S, 0.0, 2.0))
     step_s = times.step_s_with()
     few, many = times.spread(step_s, 2), times.spread(step_s, 5000)
     assert few[0] > 0.9

@@ -52,6 +52,32 @@ class LegLoad(NamedTuple):
         return LegLoad(self.prompt - known, known - resident, self.output, resident)
 
 
+class RecentPrompts(NamedTuple):
+    """Prompts as they come lately: what is computed of them, and how many there are, a second.
+
+    In tokens and not in time: what they cost is often learnt only after they have come.
+    """
+
+    tokens_per_s: float = 0.0
+    pairs_per_s: float = 0.0
+    prompts_per_s: float = 0.0
+
+    def after(self, age_s: float, window_s: float) -> RecentPrompts:
+        """Returns what is left of it when none has come for so long; smoothed over ``window_s``."""
+        kept = exp(-age_s / window_s)
+        return RecentPrompts(*(value * kept for value in self))
+
+    def and_one(self, leg: LegLoad, window_s: float) -> RecentPrompts:
+        """Returns it with the prompt of ``leg`` just come."""
+        one = (leg.to_compute, leg.pairs, 1)
+        return RecentPrompts(
+            *(value + more / window_s for value, more in zip(self, one, strict=True))
+        )
+
+
+NO_PROMPTS = RecentPrompts()
+
+
 class InstanceTimes(NamedTuple):
     """Times at one instance at one moment.
 
@@ -190,8 +216,7 @@ def times_of(
     view: InstanceView,
     output_tokens: float,
     assumed: tuple[float, ...] = (),
-    prefill_share: float = 0.0,
-    prompts_per_s: float = 0.0,
+    recent: RecentPrompts = NO_PROMPTS,
     coming_requests: int = 0,
     coming_tokens: int = 0,
 ) -> InstanceTimes:
@@ -200,7 +225,7 @@ def times_of(
     Args:
         output_tokens: Expected of any request; those under way have half of them on average.
         assumed: Coefficients that it has not learnt; see ``assumed_coefficients``.
-        prefill_share, prompts_per_s: As in ``InstanceTimes``.
+        recent: Prompts that it was sent.
         coming_requests, coming_tokens: That will decode here and are computed elsewhere as yet.
     """
     fixed_s, token_s, pair_s, context_s, request_s = _step(view, assumed)
@@ -221,8 +246,8 @@ def times_of(
         view.inflight_prefill_tokens,
         view.inflight_prefill_pairs,
         max(_LEAST_CHUNK_TOKENS, view.step_tokens - batch) if view.step_tokens else 1 << 30,
-        min(_MOST_PREFILL_SHARE, prefill_share),
-        prompts_per_s,
+        min(_MOST_PREFILL_SHARE, token_s * recent.tokens_per_s + pair_s * recent.pairs_per_s),
+        recent.prompts_per_s,
         view.kv_tokens,
     )
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp
 from typing import ClassVar, NamedTuple
 
 from banaserve.errors import UserError
 from banaserve.orchestrator.model.serving_times import (
+    NO_PROMPTS,
     InstanceTimes,
     LegLoad,
+    RecentPrompts,
     assumed_coefficients,
     times_of,
 )
@@ -323,7 +324,7 @@ class SloAware:
         self._legs = legs
         self._turns = Rotation(start)
         self._promises: list[_Promise] = []
-        self._prompts: dict[InstanceId, tuple[float, float, float]] = {}
+        self._prompts: dict[InstanceId, tuple[float, RecentPrompts]] = {}
 
     def route(self, request: RequestView, cluster: ClusterView) -> Route:
         now_s = cluster.now_s
@@ -374,21 +375,18 @@ class SloAware:
         self, view: InstanceView, output_tokens: float, assumed: tuple[float, ...], now_s: float
     ) -> InstanceTimes:
         coming = [one.tokens for one in self._promises if one.instance == view.id]
-        share, rate = self._prompts_at(view.id, now_s)
-        return times_of(view, output_tokens, assumed, share, rate, len(coming), sum(coming))
+        recent = self._prompts_at(view.id, now_s)
+        return times_of(view, output_tokens, assumed, recent, len(coming), sum(coming))
 
-    def _prompts_at(self, instance: InstanceId, now_s: float) -> tuple[float, float]:
-        """Share of its time that prompts take lately, and how many come a second."""
-        at_s, share, rate = self._prompts.get(instance, (now_s, 0.0, 0.0))
-        kept = exp((at_s - now_s) / self._options.rate_window_s)
-        return share * kept, rate * kept
+    def _prompts_at(self, instance: InstanceId, now_s: float) -> RecentPrompts:
+        at_s, recent = self._prompts.get(instance, (now_s, NO_PROMPTS))
+        return recent.after(now_s - at_s, self._options.rate_window_s)
 
     def _remember(self, chosen: LegCandidate, situation: RouteSituation, now_s: float) -> None:
         first = chosen.decode if chosen.prefill is None else chosen.prefill
-        work_s = situation.times[first].leg_s(situation.leg_at(first))
-        share, rate = self._prompts_at(first, now_s)
-        window_s = self._options.rate_window_s
-        self._prompts[first] = (now_s, share + work_s / window_s, rate + 1 / window_s)
+        recent = self._prompts_at(first, now_s)
+        leg = situation.leg_at(first)
+        self._prompts[first] = (now_s, recent.and_one(leg, self._options.rate_window_s))
         by_id = {view.id: view for view in situation.views}
         self._turns.take(by_id[first])
         if chosen.prefill is not None:
