@@ -159,9 +159,8 @@ class Cell:
         if self.store is not None and request.hash_ids and not cached:
             cached = min(self.store.lookup(request.hash_ids, request.prompt_tokens), tokens - 1)
         try:
-            route = self._routing.route(
-                RequestView(RequestId(str(request.id)), tokens, cached), self.view()
-            )
+            asked = RequestView(RequestId(str(request.id)), tokens, cached, request.max_tokens)
+            route = self._routing.route(asked, self.view())
         except NoInstanceError:
             if not self.is_lost:
                 self._timeline.after(_REPEAT_S, self._send, request)

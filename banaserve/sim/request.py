@@ -12,6 +12,7 @@ class SimRequest:
         prompt_tokens: As it arrived.
         output_tokens: What it will generate, known to the simulation alone.
         hash_ids: Ids of its prompt's blocks, prefix by prefix, where a trace has them.
+        max_tokens: Most that its client lets it generate, which routing knows; 0 where none is said.
         cached_tokens: Of the prompt, those that are fetched and not computed.
         found_tokens: Of the prompt, those that were cached when it was routed.
         to_compute: Tokens of the prompt (after a preemption: of everything so far) still to do.
@@ -42,6 +43,7 @@ class SimRequest:
         "id",
         "joined_step",
         "kv_tokens",
+        "max_tokens",
         "num_preemptions",
         "output_tokens",
         "prefill",
@@ -57,12 +59,14 @@ class SimRequest:
         prompt_tokens: int,
         output_tokens: int,
         hash_ids: tuple[int, ...] = (),
+        max_tokens: int = 0,
     ) -> None:
         self.id = id
         self.arrival_s = arrival_s
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
         self.hash_ids = hash_ids
+        self.max_tokens = max_tokens
         self.cached_tokens = 0
         self.found_tokens = 0
         self.to_compute = prompt_tokens

@@ -226,8 +226,8 @@ def simulate_cell(
     }
     clusters: list[SimCluster] = []
     requests = [
-        SimRequest(number, ask.at_s, len(ask.prompt), ask.output_tokens)
-        for number, ask in enumerate(asked)
+        SimRequest(n, ask.at_s, len(ask.prompt), ask.output_tokens, max_tokens=ask.output_tokens)
+        for n, ask in enumerate(asked)
     ]
     tallied(profiles.load(one.cell.profile), known[system], requests, watch=clusters.append)
     start_s = asked[0].at_s
