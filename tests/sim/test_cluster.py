@@ -8,6 +8,7 @@ import pytest
 
 from banaserve.costs.profile import load
 from banaserve.errors import UserError
+from banaserve.orchestrator.routing.slo_aware import SloAware
 from banaserve.sim.cluster import SimCluster
 from banaserve.sim.events import Event, arrange
 from banaserve.sim.request import SimRequest
@@ -16,7 +17,17 @@ from banaserve.sim.run import simulate
 from banaserve.sim.system import System, preset
 from banaserve.sim.timeline import Timeline
 from banaserve.sim.workload import Lengths, LoadPhase, drawn
-from banaserve.types import InstanceId, Module, ModulePlacement, MoveModule, ReturnModule, Role
+from banaserve.types import (
+    ClusterView,
+    InstanceId,
+    Module,
+    ModulePlacement,
+    MoveModule,
+    RequestView,
+    ReturnModule,
+    Role,
+    Route,
+)
 
 PROFILE = load("opt-13b-a100")
 TOKEN_BYTES = 819_200
@@ -273,6 +284,22 @@ def test_roles_are_the_routers_knowledge() -> None:
     roles = [instance.role for instance in cluster.cells[0].instances.values()]
     assert roles.count(Role.PREFILL) == 3
     assert all(r.generated == 16 for r in cluster.finished)
+
+
+def test_routing_knows_what_a_client_allows_and_not_what_will_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known, route = [], SloAware.route
+
+    def noting(policy: SloAware, request: RequestView, cluster: ClusterView) -> Route:
+        known.append(request.max_output_tokens)
+        return route(policy, request, cluster)
+
+    monkeypatch.setattr(SloAware, "route", noting)
+    _, cluster = built(System(kind="banaserve", colocated=1, routing="slo_aware"))
+    cluster.run([SimRequest(0, 0.0, 100, 50), SimRequest(1, 1.0, 100, 50, max_tokens=64)])
+    assert known == [0, 64]
+    assert [request.generated for request in cluster.finished] == [50, 50]
 
 
 @pytest.mark.parametrize("migration", ["published", "repaired", "still"])
