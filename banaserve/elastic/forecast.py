@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, log, sqrt
+from math import ceil, inf, log, sqrt
 from typing import NamedTuple
 
 from banaserve.costs.profile import Profile
@@ -95,10 +95,13 @@ class Forecast(NamedTuple):
     """Worth of each request, those under way first.
 
     Attributes:
+        arrivals_s, ends_s: Of each request; infinite where it does not end within the forecast.
         use: Of each instance; empty where nobody asked.
     """
 
     values: tuple[float, ...]
+    arrivals_s: tuple[float, ...] = ()
+    ends_s: tuple[float, ...] = ()
     use: tuple[InstanceUse, ...] = ()
 
     @property
@@ -246,7 +249,12 @@ def forecast(
                 done_s - began_s,
             )
         )
-    return Forecast(tuple(values), tuple(gauge.use() for gauge in gauges))
+    return Forecast(
+        tuple(values),
+        tuple(one.at_s for one in future),
+        tuple(request.end_s if request.end_s >= 0 else inf for _, request in coming),
+        tuple(gauge.use() for gauge in gauges),
+    )
 
 
 class _Gauge:

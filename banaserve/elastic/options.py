@@ -46,6 +46,8 @@ class ElasticOptions:
         deviations: Of chance, by which a load must change.
         margin: Least gain of a forecast's mean worth, as a share of it, for which anything changes.
         certainty: Deviations of chance by which a gain must exceed nothing.
+        slowdown_weight: Worth of a request that throughput counts for: by so much a gain is less
+            where the arrangement would work half as fast, where there are limits.
     """
 
     profile: str = "opt-13b-a100"
@@ -73,10 +75,11 @@ class ElasticOptions:
     deviations: float = 5.0
     margin: float = 0.1
     certainty: float = 1.5
+    slowdown_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("ttft_s", "tpot_s", "min_step_tokens", "max_step_tokens"):
-            if getattr(self, name) < 0:
+        for name in ("ttft_s", "tpot_s", "min_step_tokens", "max_step_tokens", "slowdown_weight"):
+            if not getattr(self, name) >= 0:
                 raise UserError(f"{name} is {getattr(self, name)}: give 0 or more")
         for name in (
             "first_plan_s",

@@ -15,7 +15,13 @@ from banaserve.costs import profile as profiles
 from banaserve.elastic import modules
 from banaserve.elastic.arrangement import arrangement_of, arrangements
 from banaserve.elastic.decision import Candidate, Decision, LoadMemory, Situation
-from banaserve.elastic.forecast import Forecast, FutureRequest, forecast, future_of
+from banaserve.elastic.forecast import (
+    Forecast,
+    FutureRequest,
+    ServiceLimits,
+    forecast,
+    future_of,
+)
 from banaserve.elastic.options import ElasticOptions
 from banaserve.elastic.planning import (
     Wanted,
@@ -25,6 +31,7 @@ from banaserve.elastic.planning import (
     placements_of,
     steps_of,
 )
+from banaserve.elastic.slowdown import slowdown
 from banaserve.sim.system import System
 
 _MOVED_FROM = 3
@@ -118,11 +125,12 @@ class Search:
         """The best of ``found``, if that is clearly better than what there is."""
         options, held = self._options, found[stay]
         least = self._least(held)
-        shown = [Candidate(str(one), told.mean) for one, told in found.items()]
+        means = {one: told.mean - self._lost(told, held) for one, told in found.items()}
+        shown = [Candidate(str(one), mean) for one, mean in means.items()]
         shown += self._bounds
-        worth = {one: told.mean - self._handicap(one, least) for one, told in found.items()}
+        worth = {one: mean - self._handicap(one, least) for one, mean in means.items()}
         best = max(found, key=lambda one: worth[one])
-        gain = found[best].mean - held.mean
+        gain = means[best] - held.mean
         reason = str(best)
         home = Wanted(self._present, self._away)
         doubt = ""
@@ -149,6 +157,13 @@ class Search:
             best.returns,
             best.moves,
         )
+
+    def _lost(self, told: Forecast, held: Forecast) -> float:
+        """What counts against an arrangement that works slower than what there is."""
+        options = self._options
+        if options.limits == ServiceLimits():
+            return 0.0
+        return options.slowdown_weight * max(0.0, slowdown(told, held))
 
     def _gain_if_denser(self, best: Wanted, stay: Wanted) -> float:
         """What ``best`` brings at a rate that may as well be the true one.

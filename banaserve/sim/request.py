@@ -12,7 +12,7 @@ class SimRequest:
         prompt_tokens: As it arrived.
         output_tokens: What it will generate, known to the simulation alone.
         hash_ids: Ids of its prompt's blocks, prefix by prefix, where a trace has them.
-        max_tokens: Most that its client lets it generate, which routing knows; 0 where none is said.
+        max_tokens: Most that its client allows, which routing knows; 0 where none is said.
         cached_tokens: Of the prompt, those that are fetched and not computed.
         found_tokens: Of the prompt, those that were cached when it was routed.
         to_compute: Tokens of the prompt (after a preemption: of everything so far) still to do.

@@ -1,0 +1,48 @@
+"""Throughput that one forecast loses beside another of the same requests.
+
+Limits alone say nothing of it in an overload: an arrangement that serves some requests well and
+falls behind with the others looks better than one that keeps up, until the load ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isinf
+
+from banaserve.elastic.forecast import Forecast
+
+_BEGINNING = 0.25
+"""Share of the arrivals' time that is left out: queues are still those of what there is."""
+
+
+def slowdown(one: Forecast, other: Forecast) -> float:
+    """Returns how much slower ``one`` works than ``other``, as a share of its time; below 0 faster.
+
+    By so much its requests end later and later, second by second of their arrivals: the slope of
+    the differences of their ends. It is 0 where both keep up with the load, however long each
+    request takes. One that ends in the one forecast only is as much time lost or won as its share.
+    """
+    begin_s = _BEGINNING * max(one.arrivals_s, default=0.0)
+    arrivals_s: list[float] = []
+    later_s: list[float] = []
+    num_lost = num_counted = 0
+    for at_s, own_s, other_s in zip(one.arrivals_s, one.ends_s, other.ends_s, strict=True):
+        if at_s <= begin_s:
+            continue
+        num_counted += 1
+        num_lost += isinf(own_s) - isinf(other_s)
+        if not isinf(own_s) and not isinf(other_s):
+            arrivals_s.append(at_s)
+            later_s.append(own_s - other_s)
+    return _slope(arrivals_s, later_s) + (num_lost / num_counted if num_counted else 0.0)
+
+
+def _slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """Of the line through these points by least squares; 0 where they lie at one place."""
+    if not x:
+        return 0.0
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    spread = sum((value - mean_x) ** 2 for value in x)
+    if spread <= 0:
+        return 0.0
+    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
