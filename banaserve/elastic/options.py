@@ -46,8 +46,9 @@ class ElasticOptions:
         deviations: Of chance, by which a load must change.
         margin: Least gain of a forecast's mean worth, as a share of it, for which anything changes.
         certainty: Deviations of chance by which a gain must exceed nothing.
-        slowdown_weight: Worth of a request that throughput counts for: by so much a gain is less
-            where the arrangement would work half as fast, where there are limits.
+        slowdown_weight: By how many requests within their limits a gain is less, of as many that
+            come, where the arrangement would work half as fast. High: only what keeps up with the
+            present one is chosen in an overload. Low: what serves some well and makes others wait.
     """
 
     profile: str = "opt-13b-a100"
@@ -75,7 +76,7 @@ class ElasticOptions:
     deviations: float = 5.0
     margin: float = 0.1
     certainty: float = 1.5
-    slowdown_weight: float = 1.0
+    slowdown_weight: float = 3.0
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s", "min_step_tokens", "max_step_tokens", "slowdown_weight"):
