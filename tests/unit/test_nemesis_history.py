@@ -13,6 +13,7 @@ from history import Asked, Fault, History, violations
 
 EXPECTED = {"k": [1, 2, 3]}
 READY_S = 10.0
+OTHERS = ("disk", "guest", "route", "link", "server")
 
 
 def answered(**changed: Any) -> Asked:
@@ -92,6 +93,25 @@ def test_a_connection_ends_with_the_process_at_its_other_end(
 
 
 @pytest.mark.parametrize(
+    ("request_", "num_lines"),
+    [
+        (answered(began_s=99.0), 0),
+        (failed(began_s=99.0), 1),
+        (failed(began_s=100.2), 0),
+        (failed(began_s=100.6), 0),
+        (failed(began_s=104.0, ended_s=107.0), 0),
+    ],
+)
+def test_what_is_under_way_when_the_server_is_told_to_end_is_answered(
+    request_: Asked, num_lines: int
+) -> None:
+    """What came at that moment or later may be refused."""
+    drained = dataclasses.replace(FAULT, name="server told to end", drains=True)
+    assert len(found(request_, faults=(drained,))) == num_lines
+    assert found(request_, faults=(FAULT,)) == []
+
+
+@pytest.mark.parametrize(
     ("fault", "why"),
     [
         (Fault("d0 killed", 100.0, 100.0, 110.0), ""),
@@ -118,10 +138,17 @@ def test_a_plan_is_that_of_its_seed_and_meets_every_process() -> None:
     names = ("p0", "d0")
 
     def first(seed: int, count: int) -> list[Choice]:
-        return list(itertools.islice(plan(seed, names, ("disk", "guest", "route")), count))
+        return list(itertools.islice(plan(seed, names, OTHERS), count))
 
     assert first(1, 50) == first(1, 50) != first(2, 50)
     assert first(3, 1) == [Choice(Harm.KILL, "parent")]
     met = {choice.target for choice in first(4, 60)}
-    assert met == {"front", "route", "parent", "kvstore", "disk", "guest", *names}
-    assert all(choice.harm is Harm.FILL for choice in first(5, 60) if choice.target == "disk")
+    assert met == {"front", "parent", "kvstore", *OTHERS, *names}
+    harms = {target: set() for target in met}
+    for choice in first(5, 300):
+        harms[choice.target].add(choice.harm)
+    assert harms["disk"] == {Harm.FILL}
+    assert harms["link"] == {Harm.CUT}
+    assert harms["server"] == {Harm.KILL, Harm.END}
+    assert harms["front"] == {Harm.PAUSE}
+    assert harms["parent"] == harms["d0"] == {Harm.KILL, Harm.STOP, Harm.PAUSE}

@@ -20,9 +20,10 @@ from banaserve.engine.vllm.migration.api import MoveLayers
 from banaserve.errors import UserError
 from banaserve.platform.processes import is_running
 from banaserve.run_dir import find_admin
+from link import Link
 from observing import until, writers
 from router import Router
-from server_run import Run
+from service import Service
 
 _LONGEST_STOP_S = 8.0
 
@@ -34,9 +35,18 @@ class Harm(enum.Enum):
     STOP = "stopped"
     PAUSE = "stopped for a while"
     FILL = "filled"
+    CUT = "cut for a while"
+    END = "told to end"
 
 
 _OF_PROCESSES = (Harm.KILL, Harm.STOP, Harm.PAUSE)
+_OWN_HARMS = {
+    "front": (Harm.PAUSE,),
+    "server": (Harm.KILL, Harm.END),
+    "route": (Harm.KILL, Harm.PAUSE),  # nobody would notice that it has been stopped for good
+    "link": (Harm.CUT,),
+    "disk": (Harm.FILL,),
+}
 
 
 @dataclass(frozen=True)
@@ -44,8 +54,8 @@ class Choice:
     """A fault that is to come.
 
     Attributes:
-        target: ``front``, ``parent``, ``kvstore``, the name of an instance, ``guest``, ``route`` or
-            ``disk``.
+        target: ``server`` (all of it, which is started again), ``front``, ``parent``, ``kvstore``,
+            the name of an instance, ``guest``, ``route``, ``link`` (of both) or ``disk``.
         then_kill: An instance that is killed while the target is stopped; empty for none.
     """
 
@@ -57,6 +67,11 @@ class Choice:
     def cuts(self) -> bool:
         """Whether clients lose their connections."""
         return (self.harm, self.target) == (Harm.KILL, "route")
+
+    @property
+    def drains(self) -> bool:
+        """Whether what was under way is to be answered nevertheless."""
+        return self.harm is Harm.END
 
     def __str__(self) -> str:
         then = f", then {self.then_kill} killed" if self.then_kill else ""
@@ -81,15 +96,10 @@ def plan(seed: int, names: tuple[str, ...], others: tuple[str, ...]) -> Iterator
         yield Choice(Harm.FILL, "disk")
     while True:
         target = draw.choice(("front", "parent", "kvstore", *names, *others))
-        if target == "front":
-            yield Choice(Harm.PAUSE, target)
+        if target in _OWN_HARMS:
+            yield Choice(draw.choice(_OWN_HARMS[target]), target)
             continue
-        if target == "disk":
-            yield Choice(Harm.FILL, target)
-            continue
-        # Nobody would notice that a balancer has been stopped for good.
-        harms = (Harm.KILL, Harm.PAUSE) if target == "route" else _OF_PROCESSES
-        harm = draw.choice(harms)
+        harm = draw.choice(_OF_PROCESSES)
         with_death = target == "parent" and harm is not Harm.KILL
         yield Choice(harm, target, draw.choice(names) if with_death else "")
 
@@ -97,15 +107,16 @@ def plan(seed: int, names: tuple[str, ...], others: tuple[str, ...]) -> Iterator
 class Victims:
     """Finds the processes of one server."""
 
-    def __init__(self, server: Run, names: tuple[str, ...]) -> None:
-        self._server = server
+    def __init__(self, service: Service, names: tuple[str, ...]) -> None:
+        self._service = service
         self._names = names
 
     def of(self, target: str) -> int:
         """Process id of a target; 0 where there is none now."""
-        found = dict(reversed(list(writers(self._server.run_dir))))
-        if target == "front":
-            return self._server.process.pid
+        server = self._service.run
+        found = dict(reversed(list(writers(server.run_dir))))
+        if target in ("front", "server"):
+            return server.process.pid
         if target == "guest":
             return next((pid for log, pid in found.items() if "guest" in log), 0)
         if target != "parent":
@@ -113,7 +124,7 @@ class Victims:
         for name in self._names:
             with contextlib.suppress(psutil.Error, KeyError):
                 parent = psutil.Process(found[f"{name}.log"]).ppid()
-                if psutil.Process(parent).ppid() == self._server.process.pid:
+                if psutil.Process(parent).ppid() == server.process.pid:
                     return parent
         return 0
 
@@ -162,21 +173,24 @@ class Nemesis:
     Args:
         disk: Of its SSD tier; None where none can be mounted here.
         router: In front of it; None where clients talk to the server itself.
+        link: Between both.
     """
 
     def __init__(
         self,
-        server: Run,
+        service: Service,
         names: tuple[str, ...],
         disk: Disk | None,
         router: Router | None,
+        link: Link | None,
         seed: int,
     ) -> None:
-        self._victims = Victims(server, names)
-        self._server = server
+        self._victims = Victims(service, names)
+        self._service = service
         self._names = names
         self._disk = disk
         self._router = router
+        self._link = link
         self._draw = random.Random(seed)
         self._lost: dict[str, int] = {}
         self._lost_guest = 0
@@ -193,6 +207,18 @@ class Nemesis:
             self._disk.fill()
             time.sleep(self._draw.uniform(1.0, _LONGEST_STOP_S))
             self._disk.empty()
+            return True
+        if choice.harm is Harm.CUT:
+            assert self._link is not None
+            self._link.cut()
+            time.sleep(self._draw.uniform(1.0, _LONGEST_STOP_S))
+            self._link.mend()
+            return True
+        if choice.target == "server":
+            is_kill = choice.harm is Harm.KILL
+            os.kill(self._victims.of("server"), signal.SIGKILL if is_kill else signal.SIGTERM)
+            code = self._service.start_again()
+            assert code == (-signal.SIGKILL if is_kill else 0), code
             return True
         if choice.target == "guest":
             self._lend_layers()
@@ -227,7 +253,7 @@ class Nemesis:
         """Let a guest run some layers of one instance, unless one does so already."""
         if self._victims.of("guest"):
             return
-        admin = AdminClient(*find_admin(self._server.run_dir))
+        admin = AdminClient(*find_admin(self._service.run.run_dir))
         host, target = self._draw.sample(self._names, 2)
         first = self._draw.randrange(25)
         with contextlib.suppress(UserError):  # the instance may be busy with another move
@@ -241,11 +267,11 @@ class Nemesis:
             return False
         if any(self._victims.of(name) in (0, pid) for name, pid in self._lost.items()):
             return False
+        server = self._service.run
         ready = [
-            self._server.metric("banaserve_instance_ready", instance_id=name) == 1
-            for name in self._names
+            server.metric("banaserve_instance_ready", instance_id=name) == 1 for name in self._names
         ]
-        return all(ready) and self._server.metric("banaserve_kvstore_up") == 1
+        return all(ready) and server.metric("banaserve_kvstore_up") == 1
 
     def wait_whole(self, deadline_s: float) -> None:
         until(self.is_whole, "the server is whole again", deadline_s)

@@ -2,13 +2,17 @@
 
 A request ends exactly once, in an answer or in an error that the server has said; the tokens of an
 answer are those of a run without faults, those of an error the first of them; a request that meets
-no fault ends in an answer; and after each fault the server is ready again in time.
+no fault ends in an answer, and so does one that was under way when the server was told to end; and
+after each fault the server is ready again in time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+_ON_ITS_WAY_S = 1.0
+"""After which a request has reached the server."""
 
 
 @dataclass
@@ -52,6 +56,7 @@ class Fault:
         over_s: When the nemesis itself had ended it, such as a process that it let go on.
         ready_s: When the server was first seen to be whole again; None where it never was.
         cuts: Whether connections end with it: clients talk to the process that was killed.
+        drains: Whether what was under way is to be answered nevertheless.
     """
 
     name: str
@@ -59,6 +64,7 @@ class Fault:
     over_s: float | None = None
     ready_s: float | None = None
     cuts: bool = False
+    drains: bool = False
 
 
 @dataclass
@@ -109,6 +115,13 @@ def _of_request(
         yield f"request {one.id} ({one.kind}) has other tokens: {one.tokens}, not {right}"
     if one.errors and not any(_meets(one, fault) for fault in history.faults):
         yield f"request {one.id} failed without a fault: {one.errors[0]}"
+    if one.errors and any(_is_drained(one, fault) for fault in history.faults):
+        yield f"request {one.id} was under way in a drain and failed: {one.errors[0]}"
+
+
+def _is_drained(one: Asked, fault: Fault) -> bool:
+    assert one.ended_s is not None
+    return fault.drains and one.began_s + _ON_ITS_WAY_S <= fault.at_s <= one.ended_s
 
 
 def _meets(one: Asked, fault: Fault) -> bool:

@@ -19,9 +19,11 @@ import pytest
 from depth import IS_LONG
 from faults import Disk, Nemesis, plan
 from history import Asked, Fault, History, violations
+from link import Link
 from load import Load, ask
 from router import Router
 from server_run import Run
+from service import Service
 from streams import Kind
 
 pytestmark = [pytest.mark.e2e, pytest.mark.early]
@@ -62,22 +64,40 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk | None]:
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Run], disk: Disk | None) -> Iterator[Run]:
+def service(
+    serve: Callable[..., Run], disk: Disk | None, free_port: Callable[[], int]
+) -> Iterator[Service]:
     tier = ("--kv-store-ssd", f"{disk.folder}/kv", "--kv-store-ssd-size", "64MiB") if disk else ()
-    run = serve(*OPTIONS, *tier)
-    yield run
-    assert run.end() == 0
+
+    def start() -> Run:
+        return serve(*OPTIONS, *tier, port=port)
+
+    port = free_port()
+    made = Service(start(), start)
+    yield made
+    assert made.run.end() == 0
+
+
+@pytest.fixture(scope="module")
+def link(service: Service, free_port: Callable[[], int]) -> Iterator[Link | None]:
+    """Between the server and what is in front of it in a long run."""
+    if not LONGEST_S:
+        yield None
+        return
+    made = Link(free_port(), service.run.port)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module")
 def router(
-    server: Run, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+    link: Link | None, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Router | None]:
     """In front of the server in a long run."""
-    if not LONGEST_S:
+    if link is None:
         yield None
         return
-    made = Router(free_port(), server.url, tmp_path_factory.mktemp("route"))
+    made = Router(free_port(), link.url, tmp_path_factory.mktemp("route"))
     yield made
     made.close()
 
@@ -95,18 +115,19 @@ async def answers(server: Run) -> dict[str, list[int]]:
 
 
 def test_faults_by_turns_break_no_promise(
-    server: Run, disk: Disk | None, router: Router | None
+    service: Service, disk: Disk | None, router: Router | None, link: Link | None
 ) -> None:
     chosen = seed()
     print(f"seed {chosen}: BANASERVE_NEMESIS_SEED={chosen}")
-    expected = asyncio.run(answers(server))
+    expected = asyncio.run(answers(service.run))
     history = History()
-    nemesis = Nemesis(server, NAMES, disk, router, chosen)
-    load = Load(router.url if router else server.url, kinds(), history)
+    nemesis = Nemesis(service, NAMES, disk, router, link, chosen)
+    load = Load(router.url if router else service.run.url, kinds(), history)
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(load.run, NUM_CLIENTS)
         try:
-            others = ["guest", *(["disk"] if disk else []), *(["route"] if router else [])]
+            others = ["guest", *(["disk"] if disk else [])]
+            others += ["route", "link", "server"] if router else []
             _torment(nemesis, history, chosen, tuple(others))
         finally:
             load.end()
@@ -115,8 +136,8 @@ def test_faults_by_turns_break_no_promise(
     failed = [one for one in history.requests if one.errors]
     print(f"{faults}\n{len(history.requests)} requests, {len(failed)} ended in an error")
     assert violations(history, expected, READY_S * _SLOW_MACHINE) == [], faults
-    assert asyncio.run(answers(server)) == expected
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert asyncio.run(answers(service.run)) == expected
+    assert httpx.get(f"{service.run.url}/health").status_code == 200
 
 
 def _words(fault: Fault) -> str:
@@ -131,7 +152,7 @@ def _torment(nemesis: Nemesis, history: History, chosen: int, others: tuple[str,
         if is_over:
             return
         _wait_for_answers(history, NUM_CLIENTS)
-        fault = Fault(str(choice), time.monotonic(), cuts=choice.cuts)
+        fault = Fault(str(choice), time.monotonic(), cuts=choice.cuts, drains=choice.drains)
         history.faults.append(fault)
         if not nemesis.strike(choice):
             history.faults.remove(fault)

@@ -20,6 +20,7 @@ from banaserve.run_dir import find_admin
 from faults import Choice, Harm, Nemesis, Victims
 from resources import Resources, grown, looked_at, slopes
 from server_run import Run
+from service import Service
 from soak_clients import KEY, SoakClients
 
 SOAK_S = float(os.environ.get("BANASERVE_SOAK_S", "0"))
@@ -64,7 +65,7 @@ def test_nothing_grows(server: Run) -> None:
 
 
 def _watch(server: Run, resources: Resources, is_over: Callable[[], bool]) -> None:
-    victims, began_s = Victims(server, NAMES), time.monotonic()
+    victims, began_s = Victims(Service(server), NAMES), time.monotonic()
     while not is_over():
         pids = {name: victims.of(name) for name in ("front", "parent", "kvstore", *NAMES)}
         found = looked_at(pids, server.run_dir, server.temp_dir, server.url)
@@ -74,7 +75,7 @@ def _watch(server: Run, resources: Resources, is_over: Callable[[], bool]) -> No
 
 def _harm(server: Run, until_s: float) -> str:
     """Kill, and move, by turns; returns what was done."""
-    draw, nemesis = random.Random(SEED), Nemesis(server, NAMES, None, None, SEED)
+    draw, nemesis = random.Random(SEED), Nemesis(Service(server), NAMES, None, None, None, SEED)
     admin, num_kills, num_moves = AdminClient(*find_admin(server.run_dir)), 0, 0
     while time.monotonic() < until_s:
         time.sleep(min(BETWEEN_S, max(0.0, until_s - time.monotonic())))
