@@ -49,8 +49,8 @@ class Candidate(NamedTuple):
     """An arrangement that was looked at, in words.
 
     Attributes:
-        worth: Mean of its requests by forecast, or, where it was not worth one, the bound of what
-            it brings.
+        worth: Mean of its requests by forecast, less what throughput it loses counts for, or, where
+            it was not worth one, the bound of what it brings.
         is_forecast: Which of both.
     """
 
