@@ -16,7 +16,7 @@ from banaserve.orchestrator.model.serving_times import (
 )
 from banaserve.orchestrator.routing.legs import LegOptions
 from banaserve.orchestrator.routing.registry import make
-from banaserve.orchestrator.routing.slo_aware import SloAware, SloAwareOptions, missed
+from banaserve.orchestrator.routing.slo_aware import SloAware, SloAwareOptions, missed, missed_by
 from banaserve.types import (
     ClusterView,
     InstanceId,
@@ -340,13 +340,17 @@ def test_prompts_that_keep_coming_take_their_share_of_the_time() -> None:
 
 
 def test_a_short_output_meets_no_prompt_or_waits_for_it_long() -> None:
+    """Prompts take half of the time, so a token takes two steps on average."""
     times = times_of(instance("c0", decoding=10), 100.0, (), RecentPrompts(0.5 / TOKEN_S, 0.0, 2.0))
     step_s = times.step_s_with()
-    few, many = times.spread(step_s, 2), times.spread(step_s, 5000)
-    assert few[0] > 0.9
-    assert few[1] > 10 * step_s
-    assert many == pytest.approx((0.0, step_s), abs=1e-9)
-    assert times_of(instance("c0"), 100.0).spread(step_s, 5) == (1.0, 0.0)
+    assert times.interrupted(step_s) == pytest.approx((step_s, 2 * step_s))
+    for steps, few, many in ((1.5, 0.05, 0.9), (5.0, 0.05, 0.0), (40.0, 0.0, 0.0)):
+        assert missed_by(times, (2,), steps * step_s, step_s) == pytest.approx(few, abs=0.06)
+        assert missed_by(times, (5000,), steps * step_s, step_s) == pytest.approx(many, abs=0.06)
+    assert missed_by(times, (2,), 5 * step_s, step_s) > 0.01
+    alone = times_of(instance("c0"), 100.0)
+    assert missed_by(alone, (5, 5), step_s, step_s) == pytest.approx(0.5)
+    assert missed_by(alone, (1,), step_s, 1e9) == 0.0
 
 
 def test_no_room_until_others_end() -> None:

@@ -153,21 +153,14 @@ class InstanceTimes(NamedTuple):
         """Time of an output token then, with the prompts that are computed between them."""
         return self.step_s_with(more_requests, more_tokens) / (1 - self.prefill_share)
 
-    def spread(self, step_s: float, output_tokens: int) -> tuple[float, float]:
-        """Returns how likely no prompt comes in the time of ``output_tokens``, and what any cost.
-
-        Few tokens are done before the next prompt comes, or are stopped by it for long: their
-        mean, which a long output comes near, says nothing of either.
+    def interrupted(self, step_s: float) -> tuple[float, float]:
+        """Returns what prompts add to each token on average, and the time of a token with that.
 
         Args:
             step_s: Of a step that only decodes.
-
-        Returns:
-            The chance, and the time that is added to each token where a prompt does come.
         """
         mean_s = step_s * self.prefill_share / (1 - self.prefill_share)
-        quiet = exp(-self.prompts_per_s * output_tokens * (step_s + mean_s))
-        return quiet, mean_s / (1 - quiet) if quiet < 1 else 0.0
+        return mean_s, step_s + mean_s
 
     def token_s_behind(self, more_requests: int, more_tokens: float, output: float) -> float:
         """The same for one of ``output`` tokens that comes with its prompt computed elsewhere.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import exp
 from typing import ClassVar, NamedTuple
 
 from banaserve.errors import UserError
@@ -113,6 +114,7 @@ class RouteSituation(NamedTuple):
         resident: Tokens of the prompt that lie in an instance's own cache, by instance.
         limits: Of the request.
         others_tpot_s: Limit of those that decode; 0 is none.
+        others_missed: Chance that one of them misses it as it is, by instance; empty without one.
         whole: Instances whose role it is to serve both legs of this request where it has but one.
         is_whole: It has but one.
         first_token_waits: As in ``RequestView``.
@@ -127,6 +129,7 @@ class RouteSituation(NamedTuple):
     own_lengths: Sequence[int]
     limits: Limits
     others_tpot_s: float
+    others_missed: Mapping[InstanceId, float]
     whole: Sequence[InstanceView]
     is_whole: bool
     first_token_waits: bool
@@ -167,7 +170,7 @@ def _whole(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate
         tokens = leg.prompt + leg.output / 2
         ttft_s = times.first_token_s(leg) + times.room_s(leg.prompt + leg.output, mean)
         own = _tokens(s, times, times.token_s_with(1, tokens), tokens, 0.0)
-        harm = _harm(s, times, times.leg_s(leg), times.added_token_s(tokens))
+        harm = _harm(s, view.id, times.leg_s(leg), times.added_token_s(tokens))
         factor = 1.0 if is_own else _off_role_factor(view, leg, options)
         yield _candidate(s, options, None, view.id, ttft_s, own, harm, factor)
 
@@ -187,17 +190,18 @@ def _apart(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate
     Two that do both are left out: what one could gain by handing over it loses by computing
     prompts of the other.
     """
-    if s.is_whole:
+    roles = {view.role for view in s.views}
+    if s.is_whole or len(roles) < 2:
         return
     mean, leg = s.lengths.mean_tokens, s.leg
     firsts = []
     for view in s.views:
-        if view.role is not Role.DECODE:
+        if view.role is Role.PREFILL or (view.role is Role.COLOCATED and Role.DECODE in roles):
             times, own_leg = s.times[view.id], s.leg_at(view.id)
             ttft_s = times.first_token_s(own_leg) + times.room_s(leg.prompt, mean)
-            firsts.append((view, ttft_s, _harm(s, times, times.leg_s(own_leg), 0.0)))
+            firsts.append((view, ttft_s, _harm(s, view.id, times.leg_s(own_leg), 0.0)))
     for view in s.views:
-        if view.role is Role.PREFILL:
+        if view.role is Role.PREFILL or (view.role is Role.COLOCATED and Role.PREFILL not in roles):
             continue
         times = s.times[view.id]
         tokens = leg.prompt + leg.output / 2
@@ -207,7 +211,7 @@ def _apart(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate
         if s.first_token_waits:
             begins_s, waits_s = 0.0, begins_s + token_s
         own = _tokens(s, times, token_s, tokens, begins_s)
-        harm = _harm(s, times, 0.0, times.added_token_s(tokens))
+        harm = _harm(s, view.id, 0.0, times.added_token_s(tokens))
         for first, ttft_s, first_harm in firsts:
             if first.id == view.id or first.role is view.role:
                 continue
@@ -235,7 +239,7 @@ def _tokens(
     if not s.limits.tpot_s:
         return _Tokens(tpot_s, 0.0)
     step_s = times.step_s_with(1, tokens)
-    return _Tokens(tpot_s, _missed_by(times, s.own_lengths, s.limits.tpot_s, step_s, begins_s))
+    return _Tokens(tpot_s, missed_by(times, s.own_lengths, s.limits.tpot_s, step_s, begins_s))
 
 
 def _candidate(
@@ -257,13 +261,14 @@ def _candidate(
     return LegCandidate(prefill, decode, ttft_s, tokens.tpot_s, excess, factor * latency_s)
 
 
-def _harm(s: RouteSituation, times: InstanceTimes, once_s: float, token_s: float) -> Harm:
+def _harm(s: RouteSituation, instance: InstanceId, once_s: float, token_s: float) -> Harm:
     """What a leg costs those who decode at its instance, or will before it does.
 
     Args:
         once_s: That each of them waits once, for a prompt.
         token_s: That each of their steps takes longer.
     """
+    times = s.times[instance]
     count = times.all_requests
     if not count:
         return Harm(0.0, 0.0)
@@ -271,13 +276,12 @@ def _harm(s: RouteSituation, times: InstanceTimes, once_s: float, token_s: float
     delay_s = count * (once_s + token_s * s.lengths.mean_tokens / 2)
     if not s.others_tpot_s:
         return Harm(0.0, delay_s)
-    step_s, lengths, limit_s = times.step_s_with(), s.lengths.present_tokens, s.others_tpot_s
-    before = _missed_by(times, lengths, limit_s, step_s)
-    after = _missed_by(times, lengths, limit_s, step_s + token_s, once_s)
-    return Harm(count * (after - before), delay_s)
+    lengths, step_s = s.lengths.present_tokens, times.step_s_with() + token_s
+    after = missed_by(times, lengths, s.others_tpot_s, step_s, once_s)
+    return Harm(count * (after - s.others_missed[instance]), delay_s)
 
 
-def _missed_by(
+def missed_by(
     times: InstanceTimes,
     lengths: Sequence[int],
     limit_s: float,
@@ -286,17 +290,27 @@ def _missed_by(
 ) -> float:
     """Chance that a request of one of ``lengths`` misses its limit of time per token.
 
+    Few tokens are done before the next prompt comes, or are stopped by it for long: their mean,
+    which a long output comes near, says nothing of either. So both are looked at, each with its
+    chance. Called for every request and instance a few times, so it calls little itself.
+
     Args:
         step_s: Of the steps that decode it.
         once_s: That it waits once.
     """
-    chance = 0.0
+    mean_s, token_s = times.interrupted(step_s)
+    rate, chance = -times.prompts_per_s, 0.0
     for length in lengths:
         if length > 1:
-            quiet, more_s = times.spread(step_s, length)
-            token_s = step_s + once_s / (length - 1)
-            chance += quiet * missed(token_s / limit_s)
-            chance += (1 - quiet) * missed((token_s + more_s) / limit_s)
+            own_s = step_s + once_s / (length - 1)
+            quiet = exp(rate * length * token_s)
+            ratio = own_s / limit_s
+            within = 1 / (1 + (ratio if ratio < _MOST_RATIO else _MOST_RATIO) ** _STEEPNESS)
+            chance += quiet * (1 - within)
+            if quiet < 1:
+                ratio = (own_s + mean_s / (1 - quiet)) / limit_s
+                within = 1 / (1 + (ratio if ratio < _MOST_RATIO else _MOST_RATIO) ** _STEEPNESS)
+                chance += (1 - quiet) * (1 - within)
     return chance / len(lengths)
 
 
@@ -352,19 +366,26 @@ class SloAware:
             options.ttft_s if own.ttft_s is None else own.ttft_s,
             options.tpot_s if own.tpot_s is None else own.tpot_s,
         )
-        assumed = assumed_coefficients(ready)
+        assumed, limit_s = assumed_coefficients(ready), options.tpot_s
+        times = {
+            view.id: self._times(view, lengths.mean_tokens, assumed, cluster.now_s)
+            for view in ready
+        }
+        others_missed = {
+            name: missed_by(one, lengths.present_tokens, limit_s, one.step_s_with())
+            for name, one in times.items()
+            if limit_s
+        }
         return RouteSituation(
             self._turns.order(ready),
-            {
-                view.id: self._times(view, lengths.mean_tokens, assumed, cluster.now_s)
-                for view in ready
-            },
+            times,
             LegLoad(max(1, request.uncached_tokens), request.cached_tokens, output),
             request.resident_tokens,
             lengths,
             own_lengths,
             limits,
-            options.tpot_s,
+            limit_s,
+            others_missed,
             legs.decode,
             not legs.prefill,
             request.first_token_waits,
