@@ -12,9 +12,7 @@ Nothing is run. The page holds both, the simulator's part from the committed res
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
-from multiprocessing import get_context
 from pathlib import Path
 
 import msgspec
@@ -28,6 +26,7 @@ from benchmarks.break_even import page
 from benchmarks.break_even.gains import PROFILES
 from benchmarks.break_even.simulated import WORTH_IT, Compared, compared, questions
 from benchmarks.script import run_script
+from benchmarks.workers import workers
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,8 +51,7 @@ def main(argv: Sequence[str]) -> int:
         for one in questions(sizes[1:], [profiles.load(name).link.bytes_per_s], [name])
     ]
     found = []
-    # Spawned: the parent may have threads.
-    with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
+    with workers(given.jobs) as pool:
         for number, one in enumerate(pool.map(compared, asked), start=1):
             found.append(one)
             best = max(one.plain.values())

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +39,7 @@ from benchmarks.elastic.constant import (
 from benchmarks.elastic.figures import ablation_table, figures, table
 from benchmarks.elastic.runs import WHOLE, CellOutcome, Variant, run_cell
 from benchmarks.script import run_script
+from benchmarks.workers import workers
 
 Outcome = TypeVar("Outcome")
 
@@ -159,8 +158,7 @@ def _constant(given: Namespace, console: Console) -> Iterator[_Told]:
 
 
 def _mapped(run: Callable[[Any], Outcome], cells: Sequence[Any], jobs: int) -> Iterator[Outcome]:
-    # Spawned: the parent may have threads.
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with workers(jobs) as pool:
         yield from pool.map(run, cells)
 
 
