@@ -6,7 +6,7 @@ heads that could leave in the best arrangements found.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import sqrt
@@ -38,6 +38,9 @@ _MOVED_FROM = 3
 """Arrangements from which modules are looked at."""
 
 _MOVES_KEPT = 2
+
+_ALIKE = 0.02
+"""Slowdown that a forecast cannot tell from none."""
 
 _MOST_DOUBT = 0.3
 """Of a rate: a few requests in bursts say next to nothing of it."""
@@ -125,12 +128,14 @@ class Search:
         """The best of ``found``, if that is clearly better than what there is."""
         options, held = self._options, found[stay]
         least = self._least(held)
-        means = {one: told.mean - self._lost(told, held) for one, told in found.items()}
+        slower = self._slower(found, held)
+        weight = options.slowdown_weight
+        means = {one: told.mean - weight * slower[one] for one, told in found.items()}
         shown = [Candidate(str(one), mean) for one, mean in means.items()]
         shown += self._bounds
         worth = {one: mean - self._handicap(one, least) for one, mean in means.items()}
         best = max(found, key=lambda one: worth[one])
-        gain = means[best] - held.mean
+        gain = means[best] - means[stay]
         reason = str(best)
         home = Wanted(self._present, self._away)
         doubt = ""
@@ -158,12 +163,13 @@ class Search:
             best.moves,
         )
 
-    def _lost(self, told: Forecast, held: Forecast) -> float:
-        """What counts against an arrangement that works slower than what there is."""
-        options = self._options
-        if options.limits == ServiceLimits():
-            return 0.0
-        return options.slowdown_weight * max(0.0, slowdown(told, held))
+    def _slower(self, found: Mapping[Wanted, Forecast], held: Forecast) -> dict[Wanted, float]:
+        """By how much each works slower than the fastest: what is there now may be slow itself."""
+        if self._options.limits == ServiceLimits():
+            return dict.fromkeys(found, 0.0)
+        lost = {one: slowdown(told, held) for one, told in found.items()}
+        fastest = min(lost.values())
+        return {one: max(0.0, value - fastest - _ALIKE) for one, value in lost.items()}
 
     def _gain_if_denser(self, best: Wanted, stay: Wanted) -> float:
         """What ``best`` brings at a rate that may as well be the true one.
@@ -171,7 +177,10 @@ class Search:
         Near saturation a little more load is much worse, and some arrangements have less room.
         """
         future = denser(self._future, self._rate_doubt)
-        return self._forecast(best, future).mean - self._forecast(stay, future).mean
+        found = {one: self._forecast(one, future) for one in (best, stay)}
+        slower = self._slower(found, found[stay])
+        lost = self._options.slowdown_weight * (slower[best] - slower[stay])
+        return found[best].mean - found[stay].mean - lost
 
     def _least(self, held: Forecast) -> float:
         """Least gain for which anything changes; where no arrangement can do much, it is much."""
