@@ -39,7 +39,7 @@ _MOVED_FROM = 3
 
 _MOVES_KEPT = 2
 
-_ALIKE = 0.02
+_AS_FAST = 0.02
 """Slowdown that a forecast cannot tell from none."""
 
 _MOST_DOUBT = 0.3
@@ -128,7 +128,7 @@ class Search:
         """The best of ``found``, if that is clearly better than what there is."""
         options, held = self._options, found[stay]
         least = self._least(held)
-        slower = self._slower(found, held)
+        slower = self._slower(found, stay)
         weight = options.slowdown_weight
         means = {one: told.mean - weight * slower[one] for one, told in found.items()}
         shown = [Candidate(str(one), mean) for one, mean in means.items()]
@@ -163,13 +163,16 @@ class Search:
             best.moves,
         )
 
-    def _slower(self, found: Mapping[Wanted, Forecast], held: Forecast) -> dict[Wanted, float]:
-        """By how much each works slower than the fastest: what is there now may be slow itself."""
+    def _slower(self, found: Mapping[Wanted, Forecast], stay: Wanted) -> dict[Wanted, float]:
+        """By how much each works slower than the fastest: what is there now may be slow itself.
+
+        The fastest with modules as they are: else some would go and come for speed alone.
+        """
         if self._options.limits == ServiceLimits():
             return dict.fromkeys(found, 0.0)
-        lost = {one: slowdown(told, held) for one, told in found.items()}
-        fastest = min(lost.values())
-        return {one: max(0.0, value - fastest - _ALIKE) for one, value in lost.items()}
+        lost = {one: slowdown(told, found[stay]) for one, told in found.items()}
+        fastest = min(value for one, value in lost.items() if not one.moves)
+        return {one: max(0.0, value - fastest - _AS_FAST) for one, value in lost.items()}
 
     def _gain_if_denser(self, best: Wanted, stay: Wanted) -> float:
         """What ``best`` brings at a rate that may as well be the true one.
@@ -178,7 +181,7 @@ class Search:
         """
         future = denser(self._future, self._rate_doubt)
         found = {one: self._forecast(one, future) for one in (best, stay)}
-        slower = self._slower(found, found[stay])
+        slower = self._slower(found, stay)
         lost = self._options.slowdown_weight * (slower[best] - slower[stay])
         return found[best].mean - found[stay].mean - lost
 

@@ -18,23 +18,24 @@ _BEGINNING = 0.25
 def slowdown(one: Forecast, other: Forecast) -> float:
     """Returns how much slower ``one`` works than ``other``, as a share of its time; below 0 faster.
 
-    By so much its requests end later and later, second by second of their arrivals: the slope of
-    the differences of their ends. It is 0 where both keep up with the load, however long each
-    request takes. One that ends in the one forecast only is as much time lost or won as its share.
+    By so much the first, the second, the k-th request ends later and later, whichever it is: the
+    slope of the differences of these ends over the arrivals. It is 0 where both keep up with the
+    load, however long each request takes, and where one lets a few wait that the other does not.
+    Where that is more, it is the share of requests that end in the one forecast only.
     """
     begin_s = _BEGINNING * max(one.arrivals_s, default=0.0)
+    places = [place for place, at_s in enumerate(one.arrivals_s) if at_s > begin_s]
+    own, others = (sorted(told.ends_s[place] for place in places) for told in (one, other))
     arrivals_s: list[float] = []
     later_s: list[float] = []
-    num_lost = num_counted = 0
-    for at_s, own_s, other_s in zip(one.arrivals_s, one.ends_s, other.ends_s, strict=True):
-        if at_s <= begin_s:
-            continue
-        num_counted += 1
+    num_lost = 0
+    for place, own_s, other_s in zip(places, own, others, strict=True):
         num_lost += isinf(own_s) - isinf(other_s)
         if not isinf(own_s) and not isinf(other_s):
-            arrivals_s.append(at_s)
+            arrivals_s.append(one.arrivals_s[place])
             later_s.append(own_s - other_s)
-    return _slope(arrivals_s, later_s) + (num_lost / num_counted if num_counted else 0.0)
+    lost = num_lost / len(places) if places else 0.0
+    return max(_slope(arrivals_s, later_s), lost, key=abs)
 
 
 def _slope(x: Sequence[float], y: Sequence[float]) -> float:

@@ -135,20 +135,20 @@ def test_where_no_split_keeps_its_limits_alone_heads_of_decode_do() -> None:
     """From all-do-both: roles and heads are one plan, and nothing changes while the load lasts.
 
     Two that do both serve 0.33 to 0.36 of these requests within the limits, and one that prefills
-    and one that decodes 0.38. With heads away they work a fifth slower, which is to be worth it.
+    and one that decodes 0.38; changing between them brings 0.77. With heads away they work a fifth
+    slower, which is to be worth it.
     """
     draws, at_s, rows = random.Random(1), 0.0, []
     while (at_s := at_s + draws.expovariate(16.1)) < 45.0:
         rows.append((at_s, draws.randint(750, 2250), draws.randint(200, 600)))
     served, steps = [], []
     for kinds in ("none", "layers,heads"):
-        system = following(H100.name, (2.0, 0.025), modules=kinds, slowdown_weight=1.0)
+        system = following(H100.name, (2.0, 0.025), modules=kinds, slowdown_weight=0.5)
         requests = [SimRequest(number, *row) for number, row in enumerate(rows)]
         found = tallied(H100, replace(system, colocated=2, prefill=0, decode=0), requests)
         served.append(summary(found, LatencyLimits(2.0, 0.025))["goodput_fraction"])
         steps = list(found.steps)
-    assert served[0] < 0.4
-    assert served[1] > 0.8
+    assert served[1] > max(0.9, served[0] + 0.1)
     early = [words for at_s, words in steps if at_s < 45]
     assert [words.split()[0] for words in early] == ["switch", "switch", "move"]
     assert "heads" in early[2]

@@ -42,10 +42,18 @@ def test_what_is_still_to_come_at_the_beginning_says_nothing() -> None:
     assert slowdown(ending(*late), at_rate(1.0)) == pytest.approx(0.0)
 
 
+def test_who_lets_one_request_wait_and_serves_the_next_is_not_slower() -> None:
+    """Whichever ends: what counts is how many have."""
+    turns = [at_s + (6.0 if number % 4 else 1.0) for number, at_s in enumerate(ARRIVALS_S)]
+    assert slowdown(ending(*turns), at_rate(1.0, wait_s=5.0)) == pytest.approx(0.0, abs=0.03)
+
+
 def test_requests_that_never_end_are_time_lost() -> None:
     half = [inf if number % 2 else at_s + 1.0 for number, at_s in enumerate(ARRIVALS_S)]
-    assert slowdown(ending(*half), at_rate(1.0)) == pytest.approx(0.5)
-    assert slowdown(at_rate(1.0), ending(*half)) == pytest.approx(-0.5)
+    assert slowdown(ending(*half), at_rate(1.0)) == pytest.approx(1.0)
+    assert slowdown(at_rate(1.0), ending(*half)) == pytest.approx(-1.0)
+    none_after = [at_s + 1.0 if at_s < 20 else inf for at_s in ARRIVALS_S]
+    assert slowdown(ending(*none_after), at_rate(1.0)) == pytest.approx(21 / 30)
     nothing = ending(*(inf for _ in ARRIVALS_S))
     assert slowdown(nothing, at_rate(1.0)) == 1.0
     assert slowdown(nothing, nothing) == 0.0
