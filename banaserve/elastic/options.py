@@ -47,8 +47,8 @@ class ElasticOptions:
         margin: Least gain of a forecast's mean worth, as a share of it, for which anything changes.
         certainty: Deviations of chance by which a gain must exceed nothing.
         slowdown_weight: By how many requests within their limits a gain is less, of as many that
-            come, where the arrangement would work half as fast. High: only what keeps up with the
-            present one is chosen in an overload. Low: what serves some well and makes others wait.
+            come, where an arrangement would work half as fast as the fastest. High: only what keeps
+            up is chosen in an overload. Low: what serves some well and makes others wait.
     """
 
     profile: str = "opt-13b-a100"
