@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,6 @@ from banaserve.sim.request import SimRequest
 from banaserve.sim.run import simulate
 from banaserve.sim.system import System, preset
 from banaserve.sim.workload import Arrivals, arriving
-from benchmarks.workers import workers
 
 RATES = (1, 6, 12, 20)
 SEEDS = (1, 2, 3, 4, 5)
@@ -148,7 +148,7 @@ def measured(cache: Path, jobs: int) -> list[tuple[PaperRun, dict[str, float]]]:
     """Returns all runs with what came out, those in ``cache`` not run again."""
     known = kept(cache)
     missing = [run for run in all_runs() if run not in known]
-    with cache.open("a") as file, workers(jobs) as pool:
+    with cache.open("a") as file, ProcessPoolExecutor(jobs) as pool:
         for number, (run, found) in enumerate(
             zip(missing, pool.map(measure, missing, chunksize=1), strict=True), start=1
         ):
