@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -87,6 +88,14 @@ async def test_logs_are_rotated_while_a_server_runs(
         for _ in range(2):
             log.write_bytes(b"x" * 11)
             await until(lambda: log.stat().st_size == 0)
+
+
+async def test_no_log_is_rotated_where_no_size_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_rotation, "_INTERVAL_S", 0.001)
+    log = tmp_path / "d0.log"
+    log.write_bytes(b"x" * 11)
     async with rotating(tmp_path, 0):
-        log.write_bytes(b"x" * 11)
+        await asyncio.sleep(0.05)
     assert log.stat().st_size == 11
