@@ -3,7 +3,8 @@
 The variable names a folder when a process starts. A file in it with the name of a point arms that
 point, also while the server runs: ``kill``, ``stop`` (SIGSTOP) or ``error``, and behind a blank at
 which pass of one process, the first if it does not say. Who fails removes the file first: one
-process of the server fails, once.
+process of the server fails, once. ``wait`` and a number of seconds holds up every pass of every
+process for as long as the file is there: a slow disk.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from enum import StrEnum
@@ -59,6 +61,9 @@ class _Armed:
             action, _, at = path.read_text().partition(" ")
         except FileNotFoundError:
             self._passes[point] = 0
+            return
+        if action == "wait":
+            time.sleep(float(at))
             return
         self._passes[point] += 1
         if self._passes[point] < int(at or 1):

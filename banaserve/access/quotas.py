@@ -86,12 +86,14 @@ class Quota:
         limits = self._limits
         if 0 < limits.max_requests <= self.num_requests:
             return OverLimit("max_requests", limits.max_requests, 1)
-        for name, allowance, needed in (
-            ("requests_per_minute", self._requests, 1.0),
-            ("tokens_per_minute", self._tokens, 0.0),
-        ):
-            if (wait_s := allowance.wait_s(needed, now_s)) > 0:
-                return OverLimit(name, getattr(limits, name), ceil(wait_s))
+        if (wait_s := self._requests.wait_s(1.0, now_s)) > 0:
+            return OverLimit("requests_per_minute", limits.requests_per_minute, ceil(wait_s))
+        return self.excess_of_tokens(now_s)
+
+    def excess_of_tokens(self, now_s: float) -> OverLimit | None:
+        """The limit of tokens, where more than it has been used."""
+        if (wait_s := self._tokens.wait_s(0.0, now_s)) > 0:
+            return OverLimit("tokens_per_minute", self._limits.tokens_per_minute, ceil(wait_s))
         return None
 
     def begin(self, now_s: float) -> OverLimit | None:

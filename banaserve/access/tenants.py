@@ -47,10 +47,13 @@ class TenantTerms:
     Attributes:
         use_tokens: Told how many tokens its prompt has, then its answer.
         priority: In vLLM's scheduler, lower first; None: what the request says.
+        refuse_session: Why a session of this key does not go on; empty where it does. A session
+            lasts longer than a minute, so the requests behind it are not enough to wait.
     """
 
     use_tokens: Callable[[int], None]
     priority: int | None = None
+    refuse_session: Callable[[], str] = str
 
 
 tenant_terms: ContextVar[TenantTerms | None] = ContextVar("tenant_terms", default=None)

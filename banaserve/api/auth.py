@@ -21,7 +21,7 @@ from banaserve.access.tenants import (
     tenant_terms,
 )
 from banaserve.api.edge.authenticated import mark_authenticated
-from banaserve.api.edge.refusals import refuse
+from banaserve.api.edge.refusals import note, refuse
 from banaserve.engine.vllm.client import tenant
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})
@@ -35,10 +35,16 @@ class _Holder:
         self.digest = _digest(key.key)
         self.is_balancer = key.is_balancer
         self.quota = Quota(key, monotonic())
-        self.terms = TenantTerms(self._use_tokens, key.priority)
+        self.terms = TenantTerms(self._use_tokens, key.priority, self._refuse_session)
 
     def _use_tokens(self, num_tokens: int) -> None:
         self.quota.spend_tokens(num_tokens, monotonic())
+
+    def _refuse_session(self) -> str:
+        if (over := self.quota.excess_of_tokens(monotonic())) is None:
+            return ""
+        note(over.limit, HTTPStatus.TOO_MANY_REQUESTS, str(over))
+        return str(over)
 
 
 class KeyMiddleware:

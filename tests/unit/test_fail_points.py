@@ -50,6 +50,21 @@ def test_one_process_of_many_fails(tmp_path: Path) -> None:
     second.reach(FailPoint.SSD_WRITE)
 
 
+def test_every_pass_is_held_up_while_the_file_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(fail_points.time, "sleep", waits.append)
+    first, second = armed(tmp_path), armed(tmp_path)
+    (tmp_path / "ssd.write").write_text("wait 0.25")
+    for points in (first, first, second):
+        points.reach(FailPoint.SSD_WRITE)
+        points.reach(FailPoint.SSD_READ)
+    (tmp_path / "ssd.write").unlink()
+    first.reach(FailPoint.SSD_WRITE)
+    assert waits == [0.25] * 3
+
+
 def test_each_point_stands_in_the_code_once() -> None:
     found = [
         name

@@ -127,6 +127,14 @@ def test_a_server_is_to_be_whole_in_time(fault: Fault, why: str) -> None:
     assert not why or why in lines[0]
 
 
+def test_who_asks_first_with_a_salt_finds_no_block() -> None:
+    first = answered(is_first=True, cached_tokens=128)
+    under_way, later = FAULT, Fault("d0 killed", 200.0, 200.0, 205.0)
+    assert found(first, faults=(later,)) == ["request r0 has found 128 tokens of another salt"]
+    assert found(first, faults=(under_way,)) == []
+    assert found(answered(cached_tokens=128), answered(is_first=True), faults=(later,)) == []
+
+
 def test_a_run_in_which_nothing_was_answered_shows_nothing() -> None:
     assert violations(History(), EXPECTED, READY_S) == ["no request was answered"]
     assert violations(History([failed()], [FAULT]), EXPECTED, READY_S) == [
@@ -147,7 +155,7 @@ def test_a_plan_is_that_of_its_seed_and_meets_every_process() -> None:
     harms = {target: set() for target in met}
     for choice in first(5, 300):
         harms[choice.target].add(choice.harm)
-    assert harms["disk"] == {Harm.FILL}
+    assert harms["disk"] == {Harm.FILL, Harm.SLOW}
     assert harms["link"] == {Harm.CUT}
     assert harms["server"] == {Harm.KILL, Harm.END}
     assert harms["front"] == {Harm.PAUSE}

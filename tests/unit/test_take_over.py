@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import socket
+import ssl
 import threading
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -38,6 +39,7 @@ from banaserve.cli.serve.options.command_line import parse_serve_argv
 from banaserve.config import TakeOver
 from banaserve.errors import UserError
 from banaserve.run_dir import AdminAccess, find_offer, open_run_dir, write_admin
+from certificates import write_certificate
 from waiting import until
 
 OFFER = Offer(os.getpid(), "127.0.0.1", 8000, "http")
@@ -427,12 +429,17 @@ class Named:
         await send({"type": "http.response.body", "body": self.name.encode()})
 
 
-async def _requests_on_either_side_of_it(front: socket.socket) -> None:
-    url = "http://{}:{}".format(*front.getsockname())
+async def _requests_on_either_side_of_it(
+    front: socket.socket, certificate: Path | None, key: Path | None
+) -> None:
+    scheme = "https" if certificate else "http"
+    url = "{}://{}:{}".format(scheme, *front.getsockname())
+    args = Namespace(**{**vars(ARGS), "ssl_certfile": certificate, "ssl_keyfile": key})
     old, new = Named("old"), Named("new")
-    first, second = Door(old, front.dup(), ARGS), Door(new, front.dup(), ARGS)
+    first, second = Door(old, front.dup(), args), Door(new, front.dup(), args)
     closed = [await first.open()]
-    options: dict[str, Any] = {"base_url": url, "timeout": 60.0}
+    trusted = ssl.create_default_context(cafile=certificate) if certificate else True
+    options: dict[str, Any] = {"base_url": url, "timeout": 60.0, "verify": trusted}
     async with (
         httpx.AsyncClient(**options) as kept,
         httpx.AsyncClient(**options) as busy,
@@ -462,8 +469,13 @@ async def _requests_on_either_side_of_it(front: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("is_tls", [False, True], ids=["http", "https"])
 def test_no_connection_is_refused_and_those_that_are_open_end_with_an_answer(
-    new_loop: Callable[[], asyncio.AbstractEventLoop], front: socket.socket
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+    is_tls: bool,
+    front: socket.socket,
+    tmp_path: Path,
 ) -> None:
+    certificate, key = write_certificate(tmp_path) if is_tls else (None, None)
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(_requests_on_either_side_of_it(front))
+        runner.run(_requests_on_either_side_of_it(front, certificate, key))

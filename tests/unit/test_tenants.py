@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 from prometheus_client.registry import REGISTRY
 from starlette.types import Receive, Scope, Send
 from vllm.engine.protocol import StreamingInput
+from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -213,6 +214,45 @@ async def test_tokens_of_a_session_are_counted_while_it_goes_on(kind: RequestOut
     finally:
         tenant_terms.reset(before)
     assert seen == [[4], [4, 2], [4, 2], [4, 2, 3]]
+
+
+async def test_a_session_ends_where_its_key_has_used_its_tokens() -> None:
+    app, client = door(TenantKey(key="a", tokens_per_minute=6), TenantKey(key="b"))
+    async with client:
+        assert (await client.post("/v1/x", headers=shown("a"))).status_code == 200
+    outputs, begun = Outputs(), []
+    for tokens in ([7], [8], [9, 9, 9], [10]):
+        outputs.put([1, 2, 3], tokens)
+
+    async def generate(*_: Any, **__: Any) -> AsyncIterator[RequestOutput]:
+        begun.append(1)
+        for output in outputs:
+            yield output
+
+    async def pieces() -> AsyncIterator[Any]:
+        yield prompt(3)
+
+    refused = pytest.raises(GracefulHTTPError, match="may have 6 tokens per minute")
+
+    async def received() -> int:
+        params = SamplingParams(output_kind=RequestOutputKind.DELTA)
+        stream = engine_client([instance]).generate(pieces(), params, "r")
+        found = iter(range(9))
+        with refused as refusal:
+            [next(found) async for _ in stream]
+        assert refusal.value.http_status == 429
+        return next(found)
+
+    instance = SimpleNamespace(
+        id="p0", llm=SimpleNamespace(generate=generate), holding=lambda _: nullcontext()
+    )
+    causes, before = refusals("tokens_per_minute"), tenant_terms.set(app.terms)
+    try:
+        # The third output goes beyond six tokens a minute; another session does not begin.
+        assert (await received(), await received()) == (3, 0)
+    finally:
+        tenant_terms.reset(before)
+    assert (begun, refusals("tokens_per_minute")) == ([1], causes + 2)
 
 
 async def test_sessions_of_two_keys_share_no_block() -> None:

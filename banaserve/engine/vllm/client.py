@@ -254,9 +254,11 @@ class DisaggregatedClient(EngineClient):
             raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
         instance = serving[-1]
         assert instance.llm is not None
-        stream = instance.llm.generate(_salted(prompt), params, request_id, **options)
         terms = tenant_terms.get()
-        tokens = SessionTokens(terms.use_tokens, params) if terms else None
+        tokens = SessionTokens(terms, params) if terms else None
+        if tokens is not None:
+            tokens.check()
+        stream = instance.llm.generate(_salted(prompt), params, request_id, **options)
         try:
             with instance.holding(0):
                 async with contextlib.aclosing(stream) as outputs:
@@ -264,6 +266,8 @@ class DisaggregatedClient(EngineClient):
                         if tokens is not None:
                             tokens.add(output)
                         yield output
+                        if tokens is not None:
+                            tokens.check()
         except DEAD as death:
             metrics.BROKEN.inc()
             raise compat.EngineGenerateError(

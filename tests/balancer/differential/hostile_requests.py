@@ -96,6 +96,33 @@ ORDINARY = {
     ),
 }  # fmt: skip
 
+Field = tuple[bytes, bytes]
+
+OWN_FIELDS: dict[str, tuple[Field, ...]] = {
+    "tabs": ((b"x-a", b"a"), (b"x-b", b""), (b"x-c", b"\xff\xfe")),
+    "odd names": ((b"x_y", b"1"), (b"!#$%&'*+-.^`|~", b"2")),
+    "drops a field": (),
+}
+"""What of the ordinary requests with fields of their own is for the server."""
+
+_NAME_BYTES = b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz"
+_VALUE_BYTES = bytes([*range(0x21, 0x7F), *range(0x80, 0x100)])
+
+
+def with_fields(seed: int, count: int) -> Iterator[tuple[bytes, tuple[Field, ...]]]:
+    """``count`` requests with fields that were drawn, and these."""
+    draw = random.Random(f"fields {seed}")
+    for _ in range(count):
+        fields = []
+        for _ in range(draw.randrange(1, 9)):
+            name = b"x-" + bytes(draw.choices(_NAME_BYTES, k=draw.randrange(1, 20)))
+            words = [draw.choices(_VALUE_BYTES, k=draw.randrange(1, 9)) for _ in range(3)]
+            value = b" ".join(map(bytes, words[: draw.randrange(4)]))
+            fields.append((name, value))
+        lines = b"".join(b"%b:%b\r\n" % (name, b" " + value) for name, value in fields)
+        yield _post(b"ab", lines).data, tuple(fields)
+
+
 _FRAMINGS = (
     b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n",
     b"Transfer-Encoding: chunked\r\nContent-Length: 4\r\n",

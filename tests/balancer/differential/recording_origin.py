@@ -15,6 +15,9 @@ PROBES = (b"/health", b"/metrics")
 STAMP = b"x-passed-on"
 """A proxy in front sets it anew in each request that it passes on."""
 
+_OF_A_HOP = frozenset(
+    (b"host", b"content-length", b"transfer-encoding", b"connection", b"expect", STAMP)
+)
 _MAX_BODY_BYTES = 16 * 1024
 _LINE = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+) ([^\s\0]+) HTTP/1\.([01])")
 _FIELD = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\r\n\0]*)")
@@ -41,6 +44,7 @@ class Recorded:
     Attributes:
         serial: Number of its answer, in the order of their coming.
         stamps: Values of the field ``STAMP``.
+        fields: Names in small letters, and values, of all that are meant for the server alone.
     """
 
     meaning: Meaning
@@ -48,6 +52,7 @@ class Recorded:
     stamps: tuple[bytes, ...]
     is_http10: bool
     keep_alive: bool
+    fields: tuple[tuple[bytes, bytes], ...]
 
 
 class RecordingOrigin:
@@ -136,7 +141,8 @@ class RecordingOrigin:
         option = b",".join(options).lower()
         keep_alive = b"keep-alive" in option if is_http10 else b"close" not in option
         meaning = Meaning(start[1], start[2], body)
-        return Recorded(meaning, len(self.records), tuple(stamps), is_http10, keep_alive)
+        own = tuple(field for field in fields if field[0] not in _OF_A_HOP)
+        return Recorded(meaning, len(self.records), tuple(stamps), is_http10, keep_alive, own)
 
 
 def _checked(num_bytes: int) -> int:

@@ -22,7 +22,7 @@ from banaserve.balancer.http.request import ClientRequest
 from corpus import kept
 from depth import num_examples
 from front_proxies import MAX_BODY_BYTES, missing, start_haproxy, start_nginx
-from hostile_requests import ORDINARY, Ordinary, changed, hostile
+from hostile_requests import ORDINARY, OWN_FIELDS, Ordinary, changed, hostile, with_fields
 from raw_client import exchange, read_answers
 from recording_origin import PROBES, STAMP, Meaning, Recorded, RecordingOrigin
 
@@ -210,6 +210,15 @@ async def test_ordinary_requests_mean_the_same_on_every_way(ways: Ways) -> None:
     for name, ordinary in ORDINARY.items():
         for way, passage in (await ways.check(ordinary.data)).items():
             assert passage.meanings == expected(ordinary), (name, way)
+
+
+async def test_fields_for_the_server_reach_it_as_they_were_sent(ways: Ways) -> None:
+    sent = [(ORDINARY[name].data, fields) for name, fields in OWN_FIELDS.items()]
+    sent += with_fields(SEED, num_examples(60))
+    for data, fields in sent:
+        for way in (ways.balancer, ways.haproxy_balancer, ways.balancer_haproxy):
+            passage = await way.pass_on(data)
+            assert passage.records[0].fields == fields, data
 
 
 async def test_hostile_requests_leave_as_one_request_each_or_not_at_all(ways: Ways) -> None:

@@ -9,7 +9,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import psutil
 from banaserve.api.admin_client import AdminClient
 from banaserve.engine.vllm.migration.api import MoveLayers
 from banaserve.errors import UserError
+from banaserve.fail_points import FailPoint
 from banaserve.platform.processes import is_running
 from banaserve.run_dir import find_admin
 from link import Link
@@ -26,6 +27,10 @@ from router import Router
 from service import Service
 
 _LONGEST_STOP_S = 8.0
+_LONG_PAUSE_S = 20.0
+"""Of one in four: the server takes it for a hung process, and may end it before it goes on."""
+_SLOW_DISK_S = 0.5
+"""Of each write and read."""
 
 
 class Harm(enum.Enum):
@@ -35,6 +40,7 @@ class Harm(enum.Enum):
     STOP = "stopped"
     PAUSE = "stopped for a while"
     FILL = "filled"
+    SLOW = "slow for a while"
     CUT = "cut for a while"
     END = "told to end"
 
@@ -45,7 +51,7 @@ _OWN_HARMS = {
     "server": (Harm.KILL, Harm.END),
     "route": (Harm.KILL, Harm.PAUSE),  # nobody would notice that it has been stopped for good
     "link": (Harm.CUT,),
-    "disk": (Harm.FILL,),
+    "disk": (Harm.FILL, Harm.SLOW),
 }
 
 
@@ -134,12 +140,16 @@ class Disk:
 
     Attributes:
         folder: Where the server finds it.
+
+    Args:
+        fail_points: Folder of the server's fail points, by which it is slow.
     """
 
     _SIZE = "24m"
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, fail_points: Path) -> None:
         place.mkdir()
+        self._slow = [fail_points / one for one in (FailPoint.SSD_WRITE, FailPoint.SSD_READ)]
         mount = f"mount -t tmpfs -o size={self._SIZE} none {place} && echo mounted && exec cat"
         self._keeper = subprocess.Popen(
             ["unshare", "-rm", "sh", "-c", mount], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -160,6 +170,14 @@ class Disk:
     def empty(self) -> None:
         for name in ("ballast", "rest"):
             (self.folder / name).unlink(missing_ok=True)
+
+    def be_slow(self) -> None:
+        for point in self._slow:
+            point.write_text(f"wait {_SLOW_DISK_S}")
+
+    def be_quick(self) -> None:
+        for point in self._slow:
+            point.unlink(missing_ok=True)
 
     def close(self) -> None:
         assert self._keeper.stdin is not None
@@ -202,17 +220,11 @@ class Nemesis:
         good are for the server to end.
         """
         self._lost, self._lost_guest = {}, 0
-        if choice.harm is Harm.FILL:
-            assert self._disk is not None
-            self._disk.fill()
+        if choice.harm in (Harm.FILL, Harm.SLOW, Harm.CUT):
+            begin, end = self._surroundings(choice.harm)
+            begin()
             time.sleep(self._draw.uniform(1.0, _LONGEST_STOP_S))
-            self._disk.empty()
-            return True
-        if choice.harm is Harm.CUT:
-            assert self._link is not None
-            self._link.cut()
-            time.sleep(self._draw.uniform(1.0, _LONGEST_STOP_S))
-            self._link.mend()
+            end()
             return True
         if choice.target == "server":
             is_kill = choice.harm is Harm.KILL
@@ -244,10 +256,21 @@ class Nemesis:
             os.kill(other, signal.SIGKILL)
             self._lost[choice.then_kill] = other
         if choice.harm is Harm.PAUSE:
-            time.sleep(self._draw.uniform(0.5, _LONGEST_STOP_S))
+            is_long = self._draw.random() < 0.25
+            time.sleep(_LONG_PAUSE_S if is_long else self._draw.uniform(0.5, _LONGEST_STOP_S))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         return True
+
+    def _surroundings(self, harm: Harm) -> tuple[Callable[[], None], Callable[[], None]]:
+        """How what no process is begins to be wrong, and how it ends."""
+        if harm is Harm.CUT:
+            assert self._link is not None
+            return self._link.cut, self._link.mend
+        assert self._disk is not None
+        if harm is Harm.FILL:
+            return self._disk.fill, self._disk.empty
+        return self._disk.be_slow, self._disk.be_quick
 
     def _lend_layers(self) -> None:
         """Let a guest run some layers of one instance, unless one does so already."""

@@ -1,7 +1,8 @@
 """What clients and the nemesis have seen of a run, and what of it breaks the promises. Pure.
 
 A request ends exactly once, in an answer or in an error that the server has said; the tokens of an
-answer are those of a run without faults, those of an error the first of them; a request that meets
+answer are those of a run without faults, those of an error the first of them; who asks first with
+a salt finds no block of another's; a request that meets
 no fault ends in an answer, and so does one that was under way when the server was told to end; and
 after each fault the server is ready again in time.
 """
@@ -28,6 +29,8 @@ class Asked:
         errors: Said by the server: a status, or an event in the stream.
         broken: How the connection failed; empty where it did not.
         num_late_tokens: Tokens behind an end.
+        is_first: Nobody has asked with this salt before.
+        cached_tokens: Of its prompt, which were found and not computed.
     """
 
     id: str
@@ -40,6 +43,8 @@ class Asked:
     errors: list[str] = field(default_factory=list)
     broken: str = ""
     num_late_tokens: int = 0
+    is_first: bool = False
+    cached_tokens: int = 0
 
     @property
     def has_answer(self) -> bool:
@@ -91,6 +96,12 @@ def violations(
     return found
 
 
+def met(one: Asked, history: History) -> str:
+    """The last fault that was there while ``one`` was under way; empty where none was."""
+    names = [fault.name for fault in history.faults if _meets(one, fault)]
+    return names[-1] if names else ""
+
+
 def _of_request(
     one: Asked, expected: Mapping[str, Sequence[int]], history: History
 ) -> Iterator[str]:
@@ -115,6 +126,9 @@ def _of_request(
         yield f"request {one.id} ({one.kind}) has other tokens: {one.tokens}, not {right}"
     if one.errors and not any(_meets(one, fault) for fault in history.faults):
         yield f"request {one.id} failed without a fault: {one.errors[0]}"
+    # Under a fault a prompt may be computed twice, and finds then what it has left itself.
+    if one.is_first and one.cached_tokens and not met(one, history):
+        yield f"request {one.id} has found {one.cached_tokens} tokens of another salt"
     if one.errors and any(_is_drained(one, fault) for fault in history.faults):
         yield f"request {one.id} was under way in a drain and failed: {one.errors[0]}"
 

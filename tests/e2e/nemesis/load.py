@@ -48,7 +48,10 @@ class Load:
     async def _client(self, http: httpx.AsyncClient) -> None:
         while not self._is_over:
             name, kind = next(self._kinds)
-            asked = Asked(f"r{next(self._numbers)}", name, time.monotonic())
+            number = next(self._numbers)
+            asked = Asked(f"r{number}", name, time.monotonic(), is_first=number % 4 == 0)
+            salt = f"salt {number}" if asked.is_first else "salt of all others"
+            kind = Kind(kind.path, {**kind.body, "cache_salt": salt})
             self._history.requests.append(asked)
             with contextlib.suppress(TimeoutError):  # the history shows that it has not ended
                 async with asyncio.timeout(TIMEOUT_S):
@@ -80,6 +83,8 @@ def _note(asked: Asked, line: str) -> None:
         asked.num_done += 1
         return
     chunk = json.loads(data)
+    details = (chunk.get("usage") or {}).get("prompt_tokens_details") or {}
+    asked.cached_tokens = details.get("cached_tokens") or asked.cached_tokens
     if "error" in chunk:
         asked.errors.append(data[:300])
     for tokens, is_last in _choices(chunk):

@@ -14,7 +14,8 @@ from history import Asked
 from load import ask
 from streams import Kind
 
-KEY = "the-right-one"
+KEYS = ("the-first-one", "the-second-one", "the-third-one")
+"""Of three tenants."""
 _MODEL = "smollm2-135m"
 
 
@@ -55,7 +56,7 @@ class SoakClients:
         choices, weights = zip(*kinds, strict=True)
         while not self._is_over:
             # A new connection each time, and a pause in which the machine may rest.
-            headers = {"authorization": f"Bearer {KEY}"}
+            headers = {"authorization": f"Bearer {self._draw.choice(KEYS)}"}
             async with httpx.AsyncClient(
                 base_url=self._url, timeout=120.0, headers=headers
             ) as client:

@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 
+from banaserve.fail_points import VARIABLE
 from depth import IS_LONG
 from faults import Disk, Nemesis, plan
-from history import Asked, Fault, History, violations
+from history import Asked, Fault, History, met, violations
 from link import Link
 from load import Load, ask
 from router import Router
@@ -29,7 +31,10 @@ from streams import Kind
 pytestmark = [pytest.mark.e2e, pytest.mark.early]
 
 NAMES = ("p0", "d0")
-OPTIONS = ("--pd", "1:1", "--dtype", "float32", "--engine-stall-timeout", "5")
+OPTIONS = (
+    *("--pd", "1:1", "--dtype", "float32", "--engine-stall-timeout", "5"),
+    "--enable-prompt-tokens-details",
+)
 NUM_CLIENTS = 4
 LONGEST_S = float(os.environ.get("BANASERVE_NEMESIS_S", "0"))
 """0: the first faults of the plan alone, each once."""
@@ -46,6 +51,7 @@ def seed() -> int:
 def kinds() -> dict[str, Kind]:
     draw = random.Random(7)
     common = {"model": "smollm2-135m", "stream": True, "return_token_ids": True}
+    common |= {"stream_options": {"include_usage": True}}
     length = {"max_tokens": 48, "ignore_eos": True}
     found = {}
     for number in range(6):
@@ -57,21 +63,31 @@ def kinds() -> dict[str, Kind]:
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk | None]:
-    made = Disk(tmp_path_factory.mktemp("nemesis") / "disk")
+def fail_points(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fail_points")
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory, fail_points: Path) -> Iterator[Disk | None]:
+    made = Disk(tmp_path_factory.mktemp("nemesis") / "disk", fail_points)
     yield made if made.is_there else None
     made.close()
 
 
 @pytest.fixture(scope="module")
 def service(
-    serve: Callable[..., Run], disk: Disk | None, free_port: Callable[[], int]
+    serve: Callable[..., Run],
+    disk: Disk | None,
+    fail_points: Path,
+    free_port: Callable[[], int],
 ) -> Iterator[Service]:
     tier = ("--kv-store-ssd", f"{disk.folder}/kv", "--kv-store-ssd-size", "64MiB") if disk else ()
 
     def start() -> Run:
-        return serve(*OPTIONS, *tier, port=port)
+        return serve(*OPTIONS, *tier, port=port, env=env)
 
+    # With a variable of its own it would not be forked, and a short run has no slow disk.
+    env = {VARIABLE: str(fail_points)} if LONGEST_S else {}
     port = free_port()
     made = Service(start(), start)
     yield made
@@ -133,9 +149,14 @@ def test_faults_by_turns_break_no_promise(
             load.end()
             asking.result()
     faults = "\n".join(f"{one.name}: {_words(one)}" for one in history.faults)
-    failed = [one for one in history.requests if one.errors]
-    print(f"{faults}\n{len(history.requests)} requests, {len(failed)} ended in an error")
+    failed = [
+        f"{one.id} ({met(one, history)}): {one.errors}" for one in history.requests if one.errors
+    ]
+    ends = f"{len(history.requests)} requests, {len(failed)} ended in an error"
+    print("\n".join((faults, ends, *failed)))
     assert violations(history, expected, READY_S * _SLOW_MACHINE) == [], faults
+    # Otherwise that nobody has found another's blocks would say nothing.
+    assert any(one.cached_tokens for one in history.requests if not one.is_first)
     assert asyncio.run(answers(service.run)) == expected
     assert httpx.get(f"{service.run.url}/health").status_code == 200
 

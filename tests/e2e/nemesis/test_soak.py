@@ -21,7 +21,7 @@ from faults import Choice, Harm, Nemesis, Victims
 from resources import Resources, grown, looked_at, slopes
 from server_run import Run
 from service import Service
-from soak_clients import KEY, SoakClients
+from soak_clients import KEYS, SoakClients
 
 SOAK_S = float(os.environ.get("BANASERVE_SOAK_S", "0"))
 pytestmark = [
@@ -43,7 +43,8 @@ READY_S = 180.0
 
 @pytest.fixture(scope="module")
 def server(serve: Callable[..., Run]) -> Iterator[Run]:
-    run = serve(*OPTIONS, "--api-key", KEY, "--log-max-size", "1MiB")
+    keys = [word for key in KEYS for word in ("--api-key", key)]
+    run = serve(*OPTIONS, *keys, "--log-max-size", "1MiB")
     yield run
     assert run.end() == 0
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from http import HTTPStatus
 
-from banaserve.engine.vllm.compat.requests import RequestOutput, RequestOutputKind, SamplingParams
+from banaserve.access.tenants import TenantTerms
+from banaserve.engine.vllm.compat.requests import (
+    GracefulHTTPError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 
 
 class SessionTokens:
@@ -14,12 +20,13 @@ class SessionTokens:
     it. A piece of the prompt is counted with the first output after it.
 
     Args:
-        use_tokens: Told how many tokens have come since the last call; never 0.
+        terms: Told how many tokens have come since the last time, never 0; they say whether the
+            session goes on.
         params: Of the session; they say whether outputs have the new tokens alone.
     """
 
-    def __init__(self, use_tokens: Callable[[int], None], params: SamplingParams) -> None:
-        self._use_tokens = use_tokens
+    def __init__(self, terms: TenantTerms, params: SamplingParams) -> None:
+        self._terms = terms
         self._is_cumulative = params.output_kind != RequestOutputKind.DELTA
         self._prompt_tokens = self._output_tokens = 0
 
@@ -33,4 +40,13 @@ class SessionTokens:
         self._prompt_tokens = prompt_tokens
         self._output_tokens = max(self._output_tokens, output_tokens)
         if new:
-            self._use_tokens(new)
+            self._terms.use_tokens(new)
+
+    def check(self) -> None:
+        """Return if the session goes on.
+
+        Raises:
+            GracefulHTTPError: Its key has used more than it may.
+        """
+        if why := self._terms.refuse_session():
+            raise GracefulHTTPError(why, HTTPStatus.TOO_MANY_REQUESTS)
