@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,9 @@ class ServeConfig:
         kv_store_ssd: Folder of a tier on a local disk; None for none.
         kv_store_ssd_size: Its budget, in human units.
         kv_store_distributed: URL of a distributed tier; empty for none.
+        kv_store_listen: ``HOST:PORT`` where stores of other machines fetch blocks; empty for none.
+        kv_store_peers: ``HOST:PORT`` of each store of another machine that blocks are fetched from.
+        kv_store_peer_key: That all of these know.
         tenants: API keys with limits, beside ``api_keys``.
         kv_store_tenant_quota: Largest share of the memory that one tenant may use; 1 for no limit,
             None for half of it where there are several tenants.
@@ -159,6 +162,9 @@ class ServeConfig:
     kv_store_ssd: Path | None = None
     kv_store_ssd_size: str = "20GiB"
     kv_store_distributed: str = ""
+    kv_store_listen: str = ""
+    kv_store_peers: tuple[str, ...] = ()
+    kv_store_peer_key: str = field(default="", repr=False)
     kv_store_tenant_quota: float | None = None
     kv_store_verify: bool = False
     kv_store_salt: str = ""

@@ -14,11 +14,13 @@ from urllib.parse import urlsplit
 import msgspec
 import typer
 
+from banaserve.access.key_files import key_of
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import clear_store, fetch_stats
 from banaserve.kvstore.daemon.options import DEFAULT_SSD_SIZE, StoreOptions
 from banaserve.kvstore.daemon.process import announce_ready, serve
+from banaserve.kvstore.peers.options import KEY_VARIABLE, PeerOptions, key_from_environment
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.plugins import PluginGroup
@@ -54,6 +56,17 @@ def start(
     distributed: Annotated[
         str, typer.Option(help="A distributed tier, such as mooncake://HOST:PORT.", metavar="URL")
     ] = "",
+    listen: Annotated[
+        str, typer.Option(help="Where other stores fetch blocks.", metavar="HOST:PORT")
+    ] = "",
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="Another store to fetch blocks from; repeat.", metavar="HOST:PORT"),
+    ] = None,
+    peer_key_file: Annotated[
+        Path | None,
+        typer.Option(help=f"Holds the key that all of them share; {KEY_VARIABLE}.", metavar="FILE"),
+    ] = None,
     tenant_quota: Annotated[
         float, typer.Option(help="Share of the memory that one tenant may use.", metavar="FRACTION")
     ] = 1.0,
@@ -91,6 +104,11 @@ def start(
         tenant_quota=tenant_quota,
         verify_memory=verify_memory,
         poison_free_slots=poison_free_slots,
+        peers=PeerOptions(
+            listen,
+            tuple(peer or ()),
+            key_of("--peer-key", None, peer_key_file, key_from_environment()),
+        ),
     )
     config = options.config(socket_path, metrics_port=metrics_port, die_with_parent=die_with_parent)
     serve(config, lambda: announce_ready(ready_fd))
@@ -184,6 +202,7 @@ def store_rows(stats: StoreStats) -> list[Row]:
         ("clients", f"{stats.clients} ({stats.refused_clients} refused)"),
         ("layout mismatches", str(stats.layout_mismatches)),
         ("protocol errors", str(stats.protocol_errors)),
+        ("lent to peers", f"{stats.lent_blocks} blocks, {format_size(stats.lent_bytes)}"),
     ]
 
 

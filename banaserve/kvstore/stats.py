@@ -68,6 +68,8 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         layout_mismatches: Connections whose model and salt match another's while the layout
             does not: they work, but neither sees the other's blocks.
         protocol_errors: Connections closed because of what they sent.
+        lent_blocks: Blocks that stores of other machines have fetched.
+        lent_bytes: Of them.
         tiers: Below memory, fastest first.
     """
 
@@ -95,4 +97,6 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     refused_clients: int
     layout_mismatches: int
     protocol_errors: int
+    lent_blocks: int
+    lent_bytes: int
     tiers: tuple[TierReport, ...]

@@ -74,7 +74,9 @@ def serve_command(argv: list[str]) -> int:
 def _check(config: ServeConfig) -> None:
     """Refuse at once what would otherwise be found out after vLLM has loaded."""
     _check_pool(config)
-    StoreOptions.of(config).tiers()
+    store = StoreOptions.of(config)
+    store.tiers()
+    store.peers.check()
     parse_size(config.max_body_size)
     if config.log_max_size:
         parse_size(config.log_max_size)

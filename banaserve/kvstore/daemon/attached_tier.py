@@ -103,11 +103,15 @@ class AttachedTier:
         name: Labels metrics.
         tier: None where it could not be opened.
         problem: Why not.
+        takes_blocks: Whether blocks are to be written to it.
     """
 
-    def __init__(self, name: str, tier: StoreTier | None, problem: str = "") -> None:
+    def __init__(
+        self, name: str, tier: StoreTier | None, problem: str = "", *, takes_blocks: bool = True
+    ) -> None:
         self.name = name
         self.problem = problem
+        self.takes_blocks = takes_blocks
         self.speed = TierSpeed()
         self.counters = AttachedTierCounters()
         self.waiting: deque[TierLoad] = deque()

@@ -39,7 +39,7 @@ class Demoter:
     def became_ready(self, entry: IndexEntry, source: AttachedTier | None) -> None:
         """Queue a block for every tier but its ``source``."""
         for tier in self._tiers:
-            if tier is source or not tier.is_open:
+            if tier is source or not tier.is_open or not tier.takes_blocks:
                 continue
             tier.backlog[entry.serial] = entry
             if len(tier.backlog) > MAX_BACKLOG_BLOCKS:

@@ -23,6 +23,8 @@ _COUNTERS = {
     "refused_clients": "Connections refused because of their fingerprint.",
     "layout_mismatches": "Connections whose layout differs from another of the same model.",
     "protocol_errors": "Connections closed because of what they sent.",
+    "lent_blocks": "Blocks that stores of other machines have fetched.",
+    "lent_bytes": "Bytes of these blocks.",
 }
 _GAUGES = {
     "capacity_bytes": "Size of the pool.",

@@ -8,6 +8,7 @@ from pathlib import Path
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
 from banaserve.kvstore.daemon.server import DaemonConfig
+from banaserve.kvstore.peers.options import NO_PEERS, PeerOptions
 from banaserve.kvstore.sizes import parse_size
 from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec
 
@@ -28,6 +29,7 @@ class StoreOptions:
         tenant_quota: Largest share of the memory's slots that one tenant may use; 1 sets no limit.
         verify_memory: See ``DaemonConfig``.
         poison_free_slots: See ``DaemonConfig``.
+        peers: Stores of other machines that share blocks with this one.
     """
 
     size: str
@@ -37,6 +39,7 @@ class StoreOptions:
     tenant_quota: float = 1.0
     verify_memory: bool = False
     poison_free_slots: bool = False
+    peers: PeerOptions = NO_PEERS
 
     @classmethod
     def of(cls, config: ServeConfig) -> StoreOptions:
@@ -48,6 +51,9 @@ class StoreOptions:
             distributed=config.kv_store_distributed,
             tenant_quota=config.tenant_quota,
             verify_memory=config.kv_store_verify,
+            peers=PeerOptions(
+                config.kv_store_listen, config.kv_store_peers, config.kv_store_peer_key
+            ),
         )
 
     def tiers(self) -> tuple[TierSpec, ...]:
@@ -75,6 +81,7 @@ class StoreOptions:
                 f"a tenant quota of {self.tenant_quota:g} makes no sense: "
                 "write a share of the memory, more than 0 and at most 1"
             )
+        self.peers.check()
         return DaemonConfig(
             socket_path=socket_path,
             pool_bytes=parse_size(self.size),
@@ -84,6 +91,7 @@ class StoreOptions:
             poison_free_slots=self.poison_free_slots,
             metrics_port=metrics_port,
             die_with_parent=die_with_parent,
+            peers=self.peers,
         )
 
     def arguments(self) -> list[str]:
@@ -93,8 +101,9 @@ class StoreOptions:
             words += [f"--ssd={self.ssd}", f"--ssd-size={self.ssd_size}"]
         words += ["--verify-memory"] if self.verify_memory else []
         words += ["--poison-free-slots"] if self.poison_free_slots else []
-        return words
+        return words + self.peers.arguments()
 
     def environment(self) -> dict[str, str]:
         """Variables of the daemon: a URL may hold a password, which no command line shows."""
-        return {DISTRIBUTED_VARIABLE: self.distributed} if self.distributed else {}
+        url = {DISTRIBUTED_VARIABLE: self.distributed} if self.distributed else {}
+        return {**url, **self.peers.environment()}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from banaserve.errors import UserError
 from banaserve.kvstore.daemon.options import DEFAULT_SSD_SIZE, DISTRIBUTED_VARIABLE, StoreOptions
 from banaserve.kvstore.daemon.server import DaemonConfig, StoreServer
+from banaserve.kvstore.peers.options import PeerOptions, key_from_environment
 from banaserve.kvstore.tiers.registry import TIERS
 from banaserve.plugins import PluginGroup, load_plugins
 
@@ -68,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ssd", type=Path, help="folder of a tier on a local disk")
     parser.add_argument("--ssd-size", default=DEFAULT_SSD_SIZE, help="its budget")
     parser.add_argument("--distributed", default="", help="URL of a distributed tier")
+    parser.add_argument("--listen", default="", help="HOST:PORT where other stores fetch blocks")
+    parser.add_argument("--peer", action="append", default=[], help="HOST:PORT of another store")
     parser.add_argument("--tenant-quota", type=float, default=1.0, help="share of the memory")
     parser.add_argument("--verify-memory", action="store_true", help="checksums of memory")
     parser.add_argument("--metrics-port", type=int, default=0, help="of localhost; 0 for none")
@@ -88,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tenant_quota=options.tenant_quota,
             verify_memory=options.verify_memory,
             poison_free_slots=options.poison_free_slots,
+            peers=PeerOptions(options.listen, tuple(options.peer), key_from_environment()),
         ).config(
             options.socket,
             metrics_port=options.metrics_port,

@@ -13,15 +13,20 @@ from pathlib import Path
 from banaserve.errors import ProtocolError
 from banaserve.fail_points import FailPoint, reach
 from banaserve.kvstore import wire
-from banaserve.kvstore.daemon.attached_tier import attach
+from banaserve.kvstore.daemon.attached_tier import AttachedTier, attach
+from banaserve.kvstore.daemon.lending import Lending
 from banaserve.kvstore.daemon.listener import Connection, StoreListener, make_way
 from banaserve.kvstore.daemon.quarantine import Quarantine
 from banaserve.kvstore.daemon.service import StoreService
 from banaserve.kvstore.daemon.tiering import NOTE_EVERY_S, Tiering
 from banaserve.kvstore.daemon.watcher import PoolWatcher
+from banaserve.kvstore.peers.door import PeerDoor
+from banaserve.kvstore.peers.options import NO_PEERS, PeerOptions
+from banaserve.kvstore.peers.tier import PeersTier
 from banaserve.kvstore.pool import Board, SlotPool
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.tiers.registry import TierSpec
+from banaserve.net.addresses import host_and_port
 from banaserve.platform.linux import is_own, open_peer_pidfd, peer_of
 
 log = logging.getLogger(__name__)
@@ -47,6 +52,7 @@ class DaemonConfig:
         poison_free_slots: Overwrite freed slots, to find reads of freed memory. Slow.
         die_with_parent: Stop when the process that started this one is gone.
         metrics_port: Of localhost, for Prometheus; 0 serves none.
+        peers: Stores of other machines that share blocks with this one.
     """
 
     socket_path: Path
@@ -59,6 +65,7 @@ class DaemonConfig:
     poison_free_slots: bool = False
     die_with_parent: bool = False
     metrics_port: int = 0
+    peers: PeerOptions = NO_PEERS
 
 
 class StoreServer:
@@ -75,7 +82,7 @@ class StoreServer:
         self._pool = SlotPool(config.pool_bytes)
         self._board = Board(self._pool.num_bytes)
         self._selector = selectors.DefaultSelector()
-        self._tiering = Tiering([attach(spec) for spec in config.tiers], self._selector)
+        self._tiering = Tiering(_attached_tiers(config), self._selector)
         watcher = PoolWatcher(
             self._board,
             self._tiering,
@@ -86,9 +93,14 @@ class StoreServer:
         self._quarantine = Quarantine(self._selector, self._service.drop)
         # Only here: filling the memory and reading the tiers' indexes take long, and who connects
         # is to be answered at once.
+        self._lending = Lending(self._service, self._selector)
+        self._door: PeerDoor | None = None
         try:
+            if config.peers.listen:
+                self._door = _open_door(config.peers, self._lending)
             self._listener = StoreListener(config.socket_path)
         except BaseException:
+            self._close_door()
             self._tiering.close(CLOSE_TIERS_S)
             raise
         self._connections: dict[int, Connection] = {}
@@ -131,6 +143,7 @@ class StoreServer:
         Blocks for ``drain_s`` and a few seconds more at most.
         """
         self._listener.close()
+        self._close_door()
         self._quarantine.close()
         for connection in self._connections.values():
             connection.close()
@@ -147,6 +160,16 @@ class StoreServer:
             os.close(self._spare_fd)
         self._pool.close()
         self._board.close()
+
+    @property
+    def peer_port(self) -> int:
+        """Where peers fetch blocks; 0 where they cannot."""
+        return self._door.port if self._door is not None else 0
+
+    def _close_door(self) -> None:
+        if self._door is not None:
+            self._door.close()
+        self._lending.close()
 
     def _on_wake(self, _events: int) -> None:
         self._wake_reader.recv(4096)
@@ -260,3 +283,19 @@ def _open_spare() -> int:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return -1
+
+
+def _attached_tiers(config: DaemonConfig) -> list[AttachedTier]:
+    """Fastest first: a local disk, the memory of other machines, what they all share."""
+    found = [attach(spec) for spec in config.tiers]
+    if config.peers.peers:
+        addresses = [host_and_port("--kv-store-peer", peer) for peer in config.peers.peers]
+        peers = PeersTier(addresses, config.peers.secret)
+        num_local = sum(spec.name == "ssd" for spec in config.tiers)
+        found.insert(num_local, AttachedTier(peers.name, peers, takes_blocks=False))
+    return found
+
+
+def _open_door(options: PeerOptions, lending: Lending) -> PeerDoor:
+    host, port = host_and_port("--kv-store-listen", options.listen)
+    return PeerDoor(host, port, options.secret, lending)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from banaserve.errors import ProtocolError
@@ -14,14 +15,31 @@ from banaserve.kvstore.daemon.tiering import Tiering
 from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.index import BlockIndex
+from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.pool import SlotPool
+from banaserve.kvstore.records import IndexEntry
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.stats import StoreStats
+from banaserve.kvstore.tiers.interface import BlockBytes
 
 log = logging.getLogger(__name__)
 
 SETTLE_S = 5.0
 """Longest wait for copies under way before the pool is cut anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """A block that another machine's store is being sent; pinned in its slot until then.
+
+    Attributes:
+        index: Of the pool's geometry that it lies in.
+        memory: ``[num_bytes]``, its bytes.
+    """
+
+    entry: IndexEntry
+    index: BlockIndex
+    memory: BlockBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +78,9 @@ class StoreService:
         self._generation = 0
         self._num_refused = 0
         self._num_layout_mismatches = 0
+        self._carved: CarvedPool | None = None
+        self._num_loans = 0
+        self._num_lent = self._lent_bytes = 0
 
     def greet(self, session_id: int, hello: wire.ClientHello) -> wire.Welcome | wire.ClientRefused:
         """Accept or refuse a connection; accepted ones have a session until ``leave``.
@@ -83,7 +104,7 @@ class StoreService:
                 log.error("refused: %s", refusal)
                 return wire.ClientRefused(hello.seq, True, refusal)
             if not self._carve(hello.fingerprint.slot_bytes):
-                message = "tiers still copy blocks of another size: try again later"
+                message = "blocks of another size are still being copied: try again later"
                 return wire.ClientRefused(hello.seq, False, message)
             self._note_layout_mismatch(hello.client_name, hello.fingerprint)
             namespace = hello.fingerprint.namespace()
@@ -125,6 +146,30 @@ class StoreService:
             case wire.ReleaseLeases() if request.generation == self._generation:
                 self._index.release(request.lease_id)
         return None
+
+    # ---- stores of other machines, which know keys with their namespace
+
+    def lendable(self, keys: Sequence[bytes]) -> list[Lookup]:
+        """What of ``keys`` can be lent. Blocks in tiers are not: each store has its own."""
+        return self._index.lookup(keys)
+
+    def lend(self, key: bytes, num_bytes: int) -> Loan | None:
+        """Keep a block where it is until ``take_back``; None where it is not there so large."""
+        entry = self._index.get(key)
+        if self._carved is None or num_bytes != self._slot_bytes:
+            return None
+        if entry is None or not entry.ready or not self._index.verify(entry):
+            return None
+        self._index.pin(entry)
+        self._num_loans += 1
+        return Loan(entry, self._index, self._carved.bytes_of(entry))
+
+    def take_back(self, loan: Loan) -> None:
+        """A loan is over."""
+        self._num_loans -= 1
+        self._num_lent += 1
+        self._lent_bytes += loan.memory.size
+        loan.index.unpin(loan.entry)
 
     def leave(self, session_id: int) -> str | None:
         """The connection is gone. What it holds stays until ``drop``.
@@ -177,6 +222,8 @@ class StoreService:
             refused_clients=self._num_refused,
             layout_mismatches=self._num_layout_mismatches,
             protocol_errors=self.num_protocol_errors,
+            lent_blocks=self._num_lent,
+            lent_bytes=self._lent_bytes,
             tiers=self._tiering.reports(),
         )
 
@@ -223,7 +270,7 @@ class StoreService:
         """Cut the pool into slots of ``slot_bytes``; False where it is in use."""
         if slot_bytes == self._slot_bytes:
             return True
-        if not self._tiering.settle(SETTLE_S):
+        if self._num_loans or not self._tiering.settle(SETTLE_S):
             return False
         num_slots = self.pool_bytes // slot_bytes
         self._slot_bytes = slot_bytes
@@ -236,7 +283,7 @@ class StoreService:
             self._tenant_quota,
             self._watcher.is_intact if self._watcher.verifies else None,
         )
-        carved = CarvedPool(self._pool, self._index, slot_bytes)
+        carved = self._carved = CarvedPool(self._pool, self._index, slot_bytes)
         self._watcher.carve(carved)
         self._tiering.carve(carved)
         log.info("%d slots of %s", num_slots, format_size(slot_bytes))

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.tiers.interface import TierOutcome
 from banaserve.kvstore.tiers.mooncake_child import TRAILER_BYTES, Staging
 from banaserve.kvstore.tiers.mooncake_config import MooncakeConfig
@@ -16,7 +17,6 @@ from banaserve.kvstore.tiers.mooncake_events import (
     AskedKeys,
     Event,
     Health,
-    Mailbox,
     MooncakeJob,
     Order,
     Removed,

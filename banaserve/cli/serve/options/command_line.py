@@ -20,7 +20,7 @@ from banaserve.cli.serve.options.migration import add_migration
 from banaserve.cli.serve.options.orchestrator import add_orchestrator, orchestrator_of
 from banaserve.cli.serve.options.pacing import add_pacing
 from banaserve.cli.serve.options.routing import add_routing, usual_routing
-from banaserve.cli.serve.options.store import add_store
+from banaserve.cli.serve.options.store import add_store, peer_key_of
 from banaserve.config import (
     MINIATURE,
     ServeConfig,
@@ -111,6 +111,9 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         kv_store_ssd=known.kv_store_ssd,
         kv_store_ssd_size=known.kv_store_ssd_size,
         kv_store_distributed=known.kv_store_distributed,
+        kv_store_listen=known.kv_store_listen,
+        kv_store_peers=tuple(known.kv_store_peer),
+        kv_store_peer_key=peer_key_of(known),
         kv_store_tenant_quota=known.kv_store_tenant_quota,
         kv_store_verify=known.kv_store_verify,
         kv_store_salt=known.kv_store_salt,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from banaserve.access.key_files import key_of
 from banaserve.config import ServeConfig
+from banaserve.kvstore.peers.options import KEY_VARIABLE, key_from_environment
 
 _DEFAULTS = ServeConfig()
 
@@ -23,6 +25,25 @@ def add_store(parser: argparse.ArgumentParser) -> None:
         help="share KV blocks with other stores, such as mooncake://HOST:PORT",
     )
     add(
+        "--kv-store-listen",
+        default="",
+        metavar="HOST:PORT",
+        help="let the stores of other servers fetch KV blocks here, with the same key and model",
+    )
+    add(
+        "--kv-store-peer",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="fetch KV blocks from the store of another server; repeat for several",
+    )
+    add(
+        "--kv-store-peer-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"holds the key that these stores share; {KEY_VARIABLE}",
+    )
+    add(
         "--kv-store-tenant-quota",
         type=float,
         default=_DEFAULTS.kv_store_tenant_quota,
@@ -37,3 +58,13 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     )
     add("--kv-store-salt", default="", help="deployments with other salts share no blocks")
     add("--no-kv-store", action="store_true", help="with --colocated: serve without the store")
+
+
+def peer_key_of(known: argparse.Namespace) -> str:
+    """The key that stores of several servers share: that of the file, or of the variable.
+
+    Raises:
+        UserError: The file cannot be used.
+    """
+    path = known.kv_store_peer_key_file
+    return key_of("--kv-store-peer-key", None, path, key_from_environment())

@@ -1,0 +1,264 @@
+"""Connections to the store of one other machine, each with a thread of its own."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from banaserve.errors import ProtocolError
+from banaserve.kvstore.mailbox import Mailbox
+from banaserve.kvstore.peers.messages import (
+    VERSION,
+    AskBlocks,
+    BlockMissing,
+    BlockSent,
+    BlockStates,
+    FetchBlock,
+    Hello,
+    PeerReply,
+    PeerRequest,
+    Welcome,
+    message_of,
+    reply_in,
+)
+from banaserve.kvstore.tiers.interface import BlockBytes, TierOutcome
+from banaserve.transport.channel import StreamChannel
+from banaserve.transport.connect import over_tcp
+from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
+from banaserve.transport.interface import Message
+
+HEARTBEAT_S = 0.5
+"""A peer that is asked nothing is asked whether it is there."""
+ANSWER_S = 2.0
+"""For a question; with the heartbeat a peer that stands still is gone within three seconds."""
+CONNECT_S = 2.0
+RETRY_S = 1.0
+LOAD_S = 20.0
+NUM_STREAMS = 3
+"""Connections for blocks, so that one is checked and copied while others are on their way."""
+
+
+@dataclass(eq=False, slots=True)
+class PeerLoad:
+    """A block on its way from a peer.
+
+    Attributes:
+        memory: Written to only once the whole block has come.
+        outcome: Once it has ended.
+    """
+
+    ticket: int
+    key: bytes
+    memory: BlockBytes
+    link: PeerLink
+    began_s: float
+    outcome: TierOutcome | None = None
+
+
+class AskedPeer(NamedTuple):
+    """What a peer knows of ``keys``: a ``Lookup`` in each byte; None where it did not answer."""
+
+    link: PeerLink
+    keys: list[bytes]
+    states: bytes | None
+
+
+class PeerState(NamedTuple):
+    """Whether a peer answers from here on; ``problem`` says why not."""
+
+    link: PeerLink
+    problem: str
+
+
+PeerEvent = PeerLoad | AskedPeer | PeerState
+
+
+class PeerLink:
+    """One other store: asked about blocks on one connection, sent them on others.
+
+    Args:
+        host: Of its door.
+        port: Of its door.
+        key: That both know.
+        events: Gets what happens.
+
+    Attributes:
+        queued_bytes: Of loads that have not ended; its owner counts.
+        problem: Why it is not asked; its owner sets it to what it was told.
+    """
+
+    def __init__(self, host: str, port: int, key: bytes, events: Mailbox[PeerEvent]) -> None:
+        self.name = f"{host}:{port}"
+        self.queued_bytes = 0
+        self.problem = f"{self.name}: not reached yet"
+        self._address = (host, port)
+        self._key = key
+        self._events = events
+        self._asks: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[PeerLoad | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._channels: set[StreamChannel] = set()
+        self._is_up = threading.Event()
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._ask_for_ever, daemon=True)]
+        self._threads += [
+            threading.Thread(target=self._load_for_ever, daemon=True) for _ in range(NUM_STREAMS)
+        ]
+        for thread in self._threads:
+            thread.name = f"peer-{self.name}"
+            thread.start()
+
+    def ask(self, keys: list[bytes]) -> None:
+        """Ask about keys, no more than ``MAX_KEYS``; the answer is an event."""
+        self._asks.put(keys)
+
+    def load(self, load: PeerLoad) -> None:
+        """Fetch a block; its end is an event."""
+        self._loads.put(load)
+
+    def close(self) -> None:
+        """Break everything off; returns when no thread touches memory any more."""
+        self._is_over.set()
+        self._break_off()
+        self._asks.put([])
+        for _ in range(NUM_STREAMS):
+            self._loads.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    # ---- asking, which also finds out whether the peer is there
+
+    def _ask_for_ever(self) -> None:
+        while not self._is_over.is_set():
+            try:
+                channel = self._connected()
+            except (TransportError, ProtocolError) as error:
+                self._say(PeerState(self, f"{self.name}: {error}"))
+                self._refuse_until(time.monotonic() + RETRY_S)
+                continue
+            self._is_up.set()
+            self._say(PeerState(self, ""))
+            try:
+                self._ask_on(channel)
+            except (TransportError, ProtocolError) as error:
+                self._is_up.clear()
+                self._say(PeerState(self, f"{self.name}: {error}"))
+                # Blocks that are on their way from a peer that stands still would never come.
+                self._break_off()
+            finally:
+                self._drop(channel)
+
+    def _ask_on(self, channel: StreamChannel) -> None:
+        while not self._is_over.is_set():
+            try:
+                keys = self._asks.get(timeout=HEARTBEAT_S)
+            except queue.Empty:
+                keys = []
+            answer = None
+            try:
+                answer, _ = _exchange(channel, AskBlocks(keys), ANSWER_S)
+                if not isinstance(answer, BlockStates) or len(answer.states) != len(keys):
+                    answer = None
+                    raise ProtocolError("it has answered something else")
+            finally:
+                if keys:
+                    states = answer.states if isinstance(answer, BlockStates) else None
+                    self._say(AskedPeer(self, keys, states))
+
+    def _refuse_until(self, until_s: float) -> None:
+        """Answer questions to a peer that is not there."""
+        while not self._is_over.is_set() and (left_s := until_s - time.monotonic()) > 0:
+            with suppress(queue.Empty):
+                keys = self._asks.get(timeout=left_s)
+                self._say(AskedPeer(self, keys, None))
+
+    # ---- blocks
+
+    def _load_for_ever(self) -> None:
+        channel: StreamChannel | None = None
+        while (load := self._loads.get()) is not None:
+            try:
+                if channel is None:
+                    channel = self._connected_to_running()
+                load.outcome = _fetch(channel, load)
+            except (TransportError, ProtocolError):
+                load.outcome = TierOutcome.FAILED
+                if channel is not None:
+                    self._drop(channel)
+                channel = None
+            self._say(load)
+        if channel is not None:
+            self._drop(channel)
+
+    def _connected_to_running(self) -> StreamChannel:
+        if self._is_over.is_set() or not self._is_up.is_set():
+            raise PeerGoneError("it does not answer")
+        return self._connected()
+
+    # ---- both
+
+    def _connected(self) -> StreamChannel:
+        """A connection whose other side knows the key and speaks this version."""
+        deadline = time.monotonic() + CONNECT_S
+        try:
+            sock = socket.create_connection(self._address, CONNECT_S)
+        except TimeoutError:
+            raise TransferTimeoutError("it does not answer") from None
+        except OSError as error:
+            raise PeerGoneError(f"{error.strerror or error}") from None
+        channel = over_tcp(sock, self._key, deadline, listening=False)
+        with self._lock:
+            self._channels.add(channel)
+        try:
+            if self._is_over.is_set():
+                raise PeerGoneError("closed")
+            answer, _ = _exchange(channel, Hello(VERSION), ANSWER_S)
+            if not isinstance(answer, Welcome) or answer.version != VERSION:
+                raise ProtocolError("it speaks another version: install the same banaserve")
+        except BaseException:
+            self._drop(channel)
+            raise
+        return channel
+
+    def _drop(self, channel: StreamChannel) -> None:
+        channel.close()
+        with self._lock:
+            self._channels.discard(channel)
+
+    def _break_off(self) -> None:
+        with self._lock:
+            channels = list(self._channels)
+        for channel in channels:
+            channel.close()
+
+    def _say(self, event: PeerEvent) -> None:
+        if not self._is_over.is_set() or isinstance(event, PeerLoad):
+            self._events.put(event)
+
+
+def _exchange(
+    channel: StreamChannel, request: PeerRequest, timeout_s: float
+) -> tuple[PeerReply, Message]:
+    message = channel.call(message_of(request), timeout_s)
+    return reply_in(message), message
+
+
+def _fetch(channel: StreamChannel, load: PeerLoad) -> TierOutcome:
+    answer, message = _exchange(channel, FetchBlock(load.key, load.memory.size), LOAD_S)
+    match answer:
+        case BlockMissing():
+            return TierOutcome.MISSING
+        case BlockSent() if len(message.tensors) == 1:
+            (tensor,) = message.tensors
+            if tensor.data.dtype != np.uint8 or tensor.data.size != load.memory.size:
+                raise ProtocolError("it has sent a block of another size")
+            load.memory[:] = tensor.data
+            return TierOutcome.DONE
+    raise ProtocolError("it has answered something else")

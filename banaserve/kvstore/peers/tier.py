@@ -1,0 +1,251 @@
+"""Blocks in the stores of other machines, as one tier of this one."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.mailbox import Mailbox
+from banaserve.kvstore.peers.link import (
+    NUM_STREAMS,
+    AskedPeer,
+    PeerEvent,
+    PeerLink,
+    PeerLoad,
+    PeerState,
+)
+from banaserve.kvstore.peers.messages import MAX_BLOCK_BYTES, MAX_KEYS
+from banaserve.kvstore.tiers.counters import TierCounters
+from banaserve.kvstore.tiers.interface import (
+    BlockBytes,
+    BlockName,
+    Completion,
+    TierOutcome,
+    TierStats,
+)
+
+NAME = "peers"
+HIT_VALID_S = 2.0
+MISS_VALID_S = 0.2
+"""A block that another machine has just computed is found by the next request but one."""
+_MAX_ANSWERS = 65536
+_MAX_ASKED = 16384
+_MAX_LOADS = 8 * NUM_STREAMS
+"""Under way from one peer."""
+
+
+class _Answer(NamedTuple):
+    holders: tuple[PeerLink, ...]
+    valid_until_s: float
+
+
+class _Question:
+    """What is known of a key while peers are asked.
+
+    Attributes:
+        open: Peers that have not answered.
+        holders: Peers that have the block.
+    """
+
+    __slots__ = ("holders", "open")
+
+    def __init__(self, peers: Sequence[PeerLink]) -> None:
+        self.open = set(peers)
+        self.holders: list[PeerLink] = []
+
+
+class PeersTier:
+    """Reads what other stores hold in memory, and writes nothing: each keeps what it has computed.
+
+    A peer is asked about every key that is wanted here and not known, and answers are believed for
+    a short while. A peer that does not answer has nothing: its blocks are computed again.
+
+    Args:
+        addresses: Host and port of each peer's door.
+        key: That all of them know.
+        clock: Monotonic seconds.
+    """
+
+    name = NAME
+
+    def __init__(
+        self,
+        addresses: Sequence[tuple[str, int]],
+        key: bytes,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._events: Mailbox[PeerEvent] = Mailbox()
+        self._links = [PeerLink(host, port, key, self._events) for host, port in addresses]
+        self._tickets = itertools.count(1)
+        self._loads: dict[int, PeerLoad] = {}
+        self._completions: list[Completion] = []
+        self._answers: dict[bytes, _Answer] = {}
+        self._questions: dict[bytes, _Question] = {}
+        self._counters = TierCounters()
+
+    @property
+    def fd(self) -> int:
+        """Readable when ``poll`` has something to return or ``lookup`` may say more."""
+        return self._events.fd
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
+        """What is known of each key, from the peers' answers of the last moments."""
+        self._take_events()
+        up = [link for link in self._links if not link.problem]
+        if not up:
+            return [Lookup.MISS] * len(keys)
+        now_s, unknown = self._clock(), []
+        found: list[Lookup] = []
+        for key in keys:
+            answer, question = self._answers.get(key), self._questions.get(key)
+            if answer is not None and now_s < answer.valid_until_s:
+                found.append(Lookup.HIT if answer.holders else Lookup.MISS)
+            elif question is not None:
+                found.append(Lookup.HIT if question.holders else Lookup.PENDING)
+            elif len(self._questions) < _MAX_ASKED:
+                self._questions[key] = _Question(up)
+                unknown.append(key)
+                found.append(Lookup.PENDING)
+            else:
+                found.append(Lookup.MISS)
+        for at in range(0, len(unknown), MAX_KEYS):
+            for link in up:
+                link.ask(unknown[at : at + MAX_KEYS])
+        return found
+
+    def submit_store(self, block: BlockName, source: BlockBytes) -> int | None:
+        """Peers fetch what they want themselves."""
+        return None
+
+    def submit_load(self, key: bytes, target: BlockBytes) -> int | None:
+        """Begin to read a block from the peer that has least to send."""
+        self._take_events()
+        holders = [one for one in self._holders(key) if not one.problem]
+        if not holders or target.size > MAX_BLOCK_BYTES:
+            self._counters.missing += 1
+            return None
+        link = min(holders, key=lambda one: one.queued_bytes)
+        if sum(load.link is link for load in self._loads.values()) >= _MAX_LOADS:
+            return None
+        load = PeerLoad(next(self._tickets), key, target, link, time.monotonic())
+        self._loads[load.ticket] = load
+        link.queued_bytes += target.size
+        self._counters.load_speed.begin(load.began_s)
+        link.load(load)
+        return load.ticket
+
+    def poll(self) -> list[Completion]:
+        """What has ended since the last call."""
+        self._events.calm()
+        self._take_events()
+        completions, self._completions = self._completions, []
+        return completions
+
+    def evict(self, key: bytes) -> bool:
+        """Blocks of peers are theirs to evict."""
+        return False
+
+    def clear(self) -> int:
+        """Forget what peers have said; their blocks stay."""
+        self._answers.clear()
+        return 0
+
+    def stats(self) -> TierStats:
+        """Counters and gauges of this moment; out of service where no peer answers."""
+        self._take_events()
+        problems = [link.problem for link in self._links if link.problem]
+        is_alone = len(problems) == len(self._links)
+        stats = self._counters.stats(
+            self.name,
+            problem="; ".join(problems) if is_alone else "",
+            capacity_bytes=0,
+            used_bytes=0,
+            num_blocks=0,
+            in_flight=len(self._loads),
+        )
+        return msgspec.structs.replace(stats, available=not is_alone)
+
+    def check(self) -> None:
+        """Assert what must hold between two calls."""
+        assert len(self._answers) <= _MAX_ANSWERS
+        assert len(self._questions) <= _MAX_ASKED
+        for link in self._links:
+            queued = [load.memory.size for load in self._loads.values() if load.link is link]
+            assert link.queued_bytes == sum(queued)
+
+    def close(self) -> None:
+        """Break off what is under way."""
+        for link in self._links:
+            link.close()
+        self._events.close()
+
+    def _holders(self, key: bytes) -> Sequence[PeerLink]:
+        answer, question = self._answers.get(key), self._questions.get(key)
+        if question is not None and question.holders:
+            return question.holders
+        return answer.holders if answer is not None else ()
+
+    def _take_events(self) -> None:
+        for event in self._events.take():
+            match event:
+                case PeerLoad():
+                    self._on_ended(event)
+                case AskedPeer(link, keys, states):
+                    for key, state in zip(keys, states or bytes(len(keys)), strict=True):
+                        self._on_answer(link, key, state == Lookup.HIT)
+                case PeerState(link, problem):
+                    link.problem = problem
+                    if problem:
+                        self._forget(link)
+
+    def _on_answer(self, link: PeerLink, key: bytes, is_there: bool) -> None:
+        question = self._questions.get(key)
+        if question is None or link not in question.open:
+            return
+        question.open.discard(link)
+        if is_there:
+            question.holders.append(link)
+        if not question.open:
+            del self._questions[key]
+            self._learn(key, tuple(question.holders))
+
+    def _forget(self, link: PeerLink) -> None:
+        """Ask again about what ``link`` was known to have: it may come back without it."""
+        gone = [key for key, answer in self._answers.items() if link in answer.holders]
+        for key in gone:
+            del self._answers[key]
+        for question in self._questions.values():
+            if link in question.holders:
+                question.holders.remove(link)
+
+    def _learn(self, key: bytes, holders: tuple[PeerLink, ...]) -> None:
+        self._answers.pop(key, None)
+        valid_s = HIT_VALID_S if holders else MISS_VALID_S
+        self._answers[key] = _Answer(holders, self._clock() + valid_s)
+        if len(self._answers) > _MAX_ANSWERS:
+            del self._answers[next(iter(self._answers))]
+
+    def _on_ended(self, load: PeerLoad) -> None:
+        assert load.outcome is not None
+        del self._loads[load.ticket]
+        load.link.queued_bytes -= load.memory.size
+        now_s, num_bytes = time.monotonic(), load.memory.size
+        completion = Completion(load.ticket, load.outcome, num_bytes, now_s - load.began_s)
+        self._completions.append(completion)
+        counters, is_done = self._counters, load.outcome is TierOutcome.DONE
+        counters.load_speed.end(now_s, num_bytes if is_done else 0)
+        if is_done:
+            counters.loads += 1
+            counters.loaded_bytes += num_bytes
+            return
+        counters.missing += load.outcome is TierOutcome.MISSING
+        counters.failures += load.outcome is TierOutcome.FAILED
+        others = tuple(one for one in self._holders(load.key) if one is not load.link)
+        self._learn(load.key, others)
