@@ -22,8 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Test folders are no packages: this is how their files import the helpers that lie among them. Not
 # the folder of tests itself, below which `triton` would be found where the real one is missing.
 _HELPERS = (
-    *("balancer/differential", "contract", "e2e", "e2e/migration", "e2e/nemesis", "fuzz"),
-    *("property", "triton", "unit"),
+    *("balancer/differential", "cluster", "contract", "e2e", "e2e/migration", "e2e/nemesis"),
+    *("fuzz", "property", "triton", "unit"),
 )
 for _name in _HELPERS:
     sys.path.append(str(Path(__file__).parent / _name))

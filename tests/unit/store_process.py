@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -13,13 +14,21 @@ from forked import Fd, Forked
 
 
 def start_store(
-    path: Path, size: int | str, *options: str, stderr: IO[bytes] | int | None = None
+    path: Path,
+    size: int | str,
+    *options: str,
+    stderr: IO[bytes] | int | None = None,
+    within: Callable[[Sequence[str]], list[str]] = list,
 ) -> subprocess.Popen[bytes]:
-    """Start a daemon with its socket at ``path``; returns once clients can connect."""
+    """Start a daemon with its socket at ``path``; returns once clients can connect.
+
+    Args:
+        within: Puts before a command what says where it runs.
+    """
     readable, writable = os.pipe()
     command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--socket", str(path)]
     command += ["--size", str(size), "--ready-fd", str(writable), "--die-with-parent", *options]
-    process = subprocess.Popen(command, pass_fds=[writable], stderr=stderr)
+    process = subprocess.Popen(within(command), pass_fds=[writable], stderr=stderr)
     os.close(writable)
     _until_ready(readable)
     return process

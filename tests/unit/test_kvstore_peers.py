@@ -6,113 +6,28 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
-from banaserve.bench.loadgen.servers import free_port
 from banaserve.errors import UserError
-from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.peers.options import KEY_VARIABLE, PeerOptions
-from banaserve.kvstore.stats import StoreStats, TierReport
-from fingerprints import FINGERPRINT as SMALL
-from store_process import fork_store
+from peer_store import FINGERPRINT, KEY, NUM_SLOTS, SLOT_BYTES, PeerStore, chain
 from waiting import eventually
 
-FINGERPRINT = msgspec.structs.replace(SMALL, page_bytes=4096)
-SLOT_BYTES = FINGERPRINT.slot_bytes
-NUM_SLOTS = 16
-DEADLINE_S = 30.0
-KEY = "a key that both stores know"
-
-
-def chain(first: int, number: int) -> list[bytes]:
-    return [(first + i).to_bytes(32, "little") for i in range(number)]
-
-
-def block(key: bytes) -> np.ndarray:
-    """The bytes of a key's block: different everywhere, the same each time."""
-    seed = int.from_bytes(key[:8], "little")
-    return np.random.default_rng(seed).integers(0, 256, SLOT_BYTES, np.uint8)
-
-
-class Store:
-    """A daemon, its door and a client of it."""
-
-    def __init__(self, folder: Path, stack: ExitStack, name: str) -> None:
-        self.path, self.log = folder / f"{name}.sock", folder / f"{name}.log"
-        self.port = free_port()
-        self._stack, self._name = stack, name
-
-    def start(self, *peers: Store, key: str = KEY, num_slots: int = NUM_SLOTS) -> None:
-        options = ["--poison-free-slots", "--listen", f"127.0.0.1:{self.port}"]
-        options += [f"--peer=127.0.0.1:{peer.port}" for peer in peers]
-        with self.log.open("ab") as log, pytest.MonkeyPatch.context() as patch:
-            patch.setenv(KEY_VARIABLE, key)
-            self.process = fork_store(self.path, num_slots * SLOT_BYTES, *options, stderr=log)
-        self._stack.callback(self.kill)
-        self.client = StoreClient(self.path, FINGERPRINT, client_name=self._name, timeout_s=10.0)
-        self._stack.callback(self.client.close)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def stats(self) -> StoreStats:
-        return fetch_stats(self.path, DEADLINE_S)
-
-    def peers(self) -> TierReport:
-        return next(tier for tier in self.stats().tiers if tier.stats.name == "peers")
-
-    def is_linked(self) -> bool:
-        return self.peers().stats.available
-
-    def write(self, keys: Sequence[bytes]) -> None:
-        pairs = list(zip(keys, [None, *keys[:-1]], strict=True))
-        slots = [slot for slot in self.client.exchange(reserve=pairs).reserved if slot is not None]
-        assert len(slots) == len(keys)
-        view = self.client.view()
-        for key, slot in zip(keys, slots, strict=True):
-            first = view.offset_bytes(slot)
-            view.memory[first : first + SLOT_BYTES] = block(key)
-        assert self.client.commit(slots)
-
-    def read(self, keys: Sequence[bytes]) -> int:
-        """Read what there is of a chain, here or at a peer; how many blocks, each right."""
-        found = self.client.exchange(acquire=keys)
-        while found.undecided:
-            if found.lease is not None:
-                self.client.release(found.lease)
-            found = self.client.exchange(acquire=keys)
-        if found.lease is None:
-            return 0
-        eventually(lambda: Lookup.PENDING not in self.client.arrivals(found.slots))
-        view, num_right = self.client.view(), 0
-        for key, slot in zip(keys, found.slots, strict=False):
-            if self.client.arrivals([slot]) != [Lookup.HIT]:
-                break
-            first = view.offset_bytes(slot)
-            assert np.array_equal(view.memory[first : first + SLOT_BYTES], block(key))
-            num_right += 1
-        self.client.release(found.lease)
-        return num_right
-
 
 @pytest.fixture
-def two(tmp_path: Path, stack: ExitStack) -> tuple[Store, Store]:
+def two(tmp_path: Path, stack: ExitStack) -> tuple[PeerStore, PeerStore]:
     """A store that has blocks, and one that fetches them; neither is started."""
-    return Store(tmp_path, stack, "there"), Store(tmp_path, stack, "here")
+    return PeerStore(tmp_path, stack, "there"), PeerStore(tmp_path, stack, "here")
 
 
 @pytest.fixture
-def linked(two: tuple[Store, Store]) -> tuple[Store, Store]:
+def linked(two: tuple[PeerStore, PeerStore]) -> tuple[PeerStore, PeerStore]:
     there, here = two
     there.start()
     here.start(there)
@@ -120,7 +35,7 @@ def linked(two: tuple[Store, Store]) -> tuple[Store, Store]:
     return there, here
 
 
-def test_what_one_has_computed_the_other_reads(linked: tuple[Store, Store]) -> None:
+def test_what_one_has_computed_the_other_reads(linked: tuple[PeerStore, PeerStore]) -> None:
     there, here = linked
     keys = chain(0, 6)
     there.write(keys[:5])
@@ -135,7 +50,7 @@ def test_what_one_has_computed_the_other_reads(linked: tuple[Store, Store]) -> N
 
 
 def test_both_ways_and_over_several_peers(tmp_path: Path, stack: ExitStack) -> None:
-    stores = [Store(tmp_path, stack, name) for name in "abc"]
+    stores = [PeerStore(tmp_path, stack, name) for name in "abc"]
     for store in stores:
         store.start(*(other for other in stores if other is not store))
     for store in stores:
@@ -148,7 +63,9 @@ def test_both_ways_and_over_several_peers(tmp_path: Path, stack: ExitStack) -> N
     assert sum(store.stats().lent_blocks for store in stores) >= 12
 
 
-def test_a_block_that_is_evicted_meanwhile_is_computed_again(linked: tuple[Store, Store]) -> None:
+def test_a_block_that_is_evicted_meanwhile_is_computed_again(
+    linked: tuple[PeerStore, PeerStore],
+) -> None:
     there, here = linked
     for round_ in range(8):
         keys = chain(100 * round_, NUM_SLOTS // 2)
@@ -160,7 +77,7 @@ def test_a_block_that_is_evicted_meanwhile_is_computed_again(linked: tuple[Store
     assert here.is_linked()
 
 
-def test_a_peer_with_another_key_gets_nothing(two: tuple[Store, Store]) -> None:
+def test_a_peer_with_another_key_gets_nothing(two: tuple[PeerStore, PeerStore]) -> None:
     there, here = two
     there.start()
     here.start(there, key="another key of that length")
@@ -171,7 +88,7 @@ def test_a_peer_with_another_key_gets_nothing(two: tuple[Store, Store]) -> None:
     assert there.stats().lent_blocks == 0
 
 
-def test_blocks_of_another_layout_are_not_taken(two: tuple[Store, Store]) -> None:
+def test_blocks_of_another_layout_are_not_taken(two: tuple[PeerStore, PeerStore]) -> None:
     there, here = two
     there.start()
     here.start(there)
@@ -188,7 +105,7 @@ def test_blocks_of_another_layout_are_not_taken(two: tuple[Store, Store]) -> Non
 
 @pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_peer_that_is_lost_is_gone_without_and_comes_back(
-    harm: signal.Signals, linked: tuple[Store, Store]
+    harm: signal.Signals, linked: tuple[PeerStore, PeerStore]
 ) -> None:
     there, here = linked
     there.write(chain(0, 4))
@@ -209,10 +126,10 @@ def test_a_peer_that_is_lost_is_gone_without_and_comes_back(
     eventually(lambda: here.read(chain(2, 2)) == 2)
 
 
-def test_strangers_keep_no_peer_out(linked: tuple[Store, Store]) -> None:
+def test_strangers_keep_no_peer_out(linked: tuple[PeerStore, PeerStore]) -> None:
     there, here = linked
     there.write(chain(0, 6))
-    strangers = [socket.create_connection(("127.0.0.1", there.port)) for _ in range(20)]
+    strangers = [socket.create_connection(there.address.split(":")) for _ in range(20)]
     magic = b"banaserve-transport-1\n"
     for number, sock in enumerate(strangers):
         said = (b"", b"GET / HTTP/1.1\r\n\r\n", secrets.token_bytes(500), magic + bytes(32))
@@ -251,9 +168,9 @@ def test_the_key_is_on_no_command_line() -> None:
 
 
 def test_an_address_that_is_taken_is_one_line(tmp_path: Path, stack: ExitStack) -> None:
-    first, second = Store(tmp_path, stack, "first"), Store(tmp_path, stack, "second")
+    first, second = PeerStore(tmp_path, stack, "first"), PeerStore(tmp_path, stack, "second")
     first.start()
-    second.port = first.port
+    second.address = first.address
     with pytest.raises(AssertionError):
         second.start()
     assert "Address already in use" in second.log.read_text().splitlines()[-1]

@@ -1,0 +1,114 @@
+"""Hosts of a small network on this machine: network namespaces around a switch, each with its own
+``/dev/shm``. Needs root and ``ip``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+
+_NET, _BRIDGE = "10.77.0", "sw0"
+_OWN_SHM = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+
+
+def missing() -> str:
+    """Why there can be no hosts here; empty where there can."""
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
+        return "needs root, ip (Debian: iproute2) and unshare"
+    name = f"bt{os.getpid()}-try"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+        return "this machine lets nobody make network namespaces"
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return ""
+
+
+class Host:
+    """One host.
+
+    Attributes:
+        address: Its IP address.
+    """
+
+    def __init__(self, namespace: str, address: str, port: str) -> None:
+        self.namespace, self.address = namespace, address
+        self._port = port
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """What runs ``argv`` there, in the process that is started."""
+        inside = ["unshare", "-m", "sh", "-c", _OWN_SHM, "_", *argv]
+        return ["ip", "netns", "exec", self.namespace, *inside]
+
+    def listening(self) -> set[tuple[str, int]]:
+        """Addresses and ports where anything listens for TCP."""
+        command = ["ip", "netns", "exec", self.namespace, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found = set()
+        for line in lines.splitlines():
+            words = line.split()
+            if len(words) > 3 and words[3] == "0A":
+                address, _, port = words[1].partition(":")
+                found.add((_dotted(address), int(port, 16)))
+        return found
+
+
+class Network:
+    """Hosts on one switch.
+
+    Attributes:
+        hosts: All of them reach each other.
+    """
+
+    def __init__(self, num_hosts: int) -> None:
+        self._name = f"bt{os.getpid()}"
+        self._switch = f"{self._name}-s"
+        self._namespaces = [self._switch]
+        _ip("netns", "add", self._switch)
+        self.hosts: list[Host] = []
+        try:
+            self._in_switch("link", "add", "name", _BRIDGE, "type", "bridge")
+            self._in_switch("link", "set", _BRIDGE, "up")
+            self.hosts += [self._add(number) for number in range(num_hosts)]
+        except BaseException:
+            self.close()
+            raise
+
+    def cut(self, host: Host) -> None:
+        """Nothing comes through to a host or from it."""
+        self._in_switch("link", "set", host._port, "down")
+
+    def mend(self, host: Host) -> None:
+        self._in_switch("link", "set", host._port, "up")
+
+    def close(self) -> None:
+        for name in self._namespaces:
+            with suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", name)
+
+    def _add(self, number: int) -> Host:
+        namespace, port = f"{self._name}-h{number}", f"p{number}"
+        address = f"{_NET}.{number + 1}"
+        _ip("netns", "add", namespace)
+        self._namespaces.append(namespace)
+        veth = ("type", "veth", "peer", "name", "eth0", "netns", namespace)
+        self._in_switch("link", "add", "name", port, *veth)
+        self._in_switch("link", "set", port, "master", _BRIDGE, "up")
+        _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            _ip("-n", namespace, "link", "set", device, "up")
+        return Host(namespace, address, port)
+
+    def _in_switch(self, *words: str) -> None:
+        _ip("-n", self._switch, *words)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def _dotted(address: str) -> str:
+    """An address of ``/proc/net/tcp``; of IPv6 the hexadecimal digits."""
+    if len(address) != 8:
+        return address
+    return ".".join(str(int(address[at : at + 2], 16)) for at in (6, 4, 2, 0))

@@ -1,0 +1,128 @@
+"""Stores on hosts of their own that share blocks over a network: cuts, restarts, strangers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import hosts
+from depth import IS_LONG
+from hosts import Host, Network
+from peer_store import PeerStore, chain
+from store_process import start_store
+from waiting import eventually
+
+_why = hosts.missing()
+pytestmark = pytest.mark.skipif(bool(_why), reason=_why)
+
+PORT = 7100
+NUM_RESTARTS = 50 if IS_LONG else 4
+SCAN = """
+import socket, sys
+for port in range(1, 65536):
+    with socket.socket() as sock:
+        if sock.connect_ex((sys.argv[1], port)) == 0:
+            sock.settimeout(10.0)
+            sock.sendall(b"GET / HTTP/1.1\\r\\n\\r\\n" + bytes(100))
+            try:
+                said = sock.recv(4096)
+            except OSError:
+                said = b""
+            print(port, said)
+"""
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    made = Network(3)
+    yield made
+    made.close()
+
+
+def store_on(host: Host, folder: Path, stack: ExitStack, name: str) -> PeerStore:
+    address = f"{host.address}:{PORT}"
+    return PeerStore(folder, stack, name, address, partial(start_store, within=host.command))
+
+
+@pytest.fixture
+def linked(network: Network, tmp_path: Path, stack: ExitStack) -> tuple[PeerStore, PeerStore]:
+    """A store on each of two hosts; the second fetches from the first."""
+    there, here = (
+        store_on(host, tmp_path, stack, name)
+        for host, name in zip(network.hosts, ("there", "here"), strict=False)
+    )
+    there.start()
+    here.start(there)
+    eventually(here.is_linked)
+    return there, here
+
+
+def test_a_prefix_is_read_on_another_host(linked: tuple[PeerStore, PeerStore]) -> None:
+    there, here = linked
+    there.write(chain(0, 6))
+    assert here.read(chain(0, 6)) == 6
+    shm = [os.listdir(f"/proc/{one.process.pid}/root/dev/shm") for one in linked]
+    assert shm == [[], []]
+
+
+def test_a_cut_link_costs_its_blocks_alone(
+    network: Network, linked: tuple[PeerStore, PeerStore]
+) -> None:
+    there, here = linked
+    there.write(chain(0, 6))
+    assert here.read(chain(0, 2)) == 2
+    network.cut(network.hosts[0])
+    eventually(lambda: not here.is_linked())
+    assert here.read(chain(0, 6)) == 2
+    network.mend(network.hosts[0])
+    eventually(here.is_linked)
+    eventually(lambda: here.read(chain(0, 6)) == 6)
+
+
+def test_one_that_comes_back_at_the_same_address_is_another(
+    linked: tuple[PeerStore, PeerStore],
+) -> None:
+    """Its blocks are new ones; none of the old is expected of it, and nothing is taken for them."""
+    there, here = linked
+    for number in range(NUM_RESTARTS):
+        there.write(chain(100 * number, 3))
+        eventually(lambda first=100 * number: here.read(chain(first, 3)) == 3)
+        there.write(chain(100 * number + 50, 3))
+        there.kill()
+        there.start()
+        eventually(here.is_linked)
+        assert here.read(chain(100 * number + 50, 3)) == 0
+    stats = here.stats()
+    assert (stats.leased_slots, stats.promoting_slots, stats.protocol_errors) == (0, 0, 0)
+
+
+def test_a_stopped_host_is_gone_without(linked: tuple[PeerStore, PeerStore]) -> None:
+    there, here = linked
+    there.write(chain(0, 6))
+    os.kill(there.process.pid, signal.SIGSTOP)
+    eventually(lambda: not here.is_linked())
+    assert here.read(chain(0, 6)) == 0
+    os.kill(there.process.pid, signal.SIGCONT)
+    eventually(here.is_linked)
+    eventually(lambda: here.read(chain(0, 6)) == 6)
+
+
+def test_a_scan_of_all_ports_finds_one_that_says_nothing(
+    network: Network, linked: tuple[PeerStore, PeerStore]
+) -> None:
+    there, here = linked
+    there_host, _, stranger = network.hosts
+    assert there_host.listening() == {(there_host.address, PORT)}
+    scanning = stranger.command([sys.executable, "-c", SCAN, there_host.address])
+    said = subprocess.run(scanning, capture_output=True, text=True, check=True).stdout
+    assert said == f"{PORT} b''\n"
+    there.write(chain(0, 3))
+    assert here.read(chain(0, 3)) == 3
