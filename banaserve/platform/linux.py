@@ -20,6 +20,9 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _POPULATE_STEP_BYTES = 64 * 2**20
 _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("3i")
+_TCP_INFO = struct.Struct("8B12I")
+_LAST_DATA_RECEIVED_MS = 19
+"""Its place in ``struct tcp_info``, behind eight bytes and eleven numbers."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -77,6 +80,16 @@ def peer_of(sock: socket.socket) -> Credentials:
 def is_own(peer: Credentials) -> bool:
     """Whether a peer is run by this process's user, or by root."""
     return peer.uid in (os.geteuid(), 0)
+
+
+def since_received_s(sock: socket.socket) -> float:
+    """Seconds since the last bytes have come on a TCP connection.
+
+    Raises:
+        OSError: It is none, or closed.
+    """
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    return float(_TCP_INFO.unpack(info)[_LAST_DATA_RECEIVED_MS]) / 1000.0
 
 
 def open_peer_pidfd(sock: socket.socket) -> int:

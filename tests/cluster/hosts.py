@@ -81,6 +81,12 @@ class Network:
     def mend(self, host: Host) -> None:
         self._in_switch("link", "set", host._port, "up")
 
+    def slow_down(self, host: Host, rate: str) -> None:
+        """Send from a host at this rate at most, such as ``1gbit``; for good."""
+        tbf = ("tbf", "rate", rate, "burst", "32kb", "latency", "200ms")
+        command = ["tc", "-n", host.namespace, "qdisc", "replace", "dev", "eth0", "root", *tbf]
+        subprocess.run(command, check=True, capture_output=True)
+
     def close(self) -> None:
         for name in self._namespaces:
             with suppress(subprocess.CalledProcessError):

@@ -16,7 +16,7 @@ import pytest
 import hosts
 from depth import IS_LONG
 from hosts import Host, Network
-from peer_store import PeerStore, chain
+from peer_store import SLOT_BYTES, PeerStore, chain
 from store_process import start_store
 from waiting import eventually
 
@@ -113,6 +113,19 @@ def test_a_stopped_host_is_gone_without(linked: tuple[PeerStore, PeerStore]) -> 
     os.kill(there.process.pid, signal.SIGCONT)
     eventually(here.is_linked)
     eventually(lambda: here.read(chain(0, 6)) == 6)
+
+
+def test_a_slow_link_is_no_dead_peer(network: Network, linked: tuple[PeerStore, PeerStore]) -> None:
+    """Blocks keep it busy for seconds, and the answer to a heartbeat is behind them."""
+    there, here = linked
+    num_blocks = 8
+    there.write(chain(0, num_blocks))
+    network.slow_down(network.hosts[0], f"{8 * num_blocks * SLOT_BYTES // 6}bit")
+    try:
+        assert here.read(chain(0, num_blocks)) == num_blocks
+    finally:
+        network.slow_down(network.hosts[0], "10gbit")
+    assert here.peers().stats.failures == here.peers().promotion_failures == 0
 
 
 def test_a_scan_of_all_ports_finds_one_that_says_nothing(

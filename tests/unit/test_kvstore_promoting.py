@@ -152,6 +152,20 @@ def test_a_full_queue_delays_and_loses_nothing(stack: ExitStack) -> None:
     assert store.arrivals(granted) == [HIT] * 4
 
 
+def test_a_full_queue_loses_nothing_where_a_peer_is_asked_again(stack: ExitStack) -> None:
+    store, tier = filled(stack, *KEYS[:2], depth=1)
+    granted = store.exchange(KEYS[:2])
+    name = NAMESPACE + KEYS[1]
+    block = tier.blocks.pop(name)
+    tier.asking = {name}
+    store.turn()
+    tier.blocks[name] = block
+    for _ in range(2):
+        tier.end()
+        store.turn()
+    assert store.arrivals(granted) == [HIT, HIT]
+
+
 def test_promotions_leave_slots_to_writers(stack: ExitStack) -> None:
     store, _ = filled(stack, *KEYS[:8])
     granted = store.exchange(KEYS[:8])

@@ -127,8 +127,8 @@ class Promoter:
             if ticket is not None:
                 load.taken_s = self._clock()
                 tier.loading[ticket] = tier.waiting.popleft()
-            elif tier.is_busy and tier.lookup([key]) == [Lookup.HIT]:
-                # Its queue is full: this goes on when something has ended.
+            elif tier.is_busy and tier.lookup([key]) != [Lookup.MISS]:
+                # Its queue is full, or what it knew is too old: this goes on when something ends.
                 return
             elif not tier.is_faulty:
                 self._fail(tier, tier.waiting.popleft())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import socket
 import threading
@@ -29,6 +30,7 @@ from banaserve.kvstore.peers.messages import (
     reply_in,
 )
 from banaserve.kvstore.tiers.interface import BlockBytes, TierOutcome
+from banaserve.platform.linux import since_received_s
 from banaserve.transport.channel import StreamChannel
 from banaserve.transport.connect import over_tcp
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
@@ -104,7 +106,7 @@ class PeerLink:
         self._asks: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[PeerLoad | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._channels: set[StreamChannel] = set()
+        self._channels: dict[StreamChannel, socket.socket] = {}
         self._is_up = threading.Event()
         self._is_over = threading.Event()
         self._threads = [threading.Thread(target=self._ask_for_ever, daemon=True)]
@@ -161,15 +163,15 @@ class PeerLink:
                 keys = self._asks.get(timeout=HEARTBEAT_S)
             except queue.Empty:
                 keys = []
-            answer = None
+            states: bytes | None = None
             try:
-                answer, _ = _exchange(channel, AskBlocks(keys), ANSWER_S)
-                if not isinstance(answer, BlockStates) or len(answer.states) != len(keys):
-                    answer = None
-                    raise ProtocolError("it has answered something else")
+                states = _states(channel, keys)
+            except TransferTimeoutError:
+                # Where blocks keep coming the answer is behind them: a slow link, no dead peer.
+                if not self._is_sending():
+                    raise
             finally:
                 if keys:
-                    states = answer.states if isinstance(answer, BlockStates) else None
                     self._say(AskedPeer(self, keys, states))
 
     def _refuse_until(self, until_s: float) -> None:
@@ -202,6 +204,12 @@ class PeerLink:
             raise PeerGoneError("it does not answer")
         return self._connected()
 
+    def _is_sending(self) -> bool:
+        """Whether anything has come on a connection for blocks since a question was asked."""
+        with self._lock:
+            socks = list(self._channels.values())
+        return any(_silent_s(sock) < ANSWER_S / 2 for sock in socks)
+
     # ---- both
 
     def _connected(self) -> StreamChannel:
@@ -215,7 +223,7 @@ class PeerLink:
             raise PeerGoneError(f"{error.strerror or error}") from None
         channel = over_tcp(sock, self._key, deadline, listening=False)
         with self._lock:
-            self._channels.add(channel)
+            self._channels[channel] = sock
         try:
             if self._is_over.is_set():
                 raise PeerGoneError("closed")
@@ -230,7 +238,7 @@ class PeerLink:
     def _drop(self, channel: StreamChannel) -> None:
         channel.close()
         with self._lock:
-            self._channels.discard(channel)
+            self._channels.pop(channel, None)
 
     def _break_off(self) -> None:
         with self._lock:
@@ -248,6 +256,20 @@ def _exchange(
 ) -> tuple[PeerReply, Message]:
     message = channel.call(message_of(request), timeout_s)
     return reply_in(message), message
+
+
+def _states(channel: StreamChannel, keys: list[bytes]) -> bytes:
+    answer, _ = _exchange(channel, AskBlocks(keys), ANSWER_S)
+    if not isinstance(answer, BlockStates) or len(answer.states) != len(keys):
+        raise ProtocolError("it has answered something else")
+    return answer.states
+
+
+def _silent_s(sock: socket.socket) -> float:
+    try:
+        return since_received_s(sock)
+    except OSError:  # it is closed
+        return math.inf
 
 
 def _fetch(channel: StreamChannel, load: PeerLoad) -> TierOutcome:
