@@ -134,6 +134,7 @@ class ServeConfig:
         migration_guest_share: Of an instance's device that guests beside it may take.
         migration_guest_saves: Whether guests save the KV of their layers to the store themselves.
         migration_poison: Overwrite KV that has moved away with NaN: for tests.
+        migration_transport: By which KV and activations travel between an instance and its guests.
         migration_attention: What instances and guests attend with: vLLM's kernels or ours.
         pace: Profile of the GPU and model whose time is modelled; empty for real time.
         dilate: Wall seconds of one modelled second.
@@ -195,6 +196,7 @@ class ServeConfig:
     migration_guest_share: float = 1.0
     migration_guest_saves: bool = True
     migration_poison: bool = False
+    migration_transport: str = "shm"
     migration_attention: str = "auto"
     pace: str = ""
     dilate: float = 1.0

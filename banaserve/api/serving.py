@@ -142,6 +142,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
                 parts.run.logs,
                 parts.run.sockets,
                 parts.config.migration_guest_share,
+                parts.config.migration_transport,
             )
         )
         control = await stack.enter_async_context(

@@ -5,16 +5,26 @@ from __future__ import annotations
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from banaserve.platform.linux import is_own, peer_of
 from banaserve.transport import seal
 from banaserve.transport.channel import StreamChannel
-from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
+from banaserve.transport.errors import (
+    PeerGoneError,
+    RefusedError,
+    TransferTimeoutError,
+    TransportError,
+)
 from banaserve.transport.interface import TransportOptions
 from banaserve.transport.service import listen_tcp, listen_unix
 from banaserve.transport.stream import SocketStream
+
+_BACKLOG = 16
+_STRANGER_S = 1.0
+"""For the proof of one who connects, while another is waited for."""
 
 
 class Listener(Protocol):
@@ -90,6 +100,31 @@ def connect(address: str, options: TransportOptions, timeout_s: float) -> Stream
     raise RefusedError(f"{address!r} begins with neither unix: nor tcp:")
 
 
+def accept_tcp(host_and_port: str, options: TransportOptions, timeout_s: float) -> StreamChannel:
+    """Wait at an address for the one peer that knows the secret; others are turned away.
+
+    Args:
+        host_and_port: Where to listen until then.
+
+    Raises:
+        PeerGoneError: Nobody can listen there.
+        TransferTimeoutError: It has not come in time.
+        RefusedError: The address is none.
+    """
+    deadline = time.monotonic() + timeout_s
+    family, address = _tcp_place(host_and_port)
+    try:
+        listener = socket.create_server(address, family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise PeerGoneError(f"cannot listen at {host_and_port}: {error.strerror}") from error
+    with listener:
+        while True:
+            sock = _accept(listener, deadline - time.monotonic())
+            with suppress(TransportError):
+                until_s = min(deadline, time.monotonic() + _STRANGER_S)
+                return over_tcp(sock, options.secret, until_s, listening=True)
+
+
 def over_unix(sock: socket.socket) -> StreamChannel:
     """A channel over a connected Unix socket, of a socket pair for instance.
 
@@ -136,11 +171,14 @@ def connect_tcp(host_and_port: str, timeout_s: float) -> socket.socket:
         PeerGoneError: Nothing listens there.
         TransferTimeoutError: No answer in time.
     """
+    return _connect(*_tcp_place(host_and_port), timeout_s)
+
+
+def _tcp_place(host_and_port: str) -> tuple[int, tuple[str, int]]:
     host, _, port = host_and_port.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise RefusedError(f"{host_and_port!r} is no HOST:PORT")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return _connect(family, (host, int(port)), timeout_s)
+    return socket.AF_INET6 if ":" in host else socket.AF_INET, (host, int(port))
 
 
 def _connect(family: int, address: str | tuple[str, int], timeout_s: float) -> socket.socket:

@@ -8,6 +8,8 @@ from banaserve.errors import UserError
 from banaserve.names import check_known
 from banaserve.transport.interface import Transport, TransportOptions
 
+SHARED_MEMORY = "shm"
+"""Of one machine alone."""
 Factory = Callable[[TransportOptions], Transport]
 _factories: dict[str, Factory] = {}
 
@@ -66,7 +68,7 @@ def _nixl(options: TransportOptions) -> Transport:
     return NixlTransport(options)
 
 
-register("shm", _shm)
+register(SHARED_MEMORY, _shm)
 register("tcp", _tcp)
 register("torch_distributed", _torch_distributed)
 register("nixl", _nixl)

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 import transport_faults as faults
 import transport_peer
+from banaserve.bench.loadgen.servers import free_port
 from banaserve.transport import frames
-from banaserve.transport.connect import TcpListener, UnixListener, connect
+from banaserve.transport.connect import TcpListener, UnixListener, accept_tcp, connect
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
@@ -251,3 +252,40 @@ def test_the_same_seed_makes_the_same_operations_go_wrong():
             run.strikes()
     assert runs[0].done == runs[1].done
     assert 0 < len(runs[0].done) < 50
+
+
+def test_the_one_that_is_waited_for_comes_behind_strangers(tmp_path):
+    options = TransportOptions(folder=str(tmp_path), secret=b"a" * 16)
+    other = TransportOptions(folder=str(tmp_path), secret=b"b" * 16)
+    port, found = free_port(), []
+    waiting = threading.Thread(
+        target=lambda: found.append(accept_tcp(f"127.0.0.1:{port}", options, WAIT_S))
+    )
+    waiting.start()
+    strangers = []
+
+    def asked(known):
+        with suppress(PeerGoneError):
+            return connect(f"tcp:127.0.0.1:{port}", known, WAIT_S)
+
+    while not strangers:
+        with suppress(OSError):
+            strangers.append(socket.create_connection(("127.0.0.1", port)))
+    strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
+    with pytest.raises(TransportError):
+        connect(f"tcp:127.0.0.1:{port}", other, WAIT_S)
+    silent = socket.create_connection(("127.0.0.1", port))
+    ours = asked(options)
+    waiting.join()
+    ours.send(Message(b"here"), WAIT_S)
+    assert found[0].receive(WAIT_S).body == b"here"
+    for one in (ours, found[0], silent, *strangers):
+        one.close()
+
+
+def test_nobody_comes_or_the_address_is_taken(tmp_path):
+    options = TransportOptions(folder=str(tmp_path), secret=b"a" * 16)
+    with pytest.raises(TransferTimeoutError):
+        accept_tcp(f"127.0.0.1:{free_port()}", options, 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PeerGoneError, match="use"):
+        accept_tcp("{}:{}".format(*taken.getsockname()), options, WAIT_S)

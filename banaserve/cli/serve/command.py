@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,8 @@ from banaserve.orchestrator.routing import registry
 from banaserve.platform.linux import available_memory_bytes
 from banaserve.plugins import PluginGroup
 from banaserve.run_dir import RunDir, open_run_dir
+from banaserve.transport import registry as transports
+from banaserve.transport.interface import MIN_SECRET_BYTES, TransportOptions
 
 _AGAIN_S = 0.5
 logger = logging.getLogger(__name__)
@@ -84,8 +87,16 @@ def _check(config: ServeConfig) -> None:
     registry.make(config.routing_policy, **config.routing_section)
     emulation.profile_of(config)
     check_orchestrator(config.orchestrator)
+    if config.migration and config.migration_transport != transports.SHARED_MEMORY:
+        _check_transport(config.migration_transport)
     if config.orchestrator.is_elastic:
         forecast_profile(config, on_cpu=True)  # on another device it is asked again, behind vLLM
+
+
+def _check_transport(name: str) -> None:
+    """Whether what it needs is installed: guests are started long after."""
+    options = TransportOptions(folder=tempfile.gettempdir(), secret=bytes(MIN_SECRET_BYTES))
+    transports.create(name, options).close()
 
 
 def _asked(config: ServeConfig) -> Iterator[tuple[PluginGroup, str]]:

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from banaserve.bench.loadgen.servers import free_port
 from banaserve.engine.vllm.migration.time_hook import TimeHook
 from banaserve.engine.vllm.migration.units.base import MigrationUnit
 from banaserve.engine.vllm.migration.units.registry import read_modules
@@ -168,11 +169,12 @@ class Rig:
         self.do("detach", guest_id)
         self.kill(guest_id)
 
-    def new_guest(self, stall_s: float | None = None) -> str:
+    def new_guest(self, stall_s: float | None = None, transport: str = "shm") -> str:
         """Start a guest and attach it; returns its id.
 
         Args:
             stall_s: How long it may stand still; None: longer than on a busy machine.
+            transport: By which KV travels; with any but that of one machine messages go over TCP.
         """
         from banaserve.engine.vllm.launch import messages
         from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
@@ -181,9 +183,11 @@ class Rig:
         guest_id = f"g{self._num_guests}"
         address = GuestAddress(
             guest_id=guest_id,
-            channel=str(self._folder / f"{guest_id}.sock"),
+            channel=f"tcp:127.0.0.1:{free_port()}"
+            if transport != "shm"
+            else str(self._folder / f"{guest_id}.sock"),
             token=secrets.token_hex(16),
-            transport="shm",
+            transport=transport,
             folder=str(self._folder),
             secret=self._secret,
         )

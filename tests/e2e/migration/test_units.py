@@ -83,3 +83,24 @@ def test_a_unit_leaves_goes_on_and_comes_home_in_mid_stream(
     usage = rig.do("usage", other)
     assert usage["num_runs"] > 0
     assert usage["busy_s"] > 0
+
+
+@pytest.mark.parametrize("transport", ["tcp", "torch_distributed"])
+def test_units_travel_by_every_transport(
+    rig: Any, transport: str, prompts: list[list[int]], expected: Any, let_pass: Any
+) -> None:
+    """To a guest that might be on another machine, from there to one here, and home."""
+    far, near = rig.new_guest(transport=transport), rig.guest()
+    kinds = all_kinds() if transport == "tcp" else ["layers"]
+
+    def travel(kind: str) -> Generator[None, None, None]:
+        yield from let_pass(2)
+        yield from rig.away(sample(kind), far, gap=2)
+        (unit,) = rig.do("status")["units"]
+        yield from rig.on(unit["unit_id"], near, gap=2)
+        yield from rig.on(unit["unit_id"], gap=2)
+
+    for kind in kinds:
+        assert rig.agrees(rig.run(prompts, NUM_TOKENS, travel(kind)), expected), kind
+        assert rig.do("status")["units"] == []
+    assert rig.do("usage", far)["num_runs"] > 0

@@ -145,6 +145,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         migration_guest_share=known.migration_guest_share,
         migration_guest_saves=known.migration_guest_saves == "on",
         migration_poison=known.migration_poison,
+        migration_transport=known.migration_transport,
         migration_attention=known.migration_attention,
         pace=known.pace,
         dilate=known.dilate,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from banaserve.config import MIGRATION_ATTENTION, ServeConfig
+from banaserve.transport import registry
 
 _DEFAULTS = ServeConfig()
 
@@ -53,6 +54,12 @@ def add_migration(parser: argparse.ArgumentParser) -> None:
         default="on" if _DEFAULTS.migration_guest_saves else "off",
         help="whether a guest saves the KV of its layers to the store, or sends it to its host, "
         "which does",
+    )
+    add(
+        "--migration-transport",
+        choices=registry.names(),
+        default=_DEFAULTS.migration_transport,
+        help="by which KV and activations travel between an instance and its guests",
     )
     add(
         "--migration-attention",

@@ -214,10 +214,6 @@ class GuestMonitor:
             host_state.instance.set_guests(num_bytes, min(1.0, busy))
 
 
-TRANSPORT = "shm"
-"""GuestPool run on the machine of their host."""
-
-
 @contextlib.asynccontextmanager
 async def live_migration(
     cluster: Cluster,
@@ -226,17 +222,19 @@ async def live_migration(
     logs: Path,
     sockets: Path,
     guest_share: float,
+    transport: str,
 ) -> AsyncIterator[Coordinator]:
     """A coordinator for the instances of ``cluster``, with everything that looks after guests.
 
     Args:
         guest_share: Of an instance's device that guests beside it may take.
+        transport: By which KV and activations travel.
     """
 
     def guest_ended(guest: GuestHandle) -> None:
         overseer.guest_ended(guest)
 
-    guests = GuestPool(launcher, logs, sockets, TRANSPORT, guest_ended, guest_share)
+    guests = GuestPool(launcher, logs, sockets, transport, guest_ended, guest_share)
     facts = model_facts(config)
     coordinator = Coordinator(cluster.instances, guests, facts, machine_available_bytes)
     overseer = GuestMonitor(coordinator)

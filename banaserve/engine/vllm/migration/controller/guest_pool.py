@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +23,13 @@ from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.engine.vllm.migration.worker_api import LinkState
 from banaserve.errors import MigrationError
 from banaserve.platform import processes
+from banaserve.transport.connect import tcp_address
+from banaserve.transport.registry import SHARED_MEMORY
 from banaserve.types import InstanceId
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
 _POLL_S = 0.02
 
 
@@ -164,13 +168,20 @@ class GuestPool:
         guest_id = f"g{next(self._numbers)}-{host}-{target}"
         return GuestAddress(
             guest_id=guest_id,
-            channel=str(self._sockets / f"{guest_id}.s"),
+            channel=self._channel(guest_id),
             token=secrets.token_hex(32),
             transport=self._transport,
             folder=str(self._sockets),
             secret=self._secret,
             target=target,
         )
+
+    def _channel(self, guest_id: str) -> str:
+        """Where a guest answers: memory is shared on one machine alone, and so are Unix sockets."""
+        if self._transport == SHARED_MEMORY:
+            return str(self._sockets / f"{guest_id}.s")
+        with socket.create_server((LOOPBACK, 0)) as unused:
+            return tcp_address(unused)
 
     async def _until_ready(self, guest: GuestHandle, link: HostClient) -> None:
         loop = asyncio.get_running_loop()

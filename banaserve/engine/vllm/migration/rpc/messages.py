@@ -13,10 +13,12 @@ import msgspec
 
 from banaserve.errors import ProtocolError
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.transport.connect import connect, over_unix
+from banaserve.transport.connect import accept_tcp, connect, over_unix
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
 from banaserve.transport.interface import Channel, RegionDescriptor, Transport, TransportOptions
 from banaserve.transport.registry import create
+
+_TCP = "tcp:"
 
 
 class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -24,7 +26,7 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         guest_id: Of the guest: one for each host and target, or for each move.
-        channel: Path of the Unix socket at which the guest answers.
+        channel: Where the guest answers: path of a Unix socket, or ``tcp:HOST:PORT``.
         token: Secret that the host shows.
         transport: Name of the transport for KV.
         folder: Private folder of the run.
@@ -56,6 +58,8 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             TransportError: No guest connects, or a process without the secret.
         """
+        if self.channel.startswith(_TCP):
+            return accept_tcp(self.channel.removeprefix(_TCP), self._options, timeout_s)
         path = Path(self.channel)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -79,7 +83,8 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             TransportError: The guest does not answer.
         """
-        return connect(f"unix:{self.channel}", self._options, timeout_s)
+        where = self.channel if self.channel.startswith(_TCP) else f"unix:{self.channel}"
+        return connect(where, self._options, timeout_s)
 
     @property
     def _options(self) -> TransportOptions:
