@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -42,6 +43,17 @@ def is_running(pid: int) -> bool:
     except OSError:
         return False
     return state not in ("Z", "X")
+
+
+def own_folder(parent: Path) -> Path:
+    """An empty folder of this process in ``parent``; those of processes that have ended go."""
+    for other in parent.glob("*.of"):
+        if other.stem.isdecimal() and not is_running(int(other.stem)):
+            shutil.rmtree(other, ignore_errors=True)
+    own = parent / f"{os.getpid()}.of"
+    shutil.rmtree(own, ignore_errors=True)
+    own.mkdir(mode=0o700)
+    return own
 
 
 def end_child(pid: int, patience_s: float) -> None:

@@ -125,7 +125,7 @@ def _compared(given: Namespace, console: Console) -> Iterator[_Told]:
             f"{len(found)}/{len(chosen)} {one.cell.name}: elastic {own.goodput:.3f}, "
             f"{one.best} {best.goodput:.3f}"
         )
-        raw = {"cells": [msgspec.to_builtins(each) for each in found]}
+        raw = {"outcomes": [msgspec.to_builtins(each) for each in found]}
         yield table(found), figures(found), raw, options
     if without:
         console.print(ablation_table(found))
@@ -139,7 +139,7 @@ def _kept(path: Path | None, options: Mapping[str, Any]) -> list[CellOutcome]:
     is_same = (left.name, left.options) == ("elastic", dict(options))
     if not is_same or left.dirty or (left.commit, left.dirty) != result.commit():
         return []
-    return [msgspec.convert(one, CellOutcome) for one in left.raw["cells"]]
+    return [msgspec.convert(one, CellOutcome) for one in left.raw["outcomes"]]
 
 
 def _constant(given: Namespace, console: Console) -> Iterator[_Told]:
@@ -153,7 +153,7 @@ def _constant(given: Namespace, console: Console) -> Iterator[_Told]:
             f"{len(found)}/{len(chosen)} {one.cell.name}: "
             f"{one.changes_a_minute:.2f} changes a minute"
         )
-        raw = {"cells": [msgspec.to_builtins(each) for each in found]}
+        raw = {"outcomes": [msgspec.to_builtins(each) for each in found]}
         yield constant_table(found), constant_figures(found), raw, options
 
 

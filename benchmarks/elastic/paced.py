@@ -104,7 +104,9 @@ def _kept(given: argparse.Namespace) -> dict[str, Any]:
     if kept.name != "elastic-paced":
         raise UserError(f"{given.json} is a result of bench {kept.name}: give another file")
     return {
-        name: one for name, one in kept.raw["cells"].items() if one["duration_s"] == given.duration
+        name: one
+        for name, one in kept.raw["outcomes"].items()
+        if one["duration_s"] == given.duration
     }
 
 
@@ -299,7 +301,7 @@ def _result(
         started_at=began,
         figures=figures,
         notes=[str(__doc__)],
-        raw={"cells": found},
+        raw={"outcomes": found},
         modelled_time=modelled,
     )
 

@@ -5,6 +5,7 @@ In a module of its own: a forked process imports it by name, which it cannot do 
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -37,4 +38,11 @@ def obeys() -> int:
     """One line of its standard input."""
     print("ready", flush=True)
     sys.stdin.readline()
+    return 0
+
+
+def keeps_a_file(folder: str) -> int:
+    """Lives on with a file in a folder of its own."""
+    (processes.own_folder(Path(folder)) / "file").touch()
+    signal.pause()
     return 0

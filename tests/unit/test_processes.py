@@ -9,13 +9,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from banaserve.platform import processes
 from banaserve.platform.processes import in_daemon_thread
 from forked import Forked
-from lives import loses_a_thread, obeys, shows_life
+from lives import keeps_a_file, loses_a_thread, obeys, shows_life
+from waiting import eventually
 
 
 @contextmanager
@@ -107,3 +109,17 @@ end_now(3)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.stdout, ended.stderr) == ("buffered\nregistered\n", "")
     assert ended.returncode == 3
+
+
+def test_who_starts_removes_what_those_have_left_who_were_killed(tmp_path: Path) -> None:
+    killed = Forked(keeps_a_file, str(tmp_path))
+    eventually(lambda: list(tmp_path.glob("*.of/file")) != [])
+    (tmp_path / "others.of").mkdir()
+    own = processes.own_folder(tmp_path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted(
+        [f"{killed.pid}.of", own.name, "others.of"]
+    )
+    killed.kill()
+    killed.wait()
+    assert processes.own_folder(tmp_path) == own
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted([own.name, "others.of"])

@@ -232,6 +232,9 @@ class Instance:
             raise InstanceDeadError(f"instance {self.id} was ended while starting")
 
     def _addresses(self) -> dict[str, str]:
+        """Sockets of the engine that is to come; those of the ones before it go."""
+        for left in self._socket_dir.glob(f"{self.id}.*.[hio]"):
+            left.unlink(missing_ok=True)
         stem = f"ipc://{self._socket_dir}/{self.id}.{self.incarnation}"
         return {name: f"{stem}.{name[0]}" for name in ("handshake", "input", "output")}
 

@@ -18,9 +18,9 @@ from banaserve.kvstore.peers.messages import (
     BlockSent,
     BlockStates,
     FetchBlock,
-    Hello,
+    PeerHello,
     PeerRequest,
-    Welcome,
+    PeerWelcome,
     message_of,
     request_in,
 )
@@ -94,9 +94,9 @@ class PeerDoor:
     def _answer(self, channel: StreamChannel, message: Message) -> None:
         request: PeerRequest = request_in(message)
         match request:
-            case Hello(version):
+            case PeerHello(version):
                 # Whoever speaks another version hears which one is spoken here, and leaves.
-                channel.reply(message, message_of(Welcome(VERSION)), SEND_S)
+                channel.reply(message, message_of(PeerWelcome(VERSION)), SEND_S)
                 if version != VERSION:
                     raise ProtocolError(f"it speaks version {version}, this store {VERSION}")
             case AskBlocks(keys):

@@ -22,10 +22,10 @@ from banaserve.kvstore.peers.messages import (
     BlockSent,
     BlockStates,
     FetchBlock,
-    Hello,
+    PeerHello,
     PeerReply,
     PeerRequest,
-    Welcome,
+    PeerWelcome,
     message_of,
     reply_in,
 )
@@ -72,14 +72,14 @@ class AskedPeer(NamedTuple):
     states: bytes | None
 
 
-class PeerState(NamedTuple):
+class LinkChange(NamedTuple):
     """Whether a peer answers from here on; ``problem`` says why not."""
 
     link: PeerLink
     problem: str
 
 
-PeerEvent = PeerLoad | AskedPeer | PeerState
+PeerEvent = PeerLoad | AskedPeer | LinkChange
 
 
 class PeerLink:
@@ -142,16 +142,16 @@ class PeerLink:
             try:
                 channel = self._connected()
             except (TransportError, ProtocolError) as error:
-                self._say(PeerState(self, f"{self.name}: {error}"))
+                self._say(LinkChange(self, f"{self.name}: {error}"))
                 self._refuse_until(time.monotonic() + RETRY_S)
                 continue
             self._is_up.set()
-            self._say(PeerState(self, ""))
+            self._say(LinkChange(self, ""))
             try:
                 self._ask_on(channel)
             except (TransportError, ProtocolError) as error:
                 self._is_up.clear()
-                self._say(PeerState(self, f"{self.name}: {error}"))
+                self._say(LinkChange(self, f"{self.name}: {error}"))
                 # Blocks that are on their way from a peer that stands still would never come.
                 self._break_off()
             finally:
@@ -227,8 +227,8 @@ class PeerLink:
         try:
             if self._is_over.is_set():
                 raise PeerGoneError("closed")
-            answer, _ = _exchange(channel, Hello(VERSION), ANSWER_S)
-            if not isinstance(answer, Welcome) or answer.version != VERSION:
+            answer, _ = _exchange(channel, PeerHello(VERSION), ANSWER_S)
+            if not isinstance(answer, PeerWelcome) or answer.version != VERSION:
                 raise ProtocolError("it speaks another version: install the same banaserve")
         except BaseException:
             self._drop(channel)

@@ -1,4 +1,4 @@
-"""What two stores on different machines say to each other.
+"""Messages between the stores of two machines.
 
 Every message is the body of a ``transport.interface.Message`` over a connection on which both
 sides have proved that they know the key; a block travels beside it, as its only tensor.
@@ -26,7 +26,7 @@ class _Said(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unkno
     pass
 
 
-class Hello(_Said, frozen=True, tag="hello"):
+class PeerHello(_Said, frozen=True, tag="hello"):
     """First request of a connection."""
 
     version: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
@@ -45,7 +45,7 @@ class FetchBlock(_Said, frozen=True, tag="fetch"):
     num_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_BYTES)]
 
 
-class Welcome(_Said, frozen=True, tag="welcome"):
+class PeerWelcome(_Said, frozen=True, tag="welcome"):
     version: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 
 
@@ -63,8 +63,8 @@ class BlockMissing(_Said, frozen=True, tag="missing"):
     """It is not there any more, or has another size."""
 
 
-PeerRequest = Hello | AskBlocks | FetchBlock
-PeerReply = Welcome | BlockStates | BlockSent | BlockMissing
+PeerRequest = PeerHello | AskBlocks | FetchBlock
+PeerReply = PeerWelcome | BlockStates | BlockSent | BlockMissing
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(PeerRequest)

@@ -1,4 +1,4 @@
-"""How a store shares its blocks with those of other machines."""
+"""Options of a store that shares blocks with those of other machines."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.link import (
     NUM_STREAMS,
     AskedPeer,
+    LinkChange,
     PeerEvent,
     PeerLink,
     PeerLoad,
-    PeerState,
 )
 from banaserve.kvstore.peers.messages import MAX_BLOCK_BYTES, MAX_KEYS
 from banaserve.kvstore.tiers.counters import TierCounters
@@ -200,7 +200,7 @@ class PeersTier:
                 case AskedPeer(link, keys, states):
                     for key, state in zip(keys, states or bytes(len(keys)), strict=True):
                         self._on_answer(link, key, state == Lookup.HIT)
-                case PeerState(link, problem):
+                case LinkChange(link, problem):
                     link.problem = problem
                     if problem:
                         self._forget(link)

@@ -85,9 +85,13 @@ def run_guest(config: VllmConfig, address: GuestAddress) -> None:
 
 
 def _keep_files_in(folder: Path) -> None:
-    """Let vLLM put its sockets and torch its rendezvous file where the run's end removes them."""
-    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
-    tempfile.tempdir = str(folder)
+    """Let vLLM put its sockets and torch its rendezvous file where the run's end removes them.
+
+    A process that is killed removes nothing, so the next one to start removes what it has left.
+    """
+    own = processes.own_folder(folder)
+    os.environ["VLLM_RPC_BASE_PATH"] = str(own)
+    tempfile.tempdir = str(own)
 
 
 class Launch(msgspec.Struct, frozen=True):
