@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # Reaped before we are told.
+                os.kill(self.pid, number)
 
     def _read(self, timeout: float | None) -> int | None:
         if self.returncode is None:
