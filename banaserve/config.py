@@ -105,6 +105,9 @@ class ServeConfig:
         colocated: Number of instances that do both legs; 0 with ``--pd``.
         devices: CUDA_VISIBLE_DEVICES of each instance in the order of their ids, or empty.
         request_bounds: What requests may hold at most, by name, where it is not the usual.
+        nodes: ``HOST:PORT`` of the agent of each node that engines run on; none: all run here.
+        cluster: Address of the Ray cluster that engines run on, or ``auto``; empty for none.
+        cluster_key: That their agents know too.
         kv_store: False serves without a store; only possible with ``colocated``.
         kv_store_size: Memory for KV blocks, in human units.
         kv_store_ssd: Folder of a tier on a local disk; None for none.
@@ -158,6 +161,9 @@ class ServeConfig:
     tenants: tuple[TenantKey, ...] = ()
     devices: tuple[str, ...] = ()
     engine_start: str = "auto"
+    nodes: tuple[str, ...] = ()
+    cluster: str = ""
+    cluster_key: str = field(default="", repr=False)
     kv_store: bool = True
     kv_store_size: str = "1GiB"
     kv_store_ssd: Path | None = None
@@ -248,6 +254,19 @@ class ServeConfig:
         made += [(InstanceId(f"d{i}"), Role.DECODE) for i in range(self.decode)]
         made += [(InstanceId(f"c{i}"), Role.COLOCATED) for i in range(self.colocated)]
         return made
+
+
+def _check_nodes(config: ServeConfig) -> None:
+    """Refuse what makes no sense where engines run on other machines."""
+    for option, is_given, advice in (
+        ("--devices", config.devices, "each node gives its own GPUs"),
+        ("--kv-store-listen", config.kv_store_listen, "the stores of the nodes are linked already"),
+        ("--kv-store-peer", config.kv_store_peers, "the stores of the nodes are linked already"),
+        ("--pace", config.pace, "modelled time is of one machine"),
+    ):
+        if is_given:
+            given = "--node" if config.nodes else "--cluster"
+            raise UserError(f"{option} and {given} exclude each other: {advice}")
 
 
 def parse_pd(text: str) -> tuple[int, int]:
@@ -376,6 +395,8 @@ def _check_parts(config: ServeConfig) -> None:
         raise UserError(f"--engine-start {config.engine_start}: one of auto, fork, spawn")
     if not config.kv_store and not config.colocated:
         raise UserError("--no-kv-store needs --colocated N: the store is how KV is handed over")
+    if config.nodes or config.cluster:
+        _check_nodes(config)
     if config.devices and len(config.devices) != config.num_instances:
         raise UserError(
             f"--devices names {len(config.devices)} sets for {config.num_instances} instances"

@@ -122,6 +122,9 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
     async with contextlib.AsyncExitStack() as stack:
         max_log_bytes = parse_size(parts.config.log_max_size) if parts.config.log_max_size else 0
         await stack.enter_async_context(rotating(parts.run.logs, max_log_bytes))
+        stack.push_async_callback(parts.launcher.leave)
+        if not await _unless(stop, asyncio.create_task(parts.launcher.open(say))):
+            return
         if parts.config.kv_store:
             await stack.enter_async_context(_store(parts, say))
         factory = _factory(parts)
@@ -211,10 +214,11 @@ async def _unless(stop: asyncio.Event, task: asyncio.Task[None]) -> bool:
 
 @contextlib.asynccontextmanager
 async def _store(parts: Parts, say: Say) -> AsyncIterator[SupervisedStore]:
-    say(f"starting the KV cache store ({parts.config.kv_store_size})")
+    options = parts.launcher.local_store(StoreOptions.of(parts.config))
+    say(f"starting the KV cache store ({options.size})")
     store = SupervisedStore(
         parts.run.sockets / "kv",
-        StoreOptions.of(parts.config),
+        options,
         parts.run.logs / "kvstore.log",
         metrics.STORE_RESTARTS.inc,
     )

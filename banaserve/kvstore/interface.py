@@ -10,11 +10,15 @@ import msgspec
 
 
 class Lookup(IntEnum):
-    """State of a key in the store."""
+    """State of a key in the store.
+
+    PENDING: its block is on its way. ASKED: a tier is asking others for it: look again soon.
+    """
 
     MISS = 0
     HIT = 1
     PENDING = 2
+    ASKED = 3
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True):

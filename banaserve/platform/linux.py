@@ -108,6 +108,15 @@ def open_peer_pidfd(sock: socket.socket) -> int:
         return os.pidfd_open(peer_of(sock).pid)
 
 
+def visible_gpus() -> list[str]:
+    """Names of the GPUs for this process, as CUDA_VISIBLE_DEVICES has them; asks no driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    found = Path("/dev").glob("nvidia[0-9]*")
+    return sorted((one.name.removeprefix("nvidia") for one in found), key=int)
+
+
 def available_memory_bytes() -> int:
     """Memory that can be taken without swapping, within this control group's limit."""
     available_bytes = _meminfo_bytes("MemAvailable")

@@ -85,16 +85,19 @@ async def wait_ended(pid: int) -> None:
         await _wait_any([os.pidfd_open(pid)])
 
 
-def show_life() -> None:
+def show_life() -> threading.Event:
     """Let ``wait_dying`` see the death of this process at once, before its memory is given back.
+
+    It also sees it, though the process goes on, once what this returns is set.
 
     Linux frees a process's memory in the last of its threads to end, and tells of the process's end
     after that: a tenth of a second later for an engine of a gigabyte. Of two threads that live as
     long as the process one is not the last.
     """
-    never = threading.Event()
+    until = threading.Event()
     for _ in range(2):
-        threading.Thread(target=_live, args=(never,), daemon=True).start()
+        threading.Thread(target=_live, args=(until,), daemon=True).start()
+    return until
 
 
 def _live(until: threading.Event) -> None:

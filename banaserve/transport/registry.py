@@ -10,6 +10,7 @@ from banaserve.transport.interface import Transport, TransportOptions
 
 SHARED_MEMORY = "shm"
 """Of one machine alone."""
+TCP = "tcp"
 Factory = Callable[[TransportOptions], Transport]
 _factories: dict[str, Factory] = {}
 
@@ -69,6 +70,6 @@ def _nixl(options: TransportOptions) -> Transport:
 
 
 register(SHARED_MEMORY, _shm)
-register("tcp", _tcp)
+register(TCP, _tcp)
 register("torch_distributed", _torch_distributed)
 register("nixl", _nixl)

@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
 
 _NET, _BRIDGE = "10.77.0", "sw0"
+_CLONE_NEWNET = 0x40000000
+T = TypeVar("T")
 _OWN_SHM = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 
 
@@ -39,6 +45,18 @@ class Host:
         """What runs ``argv`` there, in the process that is started."""
         inside = ["unshare", "-m", "sh", "-c", _OWN_SHM, "_", *argv]
         return ["ip", "netns", "exec", self.namespace, *inside]
+
+    def inside(self, work: Callable[[], T]) -> T:
+        """The result of ``work`` in a thread whose sockets are this host's."""
+
+        def enter() -> T:
+            with Path(f"/run/netns/{self.namespace}").open() as namespace:
+                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), "setns")
+            return work()
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(enter).result()
 
     def listening(self) -> set[tuple[str, int]]:
         """Addresses and ports where anything listens for TCP."""

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -45,6 +45,7 @@ class Run(servers.Server):
 
     Args:
         forks: Forks the server; None starts a Python of its own, as a user's shell does.
+        within: What runs a command on a host of a test's network.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Run(servers.Server):
         options: tuple[str, ...],
         env: Mapping[str, str],
         forks: ForkServer | None,
+        within: Callable[[Sequence[str]], list[str]] = list,
     ):
         self.port = port
         self.run_dir = folder / "run"
@@ -72,7 +74,7 @@ class Run(servers.Server):
                 forks.start(command, env, out.fileno(), err.fileno())
                 if forks is not None
                 else subprocess.Popen(
-                    [sys.executable, "-P", "-m", *command],
+                    within([sys.executable, "-P", "-m", *command]),
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,

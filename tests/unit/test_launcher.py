@@ -20,10 +20,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.engine.vllm.launch import forkserver, messages, spawned
-from banaserve.engine.vllm.launch.engine_main import Launch
 from banaserve.engine.vllm.launch.launcher import ForkLauncher
+from banaserve.engine.vllm.launch.messages import EngineLaunch
 from banaserve.engine.vllm.launch.parent_link import ParentLink, ParentLostError
-from banaserve.engine.vllm.launch.spawned import LaunchKind
+from banaserve.engine.vllm.launch.spawn import LaunchKind, spawn
 from banaserve.errors import InstanceDeadError
 from banaserve.platform.processes import is_running
 from waiting import until
@@ -181,8 +181,8 @@ def test_what_is_spawned_says_nothing_on_its_command_line_and_ends_with_its_star
     tmp_path: Path,
 ) -> None:
     """Its starter is not this process: it must not come so far as to import an engine."""
-    said = Launch("d0", ["--hf-token", "a-secret"], "ipc://nowhere", str(tmp_path / "log"))
-    process = spawned.spawn(LaunchKind.ENGINE, said, os.environ)
+    said = EngineLaunch("d0", ["--hf-token", "a-secret"], "ipc://nowhere", str(tmp_path / "log"))
+    process = spawn(LaunchKind.ENGINE, said, os.environ)
     try:
         line = b""
         while not line.strip(b"\0") and process.poll() is None:  # it may just be getting it

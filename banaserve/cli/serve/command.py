@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
-import os
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +17,7 @@ from banaserve.api.bodies.bounds import RequestBounds
 from banaserve.api.front_socket import FrontSocket
 from banaserve.cli.console import Say, print_error, timed
 from banaserve.cli.plugins import rivalries, use_plugins
+from banaserve.cli.quiet import quiet
 from banaserve.cli.serve import emulation
 from banaserve.cli.serve.options.command_line import parse_serve_argv
 from banaserve.cli.serve.options.orchestrator import check_orchestrator
@@ -30,6 +28,7 @@ from banaserve.errors import UserError
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import format_size, parse_size
 from banaserve.net.descriptors import raise_descriptor_limit
+from banaserve.nodes.options import NodeOptions
 from banaserve.orchestrator.control import Mode
 from banaserve.orchestrator.routing import registry
 from banaserve.platform.linux import available_memory_bytes
@@ -62,7 +61,7 @@ def serve_command(argv: list[str]) -> int:
         Leaving() as leaving,
         front_socket(config) as front,
         open_run_dir(config.run_dir) as run,
-        _quiet(run) as terminal,
+        quiet(run.logs / "front.log") as terminal,
         leaving.insisting(),
     ):
         # Standard error, where they have been said, is often not kept.
@@ -80,6 +79,7 @@ def _check(config: ServeConfig) -> None:
     store = StoreOptions.of(config)
     store.tiers()
     store.peers.check()
+    NodeOptions.of(config).check()
     parse_size(config.max_body_size)
     if config.log_max_size:
         parse_size(config.log_max_size)
@@ -135,38 +135,6 @@ def _serve(
             "time": emulation.words(config),
         }
         launch.run(parts, say, lambda: _banner(config, model, run, terminal, scheme, facts))
-
-
-@contextlib.contextmanager
-def _quiet(run: RunDir) -> Iterator[TextIO]:
-    """Send vLLM's output to the run directory; yields the terminal for ours."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved_out, saved_err = os.dup(1), os.dup(2)
-    log = os.open(run.logs / "front.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    # A library that vLLM's server imports lets the root logger pass errors alone.
-    logging.getLogger("banaserve").setLevel(logging.INFO)
-    terminal = os.fdopen(saved_out, "w", buffering=1)
-    atexit.register(_hush)
-    try:
-        yield terminal
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        terminal.flush()
-        os.dup2(saved_out, 1)
-        os.dup2(saved_err, 2)
-        os.close(saved_err)
-
-
-def _hush() -> None:
-    """Native libraries that vLLM loads report their own leaks when the process exits."""
-    sys.stderr.flush()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _banner(

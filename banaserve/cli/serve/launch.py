@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import os
 import platform
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from banaserve.elastic.forecast_profile import forecast_profile
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size, parse_size
 from banaserve.models import ResolvedModel, cache
+from banaserve.nodes.options import NodeOptions
 from banaserve.platform.cpu_features import DtypeChoice, choose_dtype, read_cpu_flags
 from banaserve.platform.linux import available_memory_bytes
 from banaserve.run_dir import RunDir
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from banaserve.engine.vllm.compat.config import VllmConfig
     from banaserve.engine.vllm.launch.devices import Devices
     from banaserve.engine.vllm.launch.engine_settings import EngineSettings
+    from banaserve.nodes.launcher import NodesLauncher, NodeWork
 
 logger = logging.getLogger(__name__)
 _ENGINE_BYTES = 700 * 2**20
@@ -79,6 +82,7 @@ def prepared(
 
         check_first_come(engine_config)
     on_cpu = is_on_cpu()
+    nodes = NodeOptions.of(config)
     Budgets.of(config, engine_config)  # what cannot be stops here
     if config.orchestrator.is_elastic:
         forecast_profile(config, on_cpu)
@@ -92,12 +96,18 @@ def prepared(
         cache_config = engine_config.cache_config
         kv_bytes, fraction = cache_config.kv_cache_memory_bytes, cache_config.gpu_memory_utilization
         instance_bytes = _instance_bytes(model, kv_bytes, fraction)
-        _check_memory(config, instance_bytes)
-    if config.engine_start == "fork" or (config.engine_start == "auto" and on_cpu):
+        if not nodes.are_used:
+            _check_memory(config, instance_bytes)
+    forks = config.engine_start == "fork" or (config.engine_start == "auto" and on_cpu)
+    if nodes.are_used:
+        num_gpus = 0 if on_cpu else engine_config.parallel_config.world_size
+        work = _node_work(config, argv, num_gpus, instance_bytes, forks=forks)
+        launcher: Launcher = _nodes_launcher(nodes, work, run)
+    elif forks:
         pre_import()
         pid, control = fork_engine_parent(engine_config)
         first = ParentLink(control, pid)
-        launcher: Launcher = ForkLauncher(first, lambda: start_parent(argv))
+        launcher = ForkLauncher(first, lambda: start_parent(argv))
     else:
         devices = _devices(config, engine_config.parallel_config.world_size, on_cpu)
         launcher = SpawnLauncher(argv, devices)
@@ -108,6 +118,40 @@ def prepared(
         )
     finally:
         launcher.close()
+
+
+def _node_work(
+    config: ServeConfig, argv: list[str], num_gpus: int, instance_bytes: int, *, forks: bool
+) -> NodeWork:
+    """What this server wants of the nodes that its engines are to run on."""
+    from banaserve.kvstore.daemon.options import StoreOptions
+    from banaserve.nodes.assignment import InstanceNeed
+    from banaserve.nodes.launcher import NodeWork
+
+    store = StoreOptions.of(config) if config.kv_store else None
+    node_bytes = parse_size(store.size) if store is not None else 0
+    return NodeWork(
+        instances=config.instances(),
+        need=InstanceNeed(num_gpus, 0 if num_gpus else instance_bytes, node_bytes),
+        vllm_argv=tuple(argv),
+        forks=forks,
+        threads=config.threads_per_instance,
+        store=store,
+    )
+
+
+def _nodes_launcher(options: NodeOptions, work: NodeWork, run: RunDir) -> NodesLauncher:
+    from banaserve.nodes.launcher import NodesLauncher
+    from banaserve.nodes.places import GivenPlaces, Places, RayPlaces
+
+    server, key = f"{os.uname().nodename}:{run.logs}", options.key
+    places: Places = GivenPlaces(options.addresses)
+    if options.ray:
+        key = key or secrets.token_hex(32)  # Ray hands it to the agents
+        name = run.logs.name
+        log = run.logs / "ray.log"
+        places = RayPlaces(options.ray, key, name, work.instances, work.need, log)
+    return NodesLauncher(places, key, work, server)
 
 
 class SettingsMaker:

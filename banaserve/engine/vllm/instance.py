@@ -96,7 +96,7 @@ class InflightGuard:
 
 
 async def startup_handshake(socket: zmq.asyncio.Socket, addresses: dict[str, str]) -> None:
-    """vLLM's start-up handshake: HELLO, our addresses, READY."""
+    """vLLM's start-up handshake: HELLO, our addresses as the engine knows them, READY."""
     metadata = compat.EngineHandshakeMetadata(
         addresses=compat.EngineZmqAddresses(
             inputs=[addresses["input"]], outputs=[addresses["output"]]
@@ -198,6 +198,10 @@ class Instance:
         self.state = State.STARTING
         self.incarnation += 1
         addresses = self._addresses()
+        there = {
+            name: self._launcher.address_there(self.id, address)
+            for name, address in addresses.items()
+        }
         context = zmq.asyncio.Context()
         handshake = context.socket(zmq.SocketType.ROUTER)
         handshake.setsockopt(zmq.SocketOption.LINGER, 0)
@@ -206,7 +210,7 @@ class Instance:
             self.pid = await self._launcher.start(
                 self.id, addresses["handshake"], self.log_path, self.settings.argv
             )
-            await self._until_ready(handshake, addresses, timeout_s)
+            await self._until_ready(handshake, there, timeout_s)
         finally:
             handshake.close()
             context.term()
@@ -239,10 +243,10 @@ class Instance:
         return {name: f"{stem}.{name[0]}" for name in ("handshake", "input", "output")}
 
     async def _until_ready(
-        self, handshake: zmq.asyncio.Socket, addresses: dict[str, str], timeout_s: float
+        self, handshake: zmq.asyncio.Socket, there: dict[str, str], timeout_s: float
     ) -> None:
         ended = asyncio.create_task(self.wait_ended())
-        ready = asyncio.create_task(startup_handshake(handshake, addresses))
+        ready = asyncio.create_task(startup_handshake(handshake, there))
         try:
             await asyncio.wait(
                 {ended, ready}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -465,6 +469,11 @@ class Instance:
     def is_ready(self) -> bool:
         """Whether requests may be sent: an engine that has failed is not, though it still ends."""
         return self.state is State.READY and self.llm is not None and not self.llm.errored
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its engine's process is this machine's, and not one that stands for it."""
+        return self._launcher.is_local(self.id)
 
     @property
     def weights(self) -> str:

@@ -112,8 +112,8 @@ class Promoter:
             missing = [i for i, state in enumerate(states) if state is not Lookup.HIT]
             found = tier.lookup([keys[i] for i in missing])
             for i, state in zip(missing, found, strict=True):
-                if state is not Lookup.MISS and states[i] is Lookup.MISS:
-                    states[i] = state
+                if states[i] in (Lookup.MISS, Lookup.ASKED) and state is not Lookup.MISS:
+                    states[i] = Lookup.ASKED if state is Lookup.PENDING else state
 
     def pump(self, tier: AttachedTier) -> None:
         """Submit what ``tier`` takes now."""

@@ -17,6 +17,7 @@ from banaserve.cli.serve.options.front_door import (
 )
 from banaserve.cli.serve.options.instances import add_instances
 from banaserve.cli.serve.options.migration import add_migration
+from banaserve.cli.serve.options.nodes import add_nodes, cluster_key_of
 from banaserve.cli.serve.options.orchestrator import add_orchestrator, orchestrator_of
 from banaserve.cli.serve.options.pacing import add_pacing
 from banaserve.cli.serve.options.routing import add_routing, usual_routing
@@ -106,6 +107,9 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         tenants=read_tenants(known.tenants) if known.tenants is not None else (),
         devices=tuple(known.devices.split(";")) if known.devices else (),
         engine_start=known.engine_start,
+        nodes=tuple(known.node),
+        cluster=known.cluster,
+        cluster_key=cluster_key_of(known),
         kv_store=not known.no_kv_store,
         kv_store_size=known.kv_store_size,
         kv_store_ssd=known.kv_store_ssd,
@@ -169,6 +173,7 @@ def _make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_instances(parser)
+    add_nodes(parser)
     add_front_door(parser)
     add_store(parser)
     add_routing(parser)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ from banaserve.engine.vllm.kv_connector.metadata import (
 )
 from banaserve.engine.vllm.kv_connector.scheduler import StoreConnectorScheduler
 from banaserve.engine.vllm.kv_connector.worker import StoreConnectorWorker
-from banaserve.engine.vllm.settings.environment import INSTANCE_VARIABLE
+from banaserve.engine.vllm.settings.environment import INSTANCE_VARIABLE, STORE_VARIABLE
 from banaserve.engine.vllm.tracing.events import EngineNotes
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.cost_gate import CostGate
@@ -61,6 +62,7 @@ class StoreConnector(ConnectorBase):
         super().__init__(vllm_config, role, kv_cache_config)
         self.fingerprint = describe_blocks(vllm_config, kv_cache_config)
         options = ConnectorOptions.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        options = replace(options, socket=os.environ.get(STORE_VARIABLE, options.socket))
         self.client_name = os.environ.get(INSTANCE_VARIABLE, f"engine-{os.getpid()}")
         client = StoreClient(
             options.socket,

@@ -18,6 +18,7 @@ from banaserve.engine.vllm.compat.config import VllmConfig, is_on_cpu
 from banaserve.engine.vllm.continuation import output_of
 from banaserve.engine.vllm.emulation import install as pacing
 from banaserve.engine.vllm.launch import guest_main
+from banaserve.engine.vllm.launch.messages import EngineLaunch
 from banaserve.engine.vllm.migration.host import install as migration
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.engine.vllm.settings.engine_args import engine_config, parse_vllm_argv
@@ -94,18 +95,9 @@ def _keep_files_in(folder: Path) -> None:
     tempfile.tempdir = str(own)
 
 
-class Launch(msgspec.Struct, frozen=True):
-    """Values that the launcher passes to ``spawned``."""
-
-    instance_id: str
-    vllm_argv: list[str]
-    handshake_address: str
-    log_path: str
-
-
 def run_launched(said: bytes) -> None:
-    """Serve as the engine core that ``said``, the JSON of a ``Launch``, describes."""
-    launch = msgspec.json.decode(said, type=Launch)
+    """Serve as the engine core that ``said``, the JSON of an ``EngineLaunch``, describes."""
+    launch = msgspec.json.decode(said, type=EngineLaunch)
     redirect_output(launch.log_path)
     config = engine_config(parse_vllm_argv(launch.vllm_argv))
     run_engine_core(config, launch.instance_id, launch.handshake_address)

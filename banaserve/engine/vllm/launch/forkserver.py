@@ -68,20 +68,9 @@ def run_engine_parent(config: VllmConfig, control: socket.socket) -> None:
     _EngineParent(config, control).run()
 
 
-class ParentLaunch(msgspec.Struct, frozen=True):
-    """Values that the launcher passes to ``spawned``.
-
-    Attributes:
-        control: Descriptor of the socket that orders come from.
-    """
-
-    vllm_argv: list[str]
-    control: int
-
-
 def run_launched(said: bytes) -> None:
     """Be the engine parent that ``said``, the JSON of a ``ParentLaunch``, describes."""
-    launch = msgspec.json.decode(said, type=ParentLaunch)
+    launch = msgspec.json.decode(said, type=messages.ParentLaunch)
     control = socket.socket(fileno=launch.control)
     args = parse_vllm_argv(launch.vllm_argv)
     config = engine_config(args)

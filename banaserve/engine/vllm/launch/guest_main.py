@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.launch.messages import GuestLaunch
 from banaserve.engine.vllm.migration.guest.environment import guest_environment
 from banaserve.engine.vllm.migration.guest.server import GuestServer
 from banaserve.engine.vllm.migration.guest.throttle import start_threads
@@ -31,18 +32,6 @@ def serve(config: VllmConfig, address: GuestAddress) -> None:
         channel = address.accept(ACCEPT_TIMEOUT_S)
         with guest_environment(config, str(Path(folder) / "rendezvous")):
             GuestServer(config, channel, transport, address.token).serve()
-
-
-class GuestLaunch(msgspec.Struct, frozen=True):
-    """Values that the launcher passes to ``spawned``.
-
-    Attributes:
-        vllm_argv: Of the host's engine.
-    """
-
-    address: GuestAddress
-    vllm_argv: list[str]
-    log_path: str
 
 
 def run_launched(said: bytes) -> None:

@@ -7,26 +7,39 @@ import functools
 import logging
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from banaserve.engine.vllm.launch import messages
 from banaserve.engine.vllm.launch.devices import Devices
-from banaserve.engine.vllm.launch.engine_main import Launch
-from banaserve.engine.vllm.launch.guest_main import GuestLaunch
 from banaserve.engine.vllm.launch.parent_link import ORDER_S, ParentLink, ParentLostError
-from banaserve.engine.vllm.launch.spawned import LaunchKind, spawn
+from banaserve.engine.vllm.launch.spawn import LaunchKind, spawn
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.engine.vllm.monitoring import metrics
 from banaserve.errors import InstanceDeadError
+from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.platform.processes import in_daemon_thread
+from banaserve.transport.connect import tcp_address
+from banaserve.transport.registry import SHARED_MEMORY
 
 logger = logging.getLogger(__name__)
+LOOPBACK = "127.0.0.1"
+
+
+class GuestPlace(NamedTuple):
+    """How a host reaches a guest: fields as in ``GuestAddress``."""
+
+    channel: str
+    transport: str
+    folder: str
+    listen_host: str = LOOPBACK
+    is_elsewhere: bool = False
 
 
 class Launcher(Protocol):
@@ -45,6 +58,20 @@ class Launcher(Protocol):
         """Start one and return its process id."""
         ...
 
+    async def guest_place(
+        self, host: str, target: str, guest_id: str, transport: str, sockets: Path
+    ) -> GuestPlace:
+        """Where a guest beside ``target`` can be reached by instance ``host``.
+
+        Args:
+            transport: That is wished for.
+            sockets: Private folder of the run.
+
+        Raises:
+            InstanceDeadError: A machine is away.
+        """
+        ...
+
     async def start_guest(
         self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
     ) -> int:
@@ -55,8 +82,39 @@ class Launcher(Protocol):
         """
         ...
 
+    async def open(self, say: Callable[[str], None]) -> None:
+        """Make ready whatever engines need to start.
+
+        Args:
+            say: Called with each line for people.
+
+        Raises:
+            UserError: Machines cannot be reached, or have no room.
+        """
+        ...
+
+    async def leave(self) -> None:
+        """Give back what ``open`` has taken."""
+        ...
+
+    def local_store(self, options: StoreOptions) -> StoreOptions:
+        """Options of the store beside the front door."""
+        ...
+
+    def is_local(self, instance_id: str) -> bool:
+        """Whether the instance's process is this machine's, and not one that stands for it."""
+        ...
+
+    def address_there(self, instance_id: str, address: str) -> str:
+        """Address of a socket of the instance, as its own machine knows it.
+
+        Raises:
+            InstanceDeadError: That machine is away.
+        """
+        ...
+
     def devices_of(self, instance_id: str) -> str:
-        """The instance's CUDA_VISIBLE_DEVICES; empty on CPU."""
+        """The instance's CUDA_VISIBLE_DEVICES; empty on CPU, and where they are elsewhere."""
         ...
 
     def reserve(self, instance_id: str) -> None:
@@ -76,7 +134,34 @@ class Launcher(Protocol):
         ...
 
 
-class ForkLauncher:
+class _OnThisMachine:
+    """What launchers of this machine's processes share."""
+
+    async def open(self, say: Callable[[str], None]) -> None:
+        """All is ready."""
+
+    async def leave(self) -> None:
+        """Nothing was taken."""
+
+    def local_store(self, options: StoreOptions) -> StoreOptions:
+        return options
+
+    def is_local(self, instance_id: str) -> bool:
+        return True
+
+    async def guest_place(
+        self, host: str, target: str, guest_id: str, transport: str, sockets: Path
+    ) -> GuestPlace:
+        if transport == SHARED_MEMORY:
+            return GuestPlace(str(sockets / f"{guest_id}.s"), transport, str(sockets))
+        with socket.create_server((LOOPBACK, 0)) as unused:
+            return GuestPlace(tcp_address(unused), transport, str(sockets))
+
+    def address_there(self, instance_id: str, address: str) -> str:
+        return address
+
+
+class ForkLauncher(_OnThisMachine):
     """Orders forks from the engine parent, and starts another parent in place of a lost one.
 
     A parent that does not answer keeps the engines that it has: they may be well. It is ended with
@@ -161,7 +246,7 @@ class ForkLauncher:
         self._parent.close()
 
 
-class SpawnLauncher:
+class SpawnLauncher(_OnThisMachine):
     """Starts a Python process for each engine core.
 
     Args:
@@ -191,13 +276,13 @@ class SpawnLauncher:
         vllm_argv: tuple[str, ...] = (),
     ) -> int:
         argv = list(vllm_argv) or self._vllm_argv
-        launch = Launch(instance_id, argv, handshake_address, str(log_path))
+        launch = messages.EngineLaunch(instance_id, argv, handshake_address, str(log_path))
         return self._spawn(LaunchKind.ENGINE, launch, self._environment(instance_id))
 
     async def start_guest(
         self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
     ) -> int:
-        launch = GuestLaunch(address, list(vllm_argv) or self._vllm_argv, str(log_path))
+        launch = messages.GuestLaunch(address, list(vllm_argv) or self._vllm_argv, str(log_path))
         return self._spawn(LaunchKind.GUEST, launch, self._environment(address.target))
 
     def _environment(self, instance_id: str) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""Messages between the supervisor and the engine parent, over a private socket pair."""
+"""Messages between the supervisor and the engine parent, over a private socket pair, and what
+processes are told that are started from nothing."""
 
 from __future__ import annotations
 
@@ -41,6 +42,38 @@ class StartGuest(msgspec.Struct, tag=True, frozen=True):
     log_path: str
     vllm_argv: tuple[str, ...] = ()
     until_s: float = 0.0
+
+
+class EngineLaunch(msgspec.Struct, frozen=True):
+    """Values that an engine core reads that is started from nothing."""
+
+    instance_id: str
+    vllm_argv: list[str]
+    handshake_address: str
+    log_path: str
+
+
+class GuestLaunch(msgspec.Struct, frozen=True):
+    """Values that a guest reads that is started from nothing.
+
+    Attributes:
+        vllm_argv: Of its host's engine.
+    """
+
+    address: GuestAddress
+    vllm_argv: list[str]
+    log_path: str
+
+
+class ParentLaunch(msgspec.Struct, frozen=True):
+    """Values that an engine parent reads that is started from nothing.
+
+    Attributes:
+        control: Descriptor of the socket that orders come from.
+    """
+
+    vllm_argv: list[str]
+    control: int
 
 
 class GuestStarted(msgspec.Struct, tag=True, frozen=True):

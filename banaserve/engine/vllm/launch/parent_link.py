@@ -10,8 +10,7 @@ import threading
 import time
 
 from banaserve.engine.vllm.launch import messages
-from banaserve.engine.vllm.launch.forkserver import ParentLaunch
-from banaserve.engine.vllm.launch.spawned import LaunchKind, spawn
+from banaserve.engine.vllm.launch.spawn import LaunchKind, spawn
 from banaserve.errors import BanaServeError, ProtocolError
 from banaserve.platform.processes import end_child, in_daemon_thread, is_running
 
@@ -136,7 +135,7 @@ async def start_parent(vllm_argv: list[str]) -> ParentLink:
     ours, theirs = socket.socketpair()
     try:
         with theirs:
-            launch = ParentLaunch(vllm_argv, theirs.fileno())
+            launch = messages.ParentLaunch(vllm_argv, theirs.fileno())
             descriptors = (theirs.fileno(),)
             process = spawn(
                 LaunchKind.PARENT, launch, os.environ, pass_fds=descriptors, in_session=True

@@ -41,7 +41,9 @@ class LivenessProbe:
         self._clock = clock
         self._stall_s = timeouts.stall_s
         self._before_each = before_each
-        self._watch = StallWatch(timeouts.stall_s, timeouts.spin_s, counts_work=is_on_cpu())
+        # Of an engine on another machine nobody here knows whether it works.
+        counts_work = is_on_cpu() and instance.is_local
+        self._watch = StallWatch(timeouts.stall_s, timeouts.spin_s, counts_work=counts_work)
         # Nobody asks an idle engine before, however long the others take to start.
         self._since_s = clock.now()
         self._is_silent = False

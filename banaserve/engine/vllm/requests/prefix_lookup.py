@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Sequence
+from itertools import takewhile
 
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import engine as compat
@@ -14,6 +17,11 @@ from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.wire import MAX_KEYS
 from banaserve.types import Role
+
+_ASKED_S = 0.02
+"""For the answers of other machines' stores: a round trip takes a millisecond, and what is fetched
+saves more than this. A store that is away is asked nothing."""
+_POLL_S = 0.001
 
 
 class PrefixLookup:
@@ -35,11 +43,25 @@ class PrefixLookup:
         if not keys:
             return 0
         states = self._client.lookup(keys[:MAX_KEYS])
-        num_known = next((i for i, state in enumerate(states) if state is Lookup.MISS), len(states))
-        return num_known * self._block_size
+        until_s = time.monotonic() + _ASKED_S
+        while _num_known(states) < _num_hoped(states) and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+            states = self._client.lookup(keys[:MAX_KEYS])
+        return _num_known(states) * self._block_size
 
     def close(self) -> None:
         self._client.close()
+
+
+def _num_known(states: Sequence[Lookup]) -> int:
+    """Blocks of the longest prefix that is stored or being stored."""
+    known = takewhile(lambda state: state in (Lookup.HIT, Lookup.PENDING), states)
+    return sum(1 for _ in known)
+
+
+def _num_hoped(states: Sequence[Lookup]) -> int:
+    """The same where all that stores of other machines are asked about was there."""
+    return sum(1 for _ in takewhile(lambda state: state is not Lookup.MISS, states))
 
 
 class PrefixLookups:

@@ -17,6 +17,11 @@ INSTANCE_VARIABLE = "BANASERVE_INSTANCE"
 """Names the instance to its workers: all of them are one client of the store."""
 
 
+STORE_VARIABLE = "BANASERVE_STORE_SOCKET"
+"""Where the store of this machine listens, if that is not where the engine's options say: engines
+of several machines have the same options."""
+
+
 def set_environment() -> None:
     """Set what engines inherit from this process."""
     for name, value in ENVIRONMENT.items():

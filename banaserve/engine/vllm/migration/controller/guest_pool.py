@@ -9,7 +9,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,13 +22,10 @@ from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.engine.vllm.migration.worker_api import LinkState
 from banaserve.errors import MigrationError
 from banaserve.platform import processes
-from banaserve.transport.connect import tcp_address
-from banaserve.transport.registry import SHARED_MEMORY
 from banaserve.types import InstanceId
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 _POLL_S = 0.02
 
 
@@ -145,7 +141,7 @@ class GuestPool:
             MigrationError: It could not be started or reached.
             InstanceDeadError: The host has ended, or the launcher's process has.
         """
-        address = self._address(host, target)
+        address = await self._address(host, target)
         log_path = self._logs / f"guest-{host}-{target}.log"
         pid = await self._launcher.start_guest(address, log_path, link.vllm_argv)
         guest = GuestHandle(address, host, target, pid, moves={move_id})
@@ -164,24 +160,22 @@ class GuestPool:
             raise
         return guest
 
-    def _address(self, host: InstanceId, target: InstanceId) -> GuestAddress:
+    async def _address(self, host: InstanceId, target: InstanceId) -> GuestAddress:
         guest_id = f"g{next(self._numbers)}-{host}-{target}"
+        place = await self._launcher.guest_place(
+            host, target, guest_id, self._transport, self._sockets
+        )
         return GuestAddress(
             guest_id=guest_id,
-            channel=self._channel(guest_id),
+            channel=place.channel,
             token=secrets.token_hex(32),
-            transport=self._transport,
-            folder=str(self._sockets),
+            transport=place.transport,
+            folder=place.folder,
             secret=self._secret,
+            listen_host=place.listen_host,
             target=target,
+            is_elsewhere=place.is_elsewhere,
         )
-
-    def _channel(self, guest_id: str) -> str:
-        """Where a guest answers: memory is shared on one machine alone, and so are Unix sockets."""
-        if self._transport == SHARED_MEMORY:
-            return str(self._sockets / f"{guest_id}.s")
-        with socket.create_server((LOOPBACK, 0)) as unused:
-            return tcp_address(unused)
 
     async def _until_ready(self, guest: GuestHandle, link: HostClient) -> None:
         loop = asyncio.get_running_loop()

@@ -421,7 +421,8 @@ class Attaching:
         )
         hello = messages.GuestHello(address.token, f"host of {address.guest_id}")
         ready = link.ask(hello, messages.GuestReady, ATTACH_TIMEOUT_S)
-        link.watch(ready.pid)
+        if not self._address.is_elsewhere:
+            link.watch(ready.pid)
         return link
 
     def _open_channel(self, deadline_s: float) -> Channel:

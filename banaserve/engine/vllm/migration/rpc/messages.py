@@ -33,6 +33,7 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         secret: Of the transports of the run, in hex, at least 32 digits.
         listen_host: Address for transports that use TCP.
         target: Id of the instance beside which the guest runs, on the same devices.
+        is_elsewhere: Whether the host runs on another machine than the guest.
     """
 
     guest_id: str
@@ -43,6 +44,7 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: str
     listen_host: str = "127.0.0.1"
     target: str = ""
+    is_elsewhere: bool = False
 
     def make_transport(self) -> Transport:
         """For either side.

@@ -1,0 +1,167 @@
+"""Agent of a node: runs engines, guests and a store for one server that knows the cluster's key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+from banaserve.errors import BanaServeError, ProtocolError, UserError
+from banaserve.net.addresses import written
+from banaserve.nodes.credentials import ClusterCredentials
+from banaserve.nodes.link import CONNECT_S, NodeLink, NodeLostError, accepted
+from banaserve.nodes.messages import (
+    MAX_FRAME_BYTES,
+    PROTOCOL,
+    JoinSession,
+    NodeRefused,
+    OpenSession,
+)
+from banaserve.nodes.session import NodeSession
+from banaserve.nodes.versions import own_version
+
+logger = logging.getLogger(__name__)
+
+FENCE_S = 5.0
+"""A server that says nothing for so long has given this node up: all that runs for it is ended."""
+_NEXT_S = 15.0
+"""For the processes of a server that has ended, when the next one is there already."""
+_MAX_CONNECTIONS = 512
+
+
+class NodeAgent:
+    """Listens for a server.
+
+    Args:
+        credentials: Of the cluster.
+        logs: Folder of the logs that stay on this node.
+        say: Called with each line for the node's user.
+    """
+
+    def __init__(
+        self, credentials: ClusterCredentials, logs: Path, say: Callable[[str], None]
+    ) -> None:
+        self._credentials = credentials
+        self._logs = logs
+        self._say = say
+        self._session: NodeSession | None = None
+        self._ended = asyncio.Event()
+        self._ended.set()
+        self._host = ""
+        self._num_connections = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(
+        self, host: str, port: int, stop: asyncio.Event, on_open: Callable[[int], None]
+    ) -> None:
+        """Listen at ``host:port`` until ``stop`` is set; every process has ended then.
+
+        Args:
+            port: 0 takes a free one.
+            on_open: Called with the port.
+
+        Raises:
+            UserError: Nobody can listen there.
+        """
+        self._host = host
+        try:
+            server = await asyncio.start_server(
+                self._take,
+                host,
+                port,
+                ssl=self._credentials.server,
+                ssl_handshake_timeout=CONNECT_S,
+                limit=MAX_FRAME_BYTES,
+            )
+        except OSError as error:
+            raise UserError(f"--listen {host}:{port}: {error.strerror or error}") from error
+        asyncio.get_running_loop().set_exception_handler(_log_strangers)
+        port = server.sockets[0].getsockname()[1]
+        self._say(f"this node takes a server's engines at {written(host, port)}")
+        on_open(port)
+        try:
+            await stop.wait()
+        finally:
+            server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._num_connections >= _MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._num_connections += 1
+        link = accepted(reader, writer, FENCE_S)
+        try:
+            await self._serve(link)
+        except (NodeLostError, ProtocolError) as error:
+            logger.info("%s", error)
+        except (BanaServeError, OSError) as error:
+            logger.warning("%s: %s", link.peer, error)
+            with contextlib.suppress(NodeLostError):
+                await link.send(NodeRefused(str(error)))
+        except Exception:
+            logger.exception("%s", link.peer)
+        finally:
+            self._tasks.discard(task)
+            self._num_connections -= 1
+            await link.close()
+
+    async def _serve(self, link: NodeLink) -> None:
+        async with asyncio.timeout(CONNECT_S):
+            said = await link.receive()
+        link.start_beats()
+        match said:
+            case OpenSession():
+                await self._serve_session(link, said)
+            case JoinSession():
+                session = self._session
+                if session is None or session.incarnation != said.incarnation:
+                    raise UserError("what is to be joined has ended: the node has begun anew")
+                await session.run_process(link, said)
+            case _:
+                raise ProtocolError(f"{link.peer} begins with a {type(said).__name__}")
+
+    async def _serve_session(self, link: NodeLink, asked: OpenSession) -> None:
+        if asked.protocol != PROTOCOL or asked.version != own_version():
+            raise UserError(
+                f"the server has {asked.version}, this node {own_version()}: "
+                "install the same on both"
+            )
+        if self._session is not None and self._session.server != asked.server:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_NEXT_S):
+                    await self._ended.wait()
+        elif self._session is not None:
+            await self._ended.wait()  # of the same server, which has lost that connection
+        if self._session is not None:
+            raise UserError(f"the node is used by another server, {self._session.server}")
+        session = self._session = NodeSession(link, asked.server, self._host, self._logs)
+        self._ended.clear()
+        self._say(f"server {asked.server} has taken this node")
+        try:
+            await session.run()
+        finally:
+            await asyncio.shield(asyncio.create_task(self._end(session)))
+
+    async def _end(self, session: NodeSession) -> None:
+        await session.close()
+        self._session = None
+        self._ended.set()
+        self._say(f"server {session.server} has left: all that ran for it has ended")
+
+
+def _log_strangers(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+    """A handshake that fails is no fault of ours: a port scan would fill the log."""
+    error = context.get("exception")
+    if isinstance(error, ssl.SSLError | ConnectionError):
+        logger.debug("%s", error)
+        return
+    loop.default_exception_handler(context)

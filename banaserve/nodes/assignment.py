@@ -1,0 +1,139 @@
+"""Which instances run on which node: a pure function of what the nodes have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from banaserve.errors import UserError
+from banaserve.kvstore.sizes import format_size
+from banaserve.types import InstanceId, Role
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What a node has for instances.
+
+    Attributes:
+        name: For people, unique.
+        gpus: Names of its GPUs, as in CUDA_VISIBLE_DEVICES; none on CPU.
+        memory_bytes: Available for processes.
+    """
+
+    name: str
+    gpus: tuple[str, ...]
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceNeed:
+    """What one instance takes.
+
+    Attributes:
+        num_gpus: All on one node: tensor parallelism never crosses nodes. 0 on CPU.
+        memory_bytes: Of the machine; 0 where the memory of its GPUs is what counts.
+        node_bytes: That each node takes beside its instances, for its store.
+    """
+
+    num_gpus: int = 0
+    memory_bytes: int = 0
+    node_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAssignment:
+    """What runs on a node.
+
+    Attributes:
+        instances: With the role that each begins with.
+        devices: CUDA_VISIBLE_DEVICES of each; empty on CPU.
+    """
+
+    node: str
+    instances: tuple[tuple[InstanceId, Role], ...]
+    devices: tuple[str, ...] = ()
+
+
+def room(node: NodeFacts, need: InstanceNeed) -> int:
+    """How many instances a node can have."""
+    if need.num_gpus:
+        return len(node.gpus) // need.num_gpus
+    if not need.memory_bytes:
+        return 1 << 20
+    return max(0, node.memory_bytes - need.node_bytes) // need.memory_bytes
+
+
+def assign(
+    nodes: Sequence[NodeFacts], instances: Sequence[tuple[InstanceId, Role]], need: InstanceNeed
+) -> list[NodeAssignment]:
+    """Leases of the nodes, in their order; one of a node may be empty.
+
+    Instances are spread evenly, as far as there is room. Prefill and decode are mixed on each node
+    in the proportion of the whole, so that most hand-overs stay within one node's store.
+
+    Raises:
+        UserError: They do not fit; the line says what is missing where.
+    """
+    counts = _counts(nodes, len(instances), need)
+    roles = dict.fromkeys(role for _, role in instances)
+    waiting = {role: [one for one in instances if one[1] is role] for role in roles}
+    assigned, left = [], len(instances)
+    for node, count in zip(nodes, counts, strict=True):
+        mine: list[tuple[InstanceId, Role]] = []
+        for role, number in _shares({r: len(w) for r, w in waiting.items()}, count, left).items():
+            mine += waiting[role][:number]
+            del waiting[role][:number]
+        left -= count
+        groups = [node.gpus[i * need.num_gpus :][: need.num_gpus] for i in range(count)]
+        devices = tuple(",".join(group) for group in groups) if need.num_gpus else ()
+        assigned.append(NodeAssignment(node.name, tuple(mine), devices))
+    return assigned
+
+
+def _counts(nodes: Sequence[NodeFacts], num_instances: int, need: InstanceNeed) -> list[int]:
+    """How many instances each node gets: the emptiest first."""
+    rooms = [room(node, need) for node in nodes]
+    if sum(rooms) < num_instances:
+        raise UserError(_missing(nodes, rooms, num_instances, need))
+    counts = [0] * len(nodes)
+    for _ in range(num_instances):
+        free = [i for i in range(len(nodes)) if counts[i] < rooms[i]]
+        counts[min(free, key=lambda i: (counts[i], i))] += 1
+    return counts
+
+
+def _shares(waiting: dict[Role, int], count: int, left: int) -> dict[Role, int]:
+    """Of each role, how many of ``count`` places it gets: in proportion, remainders last.
+
+    Args:
+        left: Instances without a place: the sum of ``waiting``.
+    """
+    if not left:
+        return {}
+    exact = {role: num * count / left for role, num in waiting.items()}
+    shares = {role: int(share) for role, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda role: shares[role] - exact[role])
+    for role in by_remainder[: count - sum(shares.values())]:
+        shares[role] += 1
+    return shares
+
+
+def _missing(
+    nodes: Sequence[NodeFacts], rooms: Sequence[int], num_instances: int, need: InstanceNeed
+) -> str:
+    if need.num_gpus:
+        each = f"{need.num_gpus} GPUs on one node"
+        has = [f"{len(node.gpus)} GPUs" for node in nodes]
+    else:
+        each = f"{format_size(need.memory_bytes)} of memory"
+        if need.node_bytes:
+            each += f", beside {format_size(need.node_bytes)} for a node's store"
+        has = [format_size(node.memory_bytes) for node in nodes]
+    words = "; ".join(
+        f"{node.name} has {its} (room for {one})"
+        for node, its, one in zip(nodes, has, rooms, strict=True)
+    )
+    return (
+        f"{num_instances} instances, each of which needs {each}: {words}: "
+        "more nodes, fewer instances (--pd) or less for each"
+    )

@@ -1,0 +1,167 @@
+"""Server's side of a session with a node: opened, prepared, held, and opened again when lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from banaserve.errors import ProtocolError
+from banaserve.net.addresses import written
+from banaserve.nodes.credentials import ClusterCredentials
+from banaserve.nodes.link import Data, NodeLink, NodeLostError, connect
+from banaserve.nodes.messages import (
+    PROTOCOL,
+    FreePort,
+    NodeMessage,
+    NodePrepared,
+    OpenSession,
+    PortFound,
+    PrepareNode,
+    SessionOpened,
+    StoreRestarted,
+)
+from banaserve.nodes.places import Place
+from banaserve.nodes.versions import own_version
+
+T = TypeVar("T", bound=NodeMessage)
+logger = logging.getLogger(__name__)
+RETRY_S = 1.0
+_ANSWER_S = 20.0
+"""A node may still be ending what ran for the server before."""
+_PREPARE_S = 150.0
+"""For the imports of an engine parent, on a busy machine."""
+
+
+class NodeClient:
+    """A session with the agent at ``place``.
+
+    Args:
+        server: Name of this server for the node.
+        on_store_restart: Called each time the node's store had to be started again.
+
+    Attributes:
+        opened: What the node has said of itself; None while it is away.
+        is_ready: Engines can be started there.
+        problem: Why it is away.
+        place: Where it is looked for.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        credentials: ClusterCredentials,
+        server: str,
+        on_store_restart: Callable[[], None],
+    ) -> None:
+        self.place = place
+        self.opened: SessionOpened | None = None
+        self.is_ready = False
+        self.problem = "it has not been reached yet"
+        self._credentials = credentials
+        self._server = server
+        self._on_store_restart = on_store_restart
+        self._link: NodeLink | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._answers: asyncio.Queue[NodeMessage] = asyncio.Queue()
+        self._lost = asyncio.Event()
+        self._asking = asyncio.Lock()
+
+    @property
+    def host(self) -> str:
+        """Address of the node."""
+        return self.place.host
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return written(self.place.host, self.place.port)
+
+    async def open(self) -> SessionOpened:
+        """Take the node.
+
+        Raises:
+            NodeLostError: It cannot be reached, or refuses.
+        """
+        self._link = await connect(self.place.host, self.place.port, self._credentials)
+        self._lost = asyncio.Event()
+        self._answers = asyncio.Queue()
+        self._reading = asyncio.create_task(self._read(self._link))
+        try:
+            asked = OpenSession(PROTOCOL, own_version(), self._server)
+            self.opened = await self._ask(asked, SessionOpened, _ANSWER_S)
+        except NodeLostError as error:
+            await self._leave(str(error))
+            raise
+        return self.opened
+
+    async def free_port(self) -> int:
+        """A port of the node on which nothing listens at present.
+
+        Raises:
+            NodeLostError: The node is away.
+        """
+        return (await self._ask(FreePort(), PortFound, _ANSWER_S)).port
+
+    async def prepare(self, order: PrepareNode) -> None:
+        """Let the node start its store and what engines are forked from.
+
+        Raises:
+            NodeLostError: It cannot, or is away.
+        """
+        await self._ask(order, NodePrepared, _PREPARE_S)
+        self.is_ready = True
+
+    async def wait_lost(self) -> None:
+        """Return when the node is away."""
+        await self._lost.wait()
+
+    async def close(self) -> None:
+        """Give the node back: all that runs there for this server ends."""
+        await self._leave("this server ends")
+
+    async def _leave(self, problem: str) -> None:
+        link, self._link = self._link, None
+        self.opened, self.problem, self.is_ready = None, problem, False
+        if self._reading is not None and self._reading is not asyncio.current_task():
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        if link is not None:
+            await link.close()
+        self._lost.set()
+
+    async def _ask(self, question: NodeMessage, kind: type[T], timeout_s: float) -> T:
+        async with self._asking:
+            link = self._link
+            if link is None:
+                raise NodeLostError(f"node {self.name} is away: {self.problem}")
+            await link.send(question)
+            lost = asyncio.create_task(self._lost.wait())
+            answer = asyncio.create_task(self._answers.get())
+            try:
+                await asyncio.wait(
+                    {lost, answer}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if answer.done() and isinstance(said := answer.result(), kind):
+                    return said
+                if lost.done():
+                    raise NodeLostError(self.problem)
+                raise NodeLostError(f"node {self.name} does not answer {type(question).__name__}")
+            finally:
+                for task in (lost, answer):
+                    task.cancel()
+                await asyncio.gather(lost, answer, return_exceptions=True)
+
+    async def _read(self, link: NodeLink) -> None:
+        try:
+            while True:
+                match said := await link.receive():
+                    case StoreRestarted():
+                        self._on_store_restart()
+                    case Data():
+                        raise ProtocolError(f"{link.peer} sends bytes in its session")
+                    case _:
+                        self._answers.put_nowait(said)
+        except (NodeLostError, ProtocolError) as error:
+            await self._leave(str(error))

@@ -1,0 +1,128 @@
+"""TLS between the nodes of a cluster: who knows the key vouches for himself, others get nowhere.
+
+The key is the certificate authority. Both sides derive the authority's Ed25519 key from it, sign a
+certificate of their own for as long as they run, and show it: nothing is written to a disk, and
+what was once recorded opens nothing (TLS 1.3 draws new keys for each connection).
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.x509.oid import NameOID
+
+from banaserve.errors import UserError
+
+MIN_KEY_BYTES = 16
+_SEED_BYTES = 32
+_PURPOSE = b"banaserve cluster authority 1"
+# The clocks of the nodes need not agree: what a certificate is worth ends with its process.
+_FROM, _UNTIL = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)
+_AUTHORITY, _MEMBER = "banaserve cluster", "banaserve node"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterCredentials:
+    """What this process shows and whom it believes.
+
+    Attributes:
+        server: For connections that it accepts.
+        client: For those that it opens.
+    """
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+    @classmethod
+    def of(cls, key: str) -> ClusterCredentials:
+        """Those of a cluster's key.
+
+        Raises:
+            UserError: It is shorter than ``MIN_KEY_BYTES``.
+        """
+        secret = key.encode()
+        if len(secret) < MIN_KEY_BYTES:
+            raise UserError(
+                f"a cluster's key has {MIN_KEY_BYTES} characters or more: "
+                "`openssl rand -hex 32` makes one"
+            )
+        seed = HKDF(hashes.SHA256(), _SEED_BYTES, salt=None, info=_PURPOSE).derive(secret)
+        authority = Ed25519PrivateKey.from_private_bytes(seed)
+        own = Ed25519PrivateKey.generate()
+        vouched = _certificate(_AUTHORITY, authority, authority, is_authority=True)
+        shown = _certificate(_MEMBER, own, authority, is_authority=False)
+        made = [
+            _context(protocol, vouched, shown, own)
+            for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
+        ]
+        return cls(*made)
+
+
+def _context(
+    protocol: int, authority: x509.Certificate, own: x509.Certificate, key: Ed25519PrivateKey
+) -> ssl.SSLContext:
+    made = ssl.SSLContext(protocol)
+    made.minimum_version = ssl.TLSVersion.TLSv1_3
+    made.check_hostname = False  # a node is known by the key, not by its address
+    made.verify_mode = ssl.CERT_REQUIRED
+    made.load_verify_locations(cadata=_pem(authority).decode())
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    # OpenSSL reads files alone: this one is in memory, and nobody else's.
+    with os.fdopen(os.memfd_create("certificate"), "wb") as file:
+        file.write(_pem(own) + private)
+        file.flush()
+        made.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+    return made
+
+
+def _certificate(
+    name: str, key: Ed25519PrivateKey, authority: Ed25519PrivateKey, *, is_authority: bool
+) -> x509.Certificate:
+    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
+    return (
+        x509.CertificateBuilder()
+        .subject_name(_name(name))
+        .issuer_name(_name(_AUTHORITY))
+        .public_key(key.public_key())
+        .serial_number(1 if is_authority else x509.random_serial_number())
+        .not_valid_before(_FROM)
+        .not_valid_after(_UNTIL)
+        .add_extension(x509.BasicConstraints(is_authority, None), critical=True)
+        .add_extension(_usage(is_authority), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(identifier, critical=False)
+        .sign(authority, None)
+    )
+
+
+def _usage(is_authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not is_authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=is_authority,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _name(common: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)

@@ -1,0 +1,62 @@
+"""Options of a server whose engines run on other machines."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from banaserve.config import ServeConfig
+from banaserve.errors import UserError
+from banaserve.net.addresses import host_and_port
+from banaserve.nodes.credentials import MIN_KEY_BYTES
+
+KEY_VARIABLE = "BANASERVE_CLUSTER_KEY"
+"""Holds the cluster's key where no file is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """Nodes of a server.
+
+    Attributes:
+        addresses: ``HOST:PORT`` of each node's agent.
+        ray: Address of the Ray cluster that places agents instead, or ``auto``; empty for none.
+        key: That they and the server share.
+    """
+
+    addresses: tuple[str, ...] = ()
+    ray: str = ""
+    key: str = field(default="", repr=False)
+
+    @classmethod
+    def of(cls, config: ServeConfig) -> NodeOptions:
+        """Those that ``banaserve serve`` was given."""
+        return cls(config.nodes, config.cluster, config.cluster_key)
+
+    @property
+    def are_used(self) -> bool:
+        """Whether engines run on other machines."""
+        return bool(self.addresses or self.ray)
+
+    def check(self) -> None:
+        """Return if all of it makes sense.
+
+        Raises:
+            UserError: An address is none or given twice, or there is no key.
+        """
+        for address in self.addresses:
+            host_and_port("--node", address)
+        if len(set(self.addresses)) < len(self.addresses):
+            raise UserError("--node: a node is given twice")
+        if self.addresses and self.ray:
+            raise UserError("--node and --cluster exclude each other: Ray starts the nodes' agents")
+        if self.addresses and len(self.key.encode()) < MIN_KEY_BYTES:
+            raise UserError(
+                f"nodes need a key of {MIN_KEY_BYTES} characters or more, the same as their "
+                f"agents have: give --cluster-key-file or set {KEY_VARIABLE}"
+            )
+
+
+def key_from_environment() -> str:
+    """That of ``KEY_VARIABLE``; empty where it is not set."""
+    return os.environ.get(KEY_VARIABLE, "")

@@ -1,0 +1,63 @@
+"""Ray actor that keeps a node's agent alive: the agent is a process of its own.
+
+Engines inside an actor would lose its placement group, and Ray sets variables for its own tasks.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from banaserve.nodes.options import KEY_VARIABLE
+
+_START_S = 60.0
+# Ray's own for tasks; the number of threads is the server's to say.
+_TAKEN_OUT = ("OMP_NUM_THREADS",)
+
+
+class AgentActor:
+    """Runs ``banaserve node`` beside itself.
+
+    Args:
+        key: Of the cluster.
+    """
+
+    def __init__(self, key: str) -> None:
+        import ray
+
+        self._key = key
+        self._host: str = ray.util.get_node_ip_address()
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._port = 0
+
+    def address(self) -> tuple[str, int]:
+        """Where the agent listens; starts one where none runs.
+
+        Raises:
+            RuntimeError: It does not start.
+        """
+        if self._agent is None or self._agent.poll() is not None:
+            self._port = self._start()
+        return self._host, self._port
+
+    def _start(self) -> int:
+        readable, writable = os.pipe()
+        command = [sys.executable, "-m", "banaserve", "node", "--listen", f"{self._host}:0"]
+        command += ["--ready-fd", str(writable), "--die-with", str(os.getpid())]
+        environment = {n: v for n, v in os.environ.items() if n not in _TAKEN_OUT}
+        try:
+            self._agent = subprocess.Popen(
+                command,
+                env={**environment, KEY_VARIABLE: self._key},
+                stdin=subprocess.DEVNULL,
+                pass_fds=(writable,),
+                start_new_session=True,
+            )
+        finally:
+            os.close(writable)
+        with os.fdopen(readable) as said:
+            port = said.readline().strip()
+        if not port:
+            raise RuntimeError(f"banaserve node has ended with {self._agent.wait(_START_S)}")
+        return int(port)

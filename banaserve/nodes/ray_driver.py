@@ -1,0 +1,175 @@
+"""Process that asks Ray for nodes and keeps an agent on each.
+
+``python -m banaserve.nodes.ray_driver PARENT_PID`` reads one request, then numbers of agents that
+were lost, a line each, and answers each with a line. What it has placed ends with it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from banaserve.errors import UserError
+from banaserve.nodes.assignment import NodeFacts, assign
+from banaserve.nodes.places import Place, RayAnswer, RayRequest
+from banaserve.platform.processes import die_with_parent
+from banaserve.types import InstanceId, Role
+
+_GROUP_S = 60.0
+_AGENT_S = 60.0
+_AGAIN_S = 0.5
+
+
+class RayAgents:
+    """Agents that Ray runs as actors, in a placement group of one bundle a node.
+
+    Args:
+        ray: The module.
+    """
+
+    def __init__(self, ray: Any, request: RayRequest) -> None:
+        self._ray = ray
+        self._request = request
+        self._actors: list[Any] = []
+
+    def place(self) -> list[Place]:
+        """Start them.
+
+        Raises:
+            UserError: Ray cannot be reached, or its nodes have no room.
+        """
+        ray, request = self._ray, self._request
+        try:
+            ray.init(
+                address=request.address,
+                namespace=f"banaserve-{request.name}",
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise UserError(f"--cluster {request.address}: {_first_line(error)}") from error
+        bundles = self._bundles()
+        group = self._group(bundles)
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        from banaserve.nodes.ray_actor import AgentActor
+
+        for number, bundle in enumerate(bundles):
+            made = ray.remote(AgentActor).options(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                max_restarts=-1,
+                max_task_retries=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=number
+                ),
+            )
+            self._actors.append(made.remote(request.key))
+        return [self.find(number) for number in range(len(self._actors))]
+
+    def find(self, number: int) -> Place:
+        """Where an agent is now.
+
+        Raises:
+            UserError: It does not come.
+        """
+        until_s = time.monotonic() + _AGENT_S
+        while True:
+            try:
+                host, port = self._ray.get(
+                    self._actors[number].address.remote(), timeout=_AGENT_S / 4
+                )
+                return Place(host, port)
+            except self._ray.exceptions.RayError as error:
+                if time.monotonic() > until_s:
+                    raise UserError(f"Ray starts no agent: {_first_line(error)}") from error
+                time.sleep(_AGAIN_S)
+
+    def _bundles(self) -> list[dict[str, float]]:
+        """Resources of one node each, for as many instances as are planned there."""
+        need = self._request.need
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        facts = [_facts(node) for node in nodes]
+        instances = [(InstanceId(name), Role(role)) for name, role in self._request.instances]
+        assigned = [one for one in assign(facts, instances, need) if one.instances]
+        # Ray chooses the nodes: one that is lost may be replaced by another.
+        return [
+            {"CPU": float(len(one.instances)), **_gpus(len(one.instances) * need.num_gpus)}
+            for one in assigned
+        ]
+
+    def _group(self, bundles: Sequence[dict[str, float]]) -> Any:
+        from ray.util.placement_group import placement_group
+
+        group = placement_group(list(bundles), strategy="STRICT_SPREAD")
+        try:
+            self._ray.get(group.ready(), timeout=_GROUP_S)
+        except self._ray.exceptions.GetTimeoutError:
+            wanted = "; ".join(_resources(bundle) for bundle in bundles)
+            free = _resources(self._ray.available_resources())
+            raise UserError(
+                f"Ray has had no room for {_GROUP_S:g} seconds: {wanted}, each on a node of its "
+                f"own; free in the whole cluster are {free}"
+            ) from None
+        return group
+
+
+def _facts(node: dict[str, Any]) -> NodeFacts:
+    has = node["Resources"]
+    gpus = tuple(str(number) for number in range(int(has.get("GPU", 0))))
+    return NodeFacts(node["NodeManagerAddress"], gpus, int(has.get("memory", 0)))
+
+
+def _gpus(num: int) -> dict[str, float]:
+    return {"GPU": float(num)} if num else {}
+
+
+def _resources(bundle: dict[str, float]) -> str:
+    words = [f"{bundle[name]:g} {name}" for name in ("GPU", "CPU") if name in bundle]
+    return " and ".join(words) or "none"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def main() -> int:
+    """Obey until standard input ends."""
+    die_with_parent(int(sys.argv[1]))
+    # Ray prints to where it likes: answers have a descriptor of their own.
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    agents: RayAgents | None = None
+    for line in sys.stdin.buffer:
+        try:
+            if agents is None:
+                request = msgspec.json.decode(line, type=RayRequest)
+                agents = RayAgents(_import_ray(), request)
+                answer = RayAnswer(agents.place())
+            else:
+                answer = RayAnswer([agents.find(int(line))])
+        except UserError as problem:
+            answer = RayAnswer(problem=str(problem))
+        answers.write(msgspec.json.encode(answer) + b"\n")
+    return 0
+
+
+def _import_ray() -> Any:
+    # Its own checks of memory end engines that start, and nobody here is to be counted.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise UserError(
+            "--cluster needs Ray on this machine and on the nodes: pip install 'banaserve[ray]'"
+        ) from None
+    return ray
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Unix sockets of one node that lead to those of another, over a link.
+
+vLLM's sockets carry pickles: they stay files of one user on each machine, and what crosses the
+network is inside the link's TLS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from banaserve.errors import ProtocolError
+from banaserve.nodes.link import CHUNK_BYTES, Data, NodeLink, NodeLostError
+from banaserve.nodes.messages import MAX_CHANNELS, ChannelClosed, ChannelOpened
+
+
+class Relay:
+    """Connections to Unix sockets that go on over a link. Both sides have one."""
+
+    def __init__(self, link: NodeLink) -> None:
+        self._link = link
+        self._numbers = itertools.count(1)
+        self._open: dict[int, asyncio.StreamWriter] = {}
+        self._servers: list[asyncio.Server] = []
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    async def listen(self, stem: Path, names: Sequence[str]) -> None:
+        """Take connections to ``STEM.NAME`` for each name, and lead them to the other side.
+
+        The folder is to be private: the sockets are as open as it is.
+        """
+        for name in names:
+            path = Path(f"{stem}.{name}")
+            accepted = partial(self._accepted, name)
+            server = await asyncio.start_unix_server(accepted, path, limit=CHUNK_BYTES)
+            self._servers.append(server)
+
+    async def _accepted(
+        self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if len(self._open) >= MAX_CHANNELS:
+            writer.close()
+            return
+        channel = next(self._numbers)
+        self._open[channel] = writer
+        try:
+            await self._link.send(ChannelOpened(channel, name))
+        except NodeLostError:
+            self._end(channel)
+            return
+        self._start_pump(channel, reader)
+
+    async def opened(self, message: ChannelOpened, targets: Mapping[str, str]) -> None:
+        """Something has connected on the other side: connect to the same socket here.
+
+        Args:
+            targets: Paths of Unix sockets by the ends of their names.
+
+        Raises:
+            ProtocolError: There is no such socket, or too many connections.
+        """
+        if message.name not in targets or message.channel in self._open:
+            raise ProtocolError(f"{self._link.peer} opens what nobody has offered")
+        if len(self._open) >= MAX_CHANNELS:
+            raise ProtocolError(f"{self._link.peer} opens more than {MAX_CHANNELS} connections")
+        try:
+            reader, writer = await asyncio.open_unix_connection(
+                targets[message.name], limit=CHUNK_BYTES
+            )
+        except OSError:  # the other side's socket library tries again, as it does here
+            await self._link.send(ChannelClosed(message.channel))
+            return
+        self._open[message.channel] = writer
+        self._start_pump(message.channel, reader)
+
+    async def took(self, data: Data) -> None:
+        """Pass on bytes that have come over the link."""
+        writer = self._open.get(data.channel)
+        if writer is None:
+            return  # it has been closed here meanwhile
+        try:
+            writer.write(data.content)
+            await writer.drain()
+        except (OSError, RuntimeError):
+            self._end(data.channel)
+
+    def closed(self, message: ChannelClosed) -> None:
+        """The other side has closed a connection."""
+        self._end(message.channel)
+
+    async def close(self) -> None:
+        """Close all connections and listening sockets."""
+        for server in self._servers:
+            server.close()
+        for channel in list(self._open):
+            self._end(channel)
+        for pump in list(self._pumps):
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    def _end(self, channel: int) -> None:
+        writer = self._open.pop(channel, None)
+        if writer is not None:
+            writer.close()
+
+    def _start_pump(self, channel: int, reader: asyncio.StreamReader) -> None:
+        pump = asyncio.create_task(self._pump(channel, reader))
+        self._pumps.add(pump)
+        pump.add_done_callback(self._pumps.discard)
+
+    async def _pump(self, channel: int, reader: asyncio.StreamReader) -> None:
+        """Send on what comes from here until it ends."""
+        with contextlib.suppress(NodeLostError):  # who reads the link learns of it
+            with contextlib.suppress(OSError):
+                while content := await reader.read(CHUNK_BYTES):
+                    await self._link.send_data(channel, content)
+            if channel in self._open:
+                self._end(channel)
+                await self._link.send(ChannelClosed(channel))

@@ -1,0 +1,126 @@
+"""One engine core or guest that a node's agent runs for a server: its sockets, its log, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from banaserve.errors import ProtocolError
+from banaserve.nodes.link import CHUNK_BYTES, Data, NodeLink, NodeLostError
+from banaserve.nodes.messages import (
+    ChannelClosed,
+    LogWritten,
+    ProcessDying,
+    ProcessEnded,
+    ProcessStarted,
+)
+from banaserve.nodes.relay import Relay
+from banaserve.platform.processes import wait_dying, wait_ended, wait_readable
+
+SOCKET_NAMES = ("h", "i", "o")
+"""Ends of the names of an engine's sockets: handshake, input and output."""
+
+Start = Callable[[Path], Awaitable[int]]
+"""Starts the process, which logs to the path that it is given; its process id."""
+
+
+class RemoteProcess:
+    """Runs a process for as long as its connection lasts.
+
+    Args:
+        link: Whose end is the process's, and the other way round.
+        stem: Of its files, in a private folder.
+        start: Starts it.
+        sockets: Ends of the names of its sockets.
+    """
+
+    def __init__(self, link: NodeLink, stem: Path, start: Start, sockets: Sequence[str]) -> None:
+        self._link = link
+        self._stem = stem
+        self._start = start
+        self._sockets = sockets
+        self._relay = Relay(link)
+        self._pid = 0
+
+    async def run(self) -> None:
+        """Return when the process has ended, or the server is gone: then it is killed.
+
+        Raises:
+            BanaServeError: It could not be started.
+        """
+        log, reading = self._make_log()
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            await self._relay.listen(self._stem, self._sockets)
+            self._pid = await self._start(log)
+            await self._link.send(ProcessStarted(self._pid))
+            copying = asyncio.create_task(self._copy_log(reading))
+            waiting = asyncio.create_task(self._tell_of_end())
+            obeying = asyncio.create_task(self._obey())
+            tasks += [copying, waiting, obeying]
+            await asyncio.wait({waiting, obeying}, return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                await self._copy_rest(reading)
+                with contextlib.suppress(NodeLostError):
+                    await self._link.send(ProcessEnded())
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._pid:
+                await _end(self._pid)
+            os.close(reading)
+            await self._relay.close()
+            self._remove_files()
+
+    def _make_log(self) -> tuple[Path, int]:
+        """A pipe with a name, and a descriptor to read it: a log takes no room on the node."""
+        log = Path(f"{self._stem}.log")
+        log.unlink(missing_ok=True)
+        os.mkfifo(log, 0o600)
+        # Open for writing too: it has no end then before the process has opened it.
+        return log, os.open(log, os.O_RDWR | os.O_NONBLOCK)
+
+    async def _obey(self) -> None:
+        """Carry what comes until the server is gone."""
+        with contextlib.suppress(NodeLostError, ProtocolError):
+            while True:
+                match said := await self._link.receive():
+                    case Data():
+                        await self._relay.took(said)
+                    case ChannelClosed():
+                        self._relay.closed(said)
+                    case _:
+                        raise ProtocolError(f"{self._link.peer} sent a {type(said).__name__}")
+
+    async def _tell_of_end(self) -> None:
+        await wait_dying(self._pid)
+        with contextlib.suppress(NodeLostError):
+            await self._link.send(ProcessDying())
+        await wait_ended(self._pid)
+
+    async def _copy_log(self, reading: int) -> None:
+        with contextlib.suppress(NodeLostError):
+            while True:
+                await wait_readable([reading])
+                await self._copy_rest(reading)
+
+    async def _copy_rest(self, reading: int) -> None:
+        with contextlib.suppress(BlockingIOError, NodeLostError):
+            while written := os.read(reading, CHUNK_BYTES):
+                await self._link.send(LogWritten(written))
+
+    def _remove_files(self) -> None:
+        for left in self._stem.parent.glob(f"{self._stem.name}.*"):
+            left.unlink(missing_ok=True)
+
+
+async def _end(pid: int) -> None:
+    """Kill a process and return when it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    await wait_ended(pid)

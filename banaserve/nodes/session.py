@@ -1,0 +1,213 @@
+"""What one server has on a node: a launcher of engines and guests, and the node's store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from banaserve.engine.vllm.launch.devices import Devices
+from banaserve.engine.vllm.launch.launcher import ForkLauncher, Launcher, SpawnLauncher
+from banaserve.engine.vllm.launch.parent_link import start_parent
+from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+from banaserve.engine.vllm.settings.environment import STORE_VARIABLE, set_environment
+from banaserve.errors import BanaServeError, UserError
+from banaserve.kvstore.daemon.options import StoreOptions
+from banaserve.kvstore.daemon.supervised import SupervisedStore
+from banaserve.kvstore.peers.options import PeerOptions
+from banaserve.nodes.link import NodeLink
+from banaserve.nodes.messages import (
+    FreePort,
+    JoinSession,
+    NodePrepared,
+    NodeRefused,
+    NodeStore,
+    PortFound,
+    PrepareNode,
+    SessionOpened,
+    StoreRestarted,
+)
+from banaserve.nodes.remote_process import SOCKET_NAMES, RemoteProcess
+from banaserve.platform.linux import available_memory_bytes, visible_gpus
+
+
+class NodeSession:
+    """One server's use of this node, from its connection to the end of the last process.
+
+    Args:
+        link: To the server.
+        host: Address that the node listens on, for what else listens here.
+        logs: Folder of the logs that stay on the node.
+
+    Attributes:
+        incarnation: Another session has another one.
+        server: Name of the server.
+    """
+
+    def __init__(self, link: NodeLink, server: str, host: str, logs: Path) -> None:
+        self.incarnation = secrets.token_hex(8)
+        self.server = server
+        self._link = link
+        self._host = host
+        self._logs = logs
+        self._folder = Path(tempfile.mkdtemp(prefix="banaserve-n"))
+        self._launcher: Launcher | None = None
+        self._store: SupervisedStore | None = None
+        self._processes: set[asyncio.Task[None]] = set()
+        self._telling: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serve until the server is gone.
+
+        Raises:
+            BanaServeError: The server is gone, or says what makes no sense.
+        """
+        opened = SessionOpened(
+            self.incarnation,
+            str(self._folder),
+            tuple(visible_gpus()),
+            available_memory_bytes(),
+            len(psutil.Process().cpu_affinity()),
+        )
+        await self._link.send(opened)
+        while True:
+            match said := await self._link.receive():
+                case PrepareNode():
+                    try:
+                        await self._prepare(said)
+                    except (BanaServeError, OSError) as error:
+                        await self._link.send(NodeRefused(str(error)))
+                        raise
+                    await self._link.send(NodePrepared())
+                case FreePort():
+                    await self._link.send(PortFound(_free_port(self._host)))
+                case _:
+                    await self._link.send(NodeRefused(f"a {type(said).__name__} belongs elsewhere"))
+                    return
+
+    async def _prepare(self, order: PrepareNode) -> None:
+        if self._launcher is not None:
+            raise UserError("the node has been prepared already")
+        _check_model(order.vllm_argv)
+        for name, value in order.environment.items():
+            os.environ.setdefault(name, value)
+        set_environment()
+        os.environ[STORE_VARIABLE] = str(self._folder / "kv")
+        store = asyncio.create_task(self._start_store(order))
+        try:
+            self._launcher = await self._make_launcher(order)
+        finally:
+            await asyncio.gather(store, return_exceptions=True)
+        store.result()
+
+    async def _make_launcher(self, order: PrepareNode) -> Launcher:
+        argv = list(order.vllm_argv)
+        if order.forks:
+            start = partial(start_parent, argv)
+            return ForkLauncher(await start(), start)
+        return SpawnLauncher(argv, Devices(order.devices, visible_gpus(), order.devices_each))
+
+    async def _start_store(self, order: PrepareNode) -> None:
+        if order.store is None:
+            return
+        self._store = SupervisedStore(
+            self._folder / "kv",
+            _store_options(order.store),
+            self._logs / "kvstore.log",
+            self._tell_of_restart,
+        )
+        await self._store.start()
+
+    def _tell_of_restart(self) -> None:
+        async def tell() -> None:
+            with contextlib.suppress(BanaServeError):
+                await self._link.send(StoreRestarted())
+
+        task = asyncio.create_task(tell())
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def run_process(self, link: NodeLink, order: JoinSession) -> None:
+        """Run an engine or a guest until it has ended or its connection has.
+
+        Raises:
+            BanaServeError: It could not be started.
+        """
+        if self._launcher is None:
+            raise UserError("the node has not been prepared")
+        launcher = self._launcher
+        if order.guest:
+            address = msgspec.json.decode(order.guest, type=GuestAddress)
+            stem, sockets = self._folder / Path(address.guest_id).name, ()
+
+            async def start(log: Path) -> int:
+                return await launcher.start_guest(address, log, order.vllm_argv)
+        else:
+            if not (order.engine and order.stem):
+                raise UserError("an order without an engine")
+            stem, sockets = self._folder / order.stem, SOCKET_NAMES
+            launcher.reserve(order.engine)
+
+            async def start(log: Path) -> int:
+                shake = f"ipc://{stem}.h"
+                return await launcher.start(order.engine, shake, log, order.vllm_argv)
+
+        running = asyncio.create_task(RemoteProcess(link, stem, start, sockets).run())
+        self._processes.add(running)
+        try:
+            await asyncio.shield(running)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            self._processes.discard(running)
+
+    async def close(self) -> None:
+        """End every process of the session."""
+        for running in self._processes:
+            running.cancel()
+        await asyncio.gather(*self._processes, return_exceptions=True)
+        if self._launcher is not None:
+            launcher, self._launcher = self._launcher, None
+            await asyncio.to_thread(launcher.close)
+        if self._store is not None:
+            await self._store.stop()
+        for task in self._telling:
+            task.cancel()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _store_options(told: NodeStore) -> StoreOptions:
+    return StoreOptions(
+        size=told.size,
+        ssd=Path(told.ssd) if told.ssd else None,
+        ssd_size=told.ssd_size,
+        distributed=told.distributed,
+        tenant_quota=told.tenant_quota,
+        verify_memory=told.verify_memory,
+        peers=PeerOptions(told.listen, told.peers, told.key),
+    )
+
+
+def _check_model(vllm_argv: Sequence[str]) -> None:
+    """Where the model is a folder, this node has to have it, too."""
+    words = dict(itertools.pairwise(vllm_argv))
+    model = words.get("--model", "")
+    if Path(model).is_absolute() and not Path(model).is_dir():
+        raise UserError(f"{model}: this node has no such folder: put the same model there")
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as unused:
+        port: int = unused.getsockname()[1]
+        return port

@@ -1,0 +1,114 @@
+"""Process that stands on the server's machine for one on another node.
+
+It lives as long as the other, ends the other with itself, carries its sockets and its log:
+whoever starts, watches and kills engines by their process ids need not know where they run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from banaserve.errors import BanaServeError
+from banaserve.nodes.credentials import ClusterCredentials
+from banaserve.nodes.link import Data, NodeLink, NodeLostError, connect
+from banaserve.nodes.messages import (
+    ChannelClosed,
+    ChannelOpened,
+    JoinSession,
+    LogWritten,
+    ProcessDying,
+    ProcessEnded,
+    ProcessStarted,
+)
+from banaserve.nodes.relay import Relay
+from banaserve.platform.processes import die_with_parent, show_life
+from banaserve.platform.spawning import spawn_module
+
+
+class ShimLaunch(msgspec.Struct, frozen=True):
+    """What a shim reads from its standard input.
+
+    Attributes:
+        host, port: Of the node's agent.
+        key: Of the cluster.
+        order: What is to run there.
+        targets: Paths of Unix sockets here, by the ends of the names of those there.
+    """
+
+    host: str
+    port: int
+    key: str
+    order: JoinSession
+    targets: dict[str, str]
+
+
+def start(launch: ShimLaunch, log_path: Path) -> subprocess.Popen[bytes]:
+    """Start one that logs to ``log_path``, as the process does for which it stands.
+
+    Raises:
+        OSError: There are no means for another process.
+    """
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        said = msgspec.json.encode(launch)
+        return spawn_module(__name__, (str(os.getpid()),), said, os.environ, output=log)
+    finally:
+        os.close(log)
+
+
+def main() -> int:
+    """Stand for a process until it has ended; the exit code says nothing of it."""
+    die_with_parent(int(sys.argv[1]))
+    life = show_life()
+    launch = msgspec.json.decode(sys.stdin.buffer.read(), type=ShimLaunch)
+    try:
+        asyncio.run(_stand_for(launch, life))
+    except (BanaServeError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+async def _stand_for(launch: ShimLaunch, life: threading.Event) -> None:
+    link = await connect(launch.host, launch.port, ClusterCredentials.of(launch.key))
+    relay = Relay(link)
+    try:
+        await link.send(launch.order)
+        await _follow(link, relay, launch.targets, life)
+    finally:
+        await relay.close()
+        await link.close()
+
+
+async def _follow(
+    link: NodeLink, relay: Relay, targets: dict[str, str], life: threading.Event
+) -> None:
+    while True:
+        match said := await link.receive():
+            case Data():
+                await relay.took(said)
+            case LogWritten(written):
+                os.write(2, written)
+            case ChannelOpened():
+                await relay.opened(said, targets)
+            case ChannelClosed():
+                relay.closed(said)
+            case ProcessStarted():
+                pass
+            case ProcessDying():
+                life.set()
+            case ProcessEnded():
+                return
+            case _:
+                raise NodeLostError(f"{link.peer} has sent a {type(said).__name__}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

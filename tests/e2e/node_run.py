@@ -1,0 +1,105 @@
+"""One run of ``banaserve node``, as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+from banaserve.nodes.options import KEY_VARIABLE
+from observing import until
+
+START_S = 60.0
+END_S = 30.0
+Within = Callable[[Sequence[str]], list[str]]
+
+
+class NodeRun:
+    """An agent and all that it runs.
+
+    Args:
+        folder: For its logs.
+        within: What runs a command on a host of a test's network.
+
+    Attributes:
+        address: ``HOST:PORT``.
+    """
+
+    def __init__(self, folder: Path, address: str, key: str, within: Within = list) -> None:
+        self.address = address
+        self.run_dir = folder
+        # Not below ``folder``: a socket's path has at most 107 characters.
+        self.temp_dir = Path(tempfile.mkdtemp(prefix="bn-"))
+        self._terminal = folder.with_suffix(".out")
+        command = [sys.executable, "-P", "-m", "banaserve", "node", "--listen", address]
+        with self._terminal.open("wb") as out:
+            self.process = subprocess.Popen(
+                within([*command, "--run-dir", str(folder)]),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, KEY_VARIABLE: key, "TMPDIR": str(self.temp_dir)},
+                start_new_session=True,
+            )
+        self._seen: set[psutil.Process] = set()
+
+    def wait_for(self, text: str) -> None:
+        until(lambda: text in self.printed(), f"the node prints {text!r}", START_S)
+
+    def printed(self) -> str:
+        return self._terminal.read_text()
+
+    def processes(self) -> list[psutil.Process]:
+        """The agent and all below it that live."""
+        try:
+            own = psutil.Process(self.process.pid)
+            self._seen.update((own, *own.children(recursive=True)))
+        except psutil.NoSuchProcess:
+            pass
+        return [one for one in self._seen if _lives(one)]
+
+    def signal_all(self, number: int) -> None:
+        """Send a signal to every process of this node, as a machine that stops or dies does."""
+        for one in self.processes():
+            one.send_signal(number)
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """End it; nothing of it is left after half a minute.
+
+        Raises:
+            AssertionError: Something is.
+        """
+        self.processes()
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        until(lambda: self.process.poll() is not None, "the agent ends", END_S)
+        until(lambda: not self.processes(), "all that it ran ends", END_S)
+
+    def close(self) -> None:
+        """End it whatever a test has left it in."""
+        self.signal_all(signal.SIGKILL)
+        self.process.wait()
+        shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+    def tails(self) -> str:
+        """The last lines of what it has written."""
+        logs = [self._terminal, *sorted(self.run_dir.glob("*.log"))]
+        return "\n".join(
+            f"--- node {self.address} {log.name}\n"
+            + "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+            for log in logs
+        )
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

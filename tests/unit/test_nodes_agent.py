@@ -1,0 +1,392 @@
+"""An agent and a server's launcher: processes on the node, what stands for them, who ends whom.
+
+The agent runs in the test's process over real TLS; engines are small scripts in the place of vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+from banaserve.errors import InstanceDeadError, UserError
+from banaserve.net.addresses import written
+from banaserve.nodes import agent as agents
+from banaserve.nodes import client as clients
+from banaserve.nodes import link as links
+from banaserve.nodes.agent import NodeAgent
+from banaserve.nodes.assignment import InstanceNeed
+from banaserve.nodes.credentials import ClusterCredentials
+from banaserve.nodes.launcher import NodesLauncher, NodeWork
+from banaserve.nodes.link import connect
+from banaserve.nodes.messages import JoinSession
+from banaserve.nodes.places import GivenPlaces
+from banaserve.nodes.session import NodeSession
+from banaserve.platform.processes import is_running, wait_dying, wait_ended
+from banaserve.types import InstanceId, Role
+from waiting import until
+
+KEY = "a-key-of-a-cluster"
+ENGINE = """
+import os, socket, sys
+print("engine", os.getpid(), flush=True)
+sock = socket.socket(socket.AF_UNIX)
+sock.connect(sys.argv[1])
+sock.sendall(b"HELLO")
+while said := sock.recv(100):
+    print(said.decode(), flush=True)
+    if said == b"end":
+        raise SystemExit("SomeError: asked to end")
+    sock.sendall(said.upper())
+"""
+SLEEP = "import time; time.sleep(600)"
+
+
+class Scripts:
+    """A node's launcher whose engines are scripts.
+
+    Attributes:
+        pids: Of all that it has started.
+    """
+
+    def __init__(self) -> None:
+        self.pids: list[int] = []
+        self.argv: list[tuple[str, ...]] = []
+        self.addresses: list[GuestAddress] = []
+
+    def reserve(self, instance_id: str) -> None:
+        """Scripts need no devices."""
+
+    async def start(
+        self, instance_id: str, handshake: str, log: Path, argv: tuple[str, ...] = ()
+    ) -> int:
+        self.argv.append(argv)
+        return self._run(log, ENGINE, handshake.removeprefix("ipc://"))
+
+    async def start_guest(
+        self, address: GuestAddress, log: Path, argv: tuple[str, ...] = ()
+    ) -> int:
+        self.addresses.append(address)
+        return self._run(log, SLEEP)
+
+    def _run(self, log: Path, *arguments: str) -> int:
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-c", *arguments], stdout=output, stderr=output
+            )
+        self.pids.append(process.pid)
+        return process.pid
+
+    def close(self) -> None:
+        for pid in self.pids:
+            if is_running(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+@dataclass
+class Node:
+    """An agent that runs in this process."""
+
+    port: int
+    stop: asyncio.Event
+    serving: asyncio.Task[None]
+    said: list[str]
+
+    @property
+    def address(self) -> str:
+        return written("127.0.0.1", self.port)
+
+    async def end(self) -> None:
+        self.stop.set()
+        await self.serving
+
+
+async def start_node(folder: Path, port: int = 0) -> Node:
+    said: list[str] = []
+    stop, opened = asyncio.Event(), asyncio.get_running_loop().create_future()
+    agent = NodeAgent(ClusterCredentials.of(KEY), folder, said.append)
+    serving = asyncio.create_task(agent.serve("127.0.0.1", port, stop, opened.set_result))
+    return Node(await opened, stop, serving, said)
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Scripts:
+    made = Scripts()
+
+    async def make(*_: object) -> Scripts:
+        return made
+
+    monkeypatch.setattr(NodeSession, "_make_launcher", make)
+    for name in ("OMP_NUM_THREADS", "BANASERVE_STORE_SOCKET"):
+        monkeypatch.delenv(name, raising=False)  # a node that is prepared sets them
+        monkeypatch.setenv(name, "1")
+    return made
+
+
+def launcher_of(*nodes: Node, server: str = "the server") -> NodesLauncher:
+    work = NodeWork(
+        instances=[(InstanceId("p0"), Role.PREFILL), (InstanceId("d0"), Role.DECODE)],
+        need=InstanceNeed(),
+        vllm_argv=("--model", "small"),
+        forks=True,
+        threads=1,
+        store=None,
+    )
+    places = GivenPlaces([node.address for node in nodes])
+    return NodesLauncher(places, KEY, work, server)
+
+
+@asynccontextmanager
+async def opened(*nodes: Node, server: str = "the server") -> AsyncIterator[NodesLauncher]:
+    launcher = launcher_of(*nodes, server=server)
+    try:
+        await launcher.open(lambda _: None)
+        yield launcher
+    finally:
+        await launcher.leave()
+        launcher.close()
+
+
+class Front:
+    """The server's end of one engine's sockets."""
+
+    def __init__(self, folder: Path, instance_id: str = "d0") -> None:
+        self.stem = folder / f"{instance_id}.1"
+        self.address = f"ipc://{self.stem}.h"
+        self.log = folder / f"{instance_id}.log"
+        self._came: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = (
+            asyncio.Queue()
+        )
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> Front:
+        self._server = await asyncio.start_unix_server(
+            lambda reader, writer: self._came.put_nowait((reader, writer)), f"{self.stem}.h"
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+
+    async def hello(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await self._came.get()
+        assert await reader.readexactly(5) == b"HELLO"
+        return reader, writer
+
+
+def test_an_engine_there_talks_with_the_server_and_ends(scripts: Scripts, tmp_path: Path) -> None:
+    async def run() -> None:
+        node = await start_node(tmp_path)
+        async with opened(node) as launcher, Front(tmp_path) as front:
+            there = launcher.address_there("d0", f"ipc://{front.stem}.i")
+            assert Path(there).name == "d0.1.i"
+            assert Path(there.removeprefix("ipc://")).parent != front.stem.parent
+            pid = await launcher.start("d0", front.address, front.log, ("--model", "other"))
+            reader, writer = await front.hello()
+            assert scripts.argv == [("--model", "other")]
+            writer.write(b"abc")
+            assert await reader.readexactly(3) == b"ABC"
+            dying = asyncio.create_task(wait_dying(pid))
+            writer.write(b"end")
+            await asyncio.wait_for(dying, 30.0)
+            await asyncio.wait_for(wait_ended(pid), 30.0)
+            written_log = front.log.read_text()
+            assert f"engine {scripts.pids[0]}\n" in written_log
+            assert "SomeError: asked to end" in written_log
+        await node.end()
+
+    asyncio.run(run())
+
+
+def test_who_kills_what_stands_for_an_engine_ends_the_engine(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        node = await start_node(tmp_path)
+        async with opened(node) as launcher, Front(tmp_path) as front:
+            pid = await launcher.start("d0", front.address, front.log)
+            await front.hello()
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: not is_running(scripts.pids[0]))
+            # Another one on the same address is another incarnation's.
+            again = await launcher.start("d0", front.address, front.log)
+            await front.hello()
+            assert again != pid
+        await until(lambda: not is_running(scripts.pids[1]))
+        await node.end()
+
+    asyncio.run(run())
+
+
+def test_an_agent_that_ends_ends_all_and_the_next_begins_empty(
+    scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("banaserve.nodes.launcher.RETRY_S", 0.05)
+
+    async def run() -> None:
+        node = await start_node(tmp_path)
+        async with opened(node) as launcher, Front(tmp_path) as front:
+            pid = await launcher.start("d0", front.address, front.log)
+            await front.hello()
+            before = launcher.address_there("d0", front.address)
+            await node.end()
+            await asyncio.wait_for(wait_ended(pid), 30.0)
+            assert not is_running(scripts.pids[0])
+            assert "NodeLostError" in front.log.read_text()
+            with pytest.raises(InstanceDeadError, match=rf"node {node.address} is away"):
+                await launcher.start("d0", front.address, front.log)
+            other = await start_node(tmp_path, node.port)
+
+            def is_back() -> bool:
+                try:
+                    return launcher.address_there("d0", front.address) != before
+                except InstanceDeadError:
+                    return False
+
+            await until(is_back)
+            await launcher.start("d0", front.address, front.log)
+            await front.hello()
+        await other.end()
+
+    asyncio.run(run())
+
+
+def test_what_belonged_to_an_earlier_session_is_refused(scripts: Scripts, tmp_path: Path) -> None:
+    async def run() -> None:
+        node = await start_node(tmp_path)
+        async with opened(node):
+            link = await connect("127.0.0.1", node.port, ClusterCredentials.of(KEY))
+            await link.send(JoinSession("of another time", "d0", "d0.1"))
+            with pytest.raises(links.NodeLostError, match="the node has begun anew"):
+                await link.receive()
+            await link.close()
+        await node.end()
+
+    asyncio.run(run())
+    assert scripts.pids == []
+
+
+def test_a_node_has_one_server(
+    scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "_NEXT_S", 0.2)
+
+    async def run() -> None:
+        node = await start_node(tmp_path)
+        async with opened(node, server="the first"):
+            with pytest.raises(UserError, match="used by another server, the first"):
+                await launcher_of(node, server="the second").open(lambda _: None)
+        async with opened(node, server="the second"):
+            pass
+        await node.end()
+        assert node.said[1:] == [
+            "server the first has taken this node",
+            "server the first has left: all that ran for it has ended",
+            "server the second has taken this node",
+            "server the second has left: all that ran for it has ended",
+        ]
+
+    asyncio.run(run())
+
+
+def test_other_versions_are_refused(
+    scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "own_version", lambda: "banaserve 0.0, vLLM 0.1")
+
+    async def run() -> None:
+        node = await start_node(tmp_path)
+        with pytest.raises(UserError, match=r"has banaserve 0.0, vLLM 0.1, this node banaserve"):
+            await launcher_of(node).open(lambda _: None)
+        await node.end()
+
+    asyncio.run(run())
+
+
+def test_a_model_that_a_node_lacks_is_named(
+    scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        node = await start_node(tmp_path)
+        launcher = launcher_of(node)
+        missing = tmp_path / "no-model"
+        launcher._work = msgspec_replace(launcher._work, ("--model", str(missing)))
+        with pytest.raises(UserError, match=rf"node {node.address} refuses: {missing}: this node"):
+            await launcher.open(lambda _: None)
+        await launcher.leave()
+        await node.end()
+
+    def msgspec_replace(work: NodeWork, argv: tuple[str, ...]) -> NodeWork:
+        from dataclasses import replace
+
+        return replace(work, vllm_argv=argv)
+
+    asyncio.run(run())
+
+
+def test_guests_of_one_node_share_memory_and_others_meet_by_tcp(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        nodes = [await start_node(tmp_path / str(number)) for number in range(2)]
+        async with opened(*nodes) as launcher:
+            near = await launcher.guest_place("d0", "d0", "g0-d0-d0", "shm", tmp_path)
+            assert near.transport == "shm"
+            assert not near.is_elsewhere
+            assert Path(near.channel).parent == Path(near.folder)
+            far = await launcher.guest_place("d0", "p0", "g1-d0-p0", "shm", tmp_path)
+            assert (far.transport, far.is_elsewhere) == ("tcp", True)
+            assert far.channel.startswith("tcp:127.0.0.1:")
+            address = GuestAddress(
+                "g1-d0-p0",
+                far.channel,
+                "token",
+                far.transport,
+                far.folder,
+                "00" * 16,
+                target="p0",
+            )
+            pid = await launcher.start_guest(address, tmp_path / "guest.log")
+            await until(lambda: bool(scripts.addresses))
+            # Each side's files are in a folder of its own machine.
+            assert scripts.addresses[0].folder != far.folder
+            assert scripts.addresses[0].channel == far.channel
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: not is_running(scripts.pids[0]))
+        for node in nodes:
+            await node.end()
+
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+    asyncio.run(run())
+
+
+def test_a_node_that_joins_others_for_instances_that_are_added(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        nodes = [await start_node(tmp_path) for _ in range(2)]
+        async with opened(*nodes) as launcher:
+            launcher.reserve("d1")
+            launcher.reserve("d2")
+            folders = {
+                Path(launcher.address_there(name, "ipc:///x/y.h")).parent for name in ("d1", "d2")
+            }
+            assert len(folders) == 2
+            launcher.release("d1")
+            with pytest.raises(KeyError):
+                launcher.address_there("d1", "ipc:///x/y.h")
+        for node in nodes:
+            await node.end()
+
+    asyncio.run(run())

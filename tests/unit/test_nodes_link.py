@@ -1,0 +1,327 @@
+"""Links between a server and nodes, over real TLS: keys, silence, frames, sockets that go on."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from banaserve.errors import ProtocolError, UserError
+from banaserve.nodes import link as links
+from banaserve.nodes.credentials import ClusterCredentials
+from banaserve.nodes.link import Data, NodeLink, NodeLostError, accepted, connect
+from banaserve.nodes.messages import (
+    MAX_FRAME_BYTES,
+    ChannelClosed,
+    ChannelOpened,
+    FreePort,
+    LogWritten,
+    NodeRefused,
+    PortFound,
+    decode,
+)
+from banaserve.nodes.relay import Relay
+from waiting import until
+
+KEY, OTHER = "a-key-of-a-cluster", "a-key-of-another-one"
+Serve = Callable[[NodeLink], Awaitable[None]]
+
+
+@asynccontextmanager
+async def door(serve: Serve, key: str = KEY, silent_s: float = 2.5) -> AsyncIterator[int]:
+    """Port of a door that serves each link; what fails there fails the test."""
+    failed: list[BaseException] = []
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = accepted(reader, writer, silent_s)
+        try:
+            await serve(link)
+        except NodeLostError:
+            pass
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            await link.close()
+
+    server = await asyncio.start_server(take, "127.0.0.1", 0, ssl=ClusterCredentials.of(key).server)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        assert not failed, failed
+
+
+async def until_gone(link: NodeLink) -> None:
+    while True:
+        await link.receive()
+
+
+async def first_of(port: int, key: str) -> object:
+    """What a door says first to who has a key."""
+    link = await connect("127.0.0.1", port, ClusterCredentials.of(key))
+    try:
+        return await link.receive()
+    finally:
+        await link.close()
+
+
+def test_messages_and_bytes_arrive_in_their_order() -> None:
+    async def echo(link: NodeLink) -> None:
+        link.start_beats()
+        while True:
+            match said := await link.receive():
+                case Data(channel, content):
+                    await link.send_data(channel, content)
+                case _:
+                    await link.send(said)
+
+    async def run() -> None:
+        async with door(echo) as port:
+            link = await connect("127.0.0.1", port, ClusterCredentials.of(KEY))
+            large = secrets.token_bytes(MAX_FRAME_BYTES)
+            await link.send(FreePort())
+            await link.send_data(7, large)
+            await link.send(LogWritten(b"\x00\xff"))
+            assert await link.receive() == FreePort()
+            assert await link.receive() == Data(7, large)
+            assert await link.receive() == LogWritten(b"\x00\xff")
+            await link.close()
+
+    asyncio.run(run())
+
+
+def test_another_key_gets_nowhere() -> None:
+    begun: list[NodeLink] = []
+
+    async def note(link: NodeLink) -> None:
+        begun.append(link)
+        await until_gone(link)
+
+    async def run() -> None:
+        async with door(note) as port:
+            with pytest.raises(
+                NodeLostError, match=rf"node 127.0.0.1:{port}: .*another cluster key"
+            ):
+                await first_of(port, OTHER)
+            bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            bare.check_hostname, bare.verify_mode = False, ssl.CERT_NONE
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=bare)
+            with suppress(OSError):
+                writer.write(bytes(100))
+                assert await reader.read() == b""
+            writer.close()
+
+    asyncio.run(run())
+    assert begun == []
+
+
+def test_what_was_recorded_opens_nothing() -> None:
+    """A client's bytes of a whole session, sent once more, are no client."""
+    begun: list[NodeLink] = []
+    recorded = bytearray()
+
+    async def note(link: NodeLink) -> None:
+        begun.append(link)
+        with suppress(NodeLostError):
+            assert await link.receive() == FreePort()
+            await link.send(PortFound(1))
+
+    async def run() -> None:
+        async with door(note) as port:
+
+            async def record(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                there, back = await asyncio.open_connection("127.0.0.1", port)
+
+                async def answers() -> None:
+                    while content := await there.read(65536):
+                        writer.write(content)
+
+                answering = asyncio.create_task(answers())
+                while content := await reader.read(65536):
+                    recorded.extend(content)
+                    back.write(content)
+                back.close()
+                await asyncio.gather(answering, return_exceptions=True)
+                writer.close()
+
+            tap = await asyncio.start_server(record, "127.0.0.1", 0)
+            link = await connect(
+                "127.0.0.1", tap.sockets[0].getsockname()[1], ClusterCredentials.of(KEY)
+            )
+            await link.send(FreePort())
+            assert await link.receive() == PortFound(1)
+            await link.close()
+            tap.close()
+            assert len(begun) == 1
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(bytes(recorded))
+            with suppress(OSError):
+                async with asyncio.timeout(10.0):
+                    await reader.read()
+            writer.close()
+
+    asyncio.run(run())
+    assert len(begun) == 1
+    assert len(recorded) > 500
+
+
+def test_silence_is_noticed_and_beats_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "BEAT_S", 0.02)
+    monkeypatch.setattr(links, "SILENT_S", 0.3)
+    lives = asyncio.Event()
+
+    async def beat_for_a_while(link: NodeLink) -> None:
+        link.start_beats()
+        await lives.wait()
+        await link.close()  # no more beats; the connection stays open in effect for the test below
+
+    async def stand_still(link: NodeLink) -> None:
+        await asyncio.sleep(5.0)
+
+    async def run() -> None:
+        async with door(beat_for_a_while) as port:
+            link = await connect("127.0.0.1", port, ClusterCredentials.of(KEY))
+            receiving = asyncio.create_task(link.receive())
+            done, _ = await asyncio.wait({receiving}, timeout=1.0)
+            assert not done
+            lives.set()
+            with pytest.raises(NodeLostError):
+                await receiving
+            await link.close()
+        async with door(stand_still) as port:
+            link = NodeLink(
+                *await asyncio.open_connection(
+                    "127.0.0.1", port, ssl=ClusterCredentials.of(KEY).client, server_hostname=""
+                ),
+                "the node",
+                silent_s=0.3,
+            )
+            with pytest.raises(NodeLostError, match=r"said nothing for 0\.3 seconds"):
+                await link.receive()
+            await link.close()
+
+    asyncio.run(run())
+
+
+def test_a_refusal_and_nonsense_are_one_line_each() -> None:
+    async def refuse(link: NodeLink) -> None:
+        await link.send(NodeRefused("it is full"))
+        await until_gone(link)
+
+    async def lie(link: NodeLink) -> None:
+        link._writer.write((0).to_bytes(4) + (2**31).to_bytes(4))
+        await until_gone(link)
+
+    async def babble(link: NodeLink) -> None:
+        await link.send_data(0, b"\xc1 nonsense")
+        await until_gone(link)
+
+    async def run() -> None:
+        for serve, kind, words in (
+            (refuse, NodeLostError, "refuses: it is full"),
+            (lie, ProtocolError, "is too large"),
+            (babble, ProtocolError, "not a message of a node"),
+        ):
+            async with door(serve) as port:
+                link = await connect("127.0.0.1", port, ClusterCredentials.of(KEY))
+                with pytest.raises(kind, match=words):
+                    await link.receive()
+                await link.close()
+
+    asyncio.run(run())
+
+
+def test_nobody_there_is_one_line() -> None:
+    async def run() -> None:
+        with pytest.raises(NodeLostError, match=r"node 127.0.0.1:1: .*[Rr]efused"):
+            await connect("127.0.0.1", 1, ClusterCredentials.of(KEY))
+
+    asyncio.run(run())
+    with pytest.raises(UserError, match="16 characters or more"):
+        ClusterCredentials.of("short")
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\x80", b"\x81\xa4type\xa4Beat\xa1x\x01", b"\xdc\xff\xff", bytes(range(256))]
+)
+def test_hostile_bodies_are_protocol_errors(body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(body)
+
+
+def test_sockets_of_a_node_lead_to_those_of_the_server(tmp_path: Path) -> None:
+    """What connects to a socket there talks with who listens here, both ways, until one closes."""
+    here = tmp_path / "here.h"
+    seen: list[bytes] = []
+
+    async def upper(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while content := await reader.read(65536):
+            seen.append(content)
+            writer.write(content.upper())
+            await writer.drain()
+        writer.close()
+
+    async def follow(link: NodeLink, relay: Relay, targets: dict[str, str]) -> None:
+        with suppress(NodeLostError):
+            while True:
+                match said := await link.receive():
+                    case Data():
+                        await relay.took(said)
+                    case ChannelOpened():
+                        await relay.opened(said, targets)
+                    case ChannelClosed():
+                        relay.closed(said)
+
+    async def node(link: NodeLink) -> None:
+        relay = Relay(link)
+        await relay.listen(tmp_path / "there", ["h", "x"])
+        await follow(link, relay, {})
+        await relay.close()
+
+    async def run() -> None:
+        server = await asyncio.start_unix_server(upper, here)
+        async with door(node) as port:
+            link = await connect("127.0.0.1", port, ClusterCredentials.of(KEY))
+            relay = Relay(link)
+            following = asyncio.create_task(
+                follow(link, relay, {"h": str(here), "x": str(tmp_path / "nobody")})
+            )
+            await until((tmp_path / "there.x").exists)
+            large = secrets.token_hex(1 << 20).encode()
+            reader, writer = await asyncio.open_unix_connection(tmp_path / "there.h")
+            writer.write(large)
+            assert await reader.readexactly(len(large)) == large.upper()
+            writer.close()
+            lost, refused = await asyncio.open_unix_connection(tmp_path / "there.x")
+            assert await lost.read() == b""
+            refused.close()
+            await until(lambda: not relay._open)
+            await relay.close()
+            await link.close()
+            await asyncio.gather(following, return_exceptions=True)
+        server.close()
+
+    asyncio.run(run())
+    assert sum(map(len, seen)) == 2 << 20
+
+
+def test_a_socket_that_nobody_has_offered_is_refused() -> None:
+    async def open_another(link: NodeLink) -> None:
+        await link.send(ChannelOpened(1, "secret"))
+        await until_gone(link)
+
+    async def run() -> None:
+        async with door(open_another) as port:
+            link = await connect("127.0.0.1", port, ClusterCredentials.of(KEY))
+            said = await link.receive()
+            assert isinstance(said, ChannelOpened)
+            with pytest.raises(ProtocolError, match="what nobody has offered"):
+                await Relay(link).opened(said, {"h": "/nowhere"})
+            await link.close()
+
+    asyncio.run(run())
