@@ -149,20 +149,21 @@ class NodeSession:
         launcher = self._launcher
         if order.guest:
             address = msgspec.json.decode(order.guest, type=GuestAddress)
-            stem, sockets = self._folder / Path(address.guest_id).name, ()
+            stem = self._folder / Path(address.guest_id).name
 
             async def start(log: Path) -> int:
                 return await launcher.start_guest(address, log, order.vllm_argv)
         else:
             if not (order.engine and order.stem):
                 raise UserError("an order without an engine")
-            stem, sockets = self._folder / order.stem, SOCKET_NAMES
+            stem = self._folder / order.stem
             launcher.reserve(order.engine)
 
             async def start(log: Path) -> int:
                 shake = f"ipc://{stem}.h"
                 return await launcher.start(order.engine, shake, log, order.vllm_argv)
 
+        sockets = () if order.guest else SOCKET_NAMES
         running = asyncio.create_task(RemoteProcess(link, stem, start, sockets).run())
         self._processes.add(running)
         try:

@@ -49,7 +49,8 @@ def test_the_leader_is_a_server_of_all_workers(tmp_path: Path) -> None:
     config = parse_serve_argv(words)
     assert len(config.nodes) == LWS["spec"]["leaderWorkerTemplate"]["size"] - 1
     assert config.num_instances == len(config.nodes), "a worker has one GPU"
-    assert config.keys and config.cluster_key
+    assert config.keys
+    assert config.cluster_key
 
 
 def test_a_worker_is_a_node_at_the_port_that_the_leader_calls(tmp_path: Path) -> None:
