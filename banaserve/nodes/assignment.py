@@ -1,4 +1,4 @@
-"""Which instances run on which node: a pure function of what the nodes have."""
+"""Assignment of instances to nodes: a pure function of what the nodes have."""
 
 from __future__ import annotations
 

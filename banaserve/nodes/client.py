@@ -22,7 +22,7 @@ from banaserve.nodes.messages import (
     SessionOpened,
     StoreRestarted,
 )
-from banaserve.nodes.places import Place
+from banaserve.nodes.places import AgentPlace
 from banaserve.nodes.versions import own_version
 
 T = TypeVar("T", bound=NodeMessage)
@@ -50,7 +50,7 @@ class NodeClient:
 
     def __init__(
         self,
-        place: Place,
+        place: AgentPlace,
         credentials: ClusterCredentials,
         server: str,
         on_store_restart: Callable[[], None],

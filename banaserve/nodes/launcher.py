@@ -191,6 +191,10 @@ class NodesLauncher:
     def is_local(self, instance_id: str) -> bool:
         return False
 
+    def is_there(self, instance_id: str) -> bool:
+        client = self._place.get(instance_id)
+        return client is not None and client.is_ready
+
     def address_there(self, instance_id: str, address: str) -> str:
         opened = self._opened(instance_id)
         return f"ipc://{opened.folder}/{Path(address).name}"

@@ -1,4 +1,4 @@
-"""Where the agents of nodes are: addresses that were given, or agents that Ray has placed."""
+"""Places of the agents of nodes: addresses that were given, or where Ray has started them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FIND_S = 60.0
 _MAX_LINE_BYTES = 1 << 20
 
 
-class Place(msgspec.Struct, frozen=True):
+class AgentPlace(msgspec.Struct, frozen=True):
     """Where an agent listens."""
 
     host: str
@@ -33,7 +33,7 @@ class Place(msgspec.Struct, frozen=True):
 class Places(Protocol):
     """Agents of nodes."""
 
-    async def open(self, say: Callable[[str], None]) -> list[Place]:
+    async def open(self, say: Callable[[str], None]) -> list[AgentPlace]:
         """Where they are.
 
         Raises:
@@ -41,7 +41,7 @@ class Places(Protocol):
         """
         ...
 
-    async def find(self, number: int) -> Place:
+    async def find(self, number: int) -> AgentPlace:
         """Where the agent of that number is now: it may have been lost, and be elsewhere.
 
         Raises:
@@ -62,12 +62,12 @@ class GivenPlaces:
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        self._places = [Place(*host_and_port("--node", address)) for address in addresses]
+        self._places = [AgentPlace(*host_and_port("--node", address)) for address in addresses]
 
-    async def open(self, say: Callable[[str], None]) -> list[Place]:
+    async def open(self, say: Callable[[str], None]) -> list[AgentPlace]:
         return self._places
 
-    async def find(self, number: int) -> Place:
+    async def find(self, number: int) -> AgentPlace:
         return self._places[number]
 
     async def close(self) -> None:
@@ -99,7 +99,7 @@ class RayAnswer(msgspec.Struct, frozen=True):
         problem: Why it cannot do what it was asked; empty where it could.
     """
 
-    places: list[Place] = []
+    places: list[AgentPlace] = []
     problem: str = ""
 
 
@@ -129,7 +129,7 @@ class RayPlaces:
         self._driver: asyncio.subprocess.Process | None = None
         self._asking = asyncio.Lock()
 
-    async def open(self, say: Callable[[str], None]) -> list[Place]:
+    async def open(self, say: Callable[[str], None]) -> list[AgentPlace]:
         say(f"asking Ray ({self._request.address}) for nodes")
         log = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
@@ -148,10 +148,10 @@ class RayPlaces:
             os.close(log)
         return await self._ask(msgspec.json.encode(self._request), _PLACE_S)
 
-    async def find(self, number: int) -> Place:
+    async def find(self, number: int) -> AgentPlace:
         return (await self._ask(str(number).encode(), _FIND_S))[0]
 
-    async def _ask(self, line: bytes, timeout_s: float) -> list[Place]:
+    async def _ask(self, line: bytes, timeout_s: float) -> list[AgentPlace]:
         async with self._asking:
             driver = self._driver
             assert driver is not None

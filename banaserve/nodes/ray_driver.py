@@ -16,7 +16,7 @@ import msgspec
 
 from banaserve.errors import UserError
 from banaserve.nodes.assignment import NodeFacts, assign
-from banaserve.nodes.places import Place, RayAnswer, RayRequest
+from banaserve.nodes.places import AgentPlace, RayAnswer, RayRequest
 from banaserve.platform.processes import die_with_parent
 from banaserve.types import InstanceId, Role
 
@@ -37,7 +37,7 @@ class RayAgents:
         self._request = request
         self._actors: list[Any] = []
 
-    def place(self) -> list[Place]:
+    def place(self) -> list[AgentPlace]:
         """Start them.
 
         Raises:
@@ -72,7 +72,7 @@ class RayAgents:
             self._actors.append(made.remote(request.key))
         return [self.find(number) for number in range(len(self._actors))]
 
-    def find(self, number: int) -> Place:
+    def find(self, number: int) -> AgentPlace:
         """Where an agent is now.
 
         Raises:
@@ -84,7 +84,7 @@ class RayAgents:
                 host, port = self._ray.get(
                     self._actors[number].address.remote(), timeout=_AGENT_S / 4
                 )
-                return Place(host, port)
+                return AgentPlace(host, port)
             except self._ray.exceptions.RayError as error:
                 if time.monotonic() > until_s:
                     raise UserError(f"Ray starts no agent: {_first_line(error)}") from error

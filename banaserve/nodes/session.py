@@ -1,4 +1,4 @@
-"""What one server has on a node: a launcher of engines and guests, and the node's store."""
+"""Session of one server on a node: a launcher of engines and guests, and the node's store."""
 
 from __future__ import annotations
 

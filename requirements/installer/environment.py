@@ -96,14 +96,10 @@ def bring_uv() -> bool:
     if tools.find_uv() is not None:
         return True
     pip = [sys.executable, "-m", "pip", "--python", str(places.PYTHON)]
-    if (places.VENV / "bin" / "pip").exists():
+    if tools.has_pip():
         pip = [str(places.PYTHON), "-m", "pip"]
     pip += ["--disable-pip-version-check", "install", "--no-compile", "--no-deps"]
-    if run([*pip, "--require-hashes", "-r", places.INSTALLER_LOCK]).code == 0:
-        return True
-    if not (places.VENV / "bin" / "pip").exists():
-        run([places.PYTHON, "-m", "ensurepip"])
-    return False
+    return run([*pip, "--require-hashes", "-r", places.INSTALLER_LOCK]).code == 0
 
 
 def _is_damaged(info: Path) -> bool:

@@ -13,12 +13,17 @@ _SECTIONS = ("global", "install", ":env:")
 """In the order in which pip lets a later one win."""
 
 _HARMLESS = {
-    *("break-system-packages", "cache-dir", "config-file", "disable-pip-version-check"),
+    *("break-system-packages", "cache-dir", "config-file", "constraint"),
+    "disable-pip-version-check",
     *("log", "no-cache-dir", "no-color", "no-compile", "no-input", "no-warn-script-location"),
     *("prefer-binary", "progress-bar", "quiet", "require-virtualenv", "resume-retries"),
     *("root-user-action", "upgrade-strategy", "verbose"),
 }
-"""They change nothing of what is installed from a lock."""
+"""They change nothing of what is installed from a lock.
+
+A constraint neither: the lock names one version of each package, and uv takes no constraint but of
+one version (``==``) beside hashes.
+"""
 
 _WORDS = {
     "cert": "SSL_CERT_FILE",

@@ -129,12 +129,28 @@ def best() -> Tool:
     """uv of PATH or ``.venv`` if it can do as pip is configured, otherwise pip."""
     uv = find_uv()
     if uv is None:
-        return Pip()
+        return _own_pip()
     settings = configured()
     if unknown := pip_settings.unknown_to_uv(settings):
         say(f"pip installs, not uv, which knows no {unknown[0]} of pip's configuration")
-        return Pip()
+        return _own_pip()
     return Uv(uv, settings)
+
+
+def _own_pip() -> Pip:
+    """pip of ``.venv``, brought where ``.venv`` was made without it.
+
+    Raises:
+        Problem: This Python has no pip to bring.
+    """
+    if not has_pip() and run([places.PYTHON, "-m", "ensurepip"]).code:
+        raise Problem("cannot bring pip into .venv: install Python's ensurepip (python3-venv)")
+    return Pip()
+
+
+def has_pip() -> bool:
+    """Whether ``.venv`` has a pip of its own."""
+    return bool(quietly([places.PYTHON, "-m", "pip", "--version"]))
 
 
 def find_uv() -> Path | None:

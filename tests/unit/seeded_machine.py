@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
+from banaserve.engine.vllm.launch.launcher import OnThisMachine
 from banaserve.errors import InstanceDeadError
 from banaserve.sim.timeline import Timeline, VirtualTimeLoop
 
@@ -119,7 +120,7 @@ class HandshakeSocket:
         del self._addresses[self._address]
 
 
-class Machine:
+class Machine(OnThisMachine):
     """Starts processes and ends them; stands in for ``os``, ``zmq`` and ``platform.processes``.
 
     Args:

@@ -359,6 +359,7 @@ def test_a_python_that_is_not_there_is_one_line(checkout):
         ("global.trusted-host='a\\nb'", {"UV_INSECURE_HOST": "a b"}),
         ("freeze.timeout='10'", {}),
         (":env:.disable-pip-version-check='1'", {}),
+        ("global.constraint='/etc/xdg/pip/constraints.txt'", {}),
     ],
 )  # fmt: skip
 def test_uv_is_told_what_pip_is_configured_to_do(listing, expected):

@@ -10,6 +10,7 @@ from banaserve.kvstore.daemon.promoter import PROBE_AFTER_S
 from banaserve.kvstore.fingerprint import PAGE_BYTES
 from banaserve.kvstore.tiers.interface import TierOutcome
 from tiering_doubles import (
+    ASKED,
     HIT,
     KEYS,
     MISS,
@@ -136,7 +137,7 @@ def test_an_undecided_tier_ends_the_walk(stack: ExitStack) -> None:
     tier.asking = {NAMESPACE + KEYS[1]}
     granted = store.exchange(KEYS[:3])
     assert (len(granted.slots), granted.undecided) == (1, True)
-    assert store.lookup(*KEYS[:3]) == [PENDING, PENDING, MISS]
+    assert store.lookup(*KEYS[:3]) == [PENDING, ASKED, MISS]
     assert not store.exchange(KEYS[5:6]).undecided
 
 

@@ -43,6 +43,7 @@ class Engine:
     def __init__(self, name: str, role: Role, broken: set[str]) -> None:
         self.id, self.role, self.state = InstanceId(name), role, State.STARTING
         self.settings, self.llm = OLD, None
+        self.is_local = self.has_machine = True
         self.is_draining = self.is_held = self.is_leaving = self.has_lost_client = False
         self.pid = self.inflight_requests = self.num_movable = 0
         self.started: list[str] = []

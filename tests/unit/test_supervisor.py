@@ -100,7 +100,7 @@ async def test_one_that_is_given_up_while_it_connects_does_not_serve(
 
     monkeypatch.setattr(instances.processes, "in_daemon_thread", thread)
     monkeypatch.setattr(instances, "weights_of", lambda _: "w")
-    made._launcher = SimpleNamespace(start=launched)
+    made._launcher = SimpleNamespace(start=launched, address_there=lambda _, address: address)
     made._until_ready, made._connected = at_once, connected
     made.settings = EngineSettings(made.settings.config, made.settings.budgets)
     made.take_budget = wait if awaited == "budget" else at_once
@@ -120,6 +120,7 @@ class Mortal:
         self.id, self.role, self.state = InstanceId("x1"), Role.DECODE, State.STARTING
         self.has_lost_client = self.is_held = self.is_leaving = False
         self.pid = self.num_kills = self.num_probes = 0
+        self.has_machine = self.is_local = True
         self.report: Any = None
         self.llm = object()
         self.dying, self.ended = asyncio.Event(), asyncio.Event()
@@ -322,6 +323,29 @@ async def test_an_instance_that_stands_still_while_it_starts_is_ended(
 
 def never_again(*_: object) -> InstanceDeadError:
     return InstanceDeadError("no memory")
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_instance_waits_for_its_machine_and_is_not_blamed() -> None:
+    class Lost(Mortal):
+        """Its machine goes with it, and comes back."""
+
+        def kill(self) -> None:
+            self.has_machine = False
+            super().kill()
+
+    mortal = Lost(*[None] * 13)
+    cluster = cluster_of(mortal)
+    await cluster.start(lambda _: None)
+    for left in reversed(range(12)):
+        mortal.kill()
+        await until(lambda: mortal.state is State.FAILED)
+        assert not (cluster.has_failed or cluster.supervisor.failed.is_set())
+        assert len(mortal._starts) == left + 1
+        mortal.has_machine = True
+        await until(lambda left=left: len(mortal._starts) == left)
+        await until(lambda: mortal.state is State.READY)
+    await cluster.stop()
 
 
 @pytest.mark.usefixtures("quick")

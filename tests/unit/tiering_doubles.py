@@ -30,7 +30,7 @@ from fingerprints import FINGERPRINT
 NUM_SLOTS = 8
 KEYS = [bytes([number + 1]) * 32 for number in range(32)]
 NAMESPACE = FINGERPRINT.namespace()
-HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
+ASKED, HIT, MISS, PENDING = Lookup.ASKED, Lookup.HIT, Lookup.MISS, Lookup.PENDING
 
 
 class ScriptedTier:

@@ -476,6 +476,11 @@ class Instance:
         return self._launcher.is_local(self.id)
 
     @property
+    def has_machine(self) -> bool:
+        """Whether the machine that its engine is to run on is there."""
+        return self._launcher.is_there(self.id)
+
+    @property
     def weights(self) -> str:
         """Of the model that its engine computes with, or will when it has started."""
         return self.settings.weights

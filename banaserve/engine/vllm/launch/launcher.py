@@ -105,6 +105,10 @@ class Launcher(Protocol):
         """Whether the instance's process is this machine's, and not one that stands for it."""
         ...
 
+    def is_there(self, instance_id: str) -> bool:
+        """Whether the instance's machine is: no engine can be started on one that is away."""
+        ...
+
     def address_there(self, instance_id: str, address: str) -> str:
         """Address of a socket of the instance, as its own machine knows it.
 
@@ -134,7 +138,7 @@ class Launcher(Protocol):
         ...
 
 
-class _OnThisMachine:
+class OnThisMachine:
     """What launchers of this machine's processes share."""
 
     async def open(self, say: Callable[[str], None]) -> None:
@@ -149,6 +153,9 @@ class _OnThisMachine:
     def is_local(self, instance_id: str) -> bool:
         return True
 
+    def is_there(self, instance_id: str) -> bool:
+        return True
+
     async def guest_place(
         self, host: str, target: str, guest_id: str, transport: str, sockets: Path
     ) -> GuestPlace:
@@ -161,7 +168,7 @@ class _OnThisMachine:
         return address
 
 
-class ForkLauncher(_OnThisMachine):
+class ForkLauncher(OnThisMachine):
     """Orders forks from the engine parent, and starts another parent in place of a lost one.
 
     A parent that does not answer keeps the engines that it has: they may be well. It is ended with
@@ -246,7 +253,7 @@ class ForkLauncher(_OnThisMachine):
         self._parent.close()
 
 
-class SpawnLauncher(_OnThisMachine):
+class SpawnLauncher(OnThisMachine):
     """Starts a Python process for each engine core.
 
     Args:

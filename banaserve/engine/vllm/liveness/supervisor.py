@@ -76,8 +76,9 @@ class Supervisor:
 
     @property
     def has_failed(self) -> bool:
-        """Every instance has been given up."""
-        return all(i.state is State.FAILED for i in self._instances.values())
+        """Every instance has been given up, and none waits for its machine."""
+        every = self._instances.values()
+        return all(i.state is State.FAILED and i.has_machine for i in every)
 
     def watch(self, instance: Instance) -> None:
         """Keep an instance alive that has started."""
@@ -143,6 +144,8 @@ class Supervisor:
     async def _until_restarted(self, instance: Instance, restarts: RestartPolicy) -> bool:
         """Start an instance again, and one that has been given up every few minutes.
 
+        One whose machine is away is started when that is back: it is not to blame.
+
         Returns:
             False where it has been removed.
         """
@@ -152,23 +155,30 @@ class Supervisor:
             instance.mark_dead(State.FAILED)
             if self.has_failed:
                 self.failed.set()
+            was_there = instance.has_machine
             await self._pause(instance)
             replacement = self._replacements.pop(instance.id, None)
             if replacement is not None and await self._start_other(instance, replacement):
                 return True
-            restarts = RestartPolicy(limit=1)
+            restarts = RestartPolicy(limit=1) if was_there else RestartPolicy()
         return True
 
     async def _pause(self, instance: Instance) -> None:
-        """Wait until an instance that was given up is to be tried again, or another takes it."""
-        until_s = self._clock.now() + self._timeouts.retry_s
+        """Wait until an instance is to be tried again, or another engine to be put in its place.
+
+        One that was given up is after a while, one without a machine when that is back.
+        """
+        until_s, was_there = self._clock.now() + self._timeouts.retry_s, instance.has_machine
         while self._clock.now() < until_s and instance.id not in self._replacements:
-            if self._is_removed(instance):
+            if self._is_removed(instance) or instance.has_machine is not was_there:
                 return
             await self._clock.sleep(_PAUSE_POLL_S)
 
     async def _restart(self, instance: Instance, restarts: RestartPolicy) -> bool:
-        while (delay_s := restarts.next_delay_s(self._clock.now())) is not None:
+        while (
+            instance.has_machine
+            and (delay_s := restarts.next_delay_s(self._clock.now())) is not None
+        ):
             await asyncio.sleep(delay_s)
             if self._is_removed(instance):
                 return False
@@ -189,7 +199,10 @@ class Supervisor:
             instance.kill()
             if self._is_removed(instance):
                 return False
-        logger.error("instance %s ends too often: given up", instance.id)
+        if instance.has_machine:
+            logger.error("instance %s ends too often: given up", instance.id)
+        else:
+            logger.warning("instance %s waits for its machine", instance.id)
         return False
 
     # ---- replacing engines

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
+from banaserve.clock import WallClock
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat import kv_cache
@@ -42,15 +43,29 @@ class PrefixLookup:
         keys = kv_cache.Request.from_engine_core_request(request, self._hasher).block_hashes
         if not keys:
             return 0
-        states = self._client.lookup(keys[:MAX_KEYS])
-        until_s = time.monotonic() + _ASKED_S
-        while _num_known(states) < _num_hoped(states) and time.monotonic() < until_s:
-            time.sleep(_POLL_S)
-            states = self._client.lookup(keys[:MAX_KEYS])
-        return _num_known(states) * self._block_size
+        known = num_known(lambda: self._client.lookup(keys[:MAX_KEYS]), WallClock().now, time.sleep)
+        return known * self._block_size
 
     def close(self) -> None:
         self._client.close()
+
+
+def num_known(
+    look: Callable[[], Sequence[Lookup]], now: Callable[[], float], sleep: Callable[[float], object]
+) -> int:
+    """Blocks of the longest prefix that is stored or being stored, here or on other machines.
+
+    Args:
+        look: Asks the store for all blocks, in order.
+        now: Seconds.
+        sleep: Of the same time.
+    """
+    until_s = now() + _ASKED_S
+    states = look()
+    while _num_known(states) < _num_hoped(states) and now() < until_s:
+        sleep(_POLL_S)
+        states = look()
+    return _num_known(states)
 
 
 def _num_known(states: Sequence[Lookup]) -> int:
