@@ -9,6 +9,8 @@ from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size
 from banaserve.types import InstanceId, Role
 
+_NO_LIMIT = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
@@ -18,11 +20,13 @@ class NodeFacts:
         name: For people, unique.
         gpus: Names of its GPUs, as in CUDA_VISIBLE_DEVICES; none on CPU.
         memory_bytes: Available for processes.
+        max_instances: That it may have, as whoever lends it says; None for no limit.
     """
 
     name: str
     gpus: tuple[str, ...]
     memory_bytes: int
+    max_instances: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +60,12 @@ class NodeAssignment:
 
 def room(node: NodeFacts, need: InstanceNeed) -> int:
     """How many instances a node can have."""
+    limit = _NO_LIMIT if node.max_instances is None else node.max_instances
     if need.num_gpus:
-        return len(node.gpus) // need.num_gpus
+        return min(limit, len(node.gpus) // need.num_gpus)
     if not need.memory_bytes:
-        return 1 << 20
-    return max(0, node.memory_bytes - need.node_bytes) // need.memory_bytes
+        return limit
+    return min(limit, max(0, node.memory_bytes - need.node_bytes) // need.memory_bytes)
 
 
 def assign(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,13 +15,14 @@ import msgspec
 
 from banaserve.errors import UserError
 from banaserve.nodes.assignment import NodeFacts, assign
-from banaserve.nodes.places import AgentPlace, RayAnswer, RayRequest
+from banaserve.nodes.places import AgentPlace
+from banaserve.nodes.ray_places import RayAnswer, RayRequest
 from banaserve.platform.processes import die_with_parent
 from banaserve.types import InstanceId, Role
 
 _GROUP_S = 60.0
 _AGENT_S = 60.0
-_AGAIN_S = 0.5
+_FIND_S = 5.0
 
 
 class RayAgents:
@@ -70,25 +70,19 @@ class RayAgents:
                 ),
             )
             self._actors.append(made.remote(request.key))
-        return [self.find(number) for number in range(len(self._actors))]
+        return [self.find(number, _AGENT_S) for number in range(len(self._actors))]
 
-    def find(self, number: int) -> AgentPlace:
-        """Where an agent is now.
+    def find(self, number: int, timeout_s: float = _FIND_S) -> AgentPlace:
+        """Where an agent is now: Ray starts one that is lost again, maybe on another node.
 
         Raises:
-            UserError: It does not come.
+            UserError: It has not come yet.
         """
-        until_s = time.monotonic() + _AGENT_S
-        while True:
-            try:
-                host, port = self._ray.get(
-                    self._actors[number].address.remote(), timeout=_AGENT_S / 4
-                )
-                return AgentPlace(host, port)
-            except self._ray.exceptions.RayError as error:
-                if time.monotonic() > until_s:
-                    raise UserError(f"Ray starts no agent: {_first_line(error)}") from error
-                time.sleep(_AGAIN_S)
+        try:
+            host, port = self._ray.get(self._actors[number].address.remote(), timeout=timeout_s)
+        except self._ray.exceptions.RayError as error:
+            raise UserError(f"Ray has not started an agent: {_first_line(error)}") from error
+        return AgentPlace(host, port)
 
     def _bundles(self) -> list[dict[str, float]]:
         """Resources of one node each, for as many instances as are planned there."""
@@ -122,7 +116,8 @@ class RayAgents:
 def _facts(node: dict[str, Any]) -> NodeFacts:
     has = node["Resources"]
     gpus = tuple(str(number) for number in range(int(has.get("GPU", 0))))
-    return NodeFacts(node["NodeManagerAddress"], gpus, int(has.get("memory", 0)))
+    memory_bytes = int(has.get("memory", 0))
+    return NodeFacts(node["NodeManagerAddress"], gpus, memory_bytes, int(has.get("CPU", 0)))
 
 
 def _gpus(num: int) -> dict[str, float]:
@@ -139,23 +134,27 @@ def _first_line(error: BaseException) -> str:
 
 
 def main() -> int:
-    """Obey until standard input ends."""
+    """Obey until standard input ends, or nothing can be placed."""
     die_with_parent(int(sys.argv[1]))
     # Ray prints to where it likes: answers have a descriptor of their own.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    agents: RayAgents | None = None
+
+    def answer(places: list[AgentPlace], problem: str = "") -> None:
+        answers.write(msgspec.json.encode(RayAnswer(places, problem)) + b"\n")
+
+    try:
+        request = msgspec.json.decode(sys.stdin.buffer.readline(), type=RayRequest)
+        agents = RayAgents(_import_ray(), request)
+        answer(agents.place())
+    except UserError as problem:
+        answer([], str(problem))
+        return 1
     for line in sys.stdin.buffer:
         try:
-            if agents is None:
-                request = msgspec.json.decode(line, type=RayRequest)
-                agents = RayAgents(_import_ray(), request)
-                answer = RayAnswer(agents.place())
-            else:
-                answer = RayAnswer([agents.find(int(line))])
+            answer([agents.find(int(line))])
         except UserError as problem:
-            answer = RayAnswer(problem=str(problem))
-        answers.write(msgspec.json.encode(answer) + b"\n")
+            answer([], str(problem))
     return 0
 
 

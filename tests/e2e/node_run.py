@@ -15,6 +15,7 @@ import psutil
 
 from banaserve.nodes.options import KEY_VARIABLE
 from observing import until
+from process_tree import ProcessTree
 
 START_S = 60.0
 END_S = 30.0
@@ -48,7 +49,7 @@ class NodeRun:
                 env={**os.environ, KEY_VARIABLE: key, "TMPDIR": str(self.temp_dir)},
                 start_new_session=True,
             )
-        self._seen: set[psutil.Process] = set()
+        self._tree = ProcessTree(self.process.pid)
 
     def wait_for(self, text: str) -> None:
         until(lambda: text in self.printed(), f"the node prints {text!r}", START_S)
@@ -58,17 +59,11 @@ class NodeRun:
 
     def processes(self) -> list[psutil.Process]:
         """The agent and all below it that live."""
-        try:
-            own = psutil.Process(self.process.pid)
-            self._seen.update((own, *own.children(recursive=True)))
-        except psutil.NoSuchProcess:
-            pass
-        return [one for one in self._seen if _lives(one)]
+        return self._tree.alive()
 
     def signal_all(self, number: int) -> None:
         """Send a signal to every process of this node, as a machine that stops or dies does."""
-        for one in self.processes():
-            one.send_signal(number)
+        self._tree.signal(number)
 
     def end(self, number: int = signal.SIGTERM) -> None:
         """End it; nothing of it is left after half a minute.
@@ -96,10 +91,3 @@ class NodeRun:
             + "\n".join(log.read_text(errors="replace").splitlines()[-15:])
             for log in logs
         )
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

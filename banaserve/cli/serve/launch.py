@@ -142,7 +142,8 @@ def _node_work(
 
 def _nodes_launcher(options: NodeOptions, work: NodeWork, run: RunDir) -> NodesLauncher:
     from banaserve.nodes.launcher import NodesLauncher
-    from banaserve.nodes.places import GivenPlaces, Places, RayPlaces
+    from banaserve.nodes.places import GivenPlaces, Places
+    from banaserve.nodes.ray_places import RayPlaces
 
     server, key = f"{os.uname().nodename}:{run.logs}", options.key
     places: Places = GivenPlaces(options.addresses)

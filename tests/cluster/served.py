@@ -1,0 +1,72 @@
+"""A server in a network of hosts, and what is asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import small_model
+from banaserve.api.admin_client import AdminClient
+from banaserve.engine.vllm.migration.api import Migration, MoveLayers, Return
+from banaserve.run_dir import find_admin
+from hosts import Host
+from server_run import Run
+from streams import Kind, asked_all
+
+LIGHT = ("--kv-store-size", "256MiB", "--kv-cache-memory-bytes", str(256 << 20))
+OPTIONS = (*LIGHT, "--dtype", "float32", "--max-model-len", "2048")
+
+
+def streams(num: int, first: int, num_tokens: int = 48) -> dict[str, Kind]:
+    """Different prompts of 301 tokens; ``first`` sets them apart from those of other tests."""
+    body = {
+        "model": "smollm2-135m",
+        "max_tokens": num_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    prompts = [[100 + first + n, *range(200 + 7 * n, 500 + 7 * n)] for n in range(num)]
+    return {
+        str(n): Kind("/v1/completions", {**body, "prompt": prompt})
+        for n, prompt in enumerate(prompts)
+    }
+
+
+class Served:
+    """A server whose front door is on ``front``.
+
+    Attributes:
+        run: The server.
+    """
+
+    def __init__(self, front: Host, folder: Path, words: tuple[str, ...], key: str = "") -> None:
+        folder.mkdir()
+        self._front = front
+        environment = {"BANASERVE_CLUSTER_KEY": key} if key else {}
+        options = (*small_model.options(), *OPTIONS, *words)
+        self.run = Run(folder, 8000, options, environment, None, front.command)
+
+    def wait(self) -> None:
+        self.run.wait_for("Ctrl-C ends it.")
+
+    def asked(self, kinds: dict[str, Kind]) -> list[list[int]]:
+        """Tokens of the answers.
+
+        Raises:
+            AssertionError: One has failed.
+        """
+        answers = self._front.inside(lambda: asyncio.run(asked_all(self.run, kinds))).values()
+        assert [answer.error for answer in answers] == [""] * len(answers)
+        return [answer.tokens[0] for answer in answers]
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self._front.inside(lambda: self.run.metric(name, **labels))
+
+    def is_ready(self, instance_id: str) -> bool:
+        return self.metric("banaserve_instance_ready", instance_id=instance_id) == 1
+
+    def migrated(self, ask: MoveLayers | Return) -> Migration:
+        admin = AdminClient(*find_admin(self.run.run_dir))
+        return self._front.inside(lambda: admin.run(ask))

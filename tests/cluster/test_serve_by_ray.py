@@ -1,0 +1,160 @@
+"""``serve --cluster``: Ray places the agents on two hosts; real engines, and what is lost."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+
+import hosts
+from banaserve.engine.vllm.migration.api import MoveLayers, Return
+from hosts import Network
+from observing import until
+from ray_run import RayCluster
+from served import Served, streams
+from streams import Kind
+
+_why = hosts.missing()
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(_why), reason=_why)]
+
+_AGAIN_S = 120.0
+"""Until engines have started on a node that Ray has had to notice first."""
+Expected = Callable[[dict[str, Kind]], list[list[int]]]
+
+
+@dataclass
+class World:
+    """Ray on three hosts, and a server beside its head."""
+
+    network: Network
+    ray: RayCluster
+    served: Served
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    network, folder = Network(3), tmp_path_factory.mktemp("ray")
+    try:
+        ray = RayCluster(network.hosts, folder, num_cpus=1)
+        try:
+            words = ("--pd", "1:1", "--cluster", ray.address)
+            served = Served(network.hosts[0], folder / "serve", words)
+            try:
+                served.wait()
+                yield World(network, ray, served)
+            finally:
+                served.run.close()
+        finally:
+            ray.close()
+    finally:
+        network.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_tokens_are_those_of_one_engine_and_a_prefix_is_read_on_the_other_host(
+    world: World, expected: Expected
+) -> None:
+    kinds = streams(16, 0)
+    assert world.served.asked(kinds) == expected(kinds)
+    assert world.served.metric("vllm:external_prefix_cache_hits_total") > 0
+
+
+def test_layers_move_to_the_other_host_in_mid_stream_and_return(
+    world: World, expected: Expected
+) -> None:
+    kinds = streams(4, 40, 96)
+    wanted = expected(kinds)
+    moved: list[str] = []
+
+    def move() -> None:
+        time.sleep(0.3)
+        moved.append(world.served.migrated(MoveLayers("d0", "p0", (4, 12))).state)
+        moved.append(world.served.migrated(Return("d0")).state)
+
+    moving = threading.Thread(target=move)
+    moving.start()
+    found = world.served.asked(kinds)
+    moving.join()
+    assert (moved, found) == (["done", "done"], wanted)
+
+
+def test_ray_brings_a_node_back_and_it_joins_empty(world: World, expected: Expected) -> None:
+    """All of a node's processes die: Ray's, the agent, its engine and store."""
+    kinds, ray = streams(4, 80, 24), world.ray
+    wanted = expected(kinds)
+    lost = ray.nodes[0]
+    lost.kill()
+    gone = [name for name in ("p0", "d0") if not _stays_ready(world.served, name)]
+    assert len(gone) == 1
+    ray.nodes[0] = ray.start_node(0)
+    until(lambda: world.served.is_ready(gone[0]), f"{gone[0]} is back", _AGAIN_S)
+    assert world.served.asked(kinds) == wanted
+
+
+def test_without_its_head_serving_ends_and_comes_back_with_it(
+    world: World, expected: Expected
+) -> None:
+    """What Ray was asked to run ends with the driver, and that with the Ray of its machine."""
+    kinds, ray, served = streams(4, 120, 24), world.ray, world.served
+    wanted = expected(kinds)
+    ray.head.kill()
+    until(lambda: not (served.is_ready("p0") or served.is_ready("d0")), "all nodes end", _AGAIN_S)
+    for node in ray.nodes:
+        node.kill()
+    ray.start()
+    until(lambda: served.is_ready("p0") and served.is_ready("d0"), "all is back", _AGAIN_S)
+    assert served.asked(kinds) == wanted
+
+
+def test_all_is_gone_when_the_server_ends(world: World) -> None:
+    trees = [node.tree for node in world.ray.nodes]
+
+    def ours() -> list[str]:
+        lines = [" ".join(one.cmdline()) for tree in trees for one in tree.alive()]
+        return [line for line in lines if "banaserve" in line or "VLLM" in line]
+
+    assert ours()
+    assert world.served.run.end() == 0
+    until(lambda: not ours(), "agents, engines and stores end")
+    assert all(node.process.poll() is None for node in world.ray.nodes)
+
+
+def _stays_ready(served: Served, name: str) -> bool:
+    until_s = time.monotonic() + 5.0
+    while time.monotonic() < until_s:
+        if not served.is_ready(name):
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("address", "num_instances", "words"),
+    [
+        ("10.77.0.1:1", "1:1", "--cluster 10.77.0.1:1: "),
+        ("RAY", "2:2", "room"),
+    ],
+)
+def test_what_ray_cannot_do_is_one_line(
+    world: World, tmp_path: Path, address: str, num_instances: str, words: str
+) -> None:
+    where = world.ray.address if address == "RAY" else address
+    options = ("--pd", num_instances, "--cluster", where)
+    refused = Served(world.network.hosts[0], tmp_path / "refused", options)
+    try:
+        until(lambda: refused.run.process.poll() is not None, "serve ends", _AGAIN_S)
+        assert refused.run.process.returncode == 2
+        line = refused.run.errors.read_text().strip().splitlines()[-1]
+        assert line.startswith("banaserve serve: ")
+        assert words in line
+    finally:
+        refused.run.process.send_signal(signal.SIGKILL)
+        refused.run.close()
