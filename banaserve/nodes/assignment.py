@@ -134,6 +134,11 @@ def _missing(
         if need.node_bytes:
             each += f", beside {format_size(need.node_bytes)} for a node's store"
         has = [format_size(node.memory_bytes) for node in nodes]
+    lent = [node.max_instances for node in nodes]
+    has = [
+        its if num is None else f"{its} and {num} CPUs, one for each,"
+        for its, num in zip(has, lent, strict=True)
+    ]
     words = "; ".join(
         f"{node.name} has {its} (room for {one})"
         for node, its, one in zip(nodes, has, rooms, strict=True)

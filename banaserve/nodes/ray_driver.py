@@ -7,22 +7,29 @@ were lost, a line each, and answers each with a line. What it has placed ends wi
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from banaserve.errors import UserError
+from banaserve.net.addresses import host_and_port
 from banaserve.nodes.assignment import NodeFacts, assign
 from banaserve.nodes.places import AgentPlace
 from banaserve.nodes.ray_places import RayAnswer, RayRequest
 from banaserve.platform.processes import die_with_parent
 from banaserve.types import InstanceId, Role
 
+_HELD = ("PENDING", "PREPARED", "CREATED", "RESCHEDULING")
 _GROUP_S = 60.0
 _AGENT_S = 60.0
 _FIND_S = 5.0
+_CONNECT_S = 5.0
+_INIT_S = 45.0
+_MAX_WORDS = 300
 
 
 class RayAgents:
@@ -36,14 +43,16 @@ class RayAgents:
         self._ray = ray
         self._request = request
         self._actors: list[Any] = []
+        self._group: Any = None
 
-    def place(self) -> list[AgentPlace]:
-        """Start them.
+    def connect(self) -> None:
+        """Join the cluster.
 
         Raises:
-            UserError: Ray cannot be reached, or its nodes have no room.
+            UserError: It cannot be reached, or is of another version.
         """
         ray, request = self._ray, self._request
+        _check_answers(request.address)
         try:
             ray.init(
                 address=request.address,
@@ -52,9 +61,17 @@ class RayAgents:
                 logging_level="ERROR",
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise UserError(f"--cluster {request.address}: {_first_line(error)}") from error
+            raise UserError(f"--cluster {request.address}: {_one_line(error)}") from error
+
+    def place(self) -> list[AgentPlace]:
+        """Start them.
+
+        Raises:
+            UserError: The nodes have no room.
+        """
+        ray, request = self._ray, self._request
         bundles = self._bundles()
-        group = self._group(bundles)
+        self._group = self._granted(bundles)
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from banaserve.nodes.ray_actor import AgentActor
@@ -66,7 +83,7 @@ class RayAgents:
                 max_restarts=-1,
                 max_task_retries=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=number
+                    self._group, placement_group_bundle_index=number
                 ),
             )
             self._actors.append(made.remote(request.key))
@@ -81,8 +98,14 @@ class RayAgents:
         try:
             host, port = self._ray.get(self._actors[number].address.remote(), timeout=timeout_s)
         except self._ray.exceptions.RayError as error:
-            raise UserError(f"Ray has not started an agent: {_first_line(error)}") from error
+            raise UserError(f"Ray has not started an agent: {_one_line(error)}") from error
         return AgentPlace(host, port)
+
+    def is_known(self) -> bool:
+        """Whether Ray knows what it has placed here: a head that was started anew does not."""
+        from ray.util.placement_group import placement_group_table
+
+        return placement_group_table(self._group).get("state") in _HELD
 
     def _bundles(self) -> list[dict[str, float]]:
         """Resources of one node each, for as many instances as are planned there."""
@@ -97,7 +120,7 @@ class RayAgents:
             for one in assigned
         ]
 
-    def _group(self, bundles: Sequence[dict[str, float]]) -> Any:
+    def _granted(self, bundles: Sequence[dict[str, float]]) -> Any:
         from ray.util.placement_group import placement_group
 
         group = placement_group(list(bundles), strategy="STRICT_SPREAD")
@@ -111,6 +134,17 @@ class RayAgents:
                 f"own; free in the whole cluster are {free}"
             ) from None
         return group
+
+
+def _check_answers(address: str) -> None:
+    """Raises UserError where nothing listens: Ray itself asks for minutes."""
+    if address == "auto":
+        return
+    host, port = host_and_port("--cluster", address)
+    try:
+        socket.create_connection((host, port), _CONNECT_S).close()
+    except OSError as error:
+        raise UserError(f"--cluster {address}: nobody answers there: {error}") from error
 
 
 def _facts(node: dict[str, Any]) -> NodeFacts:
@@ -129,12 +163,12 @@ def _resources(bundle: dict[str, float]) -> str:
     return " and ".join(words) or "none"
 
 
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:_MAX_WORDS] or type(error).__name__
 
 
 def main() -> int:
-    """Obey until standard input ends, or nothing can be placed."""
+    """Obey until standard input ends, nothing can be placed, or Ray has forgotten it."""
     die_with_parent(int(sys.argv[1]))
     # Ray prints to where it likes: answers have a descriptor of their own.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -143,9 +177,18 @@ def main() -> int:
     def answer(places: list[AgentPlace], problem: str = "") -> None:
         answers.write(msgspec.json.encode(RayAnswer(places, problem)) + b"\n")
 
+    def give_up() -> None:
+        answer([], f"--cluster {request.address}: Ray has not answered for {_INIT_S:g} seconds")
+        os._exit(1)
+
     try:
         request = msgspec.json.decode(sys.stdin.buffer.readline(), type=RayRequest)
         agents = RayAgents(_import_ray(), request)
+        patience = threading.Timer(_INIT_S, give_up)
+        patience.daemon = True
+        patience.start()
+        agents.connect()
+        patience.cancel()
         answer(agents.place())
     except UserError as problem:
         answer([], str(problem))
@@ -154,6 +197,8 @@ def main() -> int:
         try:
             answer([agents.find(int(line))])
         except UserError as problem:
+            if not agents.is_known():
+                return 1
             answer([], str(problem))
     return 0
 

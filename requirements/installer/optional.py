@@ -1,4 +1,4 @@
-"""What tests of optional parts need: NIXL from PyPI; Debian's libibverbs, Redis and two proxies.
+"""What tests of optional parts need: NIXL and Ray; Debian's libibverbs, Redis and two proxies.
 
 Where the system's packages cannot be installed they are named, and their tests skip.
 """
@@ -23,11 +23,12 @@ def install(tool: tools.Tool) -> None:
     """Install all of it that can be.
 
     Raises:
-        Problem: NIXL could not be had.
+        Problem: NIXL or Ray could not be had.
     """
-    say("installing NIXL")
-    # Without what it requires: that is torch, in whatever build the index has.
-    tool.install("--require-hashes", "-r", places.DEV_FULL, what="installing NIXL")
+    say("installing NIXL and Ray")
+    # Without what NIXL requires: that is torch, in whatever build the index has. What Ray requires
+    # is there: vLLM does too.
+    tool.install("--require-hashes", "-r", places.DEV_FULL, what="installing NIXL and Ray")
     missing = _missing()
     # Not where systemd runs: it would start the server that comes with Redis.
     in_container = os.geteuid() == 0 and not Path("/run/systemd/system").is_dir()
