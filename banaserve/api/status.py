@@ -127,6 +127,7 @@ def _instance(
         left_out=left_out,
         gpu_busy_fraction=report.gpu_busy_fraction if report else None,
         gpu_memory_fraction=report.gpu_memory_fraction if report else None,
+        node=host_state.instance.node,
     )
 
 
@@ -135,4 +136,7 @@ def _state(one: InstanceView, coordinator: Coordinator, roles: Roles) -> str:
         return "draining"
     if roles.is_held(one.id):
         return "drained"
-    return "ready" if coordinator.hosts[one.id].instance.is_ready else "down"
+    instance = coordinator.hosts[one.id].instance
+    if instance.is_ready:
+        return "ready"
+    return "down" if instance.has_machine else "away"

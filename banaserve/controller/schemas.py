@@ -159,7 +159,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     """One instance at this moment.
 
     Attributes:
-        state: ready, draining, drained, restarting or down.
+        state: ready, draining, drained, restarting, down, or away with its node.
         compute, memory: Its load; None where it has not reported.
         age_s: Of its report.
         kv_blocks: Of its pool; ``kv_blocks_gained`` due to what is away.
@@ -167,6 +167,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
         guests: Whose modules run beside it, in words.
         left_out: Why no decision counts on it; empty where they do.
         gpu_busy_fraction, gpu_memory_fraction: By NVML; None where its GPUs are not read.
+        node: That it runs on; empty for the server's own machine.
     """
 
     id: str
@@ -190,6 +191,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     left_out: str = ""
     gpu_busy_fraction: float | None = None
     gpu_memory_fraction: float | None = None
+    node: str = ""
 
 
 class MoveLine(msgspec.Struct, frozen=True):

@@ -26,6 +26,7 @@ from banaserve.nodes.client import RETRY_S, NodeClient
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import NodeLostError
 from banaserve.nodes.messages import JoinSession, NodeStore, PrepareNode, SessionOpened
+from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import Places
 from banaserve.nodes.remote_process import SOCKET_NAMES
 from banaserve.transport.registry import SHARED_MEMORY, TCP
@@ -118,6 +119,7 @@ class NodesLauncher:
 
     async def _make_orders(self, assigned: Sequence[NodeAssignment]) -> None:
         clients = {client.name: client for client in self._clients}
+        digest = await self._digest(())
         stores: dict[str, str] = {}
         if self._work.store is not None:
             for client in self._clients:
@@ -136,6 +138,7 @@ class NodesLauncher:
                 devices=devices,
                 devices_each=self._work.need.num_gpus,
                 store=self._store_of(client, stores),
+                model_digest=digest,
             )
 
     def _threads(self, client: NodeClient, num_instances: int) -> int:
@@ -191,6 +194,10 @@ class NodesLauncher:
     def is_local(self, instance_id: str) -> bool:
         return False
 
+    def node_of(self, instance_id: str) -> str:
+        client = self._place.get(instance_id)
+        return client.name if client is not None else ""
+
     def is_there(self, instance_id: str) -> bool:
         client = self._place.get(instance_id)
         return client is not None and client.is_ready
@@ -212,8 +219,13 @@ class NodesLauncher:
         handshake = handshake_address.removeprefix("ipc://")
         stem = handshake.removesuffix(f".{SOCKET_NAMES[0]}")
         targets = {name: f"{stem}.{name}" for name in SOCKET_NAMES}
+        digest = await self._digest(vllm_argv)
         order = JoinSession(
-            self._opened(instance_id).incarnation, instance_id, Path(stem).name, vllm_argv=vllm_argv
+            self._opened(instance_id).incarnation,
+            instance_id,
+            Path(stem).name,
+            vllm_argv=vllm_argv,
+            model_digest=digest,
         )
         return self._start_shim(instance_id, order, targets, log_path)
 
@@ -240,8 +252,17 @@ class NodesLauncher:
         own = msgspec.structs.replace(
             address, folder=opened.folder, listen_host=self._node_of(address.target).host
         )
-        order = JoinSession(opened.incarnation, guest=msgspec.json.encode(own), vllm_argv=vllm_argv)
+        order = JoinSession(
+            opened.incarnation,
+            guest=msgspec.json.encode(own),
+            vllm_argv=vllm_argv,
+            model_digest=await self._digest(vllm_argv),
+        )
         return self._start_shim(address.target, order, {}, log_path)
+
+    async def _digest(self, vllm_argv: tuple[str, ...]) -> str:
+        """Of the files of the model that these options name, or those that all were made with."""
+        return await asyncio.to_thread(model_digest, vllm_argv or self._work.vllm_argv)
 
     def _opened(self, instance_id: str) -> SessionOpened:
         client = self._node_of(instance_id)

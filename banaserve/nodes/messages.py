@@ -92,6 +92,7 @@ class PrepareNode(_Said, frozen=True):
         devices: CUDA_VISIBLE_DEVICES by instance; empty on CPU.
         devices_each: Of an instance that is added.
         store: Of the node; None for no store.
+        model_digest: See ``JoinSession``.
     """
 
     vllm_argv: _Words
@@ -100,6 +101,7 @@ class PrepareNode(_Said, frozen=True):
     devices: _Settings = {}
     devices_each: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     store: NodeStore | None = None
+    model_digest: _Word = ""
 
 
 class NodePrepared(_Said, frozen=True):
@@ -126,6 +128,8 @@ class JoinSession(_Said, frozen=True):
         stem: Of its sockets: their names begin with it.
         guest: JSON of a guest's ``GuestAddress``, for a guest instead.
         vllm_argv: Options; empty where they are those that the node was prepared with.
+        model_digest: Of the files of the model in the options, as the server has them; empty where
+            it has none.
     """
 
     incarnation: _Name
@@ -133,6 +137,7 @@ class JoinSession(_Said, frozen=True):
     stem: Annotated[str, msgspec.Meta(max_length=128, pattern="^[a-z0-9.]*$")] = ""
     guest: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
     vllm_argv: _Words = ()
+    model_digest: _Word = ""
 
 
 class ProcessStarted(_Said, frozen=True):

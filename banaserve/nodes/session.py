@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -38,6 +36,7 @@ from banaserve.nodes.messages import (
     SessionOpened,
     StoreRestarted,
 )
+from banaserve.nodes.model_check import check_model
 from banaserve.nodes.remote_process import SOCKET_NAMES, RemoteProcess
 from banaserve.platform.linux import available_memory_bytes, visible_gpus
 
@@ -66,6 +65,8 @@ class NodeSession:
         self._store: SupervisedStore | None = None
         self._processes: set[asyncio.Task[None]] = set()
         self._telling: set[asyncio.Task[None]] = set()
+        self._vllm_argv: tuple[str, ...] = ()
+        self._variables: list[str] = []
 
     async def run(self) -> None:
         """Serve until the server is gone.
@@ -99,9 +100,12 @@ class NodeSession:
     async def _prepare(self, order: PrepareNode) -> None:
         if self._launcher is not None:
             raise UserError("the node has been prepared already")
-        _check_model(order.vllm_argv)
+        self._vllm_argv = order.vllm_argv
+        await asyncio.to_thread(check_model, order.vllm_argv, order.model_digest)
         for name, value in order.environment.items():
-            os.environ.setdefault(name, value)
+            if name not in os.environ:
+                os.environ[name] = value
+                self._variables.append(name)
         set_environment()
         os.environ[STORE_VARIABLE] = str(self._folder / "kv")
         store = asyncio.create_task(self._start_store(order))
@@ -146,7 +150,8 @@ class NodeSession:
         """
         if self._launcher is None:
             raise UserError("the node has not been prepared")
-        launcher = self._launcher
+        launcher, argv = self._launcher, order.vllm_argv or self._vllm_argv
+        await asyncio.to_thread(check_model, argv, order.model_digest)
         if order.guest:
             address = msgspec.json.decode(order.guest, type=GuestAddress)
             stem = self._folder / Path(address.guest_id).name
@@ -185,6 +190,8 @@ class NodeSession:
             await self._store.stop()
         for task in self._telling:
             task.cancel()
+        for name in self._variables:
+            os.environ.pop(name, None)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -198,14 +205,6 @@ def _store_options(told: NodeStore) -> StoreOptions:
         verify_memory=told.verify_memory,
         peers=PeerOptions(told.listen, told.peers, told.key),
     )
-
-
-def _check_model(vllm_argv: Sequence[str]) -> None:
-    """Where the model is a folder, this node has to have it, too."""
-    words = dict(itertools.pairwise(vllm_argv))
-    model = words.get("--model", "")
-    if Path(model).is_absolute() and not Path(model).is_dir():
-        raise UserError(f"{model}: this node has no such folder: put the same model there")
 
 
 def _free_port(host: str) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import small_model
 from banaserve.api.admin_client import AdminClient
+from banaserve.controller.schemas import ServerStatus
 from banaserve.engine.vllm.migration.api import Migration, MoveLayers, Return
 from banaserve.run_dir import find_admin
 from hosts import Host
@@ -66,6 +67,10 @@ class Served:
 
     def is_ready(self, instance_id: str) -> bool:
         return self.metric("banaserve_instance_ready", instance_id=instance_id) == 1
+
+    def status(self) -> ServerStatus:
+        admin = AdminClient(*find_admin(self.run.run_dir))
+        return self._front.inside(admin.status)
 
     def migrated(self, ask: MoveLayers | Return) -> Migration:
         admin = AdminClient(*find_admin(self.run.run_dir))

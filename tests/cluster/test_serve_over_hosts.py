@@ -137,6 +137,7 @@ def test_a_host_that_is_lost_is_routed_around_and_comes_back(
     kinds = streams(8, 100 + 20 * len(harm), 96)
     wanted, host = expected(kinds), cluster.others[1]
     gone_s: list[float] = []
+    shown: dict[str, tuple[str, str]] = {}
 
     def strike() -> None:
         time.sleep(0.3)
@@ -150,6 +151,7 @@ def test_a_host_that_is_lost_is_routed_around_and_comes_back(
             node.signal_all(signal.SIGKILL)
         until(lambda: not cluster.served.is_ready("d1"), "d1 is routed around")
         gone_s.append(time.monotonic() - began_s)
+        shown.update({one.id: (one.state, one.node) for one in cluster.served.status().instances})
         time.sleep(max(0.0, 10.0 - gone_s[0]))  # the other side gives up too
         if harm == "stopped":
             node.signal_all(signal.SIGCONT)
@@ -166,6 +168,8 @@ def test_a_host_that_is_lost_is_routed_around_and_comes_back(
     finally:
         striking.join()
     assert found == wanted
+    near, far = (f"{other.address}:{PORT}" for other in cluster.others)
+    assert shown == {"p0": ("ready", near), "d0": ("ready", near), "d1": ("away", far)}
     print(f"{harm}: routed around after {gone_s[0]:.1f} s")
     until(lambda: cluster.served.is_ready("d1"), "d1 is back")
     again = streams(8, 100 + 20 * len(harm), 24)

@@ -239,6 +239,7 @@ class Instance:
         self.role = Role.DECODE
         self.incarnation = 1
         self.pid = 0
+        self.node, self.has_machine = "", True
         self.vllm_argv: tuple[str, ...] = ()
         self.engine = Engine(cannot)
         self.llm: Any = self.engine

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import typer
 
+from banaserve.cli.admin.nodes import with_nodes
 from banaserve.cli.admin.options import JsonOption, ServerOptions, with_server_options
 from banaserve.cli.console import print_rows
 from banaserve.engine.vllm.migration.api import (
@@ -73,7 +74,9 @@ def sharing_line(found: GuestSharing) -> str:
 
 def rows(found: ClusterPlacement) -> list[tuple[str, ...]]:
     """A heading, and for each instance what is at home and what is away."""
-    return [_HEADING, *(row for instance in found.instances for row in _rows(instance))]
+    by_instance = [(instance.node, list(_rows(instance))) for instance in found.instances]
+    nodes = [node for node, its in by_instance for _ in its]
+    return with_nodes([_HEADING, *(row for _, its in by_instance for row in its)], nodes)
 
 
 def _rows(instance: InstancePlacement) -> Iterator[tuple[str, ...]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from banaserve.cli.admin.nodes import with_nodes
 from banaserve.cli.admin.options import JsonOption, ServerOptions, with_server_options
 from banaserve.cli.console import make_table, print_rows
 from banaserve.controller.schemas import ControllerStatus, InstanceStatus, MoveLine, ServerStatus
@@ -36,6 +37,7 @@ _HEADING = (
 STYLES = {
     "ready": "green",
     "down": "red",
+    "away": "red",
     "draining": "yellow",
     "drained": "yellow",
     "restarting": "yellow",
@@ -124,7 +126,8 @@ def routing_line(found: ServerStatus) -> str:
 
 def instance_rows(found: ServerStatus) -> list[tuple[str, ...]]:
     """A heading, and a row for each instance."""
-    return [_HEADING, *(_row(instance) for instance in found.instances)]
+    rows = [_HEADING, *(_row(instance) for instance in found.instances)]
+    return with_nodes(rows, [one.node for one in found.instances])
 
 
 def move_rows(moves: list[MoveLine]) -> list[tuple[str, ...]]:

@@ -476,6 +476,11 @@ class Instance:
         return self._launcher.is_local(self.id)
 
     @property
+    def node(self) -> str:
+        """Name of the machine that its engine runs on; empty for this one."""
+        return self._launcher.node_of(self.id)
+
+    @property
     def has_machine(self) -> bool:
         """Whether the machine that its engine is to run on is there."""
         return self._launcher.is_there(self.id)

@@ -7,7 +7,7 @@ overrides, attention layout and hash seed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,19 +24,13 @@ from banaserve.engine.vllm.compat.kv_cache import FullAttentionSpec, KVCacheConf
 from banaserve.engine.vllm.settings.migration_settings import packs_nothing, settings_of
 from banaserve.errors import UserError
 from banaserve.kvstore.fingerprint import Fingerprint
-
-_WHOLE_BYTES = 2**20
-_NUM_WINDOWS = 64
-_WINDOW_BYTES = 4096
-_CONFIGS = {"adapter_config.json", "config.json"}
-_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+from banaserve.models.files import add_files
 
 
 def describe_weights(model_config: Any, load_format: str) -> str:
     """32 hex digits that differ where weights, or what is made of them, differ.
 
-    Of a model's large files only the length and 64 pages, evenly spread, are looked at:
-    training changes nearly every page, and reading all of them would take as long as loading.
+    Of a model's large files some pages are looked at: see ``models/files.py``.
 
     Args:
         model_config: vLLM's.
@@ -55,7 +49,7 @@ def describe_weights(model_config: Any, load_format: str) -> str:
         "length": _length(model_config),
     }
     digest = xxhash.xxh3_128(msgspec.json.encode(said, order="sorted", enc_hook=str))
-    _add_files(digest, _local(str(model_config.model), model_config.revision, "config.json"))
+    add_files(digest, _local(str(model_config.model), model_config.revision, "config.json"))
     return digest.hexdigest()
 
 
@@ -69,14 +63,8 @@ def describe_adapter(path: str) -> str:
         OSError: A file of it cannot be read.
     """
     digest = xxhash.xxh3_128()
-    _add_files(digest, _local(os.path.expanduser(path), None, "adapter_config.json"))
+    add_files(digest, _local(os.path.expanduser(path), None, "adapter_config.json"))
     return digest.hexdigest()
-
-
-def _add_files(digest: xxhash.xxh3_128, folder: Path) -> None:
-    for path in _files(folder):
-        digest.update(path.name.encode() + b"\0")
-        _add_file(digest, path)
 
 
 def _length(model_config: Any) -> int | None:
@@ -95,27 +83,6 @@ def _local(model: str, revision: str | None, config: str) -> Path:
             if isinstance(cached, str):
                 return Path(cached).parent
     return Path(model)
-
-
-def _files(model: Path) -> Iterator[Path]:
-    if model.is_file():
-        yield model
-    elif model.is_dir():
-        for path in sorted(model.iterdir()):
-            if (path.name in _CONFIGS or path.suffix in _SUFFIXES) and path.is_file():
-                yield path
-
-
-def _add_file(digest: xxhash.xxh3_128, path: Path) -> None:
-    with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        digest.update(size.to_bytes(8, "little"))
-        if size <= _WHOLE_BYTES:
-            digest.update(file.read())
-            return
-        for number in range(_NUM_WINDOWS):
-            offset = (size - _WINDOW_BYTES) * number // (_NUM_WINDOWS - 1)
-            digest.update(os.pread(file.fileno(), _WINDOW_BYTES, offset))
 
 
 def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Fingerprint:

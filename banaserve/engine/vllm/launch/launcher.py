@@ -105,6 +105,10 @@ class Launcher(Protocol):
         """Whether the instance's process is this machine's, and not one that stands for it."""
         ...
 
+    def node_of(self, instance_id: str) -> str:
+        """Name of the instance's machine; empty for this one."""
+        ...
+
     def is_there(self, instance_id: str) -> bool:
         """Whether the instance's machine is: no engine can be started on one that is away."""
         ...
@@ -152,6 +156,9 @@ class OnThisMachine:
 
     def is_local(self, instance_id: str) -> bool:
         return True
+
+    def node_of(self, instance_id: str) -> str:
+        return ""
 
     def is_there(self, instance_id: str) -> bool:
         return True

@@ -268,6 +268,7 @@ class InstancePlacement(msgspec.Struct, frozen=True):
         kv_bytes: Memory that backs its KV cache at present.
         sharing: With guests beside it; None where it does not answer.
         overlap: With the guests of its layers, likewise.
+        node: That it runs on; empty for the server's own machine.
     """
 
     id: str
@@ -285,6 +286,7 @@ class InstancePlacement(msgspec.Struct, frozen=True):
     steps_lost: int = 0
     sharing: GuestSharing | None = None
     overlap: Overlapping | None = None
+    node: str = ""
 
 
 class ClusterPlacement(msgspec.Struct, frozen=True):

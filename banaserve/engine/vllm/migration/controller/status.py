@@ -49,7 +49,9 @@ async def _of(coordinator: Coordinator, host_state: HostState) -> InstancePlacem
         kv_bytes_here = host_state.kv.resident_bytes or 0
         num_blocks = (await host_state.link().pool_info()).num_blocks
     except BanaServeError as reason:
-        return InstancePlacement(host_state.id, instance.role.value, state, str(reason))
+        return InstancePlacement(
+            host_state.id, instance.role.value, state, str(reason), node=instance.node
+        )
     facts = coordinator.facts
     return InstancePlacement(
         id=host_state.id,
@@ -67,6 +69,7 @@ async def _of(coordinator: Coordinator, host_state: HostState) -> InstancePlacem
         steps_lost=status.steps_lost,
         sharing=sharing_of(coordinator, host_state),
         overlap=msgspec.convert(status.overlap, Overlapping, from_attributes=True),
+        node=instance.node,
     )
 
 

@@ -1,0 +1,62 @@
+"""Digest of a model's files: the same on two machines where they hold the same model.
+
+Of large files only the length and 64 pages, evenly spread, are looked at: training changes nearly
+every page, and reading all of them would take as long as loading.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+
+_WHOLE_BYTES = 2**20
+_NUM_WINDOWS = 64
+_WINDOW_BYTES = 4096
+_CONFIGS = {"adapter_config.json", "config.json"}
+_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+
+
+def digest_files(model: Path) -> str:
+    """32 hex digits of a model's folder or file.
+
+    Raises:
+        OSError: A file of it cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    add_files(digest, model)
+    return digest.hexdigest()
+
+
+def add_files(digest: xxhash.xxh3_128, folder: Path) -> None:
+    """Add names, lengths and pages of a model's files to ``digest``.
+
+    Raises:
+        OSError: One of them cannot be read.
+    """
+    for path in _files(folder):
+        digest.update(path.name.encode() + b"\0")
+        _add_file(digest, path)
+
+
+def _files(model: Path) -> Iterator[Path]:
+    if model.is_file():
+        yield model
+    elif model.is_dir():
+        for path in sorted(model.iterdir()):
+            if (path.name in _CONFIGS or path.suffix in _SUFFIXES) and path.is_file():
+                yield path
+
+
+def _add_file(digest: xxhash.xxh3_128, path: Path) -> None:
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(size.to_bytes(8, "little"))
+        if size <= _WHOLE_BYTES:
+            digest.update(file.read())
+            return
+        for number in range(_NUM_WINDOWS):
+            offset = (size - _WINDOW_BYTES) * number // (_NUM_WINDOWS - 1)
+            digest.update(os.pread(file.fileno(), _WINDOW_BYTES, offset))
