@@ -12,11 +12,16 @@ from pathlib import Path
 from banaserve.errors import BanaServeError, ProtocolError, UserError
 from banaserve.net.addresses import written
 from banaserve.nodes.credentials import ClusterCredentials
+from banaserve.nodes.inspection import inspect_node
 from banaserve.nodes.link import CONNECT_S, NodeLink, NodeLostError, accepted
+from banaserve.nodes.link_measuring import echo, measure_link
 from banaserve.nodes.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL,
+    EchoLink,
+    Inspect,
     JoinSession,
+    MeasureLink,
     NodeRefused,
     OpenSession,
 )
@@ -126,6 +131,13 @@ class NodeAgent:
                 if session is None or session.incarnation != said.incarnation:
                     raise UserError("what is to be joined has ended: the node has begun anew")
                 await session.run_process(link, said)
+            case Inspect():
+                server = self._session.server if self._session is not None else ""
+                await link.send(await asyncio.to_thread(inspect_node, said, server))
+            case MeasureLink(host, port):
+                await link.send(await measure_link(host, port, self._credentials))
+            case EchoLink():
+                await echo(link)
             case _:
                 raise ProtocolError(f"{link.peer} begins with a {type(said).__name__}")
 

@@ -2,7 +2,8 @@
 they know the cluster's key.
 
 A connection begins with ``OpenSession``, and is the session then, or with ``JoinSession``, and is
-one process of it. A frame of channel 0 is a message; of others, bytes of a Unix socket.
+one process of it; ``Inspect``, ``MeasureLink`` and ``EchoLink`` need no session. A frame of channel
+0 is a message; of others, bytes of a Unix socket, or of what is measured.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 
 from banaserve.errors import ProtocolError
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = 1 << 20
 MAX_CHANNELS = 64
 """Connections of one process at once: an engine opens one to each of three sockets."""
@@ -169,6 +170,63 @@ class LogWritten(_Said, frozen=True):
     written: Annotated[bytes, msgspec.Meta(max_length=MAX_FRAME_BYTES)]
 
 
+class Inspect(_Said, frozen=True):
+    """Ask what the node has.
+
+    Attributes:
+        vllm_argv: Options that name the model, as of an engine.
+        model_digest: See ``JoinSession``.
+    """
+
+    vllm_argv: _Words = ()
+    model_digest: _Word = ""
+
+
+class Inspected(_Said, frozen=True):
+    """What a node has.
+
+    Attributes:
+        version: Of its banaserve and vLLM.
+        python: Its release.
+        gpus: Names of its GPUs, as in CUDA_VISIBLE_DEVICES.
+        time_s: Its clock, in seconds since 1970.
+        model_problem: Why the model cannot be served there; empty where it can.
+        server: That uses it; empty for none.
+    """
+
+    version: _Name
+    python: _Name
+    gpus: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=64)]
+    memory_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+    num_processors: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+    time_s: float
+    model_problem: _Word = ""
+    server: Annotated[str, msgspec.Meta(max_length=128)] = ""
+
+
+class MeasureLink(_Said, frozen=True):
+    """Ask how far away another node is."""
+
+    host: _Name
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class LinkMeasured(_Said, frozen=True):
+    """A round trip, and bytes that get through in one direction, inside TLS.
+
+    Attributes:
+        problem: Why nothing was measured; empty where it was.
+    """
+
+    round_trip_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    problem: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+
+
+class EchoLink(_Said, frozen=True):
+    """What comes on channel 1 is sent back; on others, thrown away."""
+
+
 class Beat(_Said, frozen=True):
     """Nothing else was to be said."""
 
@@ -194,6 +252,11 @@ NodeMessage = (
     | ChannelOpened
     | ChannelClosed
     | LogWritten
+    | Inspect
+    | Inspected
+    | MeasureLink
+    | LinkMeasured
+    | EchoLink
     | Beat
     | NodeRefused
 )

@@ -110,8 +110,9 @@ class RayAgents:
     def _bundles(self) -> list[dict[str, float]]:
         """Resources of one node each, for as many instances as are planned there."""
         need = self._request.need
-        nodes = [node for node in self._ray.nodes() if node["Alive"]]
-        facts = [_facts(node) for node in nodes]
+        facts = [_facts(node) for node in self._ray.nodes() if node["Alive"]]
+        if not self._request.instances:
+            return [{"CPU": 1.0} for node in facts if node.max_instances]
         instances = [(InstanceId(name), Role(role)) for name, role in self._request.instances]
         assigned = [one for one in assign(facts, instances, need) if one.instances]
         # Ray chooses the nodes: one that is lost may be replaced by another.

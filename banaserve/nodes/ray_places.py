@@ -30,7 +30,7 @@ class RayRequest(msgspec.Struct, frozen=True):
         address: Of the Ray cluster; ``auto`` for the one of this machine.
         key: Of ours, for the agents.
         name: Of the server, for Ray's tables.
-        instances: Ids and values of roles.
+        instances: Ids and values of roles; empty for an agent on every node that has a CPU.
         need: Of each instance.
     """
 

@@ -18,23 +18,6 @@ LIGHT = ("--kv-store-size", "256MiB", "--kv-cache-memory-bytes", str(256 << 20))
 OPTIONS = (*LIGHT, "--dtype", "float32", "--max-model-len", "2048")
 
 
-def streams(num: int, first: int, num_tokens: int = 48) -> dict[str, Kind]:
-    """Different prompts of 301 tokens; ``first`` sets them apart from those of other tests."""
-    body = {
-        "model": "smollm2-135m",
-        "max_tokens": num_tokens,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-    }
-    prompts = [[100 + first + n, *range(200 + 7 * n, 500 + 7 * n)] for n in range(num)]
-    return {
-        str(n): Kind("/v1/completions", {**body, "prompt": prompt})
-        for n, prompt in enumerate(prompts)
-    }
-
-
 class Served:
     """A server whose front door is on ``front``.
 

@@ -18,8 +18,8 @@ from banaserve.engine.vllm.migration.api import MoveLayers, Return
 from hosts import Network
 from observing import until
 from ray_run import RayCluster
-from served import Served, streams
-from streams import Kind
+from served import Served
+from streams import Kind, greedy
 
 _why = hosts.missing()
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(_why), reason=_why)]
@@ -61,7 +61,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def test_tokens_are_those_of_one_engine_and_a_prefix_is_read_on_the_other_host(
     world: World, expected: Expected
 ) -> None:
-    kinds = streams(16, 0)
+    kinds = greedy(16, 0)
     assert world.served.asked(kinds) == expected(kinds)
     assert world.served.metric("vllm:external_prefix_cache_hits_total") > 0
 
@@ -69,7 +69,7 @@ def test_tokens_are_those_of_one_engine_and_a_prefix_is_read_on_the_other_host(
 def test_layers_move_to_the_other_host_in_mid_stream_and_return(
     world: World, expected: Expected
 ) -> None:
-    kinds = streams(4, 40, 96)
+    kinds = greedy(4, 40, 96)
     wanted = expected(kinds)
     moved: list[str] = []
 
@@ -87,7 +87,7 @@ def test_layers_move_to_the_other_host_in_mid_stream_and_return(
 
 def test_ray_brings_a_node_back_and_it_joins_empty(world: World, expected: Expected) -> None:
     """All of a node's processes die: Ray's, the agent, its engine and store."""
-    kinds, ray = streams(4, 80, 24), world.ray
+    kinds, ray = greedy(4, 80, 24), world.ray
     wanted = expected(kinds)
     lost = ray.nodes[0]
     lost.kill()
@@ -102,7 +102,7 @@ def test_without_its_head_serving_ends_and_comes_back_with_it(
     world: World, expected: Expected
 ) -> None:
     """What Ray was asked to run ends with the driver, and that with the Ray of its machine."""
-    kinds, ray, served = streams(4, 120, 24), world.ray, world.served
+    kinds, ray, served = greedy(4, 120, 24), world.ray, world.served
     wanted = expected(kinds)
     ray.head.kill()
     until(lambda: not (served.is_ready("p0") or served.is_ready("d0")), "all nodes end", _AGAIN_S)

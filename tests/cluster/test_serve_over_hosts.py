@@ -21,8 +21,8 @@ from depth import IS_LONG
 from hosts import Host, Network
 from node_run import NodeRun
 from observing import until
-from served import Served, streams
-from streams import Kind
+from served import Served
+from streams import Kind, greedy
 
 _why = hosts.missing()
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(_why), reason=_why)]
@@ -101,7 +101,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def test_tokens_are_those_of_one_engine_and_a_prefix_is_read_on_the_other_host(
     cluster: Cluster, expected: Callable[[dict[str, Kind]], list[list[int]]]
 ) -> None:
-    kinds = streams(16, 0)
+    kinds = greedy(16, 0)
     assert cluster.served.asked(kinds) == expected(kinds)
     assert cluster.served.metric("vllm:external_prefix_cache_hits_total") > 0
     shm = [os.listdir(f"/proc/{n.process.pid}/root/dev/shm") for n in cluster.nodes.values()]
@@ -112,7 +112,7 @@ def test_layers_move_to_the_other_host_in_mid_stream_and_return(
     cluster: Cluster, expected: Callable[[dict[str, Kind]], list[list[int]]]
 ) -> None:
     """``d1`` is alone on its host, ``p0`` on the other: by TCP, since memory is not shared."""
-    kinds, served = streams(4, 40, 96), cluster.served
+    kinds, served = greedy(4, 40, 96), cluster.served
     wanted = expected(kinds)
     moved: list[object] = []
 
@@ -134,7 +134,7 @@ def test_layers_move_to_the_other_host_in_mid_stream_and_return(
 def test_a_host_that_is_lost_is_routed_around_and_comes_back(
     cluster: Cluster, expected: Callable[[dict[str, Kind]], list[list[int]]], harm: str
 ) -> None:
-    kinds = streams(8, 100 + 20 * len(harm), 96)
+    kinds = greedy(8, 100 + 20 * len(harm), 96)
     wanted, host = expected(kinds), cluster.others[1]
     gone_s: list[float] = []
     shown: dict[str, tuple[str, str]] = {}
@@ -172,7 +172,7 @@ def test_a_host_that_is_lost_is_routed_around_and_comes_back(
     assert shown == {"p0": ("ready", near), "d0": ("ready", near), "d1": ("away", far)}
     print(f"{harm}: routed around after {gone_s[0]:.1f} s")
     until(lambda: cluster.served.is_ready("d1"), "d1 is back")
-    again = streams(8, 100 + 20 * len(harm), 24)
+    again = greedy(8, 100 + 20 * len(harm), 24)
     assert cluster.served.asked(again) == [tokens[:24] for tokens in wanted]
 
 
@@ -181,7 +181,7 @@ def test_restarts_on_one_address_are_never_taken_for_what_was_there(
 ) -> None:
     host = cluster.others[1]
     for number in range(NUM_RESTARTS):
-        kinds = streams(4, 1000 + 10 * number, 24)
+        kinds = greedy(4, 1000 + 10 * number, 24)
         node = cluster.nodes[host.address]
         node.signal_all(signal.SIGKILL)
         node.close()
@@ -199,7 +199,7 @@ def test_a_scan_of_all_ports_finds_nobody_who_talks(cluster: Cluster) -> None:
     assert str(PORT) in found
     assert set(found) == {str(port) for where, port in host.listening() if where == host.address}
     assert all(answer == "" or answer.startswith(_TLS_ALERT) for answer in found.values())
-    kinds = streams(2, 2000, 8)
+    kinds = greedy(2, 2000, 8)
     assert all(len(tokens) == 8 for tokens in cluster.served.asked(kinds))
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,28 +19,12 @@ from banaserve.run_dir import find_admin
 from node_run import NodeRun
 from observing import until
 from server_run import Run
-from streams import Kind, asked_all
+from streams import Kind, asked_all, greedy
 
 pytestmark = pytest.mark.e2e
 
 KEY = "a-key-of-a-cluster-of-two"
 OPTIONS = ("--dtype", "float32", "--max-model-len", "2048")
-
-
-def streams(num: int, first: int) -> dict[str, Kind]:
-    body = {
-        "model": "smollm2-135m",
-        "max_tokens": 48,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-    }
-    prompts = [[100 + first + n, *range(200 + 7 * n, 500 + 7 * n)] for n in range(num)]
-    return {
-        str(n): Kind("/v1/completions", {**body, "prompt": prompt})
-        for n, prompt in enumerate(prompts)
-    }
 
 
 def asked(server: Run, kinds: dict[str, Kind]) -> list[list[int]]:
@@ -87,7 +74,7 @@ def test_tokens_are_those_of_one_engine(
     for node in nodes:
         assert "has taken this node" in node.printed()
         assert len(node.processes()) >= 4, "an agent, a parent, an engine and a store"
-    kinds = streams(16, 0)
+    kinds = greedy(16, 0)
     assert asked(server, kinds) == expected(kinds)
     # Prefilled on one node and read on the other.
     assert server.metric("vllm:external_prefix_cache_hits_total") > 0
@@ -96,7 +83,7 @@ def test_tokens_are_those_of_one_engine(
 def test_layers_move_to_the_other_node_in_mid_stream_and_return(
     server: Run, expected: Callable[[dict[str, Kind]], list[list[int]]]
 ) -> None:
-    kinds = streams(4, 40)
+    kinds = greedy(4, 40)
     wanted, admin = expected(kinds), AdminClient(*find_admin(server.run_dir))
 
     async def stream_and_move() -> list[list[int]]:
@@ -132,7 +119,7 @@ def test_a_node_that_dies_is_routed_around_and_comes_back(
     tmp_path: Path,
 ) -> None:
     """The decode instance's node dies under streams: they wait, and go on where it is back."""
-    kinds = streams(4, 80)
+    kinds = greedy(4, 80)
     wanted, lost = expected(kinds), nodes[1]
     other: list[NodeRun] = []
 
@@ -183,3 +170,22 @@ def test_bad_input_is_one_line(
     assert len(said) == 1
     assert words in said[0]
     assert address in said[0]
+
+
+def test_doctor_compares_the_nodes_with_this_machine(
+    server: Run, nodes: list[NodeRun], key_file: Path, free_port: Callable[[], int]
+) -> None:
+    """While a server uses them, which it says."""
+    words = [word for node in nodes for word in ("--node", node.address)]
+    command = [sys.executable, "-P", "-m", "banaserve", "doctor", "--json", *words]
+    command += ["--node", f"127.0.0.1:{free_port()}", "--cluster-key-file", str(key_file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    found = {one["name"]: one for one in json.loads(done.stdout)["findings"]}
+    a, b = (node.address for node in nodes)
+    assert "it is in use" in found[f"node {a}"]["detail"]
+    lost = next(one for name, one in found.items() if "refused" in one["detail"])
+    assert (lost["status"], lost["advice"][:18]) == ("missing", "run `banaserve nod")
+    for way in (f"this machine to {a}", f"{a} to {b}", f"{b} to {a}"):
+        assert "ms there and back" in found[way]["detail"]
+    assert "memory" not in found

@@ -28,9 +28,12 @@ from banaserve.nodes.assignment import InstanceNeed
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.launcher import NodesLauncher, NodeWork
 from banaserve.nodes.link import connect
-from banaserve.nodes.messages import JoinSession
-from banaserve.nodes.places import GivenPlaces
+from banaserve.nodes.messages import Inspect, JoinSession
+from banaserve.nodes.model_check import model_digest
+from banaserve.nodes.places import AgentPlace, GivenPlaces
 from banaserve.nodes.session import NodeSession
+from banaserve.nodes.survey import HERE, survey_nodes
+from banaserve.nodes.versions import own_version
 from banaserve.platform.processes import is_running, wait_dying, wait_ended
 from banaserve.types import InstanceId, Role
 from waiting import until
@@ -274,6 +277,47 @@ def test_what_belonged_to_an_earlier_session_is_refused(scripts: Scripts, tmp_pa
 
     asyncio.run(run())
     assert scripts.pids == []
+
+
+def test_a_survey_finds_what_nodes_have_and_how_far_they_are_apart(
+    scripts: Scripts, tmp_path: Path, unused_tcp_port: int
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    argv = ("--model", str(model))
+
+    async def run() -> None:
+        nodes = [await start_node(tmp_path) for _ in range(2)]
+        there = [AgentPlace("127.0.0.1", node.port) for node in nodes]
+        places = [*there, AgentPlace("127.0.0.1", unused_tcp_port)]
+        credentials = ClusterCredentials.of(KEY)
+        async with opened(nodes[0]):
+            asked = Inspect(argv, model_digest(argv))
+            found, ways = await survey_nodes(places, credentials, asked)
+        first, second, lost = found
+        assert (lost.found, lost.problem) == (None, f"node {lost.name}: Connection refused")
+        assert first.found is not None
+        assert second.found is not None
+        assert (first.found.server, second.found.server) == ("the server", "")
+        assert first.found.version == own_version()
+        assert abs(first.ahead_s) < 30.0
+        names = [node.address for node in nodes]
+        pairs = {(way.source, way.target) for way in ways}
+        assert pairs == {(HERE, name) for name in names} | {tuple(names), tuple(names[::-1])}
+        assert all(way.measured.problem == "" for way in ways)
+        assert all(way.measured.bytes_per_s > way.measured.round_trip_s > 0 for way in ways)
+        other = Inspect(argv, "of other files")
+        again, _ = await survey_nodes(there[:1], credentials, other)
+        assert again[0].found is not None
+        assert "not those of the server" in again[0].found.model_problem
+        stranger, none = await survey_nodes(there[:1], ClusterCredentials.of(KEY[::-1]), asked)
+        assert (stranger[0].found, none) == (None, [])
+        assert "another cluster key" in stranger[0].problem
+        for node in nodes:
+            await node.end()
+
+    asyncio.run(run())
 
 
 def test_a_node_has_one_server(

@@ -1,0 +1,73 @@
+"""Facts that ``banaserve doctor`` collects of other machines."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from banaserve import models
+from banaserve.cli.doctor import node_checks
+from banaserve.cli.doctor.checks import Finding
+from banaserve.errors import UserError
+from banaserve.models import hub
+from banaserve.nodes.assignment import InstanceNeed
+from banaserve.nodes.credentials import ClusterCredentials
+from banaserve.nodes.messages import Inspect
+from banaserve.nodes.model_check import model_digest
+from banaserve.nodes.places import GivenPlaces, Places
+from banaserve.nodes.ray_places import RayPlaces
+from banaserve.nodes.survey import LinkReport, NodeReport, survey_nodes
+from banaserve.nodes.versions import own_version
+
+
+def examine_nodes(model: str, addresses: list[str], ray: str, key: str) -> Iterator[Finding]:
+    """A finding for each node and for each way between two machines; takes a second a pair.
+
+    Args:
+        addresses: ``HOST:PORT`` of agents.
+        ray: Address of a Ray cluster, whose nodes get agents for as long as this takes.
+        key: Of the cluster; Ray's agents get one of their own.
+
+    Raises:
+        UserError: Addresses or the key are unusable, or Ray has no room.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="banaserve-doctor-"))
+    try:
+        places: Places = GivenPlaces(addresses)
+        if ray:
+            key, need = key or secrets.token_hex(32), InstanceNeed()
+            places = RayPlaces(ray, key, folder.name, [], need, folder / "ray.log")
+        nodes, links = asyncio.run(_surveyed(places, key, _asked(model)))
+        yield from node_checks.check_nodes(nodes, own_version(), platform.python_version())
+        yield from node_checks.check_links(links)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _surveyed(
+    places: Places, key: str, asked: Inspect
+) -> tuple[list[NodeReport], list[LinkReport]]:
+    found = await places.open(lambda _: None)
+    try:
+        return await survey_nodes(found, ClusterCredentials.of(key), asked)
+    finally:
+        await places.close()
+
+
+def _asked(model: str) -> Inspect:
+    """What a node is asked about the model, where it is on this machine."""
+    try:
+        folder: Path | None = models.packaged_folder()
+        if model != models.PACKAGED:
+            folder = models.find_local(model) or hub.cached(models.HUB_IDS.get(model, model))
+    except UserError:
+        return Inspect()  # the finding on this machine's model says so
+    if folder is None or not folder.is_dir():
+        return Inspect()
+    argv = ("--model", str(folder))
+    return Inspect(argv, model_digest(argv))

@@ -1,0 +1,37 @@
+"""Inspection of a node: what it has, and whether it has the model."""
+
+from __future__ import annotations
+
+import platform
+import time
+
+import psutil
+
+from banaserve.errors import UserError
+from banaserve.nodes.messages import Inspect, Inspected
+from banaserve.nodes.model_check import check_model
+from banaserve.nodes.versions import own_version
+from banaserve.platform.linux import available_memory_bytes, visible_gpus
+
+
+def inspect_node(asked: Inspect, server: str) -> Inspected:
+    """Look at this machine; blocking.
+
+    Args:
+        server: That uses this node; empty for none.
+    """
+    problem = ""
+    try:
+        check_model(asked.vllm_argv, asked.model_digest)
+    except UserError as error:
+        problem = str(error)
+    return Inspected(
+        version=own_version(),
+        python=platform.python_version(),
+        gpus=tuple(visible_gpus()),
+        memory_bytes=available_memory_bytes(),
+        num_processors=len(psutil.Process().cpu_affinity()),
+        time_s=time.time(),
+        model_problem=problem,
+        server=server,
+    )
