@@ -15,6 +15,18 @@ NOWHERE: Mapping[InstanceId, int] = MappingProxyType({})
 """Tokens by instance, of what lies in none."""
 
 
+class Distance(NamedTuple):
+    """Way from one machine to another, as measured.
+
+    Attributes:
+        round_trip_s: Of a small message.
+        bytes_per_s: In one direction.
+    """
+
+    round_trip_s: float
+    bytes_per_s: float
+
+
 class Role(Enum):
     """What the router sends to an instance. The engine itself does not know it."""
 
@@ -329,6 +341,8 @@ class InstanceView:
         inflight_prefill_requests: Those of ``inflight_requests`` whose prompt is not computed yet.
         inflight_prefill_pairs: What their attention costs, as ``StepWork.prefill_pairs``.
         kv_tokens: Room for the KV of so many tokens; 0 where that is not known.
+        far: Instances on other machines, None where the way has not been measured; those that are
+            not listed are on the same.
     """
 
     id: InstanceId
@@ -347,6 +361,7 @@ class InstanceView:
     inflight_prefill_requests: int = 0
     inflight_prefill_pairs: int = 0
     kv_tokens: int = 0
+    far: Mapping[InstanceId, Distance | None] = field(default_factory=dict)
 
     def report_age_s(self, now_s: float) -> float | None:
         """Seconds since the report was made; None where there is none."""

@@ -6,7 +6,7 @@ from banaserve.costs.profile import Profile
 from banaserve.orchestrator.migration import slabs
 from banaserve.orchestrator.model import moving, overlapping
 from banaserve.orchestrator.model.calibration import StepTime, StepWork
-from banaserve.types import Module
+from banaserve.types import Distance, Module
 
 _MAX_PARTS = 32
 """Micro-batches that a step is cut into at most where the engine is not told otherwise."""
@@ -54,9 +54,15 @@ def _model(profile: Profile, work: StepWork) -> StepTime:
     )
 
 
-def hop_s(profile: Profile, module: Module, tokens: int) -> float:
-    """Seconds that messages to remote ``module`` and back add to a step of ``tokens`` tokens."""
+def hop_s(profile: Profile, module: Module, tokens: int, distance: Distance | None = None) -> float:
+    """Seconds that messages to remote ``module`` and back add to a step of ``tokens`` tokens.
+
+    Args:
+        distance: To the machine of its guest, where that is another one.
+    """
     shape, link = profile.shape, profile.between
+    if distance is not None:
+        link = link.over(distance)
     if not module.heads:
         return moving.layers_step_s(tokens, shape.hidden_size, shape.element_bytes, link)
     return moving.heads_step_s(

@@ -17,7 +17,7 @@ from banaserve.orchestrator.migration import slabs
 from banaserve.orchestrator.migration.candidates import sizes
 from banaserve.orchestrator.migration.options import MoveOptions
 from banaserve.orchestrator.model.calibration import StepWork
-from banaserve.types import InstanceId, InstanceView, Module, ModulePlacement
+from banaserve.types import Distance, InstanceId, InstanceView, Module, ModulePlacement
 
 KINDS = ("layers", "heads")
 
@@ -94,13 +94,20 @@ def bound_of(
     return gain / len(of)
 
 
-def net_relief(profile: Profile, module: Module, work: StepWork) -> float:
-    """Share of a step of ``work`` by which it is shorter with ``module`` away; may be below 0."""
+def net_relief(
+    profile: Profile, module: Module, work: StepWork, distance: Distance | None = None
+) -> float:
+    """Share of a step of ``work`` by which it is shorter with ``module`` away; may be below 0.
+
+    Args:
+        distance: To the machine of its guest, where that is another one.
+    """
     step_s = step_time_s(profile, work)
     if step_s <= 0:
         return 0.0
     tokens = int(work.prefill_tokens + work.decode_requests)
-    return costs.relief(profile, module, work) - costs.hop_s(profile, module, tokens) / step_s
+    hop_s = costs.hop_s(profile, module, tokens, distance)
+    return costs.relief(profile, module, work) - hop_s / step_s
 
 
 def step_time_s(profile: Profile, work: StepWork) -> float:
@@ -170,6 +177,8 @@ def _moved(
             is_free = guest not in hosts and not ledger.away(guest)
             if not is_free or not _may_move(views[guest], kind, profile):
                 continue
+            if not _is_near(views[host], guest, module, of[host].work, profile):
+                continue
             trial = Ledger(facts, placements)
             for one in (*moves, PlannedMove(host, guest, module)):
                 trial.put(*one)
@@ -180,6 +189,16 @@ def _moved(
             loads[guest] += share * of[host].busy_fraction
             break
     return tuple(moves)
+
+
+def _is_near(
+    host: InstanceView, guest: InstanceId, module: Module, work: StepWork, profile: Profile
+) -> bool:
+    """Whether the way to a guest on another machine costs less than the module's work brings."""
+    if guest not in host.far:
+        return True
+    distance = host.far[guest]
+    return distance is not None and net_relief(profile, module, work, distance) > 0
 
 
 def has_room(ledger: Ledger, guest: InstanceId, kv_tokens: float) -> bool:

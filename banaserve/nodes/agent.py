@@ -137,7 +137,7 @@ class NodeAgent:
             case MeasureLink(host, port):
                 await link.send(await measure_link(host, port, self._credentials))
             case EchoLink():
-                await echo(link)
+                await echo(link, self._host)
             case _:
                 raise ProtocolError(f"{link.peer} begins with a {type(said).__name__}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 import signal
@@ -29,10 +30,13 @@ from banaserve.nodes.messages import JoinSession, NodeStore, PrepareNode, Sessio
 from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import Places
 from banaserve.nodes.remote_process import SOCKET_NAMES
+from banaserve.nodes.survey import measured_from
 from banaserve.transport.registry import SHARED_MEMORY, TCP
-from banaserve.types import InstanceId, Role
+from banaserve.types import Distance, InstanceId, Role
 
 logger = logging.getLogger(__name__)
+MEASURE_AGAIN_S = 300.0
+"""Each way takes a third of a second of its bandwidth."""
 LOOKUP_STORE_SIZE = "64MiB"
 """Of the server's own store where all engines are elsewhere: it only asks the others."""
 
@@ -81,6 +85,7 @@ class NodesLauncher:
         self._keepers: list[asyncio.Task[None]] = []
         self._shims: list[subprocess.Popen[bytes]] = []
         self._peers = PeerOptions()
+        self._distances: dict[tuple[str, str], Distance] = {}
 
     # ---- the nodes
 
@@ -111,6 +116,7 @@ class NodesLauncher:
             raise UserError(str(failures.exceptions[0])) from None
         kept = enumerate(self._clients)
         self._keepers = [asyncio.create_task(self._keep(*one)) for one in kept]
+        self._keepers.append(asyncio.create_task(self._keep_measuring()))
 
     async def _take(self, client: NodeClient) -> None:
         opened = await client.open()
@@ -177,6 +183,25 @@ class NodesLauncher:
                 else:
                     logger.info("node %s is back", client.name)
 
+    async def _keep_measuring(self) -> None:
+        """Know how far the nodes are from each other: what is moved between them is weighed."""
+        while True:
+            for source, target in itertools.permutations(self._clients, 2):
+                await self._measure(source, target)
+            await asyncio.sleep(MEASURE_AGAIN_S)
+
+    async def _measure(self, source: NodeClient, target: NodeClient) -> None:
+        if not (source.is_ready and target.is_ready):
+            return
+        way = await measured_from(source.place, target.place, self._credentials)
+        if way.problem:
+            logger.warning("way from node %s to %s: %s", source.name, target.name, way.problem)
+            return
+        distance = Distance(way.round_trip_s, way.bytes_per_s)
+        self._distances[source.name, target.name] = distance
+        metrics.NODE_ROUND_TRIP.labels(source.name, target.name).set(distance.round_trip_s)
+        metrics.NODE_BYTES.labels(source.name, target.name).set(distance.bytes_per_s)
+
     async def leave(self) -> None:
         """Give the nodes back: what runs there for this server ends."""
         for keeper in self._keepers:
@@ -197,6 +222,10 @@ class NodesLauncher:
     def node_of(self, instance_id: str) -> str:
         client = self._place.get(instance_id)
         return client.name if client is not None else ""
+
+    def distance(self, source: str, target: str) -> Distance | None:
+        pair = (self.node_of(source), self.node_of(target))
+        return self._distances.get(pair)
 
     def is_there(self, instance_id: str) -> bool:
         client = self._place.get(instance_id)

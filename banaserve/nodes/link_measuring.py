@@ -1,39 +1,59 @@
 """Measuring of a link between two machines: a round trip, and bytes a second in one direction.
 
-Both go through TLS in one thread each, as what a server and its nodes say does; KV blocks and
-migrations have connections of their own, and more of them.
+The round trip is that of a message between a server and its nodes, inside TLS. The bytes cross a
+plain TCP connection, as KV blocks and migrations do; their count comes back behind them.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hmac
+import secrets
+import socket
 import time
+from contextlib import suppress
 
 from banaserve.errors import ProtocolError
 from banaserve.nodes.credentials import ClusterCredentials
-from banaserve.nodes.link import CHUNK_BYTES, Data, NodeLink, NodeLostError, connect
-from banaserve.nodes.messages import EchoLink, LinkMeasured
+from banaserve.nodes.link import Data, NodeLink, NodeLostError, connect
+from banaserve.nodes.messages import EchoLink, EchoOpened, LinkMeasured
 
-_ECHO, _SINK = 1, 2
+_ECHO = 1
 _NUM_ROUND_TRIPS = 20
-_FILL_S = 0.3
-_MAX_FILL_BYTES = 256 << 20
 _PING = b"."
+_FILL_S = 0.3
+_SOCKET_S = 5.0
+_CHUNK_BYTES = 1 << 20
+_TOKEN_BYTES = 32
+_COUNT_BYTES = 8
 
 
-async def echo(link: NodeLink) -> None:
+async def echo(link: NodeLink, host: str) -> None:
     """Serve one that measures until it leaves.
+
+    Args:
+        host: Address to listen on for the bytes.
 
     Raises:
         NodeLostError: It has left.
-        ProtocolError: It says anything else.
+        ProtocolError: It says what makes no sense.
     """
-    while True:
-        match await link.receive():
-            case Data(channel, content):
-                if channel == _ECHO:
-                    await link.send_data(_ECHO, content)
-            case said:
-                raise ProtocolError(f"{link.peer} says {type(said).__name__} while it measures")
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    with socket.create_server((host, 0), backlog=1) as listening:
+        listening.settimeout(_SOCKET_S)
+        counting = asyncio.create_task(asyncio.to_thread(_count, listening, token))
+        try:
+            await link.send(EchoOpened(listening.getsockname()[1], token))
+            while True:
+                match await link.receive():
+                    case Data(channel, content) if channel == _ECHO:
+                        await link.send_data(_ECHO, content)
+                    case said:
+                        raise ProtocolError(f"{link.peer} says {type(said).__name__} to an echo")
+        finally:
+            with suppress(OSError):
+                listening.shutdown(socket.SHUT_RDWR)  # wakes who waits for a connection
+            await asyncio.gather(counting, return_exceptions=True)
 
 
 async def measure_link(host: str, port: int, credentials: ClusterCredentials) -> LinkMeasured:
@@ -44,10 +64,16 @@ async def measure_link(host: str, port: int, credentials: ClusterCredentials) ->
         return LinkMeasured(problem=str(error))
     try:
         await link.send(EchoLink())
+        opened = await link.receive()
+        if not isinstance(opened, EchoOpened):
+            raise ProtocolError(f"{link.peer} opens no echo")
         round_trips = [await _round_trip_s(link) for _ in range(_NUM_ROUND_TRIPS)]
-        return LinkMeasured(min(round_trips), await _bytes_per_s(link))
+        bytes_per_s = await asyncio.to_thread(_filled, host, opened)
+        return LinkMeasured(min(round_trips), bytes_per_s)
     except (NodeLostError, ProtocolError) as error:
         return LinkMeasured(problem=str(error))
+    except OSError as error:
+        return LinkMeasured(problem=f"{link.peer}: {error.strerror or error}")
     finally:
         await link.close()
 
@@ -55,17 +81,48 @@ async def measure_link(host: str, port: int, credentials: ClusterCredentials) ->
 async def _round_trip_s(link: NodeLink) -> float:
     began_s = time.perf_counter()
     await link.send_data(_ECHO, _PING)
-    said = await link.receive()
-    if said != Data(_ECHO, _PING):
+    if await link.receive() != Data(_ECHO, _PING):
         raise ProtocolError(f"{link.peer} does not echo")
     return time.perf_counter() - began_s
 
 
-async def _bytes_per_s(link: NodeLink) -> float:
-    chunk, num_bytes = bytes(CHUNK_BYTES), 0
-    began_s = time.perf_counter()
-    while time.perf_counter() - began_s < _FILL_S and num_bytes < _MAX_FILL_BYTES:
-        await link.send_data(_SINK, chunk)
-        num_bytes += len(chunk)
-    await _round_trip_s(link)  # behind all of it
-    return num_bytes / (time.perf_counter() - began_s)
+def _filled(host: str, opened: EchoOpened) -> float:
+    """Bytes a second that get through; blocking.
+
+    Raises:
+        OSError: They do not.
+    """
+    chunk = bytes(_CHUNK_BYTES)
+    with socket.create_connection((host, opened.port), _SOCKET_S) as sock:
+        sock.sendall(opened.token)
+        began_s = time.perf_counter()
+        while time.perf_counter() - began_s < _FILL_S:
+            sock.sendall(chunk)
+        sock.shutdown(socket.SHUT_WR)
+        count = _exactly(sock, _COUNT_BYTES)
+        elapsed_s = time.perf_counter() - began_s
+    return int.from_bytes(count) / elapsed_s
+
+
+def _count(listening: socket.socket, token: bytes) -> None:
+    """Throw away what one with the token sends, and tell him how much it was; blocking."""
+    with suppress(OSError):
+        sock, _ = listening.accept()
+        with sock:
+            sock.settimeout(_SOCKET_S)
+            if not hmac.compare_digest(_exactly(sock, _TOKEN_BYTES), token):
+                return
+            into, num_bytes = bytearray(_CHUNK_BYTES), 0
+            while got := sock.recv_into(into):
+                num_bytes += got
+            sock.sendall(num_bytes.to_bytes(_COUNT_BYTES))
+
+
+def _exactly(sock: socket.socket, num_bytes: int) -> bytes:
+    got = b""
+    while len(got) < num_bytes:
+        part = sock.recv(num_bytes - len(got))
+        if not part:
+            raise OSError("the other side has closed the connection")
+        got += part
+    return got

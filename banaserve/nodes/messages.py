@@ -212,7 +212,7 @@ class MeasureLink(_Said, frozen=True):
 
 
 class LinkMeasured(_Said, frozen=True):
-    """A round trip, and bytes that get through in one direction, inside TLS.
+    """A round trip inside TLS, and bytes that get through in one direction outside of it.
 
     Attributes:
         problem: Why nothing was measured; empty where it was.
@@ -224,7 +224,14 @@ class LinkMeasured(_Said, frozen=True):
 
 
 class EchoLink(_Said, frozen=True):
-    """What comes on channel 1 is sent back; on others, thrown away."""
+    """Send back what comes on channel 1 from here on."""
+
+
+class EchoOpened(_Said, frozen=True):
+    """Who connects to ``port`` and begins with ``token`` may send what is thrown away there."""
+
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    token: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Beat(_Said, frozen=True):
@@ -257,6 +264,7 @@ NodeMessage = (
     | MeasureLink
     | LinkMeasured
     | EchoLink
+    | EchoOpened
     | Beat
     | NodeRefused
 )

@@ -69,7 +69,7 @@ async def survey_nodes(
     for source in there:
         for target in there:
             if source != target:
-                measured = await _measured_from(source, target, credentials)
+                measured = await measured_from(source, target, credentials)
                 links.append(LinkReport(_name(source), _name(target), measured))
     return list(nodes), links
 
@@ -87,9 +87,10 @@ async def _inspect(
     return NodeReport(_name(place), answer, answer.time_s - now_s)
 
 
-async def _measured_from(
+async def measured_from(
     source: AgentPlace, target: AgentPlace, credentials: ClusterCredentials
 ) -> LinkMeasured:
+    """Let one node measure the way to another."""
     try:
         answer = await _asked(source, credentials, MeasureLink(target.host, target.port))
         if not isinstance(answer, LinkMeasured):

@@ -61,7 +61,7 @@ def _check_link(link: LinkReport) -> Finding:
         advice = "a firewall between them? Nodes reach each other at the ports that they listen on"
         return Finding(name, CheckStatus.MISSING, measured.problem, advice)
     detail = f"{1e3 * measured.round_trip_s:.2f} ms there and back, "
-    detail += f"{8e-9 * measured.bytes_per_s:.1f} Gbit/s in one TLS connection"
+    detail += f"{8e-9 * measured.bytes_per_s:.1f} Gbit/s in one TCP connection"
     if measured.round_trip_s > SLOW_ROUND_TRIP_S or measured.bytes_per_s < SLOW_BYTES_PER_S:
         advice = "slow for moved layers, which cross it twice a step; serve in one place each"
         return Finding(name, CheckStatus.WARNING, detail, advice)

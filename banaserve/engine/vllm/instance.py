@@ -36,7 +36,7 @@ from banaserve.errors import InstanceDeadError
 from banaserve.orchestrator.cluster_view import with_guests
 from banaserve.platform import processes
 from banaserve.run_dir import tail_of
-from banaserve.types import InstanceId, InstanceView, ModulePlacement, Role
+from banaserve.types import Distance, InstanceId, InstanceView, ModulePlacement, Role
 
 _ERROR = re.compile(r"\b((?:[\w.]*(?:Error|Exception)): .{1,300})")
 _LAST_LINES = 200
@@ -484,6 +484,10 @@ class Instance:
     def has_machine(self) -> bool:
         """Whether the machine that its engine is to run on is there."""
         return self._launcher.is_there(self.id)
+
+    def distance_to(self, other: Instance) -> Distance | None:
+        """Way to the machine of another instance; None where it has not been measured."""
+        return self._launcher.distance(self.id, other.id)
 
     @property
     def weights(self) -> str:

@@ -8,6 +8,7 @@ from banaserve.orchestrator.migration import slabs
 from banaserve.orchestrator.migration.options import MoveOptions, RepairedOptions
 from banaserve.orchestrator.migration.projection import Projected
 from banaserve.orchestrator.model import moving
+from banaserve.orchestrator.model.moving import Link
 from banaserve.types import Influence, Module
 
 
@@ -67,9 +68,15 @@ def module_share(host: Projected, module: Module, attention_fraction: float) -> 
     return share * attention_fraction if module.heads else share
 
 
-def hop_step_s(host: Projected, module: Module, options: MoveOptions) -> float:
-    """Seconds that a remote module adds to each step of its host."""
-    facts, link = host.facts, options.hop
+def way(link: Link, host: Projected, guest: Projected) -> Link:
+    """``link`` as it is between these two, which may be on two machines."""
+    distance = host.far.get(guest.id)
+    return link if distance is None else link.over(distance)
+
+
+def hop_step_s(host: Projected, guest: Projected, module: Module, options: MoveOptions) -> float:
+    """Seconds that a module at ``guest`` adds to each step of its host."""
+    facts, link = host.facts, way(options.hop, host, guest)
     if not module.heads:
         return moving.layers_step_s(host.batch_tokens, facts.hidden_bytes, 1, link)
     head_bytes = facts.layer_token_bytes // (2 * facts.num_kv_heads)
@@ -111,7 +118,7 @@ def influences(
         gone = sum(module_share(host, other, options.attention_fraction) for other in host.away)
     left = max(1 - overlap * gone, 1e-9)
     whole_compute, whole_step_s = host.compute / left, host.step_s / left
-    hop_s = hop_step_s(host, module, options)
+    hop_s = hop_step_s(host, guest, module, options)
     hop_compute = host.compute * min(1.0, hop_s / host.step_s) if host.step_s > 0 else 0.0
     sign = -1.0 if module in host.away else 1.0
     work = sign * share * whole_compute

@@ -16,6 +16,8 @@ class RejectReason(StrEnum):
 
     NOT_SUPPORTED = "the instance does not support it"
     OTHER_MODEL = "host and guest run different models"
+    NOT_MEASURED = "the way between their machines has not been measured"
+    TOO_FAR = "messages between their machines would cost each step these seconds, for too little"
     FAILED = "it failed a moment ago"
     BUSY = "an instance takes part in as many moves as it may"
     DWELL = "an instance changed too recently"

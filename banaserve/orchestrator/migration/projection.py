@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from banaserve.orchestrator.measure import ScalarLoad
 from banaserve.orchestrator.migration import slabs
 from banaserve.types import (
     ClusterView,
+    Distance,
     Influence,
     InstanceFacts,
     InstanceId,
@@ -39,6 +40,7 @@ class Projected:
         step_s: Time of a step; 0 where it is not measured.
         batch_tokens: Tokens of a step.
         overlap_fraction: What it would not wait for of a guest's work; None where unknown.
+        far: Ways to instances on other machines.
         away: Modules that run elsewhere.
         moving: Modules that a step under way is about.
         num_guests: Modules of others that it holds.
@@ -67,6 +69,7 @@ class Projected:
     known_home: slabs.Home | None = None
     known_own_blocks: int | None = None
     model_blocks: int | None = None
+    far: Mapping[InstanceId, Distance | None] = field(default_factory=dict)
 
     @property
     def compute_load(self) -> float:
@@ -175,6 +178,7 @@ def _projected(view: InstanceView, horizon_s: float) -> Projected:
         changed_s=view.changed_s,
         overlap_fraction=report.overlap_fraction,
         away=away,
+        far=view.far,
     )
 
 

@@ -170,7 +170,7 @@ class _Loop:
         facts, load = host.facts, self.loads[host.id]
         share = slabs.num_slabs(facts, module) / (facts.num_layers * facts.num_kv_heads)
         moved = Load(load.compute * share, load.memory * share)
-        cost_s = migration_s(effect.moved_bytes, self.options.link)
+        cost_s = migration_s(effect.moved_bytes, effects.way(self.options.link, host, guest))
         closed = 2 * self.scalar.of(moved) if self.scalar.how != "maximum" else gap * share
         value = published_efficiency(gap, gap - closed, cost_s) if cost_s > 0 else float("inf")
         if value < self.options.rho_per_s:

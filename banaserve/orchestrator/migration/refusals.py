@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from banaserve.orchestrator.migration.interface import RejectReason
 from banaserve.orchestrator.migration.projection import Projected
+from banaserve.types import Distance
+
+_NEAR = Distance(0.0, inf)
 
 
 def may_change(
@@ -33,6 +38,8 @@ def may_guest(guest: Projected) -> RejectReason | None:
 
 def may_pair(host: Projected, guest: Projected, heads: bool) -> RejectReason | None:
     """Returns why nothing of this kind may go from ``host`` to ``guest``, or None."""
+    if host.far.get(guest.id, _NEAR) is None:
+        return RejectReason.NOT_MEASURED
     ours, theirs = host.facts, guest.facts
     supported = (
         ours.can_move_heads and theirs.can_move_heads

@@ -143,10 +143,14 @@ def _weigh_module(
     share = size / (host.facts.num_layers * host.facts.num_kv_heads)
     remote = options.remote_cost * (share if isinstance(action, MoveModule) else -share)
     fall = _fall(host, on_host) + _fall(guest, on_guest) - remote
-    cost_s = migration_s(effect.moved_bytes, options.link)
+    cost_s = migration_s(effect.moved_bytes, effects.way(options.link, host, guest))
     first, second = (host.id, on_host), (guest.id, on_guest)
     both = (first, second) if first[0] < second[0] else (second, first)
-    return _judged(words, action, lambda: both, fall, cost_s, options)
+    judged = _judged(words, action, lambda: both, fall, cost_s, options)
+    if isinstance(judged, Rejected) and guest.id in host.far and isinstance(action, MoveModule):
+        hop_s = effects.hop_step_s(host, guest, action.module, options)
+        return Rejected(words, RejectReason.TOO_FAR, hop_s)
+    return judged
 
 
 def weigh_switch(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from banaserve.types import Distance
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -22,6 +24,11 @@ class Link:
     def __post_init__(self) -> None:
         if self.bytes_per_s <= 0 or self.sync_s < 0 or self.hop_s < 0:
             raise ValueError(f"{self}: bytes_per_s is above 0, the rest 0 or more")
+
+    def over(self, distance: Distance) -> Link:
+        """The same where it is this far: no faster than what was measured between the machines."""
+        bytes_per_s = min(self.bytes_per_s, distance.bytes_per_s)
+        return Link(bytes_per_s, self.sync_s, max(self.hop_s, distance.round_trip_s / 2))
 
     def transfer_s(self, num_bytes: float) -> float:
         """Seconds that ``num_bytes`` travel, without synchronisation."""

@@ -27,6 +27,7 @@ from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.platform.processes import in_daemon_thread
 from banaserve.transport.connect import tcp_address
 from banaserve.transport.registry import SHARED_MEMORY
+from banaserve.types import Distance
 
 logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
@@ -109,6 +110,10 @@ class Launcher(Protocol):
         """Name of the instance's machine; empty for this one."""
         ...
 
+    def distance(self, source: str, target: str) -> Distance | None:
+        """Way from the machine of one instance to that of another; None where it is not known."""
+        ...
+
     def is_there(self, instance_id: str) -> bool:
         """Whether the instance's machine is: no engine can be started on one that is away."""
         ...
@@ -159,6 +164,9 @@ class OnThisMachine:
 
     def node_of(self, instance_id: str) -> str:
         return ""
+
+    def distance(self, source: str, target: str) -> Distance | None:
+        return None
 
     def is_there(self, instance_id: str) -> bool:
         return True

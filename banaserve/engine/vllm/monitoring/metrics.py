@@ -41,6 +41,16 @@ RESTARTS = Counter("banaserve_instance_restarts", "Restarts after a death", ["in
 PARENT_RESTARTS = Counter(
     "banaserve_engine_parent_restarts", "Engine parents started in place of a lost one"
 )
+NODE_ROUND_TRIP = Gauge(
+    "banaserve_node_round_trip_seconds",
+    "Round trip of a small message between two nodes, as last measured",
+    ["source", "target"],
+)
+NODE_BYTES = Gauge(
+    "banaserve_node_bytes_per_second",
+    "Bytes a second from one node to another in one TCP connection, as last measured",
+    ["source", "target"],
+)
 STEP_ERROR = Gauge(
     "banaserve_prediction_error_fraction",
     "Smoothed relative error of predictions made before their measurement: of an instance's steps "

@@ -30,6 +30,7 @@ from banaserve.orchestrator.model.calibration import TransferTime, eased
 from banaserve.orchestrator.model.moving import Link
 from banaserve.types import (
     ClusterView,
+    Distance,
     InstanceFacts,
     InstanceId,
     Module,
@@ -212,7 +213,12 @@ class MoveExecutor:
         blocks = (llm.vllm_config.cache_config.num_gpu_blocks or 0) + host_state.grown_blocks
         parts = host_state.max_microbatches
         overlap = instance.board.meter.overlap_fraction(parts) if parts > 1 else None
-        return Known(self._facts[key], blocks, overlap)
+        return Known(self._facts[key], blocks, overlap, self._far(instance))
+
+    def _far(self, instance: Instance) -> dict[InstanceId, Distance | None]:
+        """Ways to instances on other machines."""
+        others = self._cluster.instances.values()
+        return {one.id: instance.distance_to(one) for one in others if one.node != instance.node}
 
     def _under_way(self) -> list[Step]:
         """Own steps as they were decided, and what people have begun."""
