@@ -63,7 +63,7 @@ def candidates(
             for group in groups:
                 moves = _moved(kind, size, group, use, views, placements, profile)
                 if len(moves) == len(group):
-                    bound = bound_of(moves, use, placements, profile)
+                    bound = bound_of(moves, use, views, placements, profile)
                     found.append(Bounded(moves, bound))
     return sorted(found, key=lambda one: -one.bound)
 
@@ -71,6 +71,7 @@ def candidates(
 def bound_of(
     moves: Sequence[PlannedMove],
     use: Sequence[InstanceUse],
+    views: Mapping[InstanceId, InstanceView],
     placements: Sequence[ModulePlacement],
     profile: Profile,
 ) -> float:
@@ -78,7 +79,7 @@ def bound_of(
 
     A host gains where requests wait for KV memory, as much as its memory grows; and its steps
     become shorter by what the guest computes at the same time, less the messages. A guest that is
-    busy loses what the module's work takes of it.
+    busy loses what the module's work takes of it, and one on another machine costs ``far_loss``.
     """
     of = {one.instance: one for one in use}
     before, after = (Ledger(profile.facts, placements) for _ in range(2))
@@ -89,6 +90,8 @@ def bound_of(
         room = after.blocks(move.host) / max(1, before.blocks(move.host)) - 1
         gain += host.short_fraction * max(0.0, room)
         gain += host.busy_fraction * max(0.0, net_relief(profile, move.module, host.work))
+        lost = far_loss(views[move.host], move.guest, move.module, host.work, profile)
+        gain -= host.busy_fraction * lost
         share = costs.share(profile, move.module, costs.attention_fraction(profile, host.work))
         gain -= share * host.busy_fraction * max(0.0, guest.busy_fraction + share - 1)
     return gain / len(of)
@@ -173,11 +176,10 @@ def _moved(
         if module is None:
             continue
         share = costs.share(profile, module, costs.attention_fraction(profile, of[host].work))
-        for guest in sorted(loads, key=lambda name: (loads[name], name)):
-            is_free = guest not in hosts and not ledger.away(guest)
+        lost = {name: far_loss(views[host], name, module, of[host].work, profile) for name in loads}
+        for guest in sorted(loads, key=lambda name: (loads[name] + lost[name], name)):
+            is_free = guest not in hosts and not ledger.away(guest) and lost[guest] < 1
             if not is_free or not _may_move(views[guest], kind, profile):
-                continue
-            if not _is_near(views[host], guest, module, of[host].work, profile):
                 continue
             trial = Ledger(facts, placements)
             for one in (*moves, PlannedMove(host, guest, module)):
@@ -191,14 +193,20 @@ def _moved(
     return tuple(moves)
 
 
-def _is_near(
+def far_loss(
     host: InstanceView, guest: InstanceId, module: Module, work: StepWork, profile: Profile
-) -> bool:
-    """Whether the way to a guest on another machine costs less than the module's work brings."""
+) -> float:
+    """Share of a step of ``work`` that a guest on another machine costs more than one on this.
+
+    All of it where the way to that machine has not been measured.
+    """
     if guest not in host.far:
-        return True
+        return 0.0
     distance = host.far[guest]
-    return distance is not None and net_relief(profile, module, work, distance) > 0
+    if distance is None:
+        return 1.0
+    near, far = (net_relief(profile, module, work, to) for to in (None, distance))
+    return min(1.0, near - far)
 
 
 def has_room(ledger: Ledger, guest: InstanceId, kv_tokens: float) -> bool:

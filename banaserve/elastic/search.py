@@ -33,6 +33,7 @@ from banaserve.elastic.planning import (
 )
 from banaserve.elastic.slowdown import slowdown
 from banaserve.sim.system import System
+from banaserve.types import InstanceId, InstanceView
 
 _MOVED_FROM = 3
 """Arrangements from which modules are looked at."""
@@ -115,7 +116,7 @@ class Search:
         held, back = self._told(stay), self._told(home, watch=True)
         gain = back.mean - held.mean
         moves = [modules.PlannedMove(one.host, one.guest, one.module) for one in self._away]
-        bound = modules.bound_of(moves, back.use, (), self._profile)
+        bound = modules.bound_of(moves, back.use, self._by_id(), (), self._profile)
         shown = (Candidate(str(stay), held.mean), Candidate(str(home), back.mean))
         if bound > self._options.margin / 2 or gain < -self._least(held) / 2:
             return Decision((), shown, 0.0, None, f"{stay}: modules may bring {bound:.3f}")
@@ -239,9 +240,8 @@ class Search:
         for one in sorted(found, key=lambda other: -found[other].mean)[:_MOVED_FROM]:
             gone = set(one.returns)
             kept = [placement for placement in self._away if placement not in gone]
-            views = {view.id: view for view in self._views}
             for some in modules.candidates(
-                options.kinds, found[one].use, views, kept, self._profile
+                options.kinds, found[one].use, self._by_id(), kept, self._profile
             ):
                 bounded.append((some.bound, one._replace(moves=some.moves)))
         bounded.sort(key=lambda pair: -pair[0])
@@ -255,6 +255,9 @@ class Search:
         wanted = [one for _, one in worth_it]
         wanted.sort(key=lambda one: -self._forecast(one, short).mean)
         return {one: self._told(one) for one in wanted[:_MOVES_KEPT]}
+
+    def _by_id(self) -> dict[InstanceId, InstanceView]:
+        return {view.id: view for view in self._views}
 
     def _told(self, wanted: Wanted, *, watch: bool = False) -> Forecast:
         return self._forecast(wanted, self._future, watch=watch or bool(self._options.kinds))

@@ -104,6 +104,11 @@ def test_tokens_are_those_of_one_engine_and_a_prefix_is_read_on_the_other_host(
     kinds = greedy(16, 0)
     assert cluster.served.asked(kinds) == expected(kinds)
     assert cluster.served.metric("vllm:external_prefix_cache_hits_total") > 0
+    one, other = (node.address for node in cluster.nodes.values())
+    for source, target in ((one, other), (other, one)):
+        assert cluster.served.metric(
+            "banaserve_node_bytes_per_second", source=source, target=target
+        ) > cluster.served.metric("banaserve_node_round_trip_seconds", source=source, target=target)
     shm = [os.listdir(f"/proc/{n.process.pid}/root/dev/shm") for n in cluster.nodes.values()]
     assert shm == [[], []]
 

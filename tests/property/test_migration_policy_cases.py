@@ -12,7 +12,17 @@ import migration_clusters as known
 from banaserve.orchestrator.migration import scoring
 from banaserve.orchestrator.migration.interface import MigrationPlan, RejectReason
 from banaserve.orchestrator.migration.registry import make, names
-from banaserve.types import Attempt, Module, MoveModule, ReturnModule, Role, SwitchRole
+from banaserve.types import (
+    Attempt,
+    ClusterView,
+    Distance,
+    InstanceId,
+    Module,
+    MoveModule,
+    ReturnModule,
+    Role,
+    SwitchRole,
+)
 
 OPT_13B, cluster, instance = known.OPT_13B, known.cluster, known.instance
 
@@ -41,6 +51,55 @@ def test_figure_2b_moves_memory_from_decode_to_prefill_when_repaired() -> None:
     assert felt["d0"].kv_blocks > 0 > felt["p0"].kv_blocks
     # Host and guest take turns, so nothing may be promised for the compute of p0.
     assert RejectReason.NO_OVERLAP in reasons(plan, "from p0")
+
+
+def far_2b(distance: Distance | None) -> ClusterView:
+    """Figure 2(b) with ``p0`` on another machine."""
+    d0 = replace(FIGURE_2B.instances[InstanceId("d0")], far={InstanceId("p0"): distance})
+    return cluster(FIGURE_2B.instances[InstanceId("p0")], d0)
+
+
+@pytest.mark.parametrize("preset", ["repaired", "published"])
+def test_nothing_goes_to_a_machine_whose_way_nobody_has_measured(preset: str) -> None:
+    idle, full = instance("p0", 0.1, 0.1), instance("d0", 0.9, 0.9)
+    assert make(preset).plan(cluster(idle, full)).steps
+    plan = make(preset).plan(cluster(idle, replace(full, far={idle.id: None})))
+    assert plan.steps == ()
+    assert RejectReason.NOT_MEASURED in reasons(plan, "from d0")
+
+
+def test_a_quick_way_to_another_machine_is_as_none() -> None:
+    near = make("repaired").plan(FIGURE_2B)
+    assert make("repaired").plan(far_2b(Distance(1e-6, 1e12))).steps == near.steps
+
+
+def test_what_crosses_a_slow_way_costs_what_it_takes() -> None:
+    [near] = make("repaired").plan(FIGURE_2B).steps
+    [far] = make("repaired").plan(far_2b(Distance(1e-4, 5e9))).steps
+    assert isinstance(near.action, MoveModule)
+    assert isinstance(far.action, MoveModule)
+    assert far.cost_s == pytest.approx(far.action.num_bytes / 5e9 + 0.005)
+    host = InstanceId("d0")
+    assert dict(far.influence)[host].step_s > dict(near.influence)[host].step_s
+    assert far.action.num_bytes < near.action.num_bytes
+
+
+def test_what_is_too_far_is_refused_with_the_seconds_of_a_step() -> None:
+    plan = make("repaired").plan(far_2b(Distance(0.1, 1e6)))
+    assert plan.steps == ()
+    too_far = [one for one in plan.rejected if one.reason is RejectReason.TOO_FAR]
+    layers = next(one for one in too_far if "heads" not in one.candidate)
+    # 48 tokens of 10,240 bytes there and back at 1 MB/s, and one round trip.
+    assert layers.value == pytest.approx(0.1 + 2 * 48 * 10_240 / 1e6)
+
+
+def test_who_is_near_is_taken_before_who_is_far() -> None:
+    far_away = {InstanceId("p0"): Distance(0.1, 1e6)}
+    d0 = replace(instance("d0", 0.35, 0.95), far=far_away)
+    view = cluster(instance("p0", 0.95, 0.30), instance("p1", 0.95, 0.35), d0)
+    [step] = make("repaired").plan(view).steps
+    assert isinstance(step.action, MoveModule)
+    assert step.action.guest == "p1"
 
 
 def test_heads_of_figure_2b_by_hand() -> None:

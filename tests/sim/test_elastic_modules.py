@@ -37,6 +37,7 @@ from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
 from banaserve.types import (
     ClusterView,
+    Distance,
     Influence,
     InstanceId,
     InstanceReport,
@@ -426,6 +427,34 @@ def test_only_who_lacks_memory_or_time_gives_modules_to_who_has_it() -> None:
     assert (
         modules.candidates(("layers",), [use("a", 1.0, 0.5, DECODES), idle], views, gone, OPT) == []
     )
+
+
+def bound_over(distance: Distance | None) -> float:
+    """Of the best that ``a``, short of memory, can give to ``b`` on another machine."""
+    a, b = map(InstanceId, "ab")
+    views = {name: view(name, Role.DECODE) for name in (a, b)}
+    views[a] = replace(views[a], far={b: distance})
+    asked = [use("a", 1.0, 0.5, DECODES, 60_000), use("b", 0.1, 0.0, StepWork())]
+    found = modules.candidates(("layers",), asked, views, (), OPT)
+    return max((one.bound for one in found), default=-1.0)
+
+
+def test_layers_cross_machines_where_the_way_costs_less_than_they_bring() -> None:
+    quick, usual, slow = (bound_over(Distance(s, 12.5e9)) for s in (1e-6, 5e-4, 5e-2))
+    assert quick > usual > slow
+    assert quick > 0.08
+    assert slow < ElasticOptions().margin
+    assert bound_over(None) == -1.0  # nobody has measured it
+
+
+def test_of_two_that_are_free_the_near_one_takes_them() -> None:
+    a, b, c = map(InstanceId, "abc")
+    views = {name: view(name, Role.DECODE) for name in (a, b, c)}
+    views[a] = replace(views[a], far={b: Distance(5e-3, 1.25e9)})
+    idle = [use(name, 0.1, 0.0, StepWork()) for name in "bc"]
+    asked = [use("a", 1.0, 0.5, DECODES, 60_000), *idle]
+    found = modules.candidates(("layers",), asked, views, (), OPT)
+    assert {one.moves[0].guest for one in found} == {"c"}
 
 
 def test_kinds_that_are_none() -> None:
