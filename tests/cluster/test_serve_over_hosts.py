@@ -6,8 +6,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,20 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(_why), reason=_why)]
 
 KEY, PORT = "a-key-of-a-cluster-of-hosts", 7300
 NUM_RESTARTS = 50 if IS_LONG else 2
-SCAN = """
-import socket, sys
-for port in range(1, 65536):
-    with socket.socket() as sock:
-        if sock.connect_ex((sys.argv[1], port)) == 0:
-            sock.settimeout(10.0)
-            sock.sendall(b"GET / HTTP/1.1\\r\\n\\r\\n" + bytes(100))
-            try:
-                said = sock.recv(4096)
-            except OSError:
-                said = b""
-            print(port, said.hex())
-"""
-_TLS_ALERT = "15"
+_TLS_ALERT = b"\x15"
 
 
 class Cluster:
@@ -198,12 +183,10 @@ def test_restarts_on_one_address_are_never_taken_for_what_was_there(
 
 def test_a_scan_of_all_ports_finds_nobody_who_talks(cluster: Cluster) -> None:
     host = cluster.others[0]
-    scanning = cluster.stranger.command([sys.executable, "-c", SCAN, host.address])
-    said = subprocess.run(scanning, capture_output=True, text=True, check=True).stdout
-    found = dict(line.split(" ") for line in said.splitlines())
-    assert str(PORT) in found
-    assert set(found) == {str(port) for where, port in host.listening() if where == host.address}
-    assert all(answer == "" or answer.startswith(_TLS_ALERT) for answer in found.values())
+    found = cluster.stranger.scanned(host.address)
+    assert PORT in found
+    assert set(found) == {port for where, port in host.listening() if where == host.address}
+    assert all(answer == b"" or answer.startswith(_TLS_ALERT) for answer in found.values())
     kinds = greedy(2, 2000, 8)
     assert all(len(tokens) == 8 for tokens in cluster.served.asked(kinds))
 

@@ -18,11 +18,11 @@ from banaserve import models
 from banaserve.cli.doctor import checks as checks
 from banaserve.cli.doctor.checks import CheckStatus, Finding
 from banaserve.cli.plugins import REGISTRIES
-from banaserve.cli.version import installed_version
 from banaserve.errors import UserError
 from banaserve.models import cache, hub
 from banaserve.platform.cpu_features import read_cpu_flags
 from banaserve.platform.linux import MADV_POPULATE_WRITE, available_memory_bytes, madvise
+from banaserve.platform.packages import installed_version
 from banaserve.plugins import load_plugins
 
 
