@@ -59,7 +59,7 @@ def node(
     credentials = ClusterCredentials.of(key)
     raise_descriptor_limit()
     with open_run_dir(run_dir) as run, quiet(run.logs / "node.log") as terminal:
-        agent = NodeAgent(credentials, run.logs, timed(terminal))
+        agent = NodeAgent(credentials, run, timed(terminal))
         asyncio.run(_until_stopped(agent, host, port, ready_fd))
 
 

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import ssl
 from collections.abc import Callable
-from pathlib import Path
 
 from banaserve.errors import BanaServeError, ProtocolError, UserError
 from banaserve.net.addresses import written
@@ -27,6 +26,7 @@ from banaserve.nodes.messages import (
 )
 from banaserve.nodes.session import NodeSession
 from banaserve.nodes.versions import own_version
+from banaserve.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +42,15 @@ class NodeAgent:
 
     Args:
         credentials: Of the cluster.
-        logs: Folder of the logs that stay on this node.
+        run: Folders of this agent's run.
         say: Called with each line for the node's user.
     """
 
     def __init__(
-        self, credentials: ClusterCredentials, logs: Path, say: Callable[[str], None]
+        self, credentials: ClusterCredentials, run: RunDir, say: Callable[[str], None]
     ) -> None:
         self._credentials = credentials
-        self._logs = logs
+        self._run = run
         self._say = say
         self._session: NodeSession | None = None
         self._ended = asyncio.Event()
@@ -155,7 +155,7 @@ class NodeAgent:
             await self._ended.wait()  # of the same server, which has lost that connection
         if self._session is not None:
             raise UserError(f"the node is used by another server, {self._session.server}")
-        session = self._session = NodeSession(link, asked.server, self._host, self._logs)
+        session = self._session = NodeSession(link, asked.server, self._host, self._run)
         self._ended.clear()
         self._say(f"server {asked.server} has taken this node")
         try:

@@ -39,6 +39,7 @@ from banaserve.nodes.messages import (
 from banaserve.nodes.model_check import check_model
 from banaserve.nodes.remote_process import SOCKET_NAMES, RemoteProcess
 from banaserve.platform.linux import available_memory_bytes, visible_gpus
+from banaserve.run_dir import RunDir
 
 
 class NodeSession:
@@ -47,20 +48,21 @@ class NodeSession:
     Args:
         link: To the server.
         host: Address that the node listens on, for what else listens here.
-        logs: Folder of the logs that stay on the node.
+        run: Folders of the agent's run. One that was killed leaves sockets, which the next run of
+            its user takes away.
 
     Attributes:
         incarnation: Another session has another one.
         server: Name of the server.
     """
 
-    def __init__(self, link: NodeLink, server: str, host: str, logs: Path) -> None:
+    def __init__(self, link: NodeLink, server: str, host: str, run: RunDir) -> None:
         self.incarnation = secrets.token_hex(8)
         self.server = server
         self._link = link
         self._host = host
-        self._logs = logs
-        self._folder = Path(tempfile.mkdtemp(prefix="banaserve-n"))
+        self._logs = run.logs
+        self._folder = Path(tempfile.mkdtemp(prefix="n", dir=run.sockets))
         self._launcher: Launcher | None = None
         self._store: SupervisedStore | None = None
         self._processes: set[asyncio.Task[None]] = set()

@@ -195,5 +195,5 @@ def test_all_is_gone_when_the_server_ends(cluster: Cluster) -> None:
     assert cluster.served.run.end() == 0
     for node in cluster.nodes.values():
         until(lambda node=node: len(node.processes()) == 1, "only the agent is left")
-        until(lambda node=node: not list(node.temp_dir.glob("banaserve-n*")), "folders are gone")
+        until(lambda node=node: not list(node.temp_dir.glob("banaserve-*/n*")), "folders are gone")
         node.end()

@@ -35,6 +35,7 @@ from banaserve.nodes.session import NodeSession
 from banaserve.nodes.survey import HERE, survey_nodes
 from banaserve.nodes.versions import own_version
 from banaserve.platform.processes import is_running, wait_dying, wait_ended
+from banaserve.run_dir import RunDir
 from banaserve.types import InstanceId, Role
 from waiting import until
 
@@ -116,7 +117,7 @@ class Node:
 async def start_node(folder: Path, port: int = 0) -> Node:
     said: list[str] = []
     stop, opened = asyncio.Event(), asyncio.get_running_loop().create_future()
-    agent = NodeAgent(ClusterCredentials.of(KEY), folder, said.append)
+    agent = NodeAgent(ClusterCredentials.of(KEY), RunDir(folder, folder), said.append)
     serving = asyncio.create_task(agent.serve("127.0.0.1", port, stop, opened.set_result))
     return Node(await opened, stop, serving, said)
 
