@@ -49,6 +49,10 @@ BENCHMARKS = {
     "migration": Benchmark(
         "benchmarks.migration", "What does moving layers and heads take, and bring?"
     ),
+    "network": Benchmark(
+        "benchmarks.network.__main__",
+        "What share of a link between two hosts do KV blocks reach, beside Mooncake Store?",
+    ),
     "orchestrator": Benchmark(
         "benchmarks.orchestrator", "How long does a decision take, how fast is the simulator?"
     ),

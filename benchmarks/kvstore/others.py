@@ -98,13 +98,26 @@ def redis_bench(block_bytes: int, num_blocks: int, seed: int) -> Iterator[OtherB
 
 
 class Mooncake:
-    """Mooncake's own client in this process, without a memory of its own to lend."""
+    """Mooncake's own client in this process.
 
-    def __init__(self, master: str, buffers: Sequence[Memory]) -> None:
+    Args:
+        master: ``HOST:PORT``.
+        buffers: That blocks are read from and into.
+        host: Where others reach it.
+        segment_bytes: Memory of its own that it lends.
+    """
+
+    def __init__(
+        self,
+        master: str,
+        buffers: Sequence[Memory],
+        host: str = "127.0.0.1",
+        segment_bytes: int = 0,
+    ) -> None:
         # By name: this is an extra.
         package = importlib.import_module("mooncake.store")
         self._client: Any = package.MooncakeDistributedStore()
-        code = self._client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 * _MIB, "tcp", "", master)
+        code = self._client.setup(host, "P2PHANDSHAKE", segment_bytes, 16 * _MIB, "tcp", "", master)
         for buffer in buffers:
             code = code or self._client.register_buffer(buffer.ctypes.data, buffer.nbytes)
         if code:

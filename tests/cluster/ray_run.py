@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hosts import Host
+from benchmarks.network.hosts import Host
 from observing import until
 from process_tree import ProcessTree
 

@@ -10,7 +10,7 @@ from banaserve.api.admin_client import AdminClient
 from banaserve.controller.schemas import ServerStatus
 from banaserve.engine.vllm.migration.api import Migration, MoveLayers, Return
 from banaserve.run_dir import find_admin
-from hosts import Host
+from benchmarks.network.hosts import Host
 from server_run import Run
 from streams import Kind, asked_all
 

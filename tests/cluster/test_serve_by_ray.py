@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("ray")
 
-import hosts
 from banaserve.engine.vllm.migration.api import MoveLayers, Return
-from hosts import Network
+from benchmarks.network import hosts
+from benchmarks.network.hosts import Network
 from observing import until
 from ray_run import RayCluster
 from served import Served

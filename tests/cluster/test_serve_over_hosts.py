@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-import hosts
 from banaserve.engine.vllm.migration.api import MoveLayers, Return
+from benchmarks.network import hosts
+from benchmarks.network.hosts import Host, Network
 from depth import IS_LONG
-from hosts import Host, Network
 from node_run import NodeRun
 from observing import until
 from served import Served

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import hosts
+from benchmarks.network import hosts
+from benchmarks.network.hosts import Host, Network
 from depth import IS_LONG
-from hosts import Host, Network
 from peer_store import SLOT_BYTES, PeerStore, chain
 from store_process import start_store
 from waiting import eventually

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 _NET, _BRIDGE = "10.77.0", "sw0"
+_TICKS_PER_S = 250
 _CLONE_NEWNET = 0x40000000
 T = TypeVar("T")
 _SCAN = """
@@ -122,7 +123,15 @@ class Network:
 
     def slow_down(self, host: Host, rate: str) -> None:
         """Send from a host at this rate at most, such as ``1gbit``; for good."""
-        tbf = ("tbf", "rate", rate, "burst", "32kb", "latency", "200ms")
+        self._shape(host, rate, "32kb")
+
+    def limit(self, host: Host, bits_per_s: float) -> None:
+        """The same, with as large a bucket as this rate needs between two ticks of the kernel."""
+        burst_bytes = max(128 << 10, int(bits_per_s / 8 / _TICKS_PER_S))
+        self._shape(host, f"{bits_per_s:.0f}bit", str(burst_bytes))
+
+    def _shape(self, host: Host, rate: str, burst: str) -> None:
+        tbf = ("tbf", "rate", rate, "burst", burst, "latency", "200ms")
         command = ["tc", "-n", host.namespace, "qdisc", "replace", "dev", "eth0", "root", *tbf]
         subprocess.run(command, check=True, capture_output=True)
 

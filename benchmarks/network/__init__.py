@@ -1,0 +1,1 @@
+"""KV blocks over a link between two hosts."""

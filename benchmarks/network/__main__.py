@@ -1,0 +1,120 @@
+"""KV blocks of one prompt over a link between two hosts, beside Mooncake Store and plain TCP.
+
+``python -m benchmarks network``. The hosts are network namespaces of this machine, joined by links
+of a set rate (``tc tbf``): it needs root. Each run fetches the blocks of another prompt by each way
+in turn; ``network_fraction`` is the share of the link that the store's bytes reach, from the first
+question to the last block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.progress import Progress
+
+from banaserve.arguments import Parser
+from banaserve.bench.loadgen.servers import end_on_sigterm
+from banaserve.bench.results import result
+from banaserve.errors import UserError
+from benchmarks.kvstore.peers import missing_mooncake
+from benchmarks.network import hosts
+from benchmarks.network.hosts import Network
+from benchmarks.network.ways import MooncakeWay, StoreWay, StreamWay, Way
+from benchmarks.script import run_script
+
+GBIT = 1e9
+_RATES = (1.0, 10.0)
+_OURS, _OTHER, _BOUND = "network", "mooncake", "tcp"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and write the result; the exit code."""
+    given = _parse(argv)
+    if why := hosts.missing():
+        raise UserError(why)
+    end_on_sigterm()
+    started_at = datetime.now(UTC)
+    samples: dict[str, list[float]] = defaultdict(list)
+    with Progress(transient=True) as progress:
+        for gbits in _RATES:
+            _measure(gbits, given, samples, progress)
+    record = result.result(
+        "network",
+        seed=0,
+        options={name: str(value) for name, value in vars(given).items() if name != "json"},
+        started_at=started_at,
+        figures={name: result.figure(taken, _unit(name)) for name, taken in samples.items()},
+        notes=_notes(given),
+    )
+    result.deliver(record, given.json)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m benchmarks network", description=__doc__)
+    add = parser.add_argument
+    add("--json", type=Path, help="write the result there")
+    add("--runs", type=int, default=7)
+    add("--blocks", type=int, default=125, help="of a prompt; 16 tokens each")
+    add("--block-bytes", type=int, default=2 << 20, help="of all layers; Llama-3.1-8B's")
+    given = parser.parse_args(list(argv))
+    if given.runs < 1 or given.blocks < 1 or given.block_bytes < 1 << 17:
+        raise UserError("runs and blocks are at least 1, a block has 128 KiB or more")
+    return given
+
+
+def _measure(
+    gbits: float, given: argparse.Namespace, samples: dict[str, list[float]], progress: Progress
+) -> None:
+    task = progress.add_task(f"{gbits:g} Gbit/s", total=given.runs + 1)
+    num_bytes = given.blocks * given.block_bytes
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bnet-")))
+        network = Network(2)
+        stack.callback(network.close)
+        for host in network.hosts:
+            network.limit(host, gbits * GBIT)
+        block = (given.block_bytes, given.blocks)
+        ways: dict[str, Way] = {
+            _OURS: StoreWay(network.hosts, stack, folder, *block),
+            _BOUND: StreamWay(network.hosts, num_bytes),
+        }
+        if missing_mooncake() is None:
+            ways[_OTHER] = MooncakeWay(network.hosts, stack, folder, *block)
+        for way in ways.values():
+            way.fetch_s(0)  # pages that nobody has touched, links that open
+        progress.advance(task)
+        for run in range(1, given.runs + 1):
+            for name, way in ways.items():
+                share = num_bytes * 8 / way.fetch_s(run) / (gbits * GBIT)
+                samples[f"{name}_fraction_{gbits:g}gbit"].append(share)
+            if _OTHER in ways:
+                ours, other = (samples[f"{n}_fraction_{gbits:g}gbit"][-1] for n in (_OURS, _OTHER))
+                samples[f"over_mooncake_{gbits:g}gbit"].append(ours / other)
+            progress.advance(task)
+
+
+def _unit(name: str) -> str:
+    return "ratio" if name.startswith("over") else "fraction"
+
+
+def _notes(given: argparse.Namespace) -> list[str]:
+    notes = [
+        f"{given.blocks} blocks of {given.block_bytes >> 10} KiB, {16 * given.blocks} tokens; a "
+        "fraction is of the link's rate, Ethernet's and TCP's heads counted against all alike",
+        "links are shaped in bandwidth alone: their latency is that of this machine",
+        "both hosts, with all of their processes, share this machine's cores",
+    ]
+    if why := missing_mooncake():
+        notes.append(f"without Mooncake: {why}")
+    return notes
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,73 @@
+"""One side of Mooncake Store in the network benchmark, on its own host.
+
+``python -m benchmarks.network.mooncake_worker lend|read MASTER_HOST BLOCK_BYTES NUM_BLOCKS HOST``
+prints a line of JSON when it is ready, and one for each number that it reads: the blocks of that
+run are stored, or have been read.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from banaserve.bench.loadgen.servers import end_with_parent
+from banaserve.errors import UserError
+from benchmarks.kvstore.memory import plain_memory
+from benchmarks.kvstore.others import Mooncake
+
+MASTER_PORT = 7400
+_SEGMENT_BYTES = 1 << 30
+_START_S = 2.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until standard input ends."""
+    part, master_host, block_bytes, num_blocks, host = argv
+    lends = part == "lend"
+    if lends:
+        _start_master(master_host)
+    shape = (int(num_blocks), int(block_bytes))
+    blocks = plain_memory(shape[0] * shape[1], 0 if lends else None).reshape(shape)
+    store = Mooncake(f"{master_host}:{MASTER_PORT}", [blocks], host, _SEGMENT_BYTES if lends else 0)
+    _say(0.0)
+    for line in sys.stdin:
+        keys = [f"network-{int(line)}-{number}" for number in range(shape[0])]
+        began_s = time.perf_counter()
+        if lends:
+            blocks[:, 0] = int(line) % 251
+            store.put(keys, blocks)
+        else:
+            store.get(keys, blocks)
+            if (blocks[:, 0] != int(line) % 251).any():
+                raise UserError("Mooncake returned other bytes")
+        _say(time.perf_counter() - began_s)
+    return 0
+
+
+def _start_master(host: str) -> None:
+    spec = find_spec("mooncake")
+    assert spec is not None
+    assert spec.origin is not None
+    command = [str(Path(spec.origin).with_name("mooncake_master")), f"--rpc_port={MASTER_PORT}"]
+    command += [f"--rpc_address={host}", "--rpc_thread_num=2", f"--metrics_host={host}"]
+    subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=end_with_parent,
+    )
+    time.sleep(_START_S)
+
+
+def _say(seconds: float) -> None:
+    print(json.dumps({"seconds": seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

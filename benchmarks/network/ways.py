@@ -1,0 +1,249 @@
+"""Ways by which one prompt's blocks come from one host to another."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from banaserve.bench.loadgen.servers import end_with_parent
+from banaserve.errors import UserError
+from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.fingerprint import Fingerprint
+from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.peers.options import KEY_VARIABLE
+from benchmarks.network.hosts import Host
+
+STORE_PORT, STREAM_PORT = 7100, 7200
+POOL_SIZE = "1GiB"
+_KEY = "a key of this benchmark's stores"
+_NUM_LAYERS = 32
+_BLOCK_TOKENS = 16
+_DEADLINE_S = 120.0
+_POLL_S = 2e-4
+_CHUNK_BYTES = 1 << 20
+
+
+class Way(Protocol):
+    """One of them, between two hosts."""
+
+    def fetch_s(self, run: int) -> float:
+        """Seconds that the blocks of run ``run`` took to the other host.
+
+        Raises:
+            UserError: Not all of them came, or with other bytes.
+        """
+        ...
+
+
+class StoreWay:
+    """Blocks between our store daemons: computed on the first host, read on the second.
+
+    Args:
+        stack: Ends the daemons.
+        folder: For sockets and logs.
+        block_bytes: Of all layers.
+        num_blocks: Of the prompt.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        stack: ExitStack,
+        folder: Path,
+        block_bytes: int,
+        num_blocks: int,
+    ) -> None:
+        source, target = hosts
+        self._num_blocks = num_blocks
+        self._fingerprint = Fingerprint(
+            model="network",
+            dtype="bfloat16",
+            block_size_tokens=_BLOCK_TOKENS,
+            num_layers=_NUM_LAYERS,
+            num_kv_heads=8,
+            head_size=128,
+            layout="LBHNC",
+            page_bytes=block_bytes // _NUM_LAYERS,
+            probe="00ff",
+        )
+        self._block = np.random.default_rng(0).integers(0, 256, block_bytes, np.uint8)
+        addresses = [f"{host.address}:{STORE_PORT}" for host in hosts]
+        self._source = self._client(source, stack, folder, addresses[0], addresses[1])
+        self._target = self._client(target, stack, folder, addresses[1], addresses[0])
+
+    def _client(
+        self, host: Host, stack: ExitStack, folder: Path, listen: str, peer: str
+    ) -> StoreClient:
+        path = folder / f"{host.address}.sock"
+        readable, writable = os.pipe()
+        command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--die-with-parent"]
+        command += ["--socket", str(path), "--size", POOL_SIZE, "--ready-fd", str(writable)]
+        command += [f"--listen={listen}", f"--peer={peer}"]
+        with path.with_suffix(".log").open("wb") as log:
+            process = subprocess.Popen(
+                host.command(command),
+                pass_fds=[writable],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, KEY_VARIABLE: _KEY},
+            )
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        os.close(writable)
+        with os.fdopen(readable, "rb") as ready:
+            if not ready.read(1):
+                raise UserError(path.with_suffix(".log").read_text().strip())
+        client = StoreClient(path, self._fingerprint, client_name="bench", timeout_s=10.0)
+        stack.callback(client.close)
+        return client
+
+    def fetch_s(self, run: int) -> float:
+        keys = [f"{run}-{number}".encode().ljust(32, b".") for number in range(self._num_blocks)]
+        self._write(keys)
+        began_s = time.perf_counter()
+        until_s = began_s + _DEADLINE_S
+        found = self._target.exchange(acquire=keys)
+        while found.undecided or len(found.slots) < len(keys):
+            if time.perf_counter() > until_s:
+                raise UserError("the store on the other host does not find the blocks")
+            if found.lease is not None:
+                self._target.release(found.lease)
+            time.sleep(_POLL_S)
+            found = self._target.exchange(acquire=keys)
+        while set(self._target.arrivals(found.slots)) != {Lookup.HIT}:
+            if time.perf_counter() > until_s:
+                raise UserError("blocks do not arrive on the other host")
+            time.sleep(_POLL_S)
+        seconds = time.perf_counter() - began_s
+        self._check(found.slots)
+        assert found.lease is not None
+        self._target.release(found.lease)
+        return seconds
+
+    def _write(self, keys: list[bytes]) -> None:
+        pairs = list(zip(keys, [None, *keys[:-1]], strict=True))
+        slots = [one for one in self._source.exchange(reserve=pairs).reserved if one is not None]
+        if len(slots) < len(keys):
+            raise UserError("the pool has no room for the blocks of a prompt")
+        view = self._source.view()
+        for number, slot in enumerate(slots):
+            first = view.offset_bytes(slot)
+            view.memory[first : first + len(self._block)] = self._block
+            view.memory[first] = number % 256
+        self._source.commit(slots)
+
+    def _check(self, slots: Sequence[Any]) -> None:
+        view = self._target.view()
+        for number, slot in enumerate(slots):
+            first = view.offset_bytes(slot)
+            there = view.memory[first : first + len(self._block)]
+            if there[0] != number % 256 or not np.array_equal(there[1:], self._block[1:]):
+                raise UserError("a block has come with other bytes")
+
+
+class StreamWay:
+    """As many bytes in one plain TCP connection: what one stream of the kernel gives."""
+
+    def __init__(self, hosts: Sequence[Host], num_bytes: int) -> None:
+        self._source, self._target = hosts
+        self._num_bytes = num_bytes
+
+    def fetch_s(self, run: int) -> float:
+        del run
+        address = (self._source.address, STREAM_PORT)
+        listening = self._source.inside(lambda: socket.create_server(address))
+        sending = threading.Thread(target=self._send, args=(listening,))
+        sending.start()
+        try:
+            with self._target.inside(lambda: socket.create_connection(address)) as sock:
+                began_s = time.perf_counter()
+                sock.sendall(b".")
+                left, into = self._num_bytes, bytearray(_CHUNK_BYTES)
+                while left:
+                    got = sock.recv_into(into, min(left, _CHUNK_BYTES))
+                    if not got:
+                        raise UserError("the other host has closed the connection")
+                    left -= got
+                return time.perf_counter() - began_s
+        finally:
+            sending.join()
+            listening.close()
+
+    def _send(self, listening: socket.socket) -> None:
+        sock, _ = listening.accept()
+        with sock:
+            sock.recv(1)
+            chunk = memoryview(bytes(_CHUNK_BYTES))
+            left = self._num_bytes
+            while left:
+                sock.sendall(chunk[:left])
+                left -= min(left, _CHUNK_BYTES)
+
+
+class MooncakeWay:
+    """Mooncake Store over TCP: its master and memory on the first host, a client on the second.
+
+    Args:
+        stack: Ends its processes.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        stack: ExitStack,
+        folder: Path,
+        block_bytes: int,
+        num_blocks: int,
+    ) -> None:
+        source, target = hosts
+        words = (str(block_bytes), str(num_blocks))
+        self._source = _Worker(source, stack, folder, "lend", source.address, *words)
+        self._target = _Worker(target, stack, folder, "read", source.address, *words)
+
+    def fetch_s(self, run: int) -> float:
+        self._source.ask(run)
+        return self._target.ask(run)
+
+
+class _Worker:
+    """A process on a host that answers a number with seconds."""
+
+    def __init__(self, host: Host, stack: ExitStack, folder: Path, *words: str) -> None:
+        self._log = folder / f"mooncake-{words[0]}.log"
+        command = [sys.executable, "-m", "benchmarks.network.mooncake_worker", *words, host.address]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                host.command(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                preexec_fn=end_with_parent,
+            )
+        stack.callback(self._process.wait)
+        stack.callback(self._process.kill)
+        self._read()
+
+    def ask(self, run: int) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"%d\n" % run)
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> float:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(b"{"):  # its library prints too
+                said: dict[str, float] = json.loads(line)
+                return said["seconds"]
+        raise UserError(f"Mooncake has ended: {self._log.read_text()[-500:]}")
