@@ -104,7 +104,8 @@ class NodesLauncher:
             async with asyncio.TaskGroup() as group:
                 for client in self._clients:
                     group.create_task(self._take(client))
-            assigned = assign(list(self._facts.values()), self._work.instances, self._work.need)
+            facts = [self._facts[client.name] for client in self._clients]
+            assigned = assign(facts, self._work.instances, self._work.need)
             await self._make_orders(assigned)
             for one in assigned:
                 names = ", ".join(instance_id for instance_id, _ in one.instances)
