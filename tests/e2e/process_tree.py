@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import psutil
 
 
@@ -28,7 +30,8 @@ class ProcessTree:
     def signal(self, number: int) -> None:
         """Send a signal to all of them, as a machine that stops or dies does."""
         for one in self.alive():
-            one.send_signal(number)
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                one.send_signal(number)
 
 
 def _lives(process: psutil.Process) -> bool:
