@@ -86,7 +86,7 @@ def _measure(
             _BOUND: StreamWay(network.hosts, num_bytes),
         }
         if missing_mooncake() is None:
-            ways[_OTHER] = MooncakeWay(network.hosts, stack, folder, *block)
+            ways[_OTHER] = MooncakeWay(network.hosts, stack, folder, *block, given.runs + 1)
         for way in ways.values():
             way.fetch_s(0)  # pages that nobody has touched, links that open
         progress.advance(task)

@@ -1,8 +1,8 @@
 """One side of Mooncake Store in the network benchmark, on its own host.
 
-``python -m benchmarks.network.mooncake_worker lend|read MASTER_HOST BLOCK_BYTES NUM_BLOCKS HOST``
-prints a line of JSON when it is ready, and one for each number that it reads: the blocks of that
-run are stored, or have been read.
+``python -m benchmarks.network.mooncake_worker lend|read MASTER_HOST BLOCK_BYTES NUM_BLOCKS RUNS
+HOST`` prints a line of JSON when it is ready, and one for each number that it reads: the blocks of
+that run are stored, or have been read. It lends memory for all runs: what was read lately stays.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from benchmarks.kvstore.memory import plain_memory
 from benchmarks.kvstore.others import Mooncake
 
 MASTER_PORT = 7400
-_SEGMENT_BYTES = 1 << 30
 _START_S = 2.0
 
 
 def main(argv: Sequence[str]) -> int:
     """Serve until standard input ends."""
-    part, master_host, block_bytes, num_blocks, host = argv
+    part, master_host, block_bytes, num_blocks, runs, host = argv
     lends = part == "lend"
     if lends:
         _start_master(master_host)
     shape = (int(num_blocks), int(block_bytes))
     blocks = plain_memory(shape[0] * shape[1], 0 if lends else None).reshape(shape)
-    store = Mooncake(f"{master_host}:{MASTER_PORT}", [blocks], host, _SEGMENT_BYTES if lends else 0)
+    segment_bytes = (int(runs) + 1) * blocks.nbytes if lends else 0
+    store = Mooncake(f"{master_host}:{MASTER_PORT}", [blocks], host, segment_bytes)
     _say(0.0)
     for line in sys.stdin:
         keys = [f"network-{int(line)}-{number}" for number in range(shape[0])]

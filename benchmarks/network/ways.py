@@ -196,6 +196,7 @@ class MooncakeWay:
 
     Args:
         stack: Ends its processes.
+        runs: All that there will be.
     """
 
     def __init__(
@@ -205,9 +206,10 @@ class MooncakeWay:
         folder: Path,
         block_bytes: int,
         num_blocks: int,
+        runs: int,
     ) -> None:
         source, target = hosts
-        words = (str(block_bytes), str(num_blocks))
+        words = (str(block_bytes), str(num_blocks), str(runs))
         self._source = _Worker(source, stack, folder, "lend", source.address, *words)
         self._target = _Worker(target, stack, folder, "read", source.address, *words)
 
