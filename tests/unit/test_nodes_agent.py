@@ -28,7 +28,7 @@ from banaserve.nodes.assignment import InstanceNeed
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.launcher import NodesLauncher, NodeWork
 from banaserve.nodes.link import connect
-from banaserve.nodes.messages import Inspect, JoinSession
+from banaserve.nodes.messages import Inspect, JoinSession, SessionOpened
 from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import AgentPlace, GivenPlaces
 from banaserve.nodes.session import NodeSession
@@ -315,6 +315,28 @@ def test_a_survey_finds_what_nodes_have_and_how_far_they_are_apart(
         stranger, none = await survey_nodes(there[:1], ClusterCredentials.of(KEY[::-1]), asked)
         assert (stranger[0].found, none) == (None, [])
         assert "another cluster key" in stranger[0].problem
+        for node in nodes:
+            await node.end()
+
+    asyncio.run(run())
+
+
+def test_nodes_are_filled_in_the_order_in_which_they_were_given(
+    scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_node = clients.NodeClient.open
+
+    async def run() -> None:
+        nodes = [await start_node(tmp_path) for _ in range(2)]
+
+        async def late(client: clients.NodeClient) -> SessionOpened:
+            if client.name == nodes[0].address:
+                await asyncio.sleep(0.2)
+            return await open_node(client)
+
+        monkeypatch.setattr(clients.NodeClient, "open", late)
+        async with opened(*nodes) as launcher:
+            assert [launcher.node_of(name) for name in ("p0", "d0")] == [n.address for n in nodes]
         for node in nodes:
             await node.end()
 
