@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import secrets
 import signal
@@ -30,13 +29,11 @@ from banaserve.nodes.messages import JoinSession, NodeStore, PrepareNode, Sessio
 from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import Places
 from banaserve.nodes.remote_process import SOCKET_NAMES
-from banaserve.nodes.survey import measured_from
+from banaserve.nodes.ways import NodeWays
 from banaserve.transport.registry import SHARED_MEMORY, TCP
 from banaserve.types import Distance, InstanceId, Role
 
 logger = logging.getLogger(__name__)
-MEASURE_AGAIN_S = 300.0
-"""Each way takes a third of a second of its bandwidth."""
 LOOKUP_STORE_SIZE = "64MiB"
 """Of the server's own store where all engines are elsewhere: it only asks the others."""
 
@@ -79,13 +76,13 @@ class NodesLauncher:
         self._server = server
         self._clients: list[NodeClient] = []
         self._orders: dict[str, PrepareNode] = {}
-        self._facts: dict[str, NodeFacts] = {}
+        self._facts: dict[NodeClient, NodeFacts] = {}
         self._place: dict[str, NodeClient] = {}
         self._devices: dict[str, str] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._shims: list[subprocess.Popen[bytes]] = []
         self._peers = PeerOptions()
-        self._distances: dict[tuple[str, str], Distance] = {}
+        self._ways = NodeWays(self._credentials)
 
     # ---- the nodes
 
@@ -104,7 +101,7 @@ class NodesLauncher:
             async with asyncio.TaskGroup() as group:
                 for client in self._clients:
                     group.create_task(self._take(client))
-            facts = [self._facts[client.name] for client in self._clients]
+            facts = [self._facts[client] for client in self._clients]
             assigned = assign(facts, self._work.instances, self._work.need)
             await self._make_orders(assigned)
             for one in assigned:
@@ -117,12 +114,11 @@ class NodesLauncher:
             raise UserError(str(failures.exceptions[0])) from None
         kept = enumerate(self._clients)
         self._keepers = [asyncio.create_task(self._keep(*one)) for one in kept]
-        self._keepers.append(asyncio.create_task(self._keep_measuring()))
+        self._keepers.append(asyncio.create_task(self._ways.keep_measuring(self._clients)))
 
     async def _take(self, client: NodeClient) -> None:
         opened = await client.open()
-        facts = NodeFacts(client.name, opened.gpus, opened.memory_bytes)
-        self._facts[client.name] = facts
+        self._facts[client] = NodeFacts(client.name, opened.gpus, opened.memory_bytes)
 
     async def _make_orders(self, assigned: Sequence[NodeAssignment]) -> None:
         clients = {client.name: client for client in self._clients}
@@ -184,25 +180,6 @@ class NodesLauncher:
                 else:
                     logger.info("node %s is back", client.name)
 
-    async def _keep_measuring(self) -> None:
-        """Know how far the nodes are from each other: what is moved between them is weighed."""
-        while True:
-            for source, target in itertools.permutations(self._clients, 2):
-                await self._measure(source, target)
-            await asyncio.sleep(MEASURE_AGAIN_S)
-
-    async def _measure(self, source: NodeClient, target: NodeClient) -> None:
-        if not (source.is_ready and target.is_ready):
-            return
-        way = await measured_from(source.place, target.place, self._credentials)
-        if way.problem:
-            logger.warning("way from node %s to %s: %s", source.name, target.name, way.problem)
-            return
-        distance = Distance(way.round_trip_s, way.bytes_per_s)
-        self._distances[source.name, target.name] = distance
-        metrics.NODE_ROUND_TRIP.labels(source.name, target.name).set(distance.round_trip_s)
-        metrics.NODE_BYTES.labels(source.name, target.name).set(distance.bytes_per_s)
-
     async def leave(self) -> None:
         """Give the nodes back: what runs there for this server ends."""
         for keeper in self._keepers:
@@ -225,8 +202,7 @@ class NodesLauncher:
         return client.name if client is not None else ""
 
     def distance(self, source: str, target: str) -> Distance | None:
-        pair = (self.node_of(source), self.node_of(target))
-        return self._distances.get(pair)
+        return self._ways.distance(self.node_of(source), self.node_of(target))
 
     def is_there(self, instance_id: str) -> bool:
         client = self._place.get(instance_id)
@@ -321,13 +297,11 @@ class NodesLauncher:
             return
         had = dict.fromkeys(self._facts, 0)
         for client in self._place.values():
-            had[client.name] += 1
-        free = {
-            name: room(facts, self._work.need) - had[name] for name, facts in self._facts.items()
-        }
+            had[client] += 1
+        free = {one: room(facts, self._work.need) - had[one] for one, facts in self._facts.items()}
         here = [client for client in self._clients if client.is_ready]
-        chosen = max(here, key=lambda client: (free[client.name], -had[client.name]), default=None)
-        if chosen is None or free[chosen.name] < 1:
+        chosen = max(here, key=lambda client: (free[client], -had[client]), default=None)
+        if chosen is None or free[chosen] < 1:
             raise MigrationError("no node has room for another instance")
         self._place[instance_id] = chosen
 

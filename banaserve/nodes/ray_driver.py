@@ -37,11 +37,15 @@ class RayAgents:
 
     Args:
         ray: The module.
+
+    Attributes:
+        bundles: Resources of each agent.
     """
 
     def __init__(self, ray: Any, request: RayRequest) -> None:
         self._ray = ray
         self._request = request
+        self.bundles: list[dict[str, float]] = []
         self._actors: list[Any] = []
         self._group: Any = None
 
@@ -70,7 +74,9 @@ class RayAgents:
             UserError: The nodes have no room.
         """
         ray, request = self._ray, self._request
-        bundles = self._bundles()
+        self.bundles = bundles = request.bundles or self._bundles()
+        if not bundles:
+            raise UserError(f"--cluster {request.address}: none of its nodes has a CPU to lend")
         self._group = self._granted(bundles)
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -175,11 +181,12 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
 
-    def answer(places: list[AgentPlace], problem: str = "") -> None:
-        answers.write(msgspec.json.encode(RayAnswer(places, problem)) + b"\n")
+    def answer(said: RayAnswer) -> None:
+        answers.write(msgspec.json.encode(said) + b"\n")
 
     def give_up() -> None:
-        answer([], f"--cluster {request.address}: Ray has not answered for {_INIT_S:g} seconds")
+        problem = f"--cluster {request.address}: Ray has not answered for {_INIT_S:g} seconds"
+        answer(RayAnswer(problem=problem))
         os._exit(1)
 
     try:
@@ -190,17 +197,17 @@ def main() -> int:
         patience.start()
         agents.connect()
         patience.cancel()
-        answer(agents.place())
-    except UserError as problem:
-        answer([], str(problem))
+        answer(RayAnswer(agents.place(), agents.bundles))
+    except UserError as error:
+        answer(RayAnswer(problem=str(error)))
         return 1
     for line in sys.stdin.buffer:
         try:
-            answer([agents.find(int(line))])
-        except UserError as problem:
+            answer(RayAnswer([agents.find(int(line))]))
+        except UserError as error:
             if not agents.is_known():
                 return 1
-            answer([], str(problem))
+            answer(RayAnswer(problem=str(error)))
     return 0
 
 

@@ -32,6 +32,7 @@ class RayRequest(msgspec.Struct, frozen=True):
         name: Of the server, for Ray's tables.
         instances: Ids and values of roles; empty for an agent on every node that has a CPU.
         need: Of each instance.
+        bundles: Resources of each agent, where they were placed before; empty lets it plan them.
     """
 
     address: str
@@ -39,16 +40,19 @@ class RayRequest(msgspec.Struct, frozen=True):
     name: str
     instances: list[tuple[str, str]]
     need: InstanceNeed
+    bundles: list[dict[str, float]] = []
 
 
 class RayAnswer(msgspec.Struct, frozen=True):
     """One line of its output.
 
     Attributes:
+        bundles: With which all agents were placed.
         problem: Why it cannot do what it was asked; empty where it could.
     """
 
     places: list[AgentPlace] = []
+    bundles: list[dict[str, float]] = []
     problem: str = ""
 
 
@@ -57,7 +61,7 @@ class RayPlaces:
 
     Ray's driver is a process of its own: it brings a hundred threads and signal handlers. What Ray
     has placed ends with it, and it ends with this process. Where it is lost, as with the cluster's
-    head, another one places all agents anew.
+    head, another one places as many agents anew.
 
     Args:
         address: Of the Ray cluster, or ``auto``.
@@ -90,7 +94,7 @@ class RayPlaces:
         async with self._asking:
             if self._driver is None:
                 return (await self._place())[number]
-            return (await self._ask(str(number).encode(), _FIND_S))[0]
+            return (await self._ask(str(number).encode(), _FIND_S)).places[0]
 
     async def _place(self) -> list[AgentPlace]:
         """Start a driver and let it place all agents."""
@@ -110,12 +114,14 @@ class RayPlaces:
         finally:
             os.close(log)
         try:
-            return await self._ask(msgspec.json.encode(self._request), _PLACE_S)
+            answer = await self._ask(msgspec.json.encode(self._request), _PLACE_S)
         except UserError:
             await self.close()  # it has placed nothing
             raise
+        self._request = msgspec.structs.replace(self._request, bundles=answer.bundles)
+        return answer.places
 
-    async def _ask(self, line: bytes, timeout_s: float) -> list[AgentPlace]:
+    async def _ask(self, line: bytes, timeout_s: float) -> RayAnswer:
         """What the driver answers.
 
         Raises:
@@ -137,7 +143,7 @@ class RayPlaces:
         answer = msgspec.json.decode(said, type=RayAnswer)
         if answer.problem:
             raise UserError(answer.problem)
-        return answer.places
+        return answer
 
     async def close(self) -> None:
         driver, self._driver = self._driver, None

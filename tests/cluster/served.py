@@ -9,6 +9,7 @@ import small_model
 from banaserve.api.admin_client import AdminClient
 from banaserve.controller.schemas import ServerStatus
 from banaserve.engine.vllm.migration.api import Migration, MoveLayers, Return
+from banaserve.nodes.options import KEY_VARIABLE
 from banaserve.run_dir import find_admin
 from benchmarks.network.hosts import Host
 from server_run import Run
@@ -28,7 +29,7 @@ class Served:
     def __init__(self, front: Host, folder: Path, words: tuple[str, ...], key: str = "") -> None:
         folder.mkdir()
         self._front = front
-        environment = {"BANASERVE_CLUSTER_KEY": key} if key else {}
+        environment = {KEY_VARIABLE: key} if key else {}
         options = (*small_model.options(), *OPTIONS, *words)
         self.run = Run(folder, 8000, options, environment, None, front.command)
 

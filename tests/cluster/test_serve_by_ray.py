@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +16,7 @@ import pytest
 
 pytest.importorskip("ray")
 
+import small_model
 from banaserve.engine.vllm.migration.api import MoveLayers, Return
 from benchmarks.network import hosts
 from benchmarks.network.hosts import Network
@@ -156,3 +160,18 @@ def test_what_ray_cannot_do_is_one_line(
         assert words in line
     finally:
         refused.run.close()
+
+
+def test_doctor_compares_the_nodes_of_the_cluster(world: World) -> None:
+    """Agents that Ray starts for as long as this takes; the server has left."""
+    words = ["doctor", "--json", "--model", small_model.options()[1]]
+    command = [sys.executable, "-P", "-m", "banaserve", *words, "--cluster", world.ray.address]
+    host = world.network.hosts[0]
+    done = subprocess.run(host.command(command), capture_output=True, text=True, timeout=_AGAIN_S)
+    found = json.loads(done.stdout)["findings"]
+    nodes = [one for one in found if one["name"].startswith("node ")]
+    assert [one["status"] for one in nodes] == ["OK", "OK"], done.stdout
+    ways = [one["detail"] for one in found if " to " in one["name"]]
+    assert len(ways) == 4
+    assert all("ms there and back" in detail for detail in ways)
+    assert done.returncode == 0, done.stdout

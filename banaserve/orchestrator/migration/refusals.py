@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from math import inf
-
 from banaserve.orchestrator.migration.interface import RejectReason
 from banaserve.orchestrator.migration.projection import Projected
-from banaserve.types import Distance
-
-_NEAR = Distance(0.0, inf)
 
 
 def may_change(
@@ -38,7 +33,7 @@ def may_guest(guest: Projected) -> RejectReason | None:
 
 def may_pair(host: Projected, guest: Projected, heads: bool) -> RejectReason | None:
     """Returns why nothing of this kind may go from ``host`` to ``guest``, or None."""
-    if host.far.get(guest.id, _NEAR) is None:
+    if guest.id in host.far and host.far[guest.id] is None:
         return RejectReason.NOT_MEASURED
     ours, theirs = host.facts, guest.facts
     supported = (

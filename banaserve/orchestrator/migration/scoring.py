@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import NamedTuple
@@ -99,7 +100,13 @@ def weigh_move(
     if effect.host_blocks <= 0 and effects.overlap_of(host, options) == 0:
         return Rejected(words, RejectReason.NO_BLOCK_FREED)
     action = MoveModule(host.id, guest.id, module, effect.moved_bytes)
-    return _weigh_module(words, action, host, guest, effect, options)
+    weighed = _weigh_module(words, action, host, guest, effect, options)
+    if isinstance(weighed, Rejected) and guest.id in host.far:
+        near = _weigh_module(words, action, replace(host, far={}), guest, effect, options)
+        if isinstance(near, Weighed):
+            hop_s = effects.hop_step_s(host, guest, module, options)
+            return Rejected(words, RejectReason.TOO_FAR, hop_s)
+    return weighed
 
 
 def most_net_s(host: Projected, options: RepairedOptions) -> float:
@@ -146,11 +153,7 @@ def _weigh_module(
     cost_s = migration_s(effect.moved_bytes, effects.way(options.link, host, guest))
     first, second = (host.id, on_host), (guest.id, on_guest)
     both = (first, second) if first[0] < second[0] else (second, first)
-    judged = _judged(words, action, lambda: both, fall, cost_s, options)
-    if isinstance(judged, Rejected) and guest.id in host.far and isinstance(action, MoveModule):
-        hop_s = effects.hop_step_s(host, guest, action.module, options)
-        return Rejected(words, RejectReason.TOO_FAR, hop_s)
-    return judged
+    return _judged(words, action, lambda: both, fall, cost_s, options)
 
 
 def weigh_switch(
